@@ -13,8 +13,8 @@ import pytest
 
 from ..kept import kept_workers
 from ..live import LiveServer, live_server
-from ..server.test_restart import DATA, Client
-from ..server.test_roles import VALUES
+from ..server.runs.test_restart import DATA, Client
+from ..server.runs.test_roles import VALUES
 from .crashing import until, worker_pids
 from .training_script import MODEL
 

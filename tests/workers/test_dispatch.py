@@ -536,7 +536,7 @@ def test_close_fails_what_waits() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
 def test_a_worker_that_dies_as_it_comes_back_leaves_nothing_behind(tmp_path: Path) -> None:
-    shutil.copy(Path(__file__).parent / "parallel" / "configs" / "Llama-3.1-8B.json", tmp_path / "config.json")
+    shutil.copy(Path(__file__).parent / "configs" / "Llama-3.1-8B.json", tmp_path / "config.json")
 
     async def check() -> None:
         async with recording("run", names=(str(tmp_path),)) as dispatch:
@@ -590,7 +590,7 @@ def test_models_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
 def write_header(directory: Path, shape: tuple[int, int]) -> None:
     header = json.dumps({"weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}}).encode()
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    shutil.copy(Path(__file__).parent / "parallel" / "configs" / "Llama-3.1-8B.json", directory / "config.json")
+    shutil.copy(Path(__file__).parent / "configs" / "Llama-3.1-8B.json", directory / "config.json")
 
 
 def test_a_model_that_does_not_load_stops_the_start_with_the_reason() -> None:

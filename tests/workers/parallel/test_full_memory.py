@@ -19,8 +19,8 @@ from trainhouse.workers.protocol.verbs import Step
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
+from ..planner.test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
 from .measuring import ACCOUNTING, Measured, measured
-from .test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
 
 FULL = FullConfig(seed=0)
 LENGTH = 256

@@ -1,0 +1,122 @@
+"""Adapters made elsewhere, uploaded: checkpoints as any other, the tenant's own; or refused, and nothing is left."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+
+from ..real import ALICE, BOB, MODEL, Server, batch, sample, sample_body
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]}
+
+
+def weights(width: int = 64) -> bytes:
+    generator = torch.Generator().manual_seed(0)
+    path = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    shapes = {
+        path.format(layer, side): shape for layer in (0, 1) for side, shape in (("A", (4, width)), ("B", (64, 4)))
+    }
+    return save({name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()})
+
+
+async def upload(
+    server: Server, config: Mapping[str, Any] = CONFIG, content: bytes | None = None, key: str = ALICE, **query: Any
+) -> httpx.Response:
+    described = json.dumps(config).encode()
+    headers = {"Content-Type": "application/octet-stream"} | query.pop("headers", {})
+    asked = {"config_bytes": len(described), "base_model": MODEL} | query
+    body = described + (weights() if content is None else content)
+    return await server.clients[key].post("import_weights", content=body, params=asked, headers=headers)
+
+
+async def test_an_imported_adapter_is_listed_loaded_trained_on_and_sampled(server: Server) -> None:
+    answer = (await upload(server, name="mine")).json()
+    path = answer["tinker_path"]
+    assert path.endswith("/weights/mine") and answer["base_model"] == MODEL
+    assert (answer["lora"]["rank"], answer["lora"]["alpha"]) == (4, 6.0)
+    adapted = {name: answer["lora"][f"train_{name}"] for name in ("attn", "mlp", "unembed")}
+    assert adapted == {"attn": True, "mlp": False, "unembed": False}
+    assert (await server.post("weights_info", {"tinker_path": path}))["lora_rank"] == 4
+    assert path in (await server.clients[ALICE].get("checkpoints")).text
+
+    session_id = await server.create_session()
+    new = {"session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": False}
+    created = await server.result((await server.post("load_weights", new))["request_id"])
+    model = {"model_id": created["model_id"]}
+    assert (await server.post("get_info", model))["lora_alpha"] == 6.0
+    data = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]}}]
+    losses = []
+    for seq_id in (1, 3, 5):
+        forward = model | {"seq_id": seq_id, "loss_fn": "cross_entropy", "data": data}
+        done = await server.result((await server.post("forward_backward", forward))["request_id"])
+        losses.append(done["metrics"]["loss:sum"])
+        step = model | {"seq_id": seq_id + 1, "adam_params": {"learning_rate": 1e-2}}
+        assert "error" not in await server.result((await server.post("optim_step", step))["request_id"])
+    assert losses[2] < losses[1] < losses[0]
+
+    bare = await server.create_run(train_mlp=False, train_unembed=False)
+    assert "alpha" in (await bare.do("load_weights", path=path, optimizer=False))["error"], "its alpha is 32"
+    assert "has no optimizer state" in (await bare.do("load_weights", path=path, optimizer=True))["error"]
+    create = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
+    sampler_id = (await server.post("create_sampling_session", create))["sampling_session_id"]
+    assert len((await sample(server, sample_body(sampler_id))).sequences[0].tokens) == 4
+    assert (await bare.forward_backward(batch(1))).metrics["loss:sum"] > 0
+
+
+async def test_it_is_of_who_sent_it_alone_and_once_for_one_key(server: Server) -> None:
+    key = {"X-Idempotency-Key": "once"}
+    paths = [(await upload(server, headers=key)).json()["tinker_path"] for _ in range(2)]
+    assert paths[0] == paths[1] != (await upload(server)).json()["tinker_path"]
+    await server.post("weights_info", {"tinker_path": paths[0]}, BOB, status=404)
+    assert (await upload(server, key=BOB, headers=key)).json()["tinker_path"] != paths[0]
+
+
+async def test_the_base_model_is_named_or_that_of_the_adapter(server: Server) -> None:
+    named = CONFIG | {"base_model_name_or_path": MODEL}
+    assert (await upload(server, named, base_model=MODEL)).json()["base_model"] == MODEL
+    described = json.dumps(named).encode()
+    content = {"content": described + weights(), "params": {"config_bytes": len(described)}}
+    assert (await server.clients[ALICE].post("import_weights", **content)).json()["base_model"] == MODEL
+    described = json.dumps(CONFIG).encode()
+    content = {"content": described + weights(), "params": {"config_bytes": len(described)}}
+    refused = await server.clients[ALICE].post("import_weights", **content)
+    assert refused.status_code == 400 and f"name one of {MODEL} with base_model" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"config": CONFIG | {"use_dora": True}}, "adapter_config.json has use_dora True: train without DoRA"),
+        ({"config": CONFIG | {"r": 5}}, "has shape [4, 64], and this base model needs [5, 64] at rank 5"),
+        ({"config": CONFIG | {"r": 17}}, "rank 17 exceeds max_lora_rank 16"),
+        ({"content": weights(65)}, "has shape [4, 65], and this base model needs [4, 64] at rank 4"),
+        ({"content": b"\x80\x04pickle"}, "adapter_model.safetensors cannot be read"),
+        ({"content": b""}, "the body ends with adapter_config.json"),
+        ({"config_bytes": 9}, "the first 9 bytes of the body (config_bytes) are no adapter_config.json"),
+        ({"base_model": "other"}, "base model other is not served here"),
+        ({"name": "../up"}, "checkpoint name '../up' is not allowed"),
+    ],
+)
+async def test_what_cannot_be_imported_is_refused_and_leaves_nothing(
+    server: Server, given: dict[str, Any], reason: str
+) -> None:
+    before = files_of(server)
+    refused = await upload(server, **given)
+    assert refused.status_code == 400 and reason in refused.json()["detail"], refused.text
+    assert files_of(server) == before
+
+
+def files_of(server: Server) -> set[Path]:
+    """Of its checkpoints."""
+    return set(Path(server.services.config.state_dir, "checkpoints").rglob("*"))
+
+
+async def test_a_body_beyond_the_limit_is_refused(server: Server) -> None:
+    assert (await upload(server, content=bytes(300_000))).status_code == 413

@@ -1,0 +1,146 @@
+"""Whatever step of a publication a process is killed before: what is listed is whole, and the rest is swept."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from trainhouse.server.checkpoints.checkpoints import Checkpoints
+from trainhouse.server.checkpoints.files import is_whole
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.manifest import check
+from trainhouse.server.files.object_store import key_of
+from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.server.tenants.auth import Auth
+
+from ..api import running_api
+from ..killed import FIRST, SECOND, mirror_of
+from ..s3 import BUCKET, names_at, s3_server
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = 120
+SOON_SECONDS = 30
+
+
+@asynccontextmanager
+async def started(state: Path, config: PlaceConfig) -> AsyncIterator[tuple[Checkpoints, SqliteStore]]:
+    store = SqliteStore(state / DATABASE_NAME)
+    checkpoints = Checkpoints(store, Auth(store, True), state, config=config)
+    await checkpoints.start()
+    yield checkpoints, store
+    await checkpoints.close()
+    store.close()
+
+
+async def kill(action: str, tmp_path: Path, place: str | None = None) -> list[Path]:
+    """At every step; the state directories that are left."""
+    async with running_api(tmp_path / "base") as api:
+        await api.run()
+    arguments = [sys.executable, "-m", "trainhouse.tests.server.killed", action, str(tmp_path / "base")]
+    arguments += [place] if place else []
+    done = await asyncio.to_thread(
+        subprocess.run, arguments, capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    return [tmp_path / f"{number:03d}" for number in range(int(done.stdout) + 1)]
+
+
+async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = None) -> list[list[bytes]]:
+    """What the weights of the listed checkpoints are after each; nothing else is left that is not whole."""
+    states = await kill(action, tmp_path, place)
+    return [await listed_after_a_start(state, place and f"{place}/{state.name}") for state in states]
+
+
+async def listed_after_a_start(state: Path, place: str | None) -> list[bytes]:
+    async with started(state, PlaceConfig(place)) as (checkpoints, store):
+        found = await store.list_run_checkpoints(await store.list_run_ids(), 0.0)
+        directories = {record.directory for record in found}
+        if place is None:
+            there = list((state / "checkpoints").glob("*/*/*"))
+            assert directories <= {str(path) for path in there} and all(map(is_whole, there))
+            assert not list((state / "checkpoints").glob("*/.*"))
+        else:
+            await until_swept(place, {directory.removeprefix(f"{place}/") for directory in directories})
+        contents = []
+        for record in found:
+            async with checkpoints.reading(record) as directory:
+                check(directory)
+                (content,) = {file.read_bytes() for file in directory.glob("*.safetensors")}
+                contents.append(content)
+        return contents
+
+
+async def until_swept(place: str, published: set[str]) -> None:
+    """At a URL that is when all that is left has its manifest."""
+    async with asyncio.timeout(SOON_SECONDS):
+        while True:
+            names = names_at(place)
+            whole = {name.removesuffix("/manifest.json") for name in names if name.endswith("/manifest.json")}
+            if {name.rpartition("/")[0] for name in names} == whole:
+                break
+            await asyncio.sleep(0.01)
+    assert published <= whole
+
+
+def check_first_nothing_then_the_first_then_the_second(outcomes: list[list[bytes]]) -> None:
+    order = [[[], [FIRST], [SECOND]].index(outcome) for outcome in outcomes]
+    assert order == sorted(order) and set(order) == {0, 1, 2} and len(order) > 20
+
+
+async def test_a_save_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = await kill_at_every_step("save", tmp_path)
+    saved = outcomes.index([SECOND])
+    assert saved > 10 and outcomes == [[]] * saved + [[SECOND]] * (len(outcomes) - saved)
+
+
+@pytest.mark.full
+async def test_a_save_and_one_over_it_killed_at_every_step(tmp_path: Path) -> None:
+    check_first_nothing_then_the_first_then_the_second(await kill_at_every_step("save_twice", tmp_path))
+
+
+@pytest.mark.full
+async def test_a_save_and_one_over_it_at_a_url_killed_at_every_step(tmp_path: Path) -> None:
+    with s3_server():
+        outcomes = await kill_at_every_step("save_twice", tmp_path, f"s3://{BUCKET}/killed")
+    check_first_nothing_then_the_first_then_the_second(outcomes)
+
+
+@pytest.mark.full
+async def test_a_copy_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = await kill_at_every_step("save_and_copy", tmp_path)
+    assert all(content == SECOND for outcome in outcomes for content in outcome)
+    num_listed = [len(outcome) for outcome in outcomes]
+    assert num_listed == sorted(num_listed) and set(num_listed) == {0, 1, 2}
+
+
+@pytest.mark.full
+async def test_copies_at_a_mirror_are_in_the_end_those_of_what_is_listed(tmp_path: Path) -> None:
+    states = await kill("save_mirror_and_delete", tmp_path)
+    num_listed = []
+    for state in states:
+        mirror = mirror_of(state)
+        async with started(state, PlaceConfig(mirrors=(mirror,))) as (_, store):
+            directories = await store.list_checkpoint_directories()
+            expected = {key_of(directory) for directory in directories}
+            num_listed.append(len(expected))
+            async with asyncio.timeout(SOON_SECONDS):
+                while await store.list_unfinished_copies() or keys_at(mirror) != expected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+    assert set(num_listed) == {0, 1} and num_listed[-1] == 0
+
+
+def keys_at(place: str) -> set[str]:
+    """Of the checkpoints of which there is anything."""
+    return {name.rpartition("/")[0] for name in names_at(place)}
+
+
+@pytest.mark.full
+async def test_a_deletion_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = await kill_at_every_step("save_and_delete", tmp_path)
+    num_saved, num_deleted = outcomes.index([SECOND]), len(outcomes) - outcomes[::-1].index([SECOND])
+    assert all(outcome == [] for outcome in outcomes[:num_saved] + outcomes[num_deleted:])
+    assert all(outcome == [SECOND] for outcome in outcomes[num_saved:num_deleted])
+    assert 0 < num_saved < num_deleted < len(outcomes)

@@ -1,0 +1,224 @@
+"""backup of a server that runs, and of one that does not: verify finds nothing, and a server on the copy goes on."""
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinker.proto.response_conv import deserialize_forward_backward_output
+from trainhouse.server.cli.backup import Backup
+from trainhouse.server.cli.commands import main
+from trainhouse.server.cli.verify import verify as verify_files
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.wal import Segments
+from trainhouse.server.store import DATABASE_NAME, ResultRecord, SqliteStore
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..api import running_api
+from ..real import ADAM, PROTOBUF, Run, batch, running_server, sample, sample_body, server_config
+from .test_verify import Verified, left, save_and_end, verify, work
+
+pytestmark = pytest.mark.anyio
+
+__all__ = ["left", "verify"]
+
+
+async def backup(target: Path, state_dir: Path, *flags: str) -> int:
+    return await asyncio.to_thread(main, ["backup", str(target), f"--state-dir={state_dir}", *flags])
+
+
+async def next_losses(run: Run, num_steps: int) -> list[float]:
+    """Of a run that somebody left anywhere, maybe with gradients that wait for their step."""
+    await run.do("optim_step", seq_id=0, adam_params=ADAM)
+    losses = []
+    for _ in range(num_steps):
+        submitted = (await run.send(run.encode(batch(), 0))).json()
+        response = await run.server.retrieve(submitted["request_id"], run.key, PROTOBUF)
+        losses.append(deserialize_forward_backward_output(response.content).metrics["loss:sum"])
+        assert "error" not in await run.do("optim_step", seq_id=0, adam_params=ADAM)
+    return losses
+
+
+async def test_a_server_on_the_copy_of_a_running_one_goes_on(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_server(server_config(tiny_models["qwen3"], state, snapshot_steps=2), dispatch) as server:
+        run, sampler_id = await work(server)
+        drawn = await sample(server, sample_body(sampler_id))
+        training = asyncio.create_task(run.train(batch(), 30))
+        await asyncio.sleep(0.1)
+        assert await backup(copy, state) == 0
+        assert not training.done()
+        losses = await training
+    assert (await asyncio.to_thread(verify, copy)).lines[-1].endswith(": all is whole")
+    files = [next(place.glob("checkpoints/*/*/*/adapter_model.safetensors")) for place in (state, copy)]
+    assert files[0].samefile(files[1]), "shared where the file system can"
+    shutil.rmtree(state)
+
+    async with running_server(server_config(tiny_models["qwen3"], copy, snapshot_steps=2), dispatch) as server:
+        again = await sample(server, sample_body(sampler_id, 1))
+        assert [list(one.tokens) for one in again.sequences] == [list(one.tokens) for one in drawn.sequences]
+        copied = Run(server, run.model_id, run.session_id)
+        goes_on = await next_losses(copied, 3)
+        first = int(np.argmin(np.abs(np.array(losses) - goes_on[0])))
+        np.testing.assert_allclose(goes_on, losses[first : first + 3], rtol=1e-4)
+        assert len(set(np.round(losses, 4))) == len(losses), "else any step would do"
+        loaded = await copied.do("load_weights", seq_id=0, path=f"tinker://{run.model_id}/weights/a")
+        assert loaded["type"] == "load_weights"
+
+
+async def test_a_client_that_is_ahead_of_the_copy_is_told_where_to_begin(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_server(server_config(tiny_models["qwen3"], state), dispatch) as server:
+        run = await server.create_run()
+        quiet = await server.create_run()
+        path = (await run.do("save_weights", path="a"))["path"]
+        assert await backup(copy, state) == 0
+        await run.train(batch(), 1)
+    async with running_server(server_config(tiny_models["qwen3"], copy, seq_gap_seconds=0.2), dispatch) as server:
+        ahead, quiet = (replace(one, server=server) for one in (run, quiet))
+        ahead.numbers = itertools.count(4)
+        error = (await ahead.do("optim_step", adam_params=ADAM))["error"]
+        assert "the client is ahead of that" in error and error.endswith(f"newest first: {path}")
+        await ahead.submit("optim_step", status=410, adam_params=ADAM)
+        await quiet.train(batch(), 1)
+    assert not (state / "copied.json").exists()
+
+
+async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_it_lay(
+    tmp_path: Path, verify: Callable[..., Verified], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    records = []
+    for number, place in enumerate((None, str(tmp_path / "elsewhere"), f"file://{tmp_path}/afar")):
+        async with running_api(state, places=PlaceConfig(place)) as api:
+            records.append(await save_and_end(api, f"{number}".encode()))
+    assert await backup(copy, state) == 0
+    said = capsys.readouterr().out
+    assert f"1 checkpoints lie at URLs, such as file://{tmp_path}/afar" in said and "trainhouse verify" in said
+    for mine in (state, tmp_path / "elsewhere"):
+        shutil.rmtree(mine)
+    async with running_api(copy) as api:
+        for number, record in enumerate(records):
+            (mine,) = await api.services.store.list_run_checkpoints([record.run_id], 0.0)
+            async with api.services.checkpoints.reading(mine) as directory:
+                assert (directory / "adapter_model.safetensors").read_bytes() == f"{number}".encode()
+        secret = (copy / "url_secret").stat()
+    assert secret.st_mode & 0o777 == 0o600 and copy.stat().st_mode & 0o777 == 0o700
+    assert (await asyncio.to_thread(verify, copy)).status == 0
+
+
+async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it(left: Path, tmp_path: Path) -> None:
+    copy, live = tmp_path / "copy", left / "live-3"
+    live.mkdir()
+    for name in ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral"):
+        (left / name).rename(live / name)
+
+    async def found(state: Path) -> list[str]:
+        lines: list[str] = []
+        store = SqliteStore(state / DATABASE_NAME)
+        await verify_files(store, state, PlaceConfig(), False, False, lines.append)
+        store.close()
+        return lines
+
+    counts = await found(left)
+    Backup(left, copy, True).run(print)
+    assert await found(copy) == counts == [counts[-1]]
+    (weights,) = live.glob("ephemeral/*")
+    shutil.rmtree(weights)
+    assert str(weights) in (await found(left))[0]
+
+
+async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copied_database(tmp_path: Path) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_api(state) as api:
+        tenant, segments = await api.tenant(), Segments(state / "results", 1 << 20)
+        taking = Backup(state, copy, True)
+        taking._prepare()
+        for request_id in ("before", "after"):
+            place = str(await segments.append({"request_id": request_id}))
+            await api.services.store.put_results([ResultRecord(request_id, tenant.id, place, 0, "json", 1.0)])
+            if request_id == "before":
+                taking._take_segments("results")
+        taking._take_database()
+        await segments.close()
+    async with running_api(copy) as api:
+        found = [await api.services.store.get_result(request_id) for request_id in ("before", "after")]
+    assert [result is None for result in found] == [False, True]
+
+
+async def test_of_a_copied_state_directory_nothing_is_taken_from_the_original(
+    tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, copied, taken = (tmp_path / name for name in ("state", "copied", "taken"))
+    async with running_api(state) as api:
+        lost, kept = [await save_and_end(api, b"weights") for _ in range(2)]
+    shutil.copytree(state, copied)
+    shutil.rmtree(copied / Path(lost.directory).relative_to(state))
+    assert await backup(taken, copied) == 0
+    assert (taken / Path(kept.directory).relative_to(state)).is_dir()
+    assert not (taken / Path(lost.directory).relative_to(state)).exists()
+    for one in (copied, taken):
+        lines = (await asyncio.to_thread(verify, one)).lines
+        assert lost.tinker_path in lines[-2] and lines[-1].endswith(": 1 problem")
+
+
+async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(
+    tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_api(state) as api:
+        record = await save_and_end(api, b"right")
+        lost = await save_and_end(api, b"lost")
+    (Path(record.directory) / "adapter_model.safetensors").write_bytes(b"wrong")
+    shutil.rmtree(lost.directory)
+    assert await backup(copy, state) == 0
+    lines = (await asyncio.to_thread(verify, copy)).lines
+    for damaged in (record, lost):
+        assert any(line.startswith(f"{damaged.tinker_path}: is damaged: ") for line in lines)
+    assert lines[-1].endswith(": 2 problems")
+
+
+async def test_with_postgresql_the_files_are_copied_and_the_database_is_to_be_dumped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, copy, flag = tmp_path / "state", tmp_path / "copy", "--database-url=postgresql+psycopg://nobody@nowhere/none"
+    (state / "live-1").mkdir(parents=True)
+    async with running_api(state) as api:
+        await save_and_end(api, b"first")
+        assert await backup(copy, state, flag) == 0
+        assert "pg_dump it now, then call this once more" in capsys.readouterr().out
+        await save_and_end(api, b"second")
+        assert await backup(copy, state, flag) == 0
+    assert not (copy / "trainhouse.db").exists()
+    assert {file.read_bytes() for file in copy.glob("checkpoints/*/*/*/adapter_model.safetensors")} == {
+        b"first",
+        b"second",
+    }
+
+
+async def test_what_cannot_be_the_source_or_the_target_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await backup(tmp_path / "copy", tmp_path) == 1
+    assert "is no state directory" in capsys.readouterr().err
+    async with running_api(tmp_path / "state"):
+        pass
+    assert await backup(tmp_path, tmp_path / "state") == 1
+    assert "is not empty" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "state")
+    for inside in (tmp_path / "state" / "copy", tmp_path / "state", tmp_path / "link" / "copy"):
+        assert await backup(inside, tmp_path / "state") == 1
+        assert f"{inside} is inside of the state directory" in capsys.readouterr().err
+    assert not (tmp_path / "state" / "copy").exists()
+    (tmp_path / "state" / "trainhouse.db").unlink()
+    assert await backup(tmp_path / "copy", tmp_path / "state") == 1
+    assert "has no trainhouse.db: name the server's database with --database-url" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()

@@ -1,0 +1,495 @@
+"""The command line as a user meets it: help, refusals in one line, keys, and real server processes."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from packaging.requirements import Requirement
+from trainhouse.schemas.version import VERSION
+from trainhouse.server import __main__ as command_line
+from trainhouse.server.cli.commands import main, serve_help, serve_help_all
+from trainhouse.server.config.knobs import ServerConfig, flag_of
+from trainhouse.server.serving.process import FORCED_STATUS
+
+from ...letters import save_letter_tokenizer
+from ...live import LiveServer, live_server
+
+SOON_SECONDS = 15
+
+
+def trainhouse(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainhouse.server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused says: one line on standard error."""
+    assert main(arguments) != 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+# Help and refusals
+
+
+def test_the_help_of_serve_fits_one_screen() -> None:
+    lines = serve_help().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_full_help_names_every_knob() -> None:
+    text = serve_help_all()
+    for knob_field in fields(ServerConfig):
+        assert flag_of(knob_field) in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
+def test_help_ends_with_success(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", flag])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: trainhouse serve")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["--version"])
+    assert capsys.readouterr().out == f"trainhouse {VERSION}\n"
+
+
+def test_wrong_usage_is_refused_in_one_line_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--base-model", "x", "--prt", "1"]) == 2
+    assert "unknown argument --prt: did you mean --port?" in capsys.readouterr().err
+    assert "--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]" in refusal(capsys, "serve")
+    assert "there is no /no/such" in refusal(capsys, "serve", "--base-model", "a=/no/such")
+    missing = str(tmp_path / "missing.toml")
+    assert "missing.toml cannot be read" in refusal(capsys, "serve", "--config", missing)
+
+
+def start_refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path, *flags: str) -> str:
+    return refusal(capsys, "serve", "--base-model=x/y", f"--state-dir={tmp_path}", "--port=0", *flags)
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = start_refusal(capsys, tmp_path / "new", f"--port={port}")
+    assert not (tmp_path / "new").exists()
+    assert f"cannot listen on 127.0.0.1 port {port}: something listens there already" in message
+
+
+def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "this machine has no such address" in start_refusal(capsys, tmp_path, "--host=203.0.113.1")
+
+
+def test_a_reachable_address_takes_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = start_refusal(capsys, tmp_path, "--host=0.0.0.0")
+    assert f"no API key is in force: make one with `trainhouse keys create NAME --state-dir {tmp_path}`" in message
+
+
+def test_weights_too_far_apart_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = start_refusal(capsys, tmp_path, "--tenant-weights=alice=1e9")
+    assert "tenant weights go from 1 to 1e+09: the heaviest may have 1000 times the lightest" in message
+
+
+def test_a_state_directory_that_is_a_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be used: File exists" in start_refusal(capsys, tmp_path / "file")
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = start_refusal(capsys, tmp_path, "--device=cuda")
+    assert "device cuda: this machine, or this build of torch (" in message and "serve with --device cpu" in message
+
+
+def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    done = trainhouse("serve", f"--base-model=m={tmp_path}/model", "--port=0", f"--state-dir={tmp_path}/state")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("trainhouse serve: error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_ray_that_does_not_start_is_told_of_in_one_line(tmp_path: Path) -> None:
+    """Its sockets are in the temporary directory, whose path may be too long for one."""
+    flags = ("--base-model=x/y", "--pool=ray", "--port=0", f"--state-dir={tmp_path}")
+    with tempfile.TemporaryDirectory(prefix="long" * 12, dir="/tmp") as directory:
+        done = trainhouse("serve", *flags, TMPDIR=directory)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("trainhouse serve: error: no Ray cluster could be started on this machine: ")
+    assert "AF_UNIX path" in line and line.endswith(", or serve with --pool local, which needs none")
+
+
+def test_a_mistake_in_the_demos_flags_is_told_before_anything_is_loaded() -> None:
+    done = trainhouse("demo", "--bogus", "3")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --bogus 3" in done.stderr
+    assert "--steps" in trainhouse("demo", "--help").stdout
+
+
+# Keys
+
+
+def test_keys_are_created_listed_and_revoked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = f"--state-dir={tmp_path}"
+    assert main(["keys", "create", "alice", place]) == 0
+    key = capsys.readouterr().out.strip()
+    assert key.startswith("tml-")
+    assert main(["keys", "list", place]) == 0
+    listed = capsys.readouterr().out
+    assert "alice" in listed and key not in listed
+    number = listed.splitlines()[-1].split()[0]
+    assert main(["keys", "revoke", number, place]) == 0
+    assert "is revoked" in capsys.readouterr().out
+    assert "there is no key" in refusal(capsys, "keys", "revoke", number, place)
+    assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_the_first_key_warns_that_made_up_ones_work_no_longer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, is_first in (("alice", True), ("bob", False)):
+        assert main(["keys", "create", name, f"--state-dir={tmp_path}"]) == 0
+        captured = capsys.readouterr()
+        assert len(captured.out.splitlines()) == 1, "the key alone: scripts read it"
+        assert ("on this state directory made-up tml- keys no longer work" in captured.err) is is_first
+
+
+def test_a_name_or_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = f"--state-dir={tmp_path}"
+    assert "'a=b' cannot be the name of a key" in refusal(capsys, "keys", "create", "a=b", place)
+    message = refusal(capsys, "keys", "revoke", "erin", place)
+    assert "'erin' is not the number of a key: give the one that `trainhouse keys list` shows" in message
+
+
+# The database that a state directory belongs to
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--base-model=x/y", "--port=0"],
+        ["keys", "list"],
+        ["keys", "create", "alice"],
+        ["keys", "revoke", "1"],
+        ["verify"],
+        ["verify", "--repair"],
+        ["backup", "copy"],
+    ],
+    ids=" ".join,
+)
+def test_live_state_of_servers_on_postgresql_is_left_alone_without_their_database(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = tmp_path / "state"
+    weights = state / "live-3" / "ephemeral" / "one" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    (state / "url_secret").touch()
+    before = sorted(tmp_path.rglob("*"))
+    message = refusal(capsys, *command, f"--state-dir={state}")
+    assert f"{state} belongs to servers on a PostgreSQL (it has live-3): give --database-url" in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command", [["serve", "--base-model=x/y", "--port=0"], ["verify", "--repair"], ["backup", "c"]]
+)
+def test_a_state_directory_on_sqlite_is_left_alone_by_servers_on_postgresql(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainhouse.db").touch()
+    message = refusal(capsys, *command, f"--state-dir={tmp_path}", "--database-url=postgresql://nobody@nowhere/none")
+    assert "belongs to a server on SQLite (it has trainhouse.db): leave --database-url away" in message
+    assert list(tmp_path.iterdir()) == [tmp_path / "trainhouse.db"]
+
+
+@pytest.mark.parametrize("command", [["keys", "list"], ["keys", "revoke", "1"], ["verify"], ["backup", "copy"]])
+def test_a_command_that_looks_makes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--state-dir" in refusal(capsys, *command, "--state-dir=none")
+    (tmp_path / "empty").mkdir()
+    assert "--state-dir" in refusal(capsys, *command, "--state-dir=empty")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
+# Real processes
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path_factory.mktemp("cli")) as started:
+        yield started
+
+
+def test_a_server_says_where_it_is_and_what_to_paste(server: LiveServer) -> None:
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
+    log = server.log.read_text()
+    assert "loading tiny/qwen3 from" in log
+    assert f"ready: {server.url} serves tiny/qwen3" in log
+    assert f"export TINKER_BASE_URL={server.url} TINKER_API_KEY=tml-local" in log
+    assert f'trainhouse.ServiceClient("{server.url}", "tml-local")' in log
+
+
+def test_a_second_server_on_the_same_state_directory_is_refused(server: LiveServer) -> None:
+    done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
+    assert done.returncode == 1
+    assert f"is in use by the server with process id {server.process.pid}" in done.stderr
+    (server.state_dir / "server.lock").unlink()
+    done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
+    assert done.returncode == 1
+    assert "is in use by a server whose server.lock somebody has removed: stop that one" in done.stderr
+    assert httpx.get(f"{server.url}/api/v1/readyz").json()["status"] == "ready"
+    assert (server.state_dir / "server.lock").read_text() == f"{server.process.pid}\n", "it is made again"
+    assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
+
+
+def descendants(server: LiveServer) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def waiting_poll(server: LiveServer) -> Future[httpx.Response]:
+    """A poll for an operation whose predecessor never comes."""
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
+    session = http.post("/create_session", json={"sdk_version": "0"}).json()["session_id"]
+    create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/qwen3", "lora_config": {"rank": 1}}
+    created = http.post("/create_model", json=create).json()["request_id"]
+    model_id = http.post("/retrieve_future", json={"request_id": created}).json()["model_id"]
+    early = http.post("/optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}).json()["request_id"]
+    return ThreadPoolExecutor(1).submit(http.post, "/retrieve_future", json={"request_id": early})
+
+
+def test_an_interrupt_ends_a_server_and_its_workers_with_success(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path) as server:
+        children = descendants(server)
+        assert children
+        poll = waiting_poll(server)
+        time.sleep(1)
+        assert not poll.done()
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(SOON_SECONDS) == 0
+        assert time.monotonic() - started < SOON_SECONDS
+        _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
+        assert alive == []
+        assert poll.result().status_code == 408
+        assert "Traceback" not in server.log.read_text()
+        assert not (tmp_path / "ready").exists()
+
+
+def test_a_termination_of_the_whole_group_answers_open_requests_and_logs_no_error(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As systemd, docker stop on a shell, or a closed terminal do it."""
+    shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
+    save_letter_tokenizer(tmp_path / "model")
+    patience = {"drain_seconds": 0, "shutdown_seconds": 2}
+    with live_server({"tiny/qwen3": tmp_path / "model"}, tmp_path / "state", **patience) as server:
+        asked = {"model": "tiny/qwen3", "prompt": "the", "n": 1000, "max_tokens": 1000, "ignore_eos": True}
+        http = httpx.Client(base_url=f"{server.url}/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
+        http.post("/completions", json=asked | {"n": 1, "max_tokens": 1}).raise_for_status()
+        with ThreadPoolExecutor(2) as threads:
+            whole = threads.submit(http.post, "/completions", json=asked)
+            stream = threads.submit(http.post, "/completions", json=asked | {"stream": True})
+            time.sleep(1)
+            assert not whole.done() and not stream.done()
+            os.killpg(server.process.pid, signal.SIGTERM)
+            assert server.process.wait(SOON_SECONDS) == 0
+        assert whole.result().status_code == 503 and "is stopping" in whole.result().json()["error"]["message"]
+        assert "is stopping" in json.loads(stream.result().text.split("data: ")[-1])["error"]["message"]
+        log = server.log.read_text()
+        assert "stopping" in log and not any(word in log for word in ("Traceback", "ERROR", "WARNING"))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("command", ["serve", "workers"])
+def test_ctrl_c_while_loading_ends_all_with_one_line_and_the_status_of_interrupts(
+    tiny_models: dict[str, Path], tmp_path: Path, command: str, seconds: float
+) -> None:
+    """It reaches all processes of a terminal."""
+    (tmp_path / "secret").write_text("s" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    of_command = {"serve": ["--port=0", f"--state-dir={tmp_path}"], "workers": ["--listen=127.0.0.1:0"]}[command]
+    of_command += [f"--workers-secret-file={tmp_path}/secret"] if command == "workers" else []
+    flags = [command, f"--base-model=tiny/m={tiny_models['qwen3']}", *of_command]
+    program = [sys.executable, "-u", "-m", "trainhouse.server", *flags]
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline().startswith("loading")
+    time.sleep(seconds)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    if "ready: " in said:  # then there was something to serve
+        assert process.returncode == 0 and "Traceback" not in errors
+    else:
+        assert (process.returncode, errors) == (130, f"trainhouse {command}: interrupted\n")
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+def test_a_termination_while_loading_ends_the_server_and_its_workers(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = ["serve", f"--base-model=m={tiny_models['qwen3']}", "--port=0", f"--state-dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "trainhouse.server", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("loading")
+    time.sleep(0.5)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert "ready:" not in process.stdout.read()
+    process.stdout.close()
+    assert process.wait(SOON_SECONDS) == 0
+    assert psutil.wait_procs(children, timeout=SOON_SECONDS)[1] == []
+
+
+STUBBORN = """
+import asyncio, os, signal
+from trainhouse.server.serving.process import until_signal
+
+async def work(on_ready):
+    on_ready()
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+asyncio.run(until_signal(work))
+"""
+
+
+def test_a_second_interrupt_ends_a_process_that_does_not_stop() -> None:
+    assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=30).returncode == FORCED_STATUS
+
+
+# Imports
+
+MODULES = """
+import importlib, pkgutil, sys, trainhouse.client, trainhouse.schemas, trainhouse.server
+for package in (trainhouse.client, trainhouse.schemas, trainhouse.server):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+print(sorted({"torch", "ray", "transformers"} & set(sys.modules)), len(sys.modules) > 500)
+"""
+
+
+def test_the_log_has_the_warnings_of_other_packages_and_not_their_information() -> None:
+    code = (
+        "import logging; from trainhouse.server.logs.setup import configure_logging; configure_logging('info')\n"
+        "for name in ('aiobotocore.credentials', 'botocore.hooks', 'trainhouse.server'):\n"
+        "    logging.getLogger(name).info('told'); logging.getLogger(name).warning('warned')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stderr.count("told"), done.stderr.count("warned")) == (1, 3)
+
+
+def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[] True"
+
+
+# An install of the client alone
+
+
+def closure(requirements: list[str], found: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The names of the packages that these bring, extras aside."""
+    for requirement in map(Requirement, requirements):
+        name = requirement.name.lower().replace("_", "-")
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found = closure(metadata.requires(name) or [], found | {name})
+    return found
+
+
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, where no package is that `pip install trainhouse` does not bring."""
+    installed = closure(metadata.requires("trainhouse") or []) | {"trainhouse"}
+    assert "httpx" in installed and "fastapi" not in installed
+    missing = [
+        module
+        for module, packages in metadata.packages_distributions().items()
+        if not installed & {package.lower().replace("_", "-") for package in packages}
+    ]
+    hook = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))"
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "sitecustomize.py").write_text(hook)
+        return trainhouse(*arguments, PYTHONPATH=directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "usage: trainhouse [-h] [--version] COMMAND"),
+        (["--version"], 0, f"trainhouse {VERSION}"),
+        (["export", "--help"], 0, "usage: trainhouse export"),
+        (["import", "--help"], 0, "usage: trainhouse import"),
+        (["plan", "--help"], 0, "usage: trainhouse plan"),
+        (["export", "tinker://a/weights/b", "DIRECTORY", "--base-url=http://127.0.0.1:9"], 1, "(Connection refused)"),
+        (["serve", "--base-model=a/b"], 1, "pip install 'trainhouse[server]'"),
+        (["keys", "list"], 1, "trainhouse keys: error: the package"),
+        (["demo"], 1, "pip install 'trainhouse[server,demo]'"),
+        (["srve"], 2, "invalid choice: 'srve' (choose from"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_install_of_the_client_alone_runs_what_needs_no_server(
+    arguments: list[str], status: int, said: str, tmp_path: Path
+) -> None:
+    done = bare(*(str(tmp_path / "new") if each == "DIRECTORY" else each for each in arguments))
+    assert done.returncode == status
+    assert said in (done.stderr if status else done.stdout)
+    assert "Traceback" not in done.stderr and (status != 1 or len(done.stderr.splitlines()) == 1)
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_who_asks_a_server_that_is_not_there_hears_it_at_once(command: str, tmp_path: Path) -> None:
+    """A program tries again for five minutes, for servers that are restarted; a person is not kept waiting."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    given = {"export": ["tinker://a/weights/b", str(tmp_path / "new")], "import": [str(tmp_path)]}[command]
+    done = trainhouse(command, *given, "--base-url=http://127.0.0.1:9")  # which ends it after a minute
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"trainhouse {command}: error: no answer from http://127.0.0.1:9 (Connection refused): start a server there, or"
+        " give another base_url (TRAINHOUSE_BASE_URL)\n"
+    )
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:99999", "ftp://here", "http://[::1"])
+def test_what_is_no_address_is_refused_by_name(url: str, tmp_path: Path) -> None:
+    done = trainhouse("export", "tinker://a/weights/b", str(tmp_path / "new"), f"--base-url={url}")
+    assert done.returncode == 1 and f"{url!r} is no base URL" in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,297 @@
+"""`trainhouse plan` as a user meets it, and that docs/parallel.md says what it prints."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.server import __main__ as command_line
+from trainhouse.server.cli.plan import main
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = ROOT / "tests" / "workers" / "configs"
+DOCUMENT = (ROOT / "docs" / "parallel.md").read_text()
+
+
+def planned(capsys: pytest.CaptureFixture[str], model: str, *arguments: str, fits: bool = True) -> dict[str, Any]:
+    status = main([f"--base-model={model}={CONFIGS / model}.json", *arguments, "--json"])
+    assert status == (0 if fits else 1)
+    return json.loads(capsys.readouterr().out)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
+    assert main(arguments) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_the_command_is_part_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=2", "--device-memory=80GB")
+    assert command_line.main(["plan", *arguments]) == main(arguments) == 1  # 131072 tokens are too much
+    once, twice = capsys.readouterr().out.split("M (llama)")[1:]
+    assert once == twice
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    assert re.search(r"^ +plan +the memory of each rank", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_process_that_plans_loads_nothing_of_the_server() -> None:
+    """Else it takes seconds."""
+    code = "import sys, trainhouse.server.__main__; print([name for name in sys.modules if name in sys.argv])"
+    parts = [
+        "torch",
+        "transformers",
+        "numpy",
+        "huggingface_hub",
+        "fastapi",
+        "pydantic",
+        "trainhouse.server.cli.commands",
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "Qwen3-30B-A3B", "--parallel=fsdp=2,ep=4,tp=2", "--max-context-length=4096")
+    memory = plan["memory"]
+    assert memory["base"] == sum(each["bytes"] for each in plan["parameters"])
+    assert memory["total"] == memory["base"] + memory["learned"]["total"] + memory["kv_cache"] + memory["work"]
+    (experts,) = (each for each in plan["parameters"] if each["pattern"].endswith("experts.gate_up_proj"))
+    assert experts["shape"] == [128, 2 * 768, 2048] and experts["own_shape"] == [32, 768, 2048]
+    assert (experts["count"], experts["fsdp"]) == (48, 2)
+    assert experts["bytes"] == 2 * 48 * 32 * 768 * 2048 // 2
+    assert plan["ranks"] == 16 and plan["fits"] is None
+    for name, value in plan["load"].items():  # those of serve, where nothing is said
+        assert (name, value) in {
+            ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
+            ("lora_rank", 32), ("adapter_slots", 1), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
+            ("zero_stage", "3"), ("activations", "keep"), ("samples", True), ("full_slots", 2), ("training", "lora"),
+                ("base_quantization", "none"), ("optimizer_states", "float32"),
+        }  # fmt: skip
+
+
+def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "fsdp=2,sp=4,tp=2"
+    arguments = (f"--parallel={layout}", "--max-context-length=4096", "--device-memory=80GB", "--num-devices=40")
+    plan = planned(capsys, "Llama-3.1-8B", *arguments, "--adapter-slots=3")
+    text = said(capsys, f"--base-model=Llama-3.1-8B={CONFIGS}/Llama-3.1-8B.json", *arguments, "--adapter-slots=3")
+    lines = text.splitlines()
+    assert lines[0].startswith("Llama-3.1-8B (llama): 8.03 billion parameters in bfloat16; 32 layers, 32 query and 8")
+    assert lines[1] == "context: 4096 tokens of the 131072 that the model has (RoPE scaling llama3 by 8 from 8192)"
+    assert lines[2] == "layout: fsdp=2,sp=4,tp=2, 16 ranks"
+    assert all(cell in text for cell in ("model.layers.*.mlp.down_proj.weight", "4096 x 7168", "rowwise", "1/8"))
+    total, spare = (
+        f"{value / 1e9:.1f} GB" for value in (plan["memory"]["total"], plan["usable"] - plan["memory"]["total"])
+    )
+    assert re.search(rf"^at most at a time +{total}$", text, re.MULTILINE)
+    assert f"fits 80.0 GB, of which 6.4 GB are left to CUDA and gaps: {spare} to spare" in text
+    assert (
+        lines[-1]
+        == f"with 32 of the 40 devices: {plan['filling']}"
+        == f"with 32 of the 40 devices: replicas=2,{layout}"
+    )
+    assert max(map(len, lines)) <= 140
+
+
+def test_adapters_count_as_many_as_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots are filled as runs are created: what 64 of them would take says nothing of a server with one run."""
+    model = "Llama-3.1-8B"
+    arguments = ("--max-context-length=4096", "--lora-rank=8", "--device-memory=80GB")
+    one, two, ten = (
+        planned(capsys, model, *arguments, *slots)["memory"]
+        for slots in ((), ("--adapter-slots=2",), ("--adapter-slots=10",))
+    )
+    assert ten["learned"]["total"] == 5 * two["learned"]["total"] and ten["total"] > two["total"] > one["total"]
+    assert one["least"] == one["base"] + one["learned"]["total"] < one["total"]
+    text = said(capsys, f"--base-model={model}={CONFIGS / model}.json", *arguments)
+    assert re.search(rf"^at least, between passes +{one['least'] / 1e9:.1f} GB ", text, re.MULTILINE)
+    (more,) = re.findall(r"enough for (\d+) more adapters of that rank", text)
+    assert planned(capsys, model, *arguments, f"--adapter-slots={int(more) * 3 // 4}")["fits"]
+    assert not planned(capsys, model, *arguments, f"--adapter-slots={int(more) + 2}", fits=False)["fits"]
+
+
+def test_what_would_help_is_said_and_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--device-memory=40GB", "--max-context-length=65536")
+    plan = planned(capsys, "Llama-3.1-8B", *arguments, fits=False)
+    assert plan["remedies"]
+    for remedy in plan["remedies"]:
+        assert planned(capsys, "Llama-3.1-8B", *arguments, *remedy.split())["fits"]
+    sharded = ("--device-memory=60GB", "--max-context-length=512", "--parallel=fsdp=8", "--micro-batch-tokens=512")
+    plan = planned(capsys, "Llama-3.1-70B", *sharded, "--adapter-slots=1", fits=False)
+    assert "--train-only" in plan["remedies"]
+    assert planned(capsys, "Llama-3.1-70B", *sharded, "--adapter-slots=1", "--train-only")["memory"]["kv_cache"] == 0
+
+
+def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"--base-model=M={CONFIGS}/Qwen3-30B-A3B.json"
+    knobs = ("--parallel=auto", "--device-memory=80GB", "--adapter-slots=1", "--max-context-length=32768")
+    text = said(capsys, model, *knobs, "--num-devices=64")
+    assert "layout: sp=4,tp=4, 16 ranks" in text
+    assert re.search(r"no fewer ranks do: sp=\d,tp=\d would need \d+\.\d GB on each", text)
+    assert "of as many ranks it exchanges least" in text and "with 64 of the 64 devices: replicas=4,sp=4,tp=4" in text
+    assert "once more" not in text
+    less = said(capsys, model, *knobs, "--num-devices=2")
+    assert "layout: tp=2, 2 ranks\nlayers run once more on the way back: --activations recompute\n" in less
+    too_few = (*knobs, "--num-devices=1", "--device-memory=40GB")
+    pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
+    assert re.search(pattern, refused(capsys, 1, model, *too_few))
+    assert "single with --activations keep needs" in refused(capsys, 1, model, *too_few, "--activations=keep")
+    assert "give --device-memory, such as 80GB" in refused(capsys, 2, model, "--parallel=auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--parallel=tp=2", "--base-model is not given"),
+        ("--base-model=M= --parallel=tp=2", "base model 'M=' is not NAME[=PATH_OR_HUB_ID]"),
+        ("--device-memory=80XB", "--device-memory is '80XB': expected a number of bytes, such as 80GB or 1GiB"),
+        ("--num-devices=0", "--num-devices is '0': expected a whole number of at least 1"),
+        ("--lora-rank=many", "--lora-rank is 'many': expected a whole number of at least 1"),
+        ("--tp-activations=some", "--tp-activations is 'some': expected sharded or whole"),
+        ("--activations=none", "--activations is 'none': expected keep, recompute or offload"),
+        ("--device-memory=80", "--device-memory 80 is 80 bytes: give a unit, such as 80GB"),
+        ("--training=some", "--training is 'some': expected lora or full"),
+        ("--training=full --lora-rank=8", "--lora-rank is about adapters, which --training full has none of: leave it"),
+        ("--training=full --adapter-slots=1", "--adapter-slots is about adapters, which --training full has none of"),
+        ("--full-slots=1", "--full-slots is about models with weights of their own, which --training lora has none of"),
+        ("--zero-stage=2 --parallel=tp=2", "--zero-stage 2 is about fsdp, which the layout tp=2 has none of"),
+        ("--base-model=M=m --base-model=N=n", "--base-model is given twice: one model is planned at a time"),
+        ("--parallel=tp=two", "--parallel: tp=two is no number of ranks; give one such as tp=2"),
+    ],
+)
+def test_values_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    model = (
+        [] if "base-model" in arguments or "not given" in message else [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"]
+    )
+    assert message in refused(capsys, 2, *model, *arguments.split())
+
+
+def test_a_program_reads_why_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=3", "--json")
+    assert main(arguments) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is False and "tp=3 does not divide 32 query heads of M" in plan["error"]
+
+
+def test_what_weighs_most_is_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=auto", "--device-memory=2GB"]
+    few = ["--adapter-slots=1", "--lora-rank=8", "--kv-cache-bytes=8GiB"]
+    assert "): lower --kv-cache-bytes" in refused(capsys, 1, *arguments, *few)
+    assert ", or take more devices" in refused(capsys, 1, *arguments, *few, "--num-devices=8")
+
+
+def test_full_fine_tuning_is_planned_by_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--training=full", "--max-context-length=4096", "--device-memory=80GB", "--train-only")
+    plan = planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", "--full-slots=1", *arguments)
+    kept = sum(each["bytes"] for each in plan["parameters"]) // 2
+    names = ("weights", "gradients", "optimizer", "copies", "total")
+    assert [plan["memory"]["learned"][name] / kept for name in names] == [4, 8, 8, 2, 22]
+    twice = planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", *arguments, fits=False)
+    assert twice["memory"]["learned"]["total"] == 2 * plan["memory"]["learned"]["total"]
+    assert "--full-slots 1" in twice["remedies"]
+    for remedy in twice["remedies"]:
+        given = [each for each in arguments if each.split("=")[0] not in remedy]
+        assert planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", *given, *remedy.split())["fits"]
+
+
+def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
+    knobs = ("--training=full", "--parallel=auto", "--device-memory=80GB", "--max-context-length=4096", "--train-only")
+    text = said(capsys, model, *knobs, "--full-slots=1")
+    assert "layout: fsdp=2,tp=2, 4 ranks" in text
+    assert re.search(r"^1 model of 2\.27 billion weights, 22 bytes each +49\.9 GB", text, re.MULTILINE)
+    assert re.search(r"^the output head gathered +4\.2 GB +with its gradient, as it scores", text, re.MULTILINE)
+    assert re.search(r"no fewer ranks do: \S+ would need \d+\.\d GB on each", text)
+    sharded = said(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
+    assert re.search(r"^its gradients +1\.7 GB +and another layer's, on their way$", sharded, re.MULTILINE)
+    message = refused(capsys, 1, model, *knobs, "--num-devices=2", "--full-slots=1")
+    assert "models' own weights" in message and "): use larger devices, or take more devices" in message
+
+
+def test_models_that_run_by_transformers_are_served_and_have_no_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    message = said(capsys, f"--base-model=M={tmp_path}", "--parallel=replicas=2")
+    assert "M (gpt2) is served by transformers' own forward, with replicas alone; memory is planned for" in message
+    assert json.loads(said(capsys, f"--base-model=M={tmp_path}", "--json"))["fits"] is None
+    message = refused(capsys, 1, f"--base-model=M={tmp_path}", "--parallel=auto", "--device-memory=80GB")
+    assert "nothing is known of gpt2 models such as M" in message
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not JSON" in refused(capsys, 1, f"--base-model=M={tmp_path}")
+
+
+# The document
+
+KNOBS = ("--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
+FULL_KNOBS = ("--training=full", "--full-slots=1", "--train-only", "--device-memory=80GB", "--max-context-length=8192")
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Of the table in docs/parallel.md: of each model, adapter slots, longest sequence and number of nodes."""
+    wanted = [
+        ("Qwen3-30B-A3B", 4, (16, 32), (2, 4, 8)),
+        ("Qwen3-30B-A3B-YaRN", 4, (64,), (2, 4, 8)),
+        ("Qwen3-30B-A3B", 1, (16, 32), (2, 4, 8)),
+        ("Qwen3-30B-A3B-YaRN", 1, (64,), (2, 4, 8)),
+        ("Llama-3.1-8B", 4, (8, 16, 32), (1, 2)),
+        ("Llama-3.1-70B", 4, (8, 16, 32), (1, 2, 4, 8)),
+    ]
+    for model, slots, lengths, numbers in wanted:
+        for length in lengths:
+            for nodes in numbers:
+                yield row(capsys, model, slots, length, nodes)
+
+
+def full_rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Of that of full fine-tuning."""
+    for model, numbers in (("Llama-3.1-8B", (1, 2)), ("Qwen3-30B-A3B", (1, 2, 4)), ("Llama-3.1-70B", (4, 8))):
+        for nodes in numbers:
+            yield f"| all of {model} | {nodes} | {chosen_cells(capsys, model, nodes, FULL_KNOBS)}"
+
+
+def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: int, nodes: int) -> str:
+    knobs = (*KNOBS, f"--adapter-slots={slots}", f"--max-context-length={kilotokens * 1024}")
+    return f"| {model} | {kilotokens}k | {slots} | {nodes} | {chosen_cells(capsys, model, nodes, knobs)}"
+
+
+def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, knobs: tuple[str, ...]) -> str:
+    """What auto finds, in GB."""
+    arguments = (*knobs, f"--num-devices={8 * nodes}")
+    status = main([f"--base-model=M={CONFIGS / model}.json", "--parallel=auto", "--json", *arguments])
+    captured = capsys.readouterr()
+    if status == 0:
+        chosen = json.loads(captured.out)
+        layout, way = chosen["filling"] or chosen["parallel"], chosen["load"]["activations"]
+    else:
+        ((layout, way),) = re.findall(r"devices: (\S+) with --activations (\S+) needs least", captured.err)
+    plan = planned(capsys, model, f"--parallel={layout}", f"--activations={way}", *arguments, fits=status == 0)
+    memory = plan["memory"]
+    parts = [memory["base"], memory["learned"]["total"], memory["activations"]["total"], memory["total"]]
+    shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
+    verdict = "fits" if plan["fits"] else "does not fit"
+    return f"`{layout}` | {way} | {shown} | {verdict} |"
+
+
+def test_the_document_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = list(rows(capsys))
+    found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)
+    assert found == expected, "\n" + "\n".join(expected)
+    expected = list(full_rows(capsys))
+    found = re.findall(r"^\| all of .*\|$", DOCUMENT, re.MULTILINE)
+    assert found == expected, "\n" + "\n".join(expected)
+
+
+def test_the_document_names_every_flag() -> None:
+    for knob in (*KNOBS, *FULL_KNOBS):
+        assert knob.replace("=", " ", 1) in DOCUMENT

@@ -1,0 +1,502 @@
+"""Where knobs come from, what they may be, and that each one is read by something."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from trainhouse.server.config.knobs import (
+    ConfigError,
+    ServedModel,
+    ServerConfig,
+    knob_of,
+    load_config,
+    parse_bytes,
+    parse_served_model,
+    store_config_of,
+)
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.serving.auto_layout import settled, with_layouts
+from trainhouse.server.store import StoreConfig
+from trainhouse.workers.dispatch import DispatchConfig
+from trainhouse.workers.protocol.config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = {"base_models": ["a/b"]}
+CONFIGS = ROOT / "tests" / "workers" / "configs"
+
+
+def config_of(**flags: str | list[str]) -> ServerConfig:
+    return load_config({**MODEL, **flags}, {}, None)
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("port = 1\nthreads = 1\nmax_lora_rank = 1\n")
+    environment = {"TRAINHOUSE_PORT": "2", "TRAINHOUSE_THREADS": "2", "OTHER": "x"}
+    config = load_config({**MODEL, "port": "3"}, environment, file)
+    assert (config.port, config.threads, config.max_lora_rank, config.pass_tokens) == (3, 2, 1, 8192)
+
+
+def test_what_is_sharded_otherwise_belongs_to_the_layout() -> None:
+    config = config_of(parallel="fsdp=2,tp=2", shard="layers.*.self_attn.*=replicate")
+    parallel = config.worker_config(config.base_models[0]).parallel
+    assert str(parallel) == "fsdp=2,tp=2 (self_attn replicated)"
+    assert (parallel.tp_of("self_attn"), parallel.tp_of("mlp")) == (1, 2)
+
+
+def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'base_models = ["a/b=/", "c"]\nstate_dir = "s"\nlong_poll_seconds = 3\nkv_cache_bytes = "2GiB"\n'
+        'dtype = "float32"\nmax_context_length = 99\n'
+    )
+    environment = {
+        "TRAINHOUSE_BASE_MODELS": "a/b=/, c",
+        "TRAINHOUSE_STATE_DIR": "s",
+        "TRAINHOUSE_LONG_POLL_SECONDS": "3",
+        "TRAINHOUSE_KV_CACHE_BYTES": "2147483648",
+        "TRAINHOUSE_DTYPE": "float32",
+        "TRAINHOUSE_MAX_CONTEXT_LENGTH": "99",
+    }
+    assert load_config({}, {}, file) == load_config({}, environment, None)
+    config = load_config({}, {}, file)
+    assert config.base_models == (ServedModel("a/b", "/"), ServedModel("c", "c"))
+    assert (config.state_dir, config.long_poll_seconds, config.max_context_length) == (Path("s"), 3.0, 99)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"port": "70000"}, "port is 70000: expected from 0 to 65535"),
+        ({"port": "http"}, "--port is 'http': expected an integer"),
+        ({"pool": "slurm"}, "pool is 'slurm': expected local or ray"),
+        ({"zero_stage": "2"}, "zero_stage 2 is about fsdp, which the layout single has none of: leave it out"),
+        ({"shard": "lm_head*=replicate"}, "shard: lm_head* names no weights that ranks share out; those are layers"),
+        (
+            {"shard": "*=replicate", "parallel": "auto"},
+            "--shard changes a layout that is named: give --parallel another than auto, or leave --shard out",
+        ),
+        ({"device": "gpu"}, "device is 'gpu': expected auto, cpu, cuda"),
+        ({"max_lora_rank": "0"}, "max_lora_rank is 0: expected at least 1"),
+        ({"max_full_models": "-1"}, "max_full_models is -1: expected at least 0"),
+        ({"slice_milliseconds": "nan"}, "slice_milliseconds is nan: expected above 0"),
+        ({"long_poll_seconds": "60"}, "long_poll_seconds is 60.0: expected from 0 to 44"),
+        ({"max_body_bytes": "1TiB"}, "--max-body-bytes is '1TiB': expected a number of bytes, such as"),
+        ({"max_body_bytes": "2GiB"}, "max_decompressed_bytes 1073741824 is below max_body_bytes 2147483648"),
+        ({"max_body_bytes": "1GiB", "queued_bytes": "1GiB"}, "queued_bytes 1073741824 is below twice max_body_bytes"),
+        ({"tenant_weights": "alice"}, "tenant weight 'alice' is not NAME=WEIGHT"),
+        ({"tenant_weights": "alice=2,bob=0"}, "tenant weight 'bob=0' is not NAME=WEIGHT with a finite weight above 0"),
+        ({"tenant_weights": "alice=nan"}, "tenant weight 'alice=nan' is not NAME=WEIGHT"),
+        ({"tenant_weights": "alice=inf"}, "tenant weight 'alice=inf' is not NAME=WEIGHT with a finite weight above 0"),
+        ({"tenant_weights": "=2"}, "tenant weight '=2' is not NAME=WEIGHT"),
+        ({"tenant_weights": "alice=2,bob=1,alice=3"}, "tenant weights name alice twice, with 2 and 3: name it once"),
+        ({"tenant_runs": "0"}, "tenant_runs is 0: expected at least 1"),
+        ({"tenant_tokens_per_minute": "-1"}, "tenant_tokens_per_minute is -1: expected at least 0"),
+        ({"ray_address": "auto"}, "ray_address has no effect with pool local: leave it out or set pool to ray"),
+        ({"ray_cpus_per_rank": "1"}, "ray_cpus_per_rank has no effect with pool local"),
+        (
+            {"pool": "ray", "device": "cpu", "ray_gpus_per_rank": "1"},
+            "ray_gpus_per_rank has no effect with device cpu: leave it out or change device",
+        ),
+        ({"sampler": "sglang"}, "sampler is 'sglang': expected native or vllm"),
+        ({"sampler": "vllm"}, "sampler vllm needs either vllm_url (of a vLLM that runs) or vllm_python"),
+        ({"sampler": "vllm", "vllm_url": "http://a", "vllm_python": "/bin/sh"}, "and has both"),
+        ({"sampler": "vllm", "vllm_python": "/no/such"}, "vllm_python: there is no /no/such"),
+        ({"sampler": "vllm", "vllm_url": "a:8000"}, "vllm_url is 'a:8000': expected http://HOST:PORT"),
+        ({"sampler": "vllm", "vllm_url": "http://a,http://b"}, "vllm_url names 2 servers for 1 base models"),
+        ({"vllm_url": "http://a"}, "vllm_url has no effect with sampler native: leave it out or set sampler to vllm"),
+        (
+            {"sampler": "vllm", "vllm_url": "http://a", "sampler_workers": "1"},
+            "sampler_workers has no effect with sampler vllm",
+        ),
+        (
+            {"sampler_workers": "2", "sampler_device": "cpu,cpu,cpu"},
+            "3 devices for 2 sampler_workers: name one for all",
+        ),
+        ({"sampler_device": "cpu"}, "sampler_device has no effect without sampler_workers"),
+        ({"sampler_parallel": "tp=2"}, "sampler_parallel has no effect without sampler_workers: leave it out or set"),
+        (
+            {"sampler": "vllm", "vllm_url": "http://a", "sampler_parallel": "tp=2"},
+            "sampler_parallel is of sampler_workers, and vLLM samples: leave it out; vllm_tp says how many GPUs share",
+        ),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "auto"},
+            "--sampler-parallel is auto: there is none for ranks that only sample; name a layout, such as tp=2",
+        ),
+        ({"draft_parallel": "tp"}, "--draft-parallel: tp= is no number of ranks; give one such as tp=2"),
+        ({"sampler_workers": "1", "sampler_parallel": "tp"}, "--sampler-parallel: tp= is no number of ranks; give one"),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "tp=2,fsdp=2"},
+            "sampler_parallel fsdp=2,tp=2: ranks along fsdp hold all layers to sample, which takes the memory that",
+        ),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "sp=2"},
+            "sampler_parallel sp=2: ranks along sp hold all layers and draw samples of their own",
+        ),
+        (
+            {"sampler_workers": "3", "sampler_parallel": "replicas=2,tp=2"},
+            "sampler_parallel replicas=2,tp=2: replicas would wait for each other's samples: raise sampler_workers",
+        ),
+        ({"role_groups": "critic"}, "role group 'critic' is not ROLES=LAYOUT[@DEVICE], such as reference=single or"),
+        ({"role_groups": "critic=tp=2@"}, "role group 'critic=tp=2@' is not ROLES=LAYOUT[@DEVICE]"),
+        (
+            {"role_groups": "policy=tp=2"},
+            "policy=tp=2: policies have the base model's own group, with the layout of --parallel and the device of "
+            "--device: name critic or reference",
+        ),
+        ({"role_groups": "judge=single"}, "judge=single: there is no role 'judge': expected critic or reference"),
+        ({"role_groups": "critic+=single"}, "critic+=single: there is no role '': expected critic or reference"),
+        ({"role_groups": "critic+critic=single"}, "critic+critic=single: critic has a group already: name it once"),
+        (
+            {"role_groups": ["critic=single", "reference+critic=tp=2"]},
+            "reference+critic=tp=2: critic has a group already: name it once",
+        ),
+        ({"role_groups": "critic=pp=2"}, "role group 'critic=pp=2': pipeline parallelism is not offered"),
+        ({"role_groups": "critic=auto"}, "role group 'critic=auto': auto is of --parallel alone; name a layout"),
+        ({"role_groups": "critic=single@gpu"}, "critic=single@gpu is at gpu: expected auto, cpu, cuda"),
+        (
+            {"role_groups": "critic=single@cuda:1,cuda:2"},
+            "critic=single@cuda:1,cuda:2 names 2 devices for 1 base models: name one for all, or one for each",
+        ),
+        ({"base_models": "=x"}, "base model '=x' is not NAME[=PATH_OR_HUB_ID]"),
+        ({"base_models": "a="}, "base model 'a=' is not NAME[=PATH_OR_HUB_ID]"),
+        ({"base_models": "a=/no/such/place"}, "base model a: there is no /no/such/place"),
+    ],
+)
+def test_bad_values_are_refused_with_the_value_and_the_remedy(flags: dict[str, str | list[str]], reason: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        config_of(**flags)
+    assert reason in str(refusal.value)
+
+
+def test_a_server_needs_a_base_model() -> None:
+    with pytest.raises(ConfigError, match="--base-model is not given: expected at least one"):
+        load_config({}, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prot = 1", "unknown key 'prot': did you mean port?"),
+        ("zzz = 1", "unknown key 'zzz': see `trainhouse serve --help-all`"),
+        ("port = 1.5", "port in .* is 1.5: expected an integer"),
+        ("port = true", "port in .* is True: expected an integer"),
+        ("port = [1]", r"port in .* is \[1\]: expected an integer"),
+        ('port = ["1"]', r"port in .* is \['1'\]: expected an integer"),
+        ("pool = 3", "pool in .* is 3: expected a text"),
+        ("port = ", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_config(MODEL, {}, file)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/no/such\.toml cannot be read: No such file"):
+        load_config(MODEL, {}, Path("/no/such.toml"))
+
+
+def test_a_misspelt_environment_variable_is_refused_and_a_foreign_one_left_alone() -> None:
+    foreign = {
+        "TRAINHOUSE_API_KEY": "tml-x",
+        "TRAINHOUSE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "TRAINHOUSE_CONFIG": "",
+    }
+    assert load_config(MODEL, foreign, None) == config_of()
+    with pytest.raises(ConfigError, match="TRAINHOUSE_MAX_LORA_RANKS: did you mean max_lora_rank"):
+        load_config(MODEL, {"TRAINHOUSE_MAX_LORA_RANKS": "3"}, None)
+
+
+def test_sizes_may_have_a_unit() -> None:
+    assert [parse_bytes(text) for text in ("7", "1KiB", "1.5MiB", "2 GiB", "1MB")] == [
+        7,
+        1024,
+        3 << 19,
+        2 << 30,
+        10**6,
+    ]
+    for text in ("", "1.5", "-1", "1TiB", "x"):
+        with pytest.raises(ValueError):
+            parse_bytes(text)
+
+
+def test_a_served_name_is_an_alias_of_where_the_model_is() -> None:
+    assert parse_served_model("Qwen/Qwen3-8B=~/models") == ServedModel("Qwen/Qwen3-8B", str(Path.home() / "models"))
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_only_loopback_addresses_count_as_loopback(host: str, loopback: bool) -> None:
+    assert config_of(host=host).is_loopback is loopback
+
+
+def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
+    of_workers = {"threads": "3", "kv_cache_bytes": "5", "full_slots": "3", "max_full_models": "0"}
+    config = load_config({"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", **of_workers}, {}, None)
+    dispatch = config.dispatch_config()
+    assert isinstance(dispatch, DispatchConfig)
+    assert (dispatch.pool, dispatch.ray_address) == ("ray", "auto")
+    assert [model.model.name for model in dispatch.models] == ["a", "b"]
+    for model in dispatch.models:
+        assert (model.threads, model.kv_cache_bytes, model.full_slots, model.max_full_models) == (3, 5, 3, 0)
+
+
+def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('tenant_weights = ["alice=2", "bob = 0.5"]\npass_tokens = 100\nadapter_slots = 3\n')
+    config = load_config({**MODEL, "state_dir": str(tmp_path)}, {}, file)
+    assert config.tenant_weights == config_of(tenant_weights="alice=2,bob=0.5").tenant_weights
+    dispatch = config.dispatch_config()
+    assert (dispatch.tenant_weights, dispatch.pass_tokens) == ({"alice": 2.0, "bob": 0.5}, 100)
+    assert dispatch.models[0].adapter_slots == 3
+    assert dispatch.models[0].page_directory == str(tmp_path / "pages")
+    assert config_of(pool="ray").dispatch_config().models[0].page_directory is None
+
+
+def test_auto_is_the_fewest_ranks_that_fit_for_each_base_model(tmp_path: Path) -> None:
+    small = f"small={CONFIGS}/Llama-3.1-8B.json"
+    large = f"large={CONFIGS}/Llama-3.1-70B.json"
+    flags = {"base_models": [small, large], "parallel": "auto", "max_context_length": "8192", "adapter_slots": "4"}
+    config = load_config({**flags, "device": "cpu", "dtype": "bfloat16"}, {}, None)
+    said: list[str] = []
+    chosen = with_layouts(config.dispatch_config(), 80 * 10**9, said.append)
+    assert [str(model.parallel) for model in chosen.models] == ["single", "sp=2,tp=8"]
+    assert said[0].startswith("small: --parallel single (7")
+    assert said[0].endswith(" GB of 80.0 GB on each rank, as planned)")
+    assert chosen.models[1].model == config.base_models[1]
+    with pytest.raises(ValueError, match=r"no layout of small fits: .*: lower --.*--kv-cache-bytes"):
+        with_layouts(config.dispatch_config(), 10**9, said.append)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    other = load_config({"base_models": f"other={tmp_path}", "parallel": "auto"}, {}, None)
+    with pytest.raises(ValueError, match=r"nothing is known of gpt2 models such as other.*name a layout"):
+        with_layouts(other.dispatch_config(), 10**9, said.append)
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags: str | list[str]) -> DispatchConfig:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number))))
+    sources = [f"{name}={CONFIGS}/{file}.json" for name, _, file in (model.partition("=") for model in models)]
+    common = {
+        "parallel": "auto",
+        "device": "cuda",
+        "micro_batch_tokens": "2048",
+        "max_context_length": "2048",
+        "adapter_slots": "2",
+    }
+    return load_config({"base_models": sources, **common, **flags}, {}, None).dispatch_config()
+
+
+def test_auto_gives_each_rank_of_each_base_model_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    config = on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
+    chosen = with_layouts(config, 24 * 10**9, said.append).models
+    assert [(str(model.parallel), model.device) for model in chosen] == [
+        ("tp=2", "cuda"),
+        ("tp=2", "cuda:2"),
+        ("tp=2", "cuda:4"),
+    ]
+    assert "--parallel tp=2 --device cuda:2 (" in said[1]
+    apart = on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:4,cuda:0")
+    assert [model.device for model in with_layouts(apart, 24 * 10**9, said.append).models] == ["cuda:4", "cuda:0"]
+    too_many = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
+    with pytest.raises(ValueError, match="no device is left for c: others take all 4"):
+        with_layouts(too_many, 24 * 10**9, said.append)
+    overlapping = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:0,cuda:1")
+    with pytest.raises(ValueError, match="b has device cuda:1, which a takes: name another"):
+        with_layouts(overlapping, 24 * 10**9, said.append)
+    sampling = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1")
+    with pytest.raises(ValueError, match="name devices for that with --sampler-device"):
+        with_layouts(sampling, 24 * 10**9, said.append)
+    beside = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:3")
+    assert with_layouts(beside, 24 * 10**9, said.append).models[0].device == "cuda"
+    sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:0")
+    assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:1"
+    of_two = {"sampler_device": "cuda:0", "sampler_parallel": "tp=2"}
+    sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", **of_two)
+    assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:2"
+
+
+def test_auto_settles_devices_for_workers_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    sources = [f"{name}={CONFIGS}/Llama-3.1-8B.json" for name in "ab"]
+    flags = {
+        "base_models": sources,
+        "parallel": "auto",
+        "device": "cuda",
+        "micro_batch_tokens": "2048",
+        "device_memory_bytes": "24GB",
+    }
+    config = load_config({**flags, "max_context_length": "2048", "adapter_slots": "2"}, {}, None)
+    after = settled(config, print)
+    assert (str(after.parallel), after.device) == ("tp=2", "cuda,cuda:2")
+
+
+def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = f"m={CONFIGS}/Llama-3.1-8B.json"
+    config = config_of(parallel="auto", base_models=model, max_context_length="4096", adapter_slots="1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="nvidia-smi tells of none here: give --device-memory"):
+        with_layouts(config.dispatch_config(), config.device_memory_bytes, print)
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text("#!/bin/sh\necho 81559\necho 24564\n")
+    asked.chmod(0o755)
+    said: list[str] = []
+    with_layouts(config.dispatch_config(), config.device_memory_bytes, said.append)
+    assert " of 25.8 GB on each rank" in said[0]
+    assert config_of(parallel="auto", device_memory_bytes="80GB").device_memory_bytes == 80 * 10**9
+
+
+def test_auto_takes_no_device_of_a_group_of_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2@cuda:0"])
+    assert with_layouts(beside, 24 * 10**9, print).models[0].device == "cuda:2"
+    nowhere = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2"])
+    with pytest.raises(ValueError, match=r"for --role-group reference=tp=2: name devices for it, as in .*=tp=2@cuda:3"):
+        with_layouts(nowhere, 24 * 10**9, print)
+
+
+def test_roles_apart_are_read_from_everywhere_and_shown_as_they_are_written(tmp_path: Path) -> None:
+    written = ["critic=fsdp=2,tp=2@cuda:1,cuda:5", "reference=single"]
+    file = tmp_path / "server.toml"
+    file.write_text(f"role_groups = {written}\n")
+    models = {"base_models": ["a=/", "b=/"]}
+    of_flags = load_config({**models, "role_groups": written}, {}, None).role_groups
+    assert of_flags == load_config(models, {"TRAINHOUSE_ROLE_GROUPS": "; ".join(written)}, None).role_groups
+    assert of_flags == load_config(models, {}, file).role_groups
+    assert of_flags == (
+        RoleGroup(("critic",), ParallelSpec(fsdp=2, tp=2), ("cuda:1", "cuda:5")),
+        RoleGroup(("reference",)),
+    )
+    assert [str(each) for each in of_flags] == written
+    config_of(zero_stage="2", role_groups=["critic=fsdp=2"])
+
+
+def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:
+    devices = {"sampler_workers": "2", "sampler_device": "cuda:1,cuda:3"}
+    workers = config_of(**devices, sampler_parallel="ep=2,tp=2", state_dir=str(tmp_path))
+    assert workers.dispatch_config().sampling == SamplingConfig(
+        2, ParallelSpec(ep=2, tp=2), devices=("cuda:1", "cuda:3"), directory=str(tmp_path / "samplers")
+    )
+    assert config_of(sampler_workers="1").dispatch_config().sampling.parallel == ParallelSpec()
+    flags = {"vllm_url": "http://a:1/x", "vllm_api_key": "key", "vllm_dtype": "bfloat16", "vllm_memory_share": "0.5"}
+    vllm = config_of(sampler="vllm", vllm_tp="2", **flags).dispatch_config().sampling.vllm
+    assert vllm == VllmConfig(("http://a:1/x",), "key", None, "bfloat16", 0.5, 2)
+    own = load_config({**MODEL, "sampler": "vllm"}, {"TRAINHOUSE_VLLM_PYTHON": "/bin/sh"}, None)
+    assert own.dispatch_config().sampling.vllm == VllmConfig(python="/bin/sh")
+
+
+def test_places_of_checkpoints_arrive_and_mirrors_may_be_several(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('checkpoints = "file:///c"\nmirrors = ["file:///a", "file:///b"]\ncheckpoint_cache_bytes = "1MiB"')
+    environment = {"TRAINHOUSE_CHECKPOINTS": "file:///c", "TRAINHOUSE_MIRRORS": "file:///a, file:///b"}
+    flags = {"mirrors": ["file:///a", "file:///b"], "checkpoints": "file:///c"}
+    given = [load_config(MODEL, {}, file), load_config(MODEL, environment, None), load_config(MODEL | flags, {}, None)]
+    assert {(config.place_config().checkpoints, config.place_config().mirrors) for config in given} == {
+        ("file:///c", ("file:///a", "file:///b"))
+    }
+    assert given[0].place_config().checkpoint_cache_bytes == 1 << 20
+    assert config_of().place_config() == PlaceConfig()
+    for place in ("checkpoints", "mirrors"):
+        with pytest.raises(ConfigError, match="fsspec knows no nofs://"):
+            config_of(**{place: "nofs://b"})
+        with pytest.raises(ConfigError, match="memory://b is the memory of this process"):
+            config_of(**{place: "memory://b"})
+
+
+def test_a_weight_is_any_number_that_python_reads() -> None:
+    config = config_of(tenant_weights="a=1e2, b=.5, c=+3, d=2.")
+    assert [weight.weight for weight in config.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
+
+
+def test_where_the_store_is_is_known_without_a_base_model() -> None:
+    assert store_config_of({}, {}, None) == StoreConfig(Path(".trainhouse"))
+    assert store_config_of({}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == StoreConfig(Path("x"))
+    given = {"database_url": "postgresql://h/d", "durability": "power"}
+    assert store_config_of(given, {}, None) == StoreConfig(Path(".trainhouse"), "postgresql://h/d", "power")
+    with pytest.raises(ConfigError, match="durability is 'disk'"):
+        store_config_of({"durability": "disk"}, {}, None)
+
+
+@pytest.mark.parametrize(
+    "url", ["mysql://me:geheim@h/d", "postgresql://", "me:geheim@h", "postgresql+asyncpg://me:geheim@h"]
+)
+def test_a_database_url_is_checked_and_never_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"database_url is malformed: expected postgresql") as refused:
+        config_of(database_url=url)
+    assert "geheim" not in str(refused.value)
+    assert "geheim" not in repr(config_of(database_url="postgresql://me:geheim@h/d"))
+
+
+def test_where_other_servers_reach_this_one_is_checked() -> None:
+    shared = {"database_url": "postgresql://h/d"}
+    for url in ("http://a:8000", "https://trainhouse.example", "http://[::1]:8000/"):
+        assert config_of(advertise_url=url, **shared).advertise_url == url
+    for url in ("a:8000", "http://a:8000/api", "ftp://a", "http://"):
+        with pytest.raises(ConfigError, match=r"advertise_url is .* expected http://HOST:PORT"):
+            config_of(advertise_url=url, **shared)
+    with pytest.raises(ConfigError, match="advertise_url has no effect without database_url"):
+        config_of(advertise_url="http://a:8000")
+    with pytest.raises(ConfigError, match=r"lease_seconds is 0\.5: expected above 0\.5"):
+        config_of(lease_seconds="0.5", **shared)
+
+
+def test_the_example_configuration_is_valid() -> None:
+    file = ROOT / "deploy" / "example.toml"
+    with pytest.raises(ConfigError, match=r"there is no /models/Qwen3-0\.6B"):
+        load_config({}, {}, file)
+    assert load_config(MODEL, {}, file).pool == "local"
+
+
+# Every knob is read
+
+
+def attributes_of_configs(package: str) -> Iterator[str]:
+    """The x of every `config.x`, `self._config.x` and so on; `model.x` too, as the dispatch calls a WorkerConfig."""
+    for path in (ROOT / package).rglob("*.py"):
+        if path == ROOT / "server" / "config" / "knobs.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                if "config" in name or name in ("model", "sampling", "vllm"):
+                    yield node.attr
+
+
+def test_every_knob_is_read_where_its_value_arrives() -> None:
+    handed_on = {entry.name for target in (WorkerConfig, DispatchConfig) for entry in fields(target)}
+    read_in_server, read_in_workers = set(attributes_of_configs("server")), set(attributes_of_configs("workers"))
+    unread = {
+        entry.name
+        for entry in fields(ServerConfig)
+        if entry.name not in (read_in_workers if entry.name in handed_on else read_in_server)
+        and not entry.name.startswith(("sampler", "vllm_"))
+    }
+    assert unread == {"shard"}  # it becomes a part of `parallel`
+    # Those knobs have other names there.
+    assert {entry.name for target in (SamplingConfig, VllmConfig) for entry in fields(target)} <= read_in_workers
+    assert "no_such_knob" not in read_in_server | read_in_workers
+
+
+def test_every_knob_has_help_and_a_default_that_passes_its_check() -> None:
+    defaults = config_of()
+    for entry in fields(ServerConfig):
+        assert knob_of(entry).help
+        if entry.name != "base_models":
+            assert getattr(defaults, entry.name) == entry.default
+
+
+def test_each_base_model_may_have_a_device_of_its_own() -> None:
+    models = {"TRAINHOUSE_BASE_MODELS": "a=/,b=/"}
+    config = load_config({"device": "cpu,cuda:1"}, models, None)
+    assert [model.device for model in config.dispatch_config().models] == ["cpu", "cuda:1"]
+    shared = load_config({"device": "cuda:1"}, models, None)
+    assert [model.device for model in shared.dispatch_config().models] == ["cuda:1", "cuda:1"]
+    with pytest.raises(ConfigError, match="device names 3 devices for 2 base models"):
+        load_config({"device": "cpu,cpu,cpu"}, models, None)

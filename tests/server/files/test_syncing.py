@@ -1,0 +1,83 @@
+"""What was waited for when the disk is to be waited for: files, their names, and the directories that they are in."""
+
+import os
+from pathlib import Path
+
+import pytest
+from trainhouse.server.replication.leases import Lease
+from trainhouse.server.replication.state_lock import made
+from trainhouse.server.store import SqliteStore
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..real import MODEL, batch, running_server, sample, sample_body, server_config
+from ..replication.test_standby import until
+
+pytestmark = pytest.mark.anyio
+
+KEPT = ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral", "checkpoints")
+
+
+class Disk:
+    """What would be there after a power cut: of files their sizes, of directories the names in them, by inode."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sizes: dict[int, int] = {}
+        self._names: dict[int, set[str]] = {}
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, handle: int) -> None:
+        self._fsync(handle)
+        inode, path = os.fstat(handle).st_ino, Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.is_dir():
+            self._names[inode] = set(os.listdir(path))
+        else:
+            self._sizes[inode] = os.fstat(handle).st_size
+
+    def has(self, path: Path) -> bool:
+        """Itself, and its name in the directory above it."""
+        stat = path.stat()
+        is_itself = path.is_dir() or self._sizes.get(stat.st_ino) == stat.st_size
+        return is_itself and path.name in self._names.get(path.parent.stat().st_ino, ())
+
+
+@pytest.mark.parametrize("durability", ["power", "process"])
+async def test_all_that_a_run_leaves_is_on_the_disk(
+    dispatch: WorkerDispatch,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    durability: str,
+) -> None:
+    disk, top = Disk(monkeypatch), tmp_path / "new" / "state"
+    config = server_config(tiny_models["qwen3"], top, durability=durability, snapshot_steps=1)
+    with made(top, sync=durability == "power"):
+        async with running_server(config, dispatch) as server:
+            run = await server.create_run()
+            await run.train(batch(), 3)
+            path = (await run.do("save_weights", path="a"))["path"]
+            assert "error" not in await run.do("load_weights", path=path)
+            saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
+            await sample(server, sample_body(saved["sampling_session_id"], record_stability_info=True))
+            draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
+            body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
+            assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
+            await until(lambda: list(top.glob("snapshots/*/[0-9]*/target/*")))
+            assert list(top.glob("loaded/*/[0-9]*"))
+    left = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
+    lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has(path)}
+    if durability == "power":
+        assert lost == set()
+    else:
+        assert {"new", "new/state"} < lost and any("/journal/" in path for path in lost)
+        assert not any("/checkpoints/" in path for path in lost), "they are always waited for"
+
+
+async def test_the_directory_of_a_holder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, store = Disk(monkeypatch), SqliteStore(tmp_path / "leases.db")
+    lease = Lease(store, ["m"], "http://me", 60.0)
+    await lease.prepare(tmp_path)
+    tenure = await lease.taken()
+    assert not disk.has(tmp_path / "live-0")
+    assert disk.has(tenure.take_live_state(tmp_path))
+    store.close()

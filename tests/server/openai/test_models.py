@@ -1,0 +1,42 @@
+"""The models that OpenAI's clients are shown are those that they can sample."""
+
+import dataclasses
+
+import pytest
+from trainhouse.server.routes import openai as routes
+
+from ..api import ALICE, BOB, MODEL, Api
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_checkpoints_of_training_do_not_hide_those_for_sampling(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "_MOST_LISTED", 3)
+    run = await api.run()
+    for name in ("a", "b", "c", "d"):
+        await api.save(run, name, "sampler_weights")
+        api.clock.now += 1
+    for number in range(7):
+        api.clock.now += 1
+        await api.save(run, f"step-{number}", "weights")
+    listed = (await (await api.client()).get("/v1/models")).json()["data"]
+    saved = [f"tinker://{run.run_id}/sampler_weights/{name}" for name in ("d", "c", "b")]
+    assert [one["id"] for one in listed] == [MODEL, *saved]
+    assert {one["owned_by"] for one in listed[1:]} == {(await api.tenant(ALICE)).name}
+
+
+async def test_a_public_checkpoint_is_not_its_readers_own(api: Api) -> None:
+    record = await api.save(await api.run(), "a", "sampler_weights")
+    await api.services.checkpoints.set_public(record, True)
+    for key, owner in ((ALICE, (await api.tenant(ALICE)).name), (BOB, "somebody else")):
+        shown = (await (await api.client(key)).get(f"/v1/models/{record.tinker_path}")).json()
+        assert (shown["id"], shown["owned_by"]) == (record.tinker_path, owner)
+
+
+async def test_a_checkpoint_of_a_model_that_is_not_served_is_no_model(api: Api) -> None:
+    run = dataclasses.replace(await api.run(), base_model="tiny/gone")
+    record = await api.save(run, "a", "sampler_weights")
+    answer = await (await api.client()).get(f"/v1/models/{record.tinker_path}")
+    assert answer.status_code == 404 and "tiny/gone" in answer.json()["error"]["message"]

@@ -1,0 +1,178 @@
+"""Two whole servers on one database and one directory, in this process: one is late, and does no harm."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from trainhouse.server.cli.commands import main
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.replication.leases import Lease, TenureOver
+from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.serving import process
+from trainhouse.server.serving.app import LiveState
+from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..real import MODEL, Run, Server, batch, running_server, server_config
+from .test_standby import until
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = 3.0
+
+
+@dataclass
+class Holding:
+    server: Server
+    live: LiveState
+    keeping: asyncio.Task[None]
+
+    def sleep(self) -> None:
+        """Through the end of its lease."""
+        self.keeping.cancel()
+
+
+@asynccontextmanager
+async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> AsyncIterator[Holding]:
+    """As the process does."""
+    store = open_store(config.store_config())
+    lease = Lease(store, [MODEL], f"http://{name}", SECONDS)
+    await lease.prepare(config.state_dir)
+    tenure = await lease.taken()
+    live = LiveState(tenure.take_live_state(config.state_dir), tenure)
+    keeping = asyncio.create_task(tenure.keep())
+    try:
+        with suppress(LeaseLost, TenureOver):
+            async with running_server(config, dispatch, live) as server:
+                yield Holding(server, live, keeping)
+    finally:
+        keeping.cancel()
+        store.close()
+
+
+async def test_a_server_that_is_late_acknowledges_publishes_and_destroys_nothing(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url, snapshot_steps=2)
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(holding(config, dispatch, "a"))
+        former = first.server
+        run = await former.create_run()
+        losses = await run.train(batch(), num_steps=3)
+        await run.do("save_weights", path="kept")
+        late = Run(former, run.model_id, run.session_id)
+        late.numbers = itertools.count(100)
+
+        first.sleep()
+        second = await stack.enter_async_context(holding(config, dispatch, "b"))
+        latter = second.server
+        assert (first.live.directory.name, second.live.directory.name) == ("live-1", "live-2")
+        for _ in range(2):
+            answer = await late.submit("save_weights", path="late", status=503)
+            assert "does not have the lease any more: send this again" in answer["detail"]
+        with pytest.raises(LeaseLost):
+            await former.services.store.set_session_project(run.session_id, "late")
+        with pytest.raises(LeaseLost):
+            async with former.services.checkpoints.writing(await record(latter, run), "weights", "kept", True) as files:
+                (files / "late").touch()
+
+        again = Run(latter, run.model_id, run.session_id)
+        again.numbers = itertools.count(next(run.numbers))
+        losses += await again.train(batch(), num_steps=2)
+        assert await again.do("save_weights", path="new")
+        await former.services.runs.close()
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
+    assert losses == pytest.approx(await undisturbed(dispatch, tiny_models, tmp_path / "calm"), rel=1e-4)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("live")] == ["live-2"]
+    assert saved_in(tmp_path) == ["kept", "new"]
+
+
+def saved_in(state_dir: Path) -> list[str]:
+    assert not list(state_dir.glob("checkpoints/*/weights/*/late"))
+    return sorted(path.name.partition(".")[0] for path in state_dir.glob("checkpoints/*/weights/*"))
+
+
+async def record(server: Server, run: Run):
+    found = await server.services.store.get_run(run.model_id)
+    assert found is not None
+    return found
+
+
+async def undisturbed(dispatch: WorkerDispatch, tiny_models: dict[str, Path], state_dir: Path) -> list[float]:
+    async with running_server(server_config(tiny_models["qwen3"], state_dir), dispatch) as server:
+        return await (await server.create_run()).train(batch(), num_steps=5)
+
+
+async def test_what_a_former_holder_answered_the_next_one_answers_too(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url)
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(holding(config, dispatch, "a"))
+        former = first.server
+        run = await former.create_run()
+        submitted = (await run.send(run.encode(batch(), next(run.numbers)))).json()["request_id"]
+        answered = await former.result(submitted)
+        first.sleep()
+        latter = (await stack.enter_async_context(holding(config, dispatch, "b"))).server
+        assert (await former.retrieve(submitted)).status_code == 503
+        assert await latter.result(submitted) == answered
+        assert "error" not in await Run(latter, run.model_id, run.session_id).do("optim_step", seq_id=2)
+
+
+async def test_a_server_that_cannot_take_its_turn_gives_it_up_and_tries_again(
+    tmp_path: Path, postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_REST_SECONDS", 2.0)
+    state, elsewhere, no_model = (tmp_path / name for name in ("state", "elsewhere", "no-model"))
+    for directory in (state, no_model):  # without a model the turn that it does take is a short one
+        directory.mkdir()
+    config = server_config(no_model, state, database_url=postgres_url)
+    stores = [open_store(config.store_config()) for _ in range(2)]
+    mine, other = (Lease(store, [MODEL], f"http://{name}", 60.0) for store, name in zip(stores, "ab", strict=True))
+    await mine.prepare(state)
+    state.rename(elsewhere)
+    said: list[str] = []
+    with process.bound("127.0.0.1", 0) as listener:
+        running = asyncio.create_task(process._Turns(config, None, mine, lambda: "working", said.append).run(listener))
+        await until(lambda: "cannot take its turn now ([Errno 2] No such file" in caplog.text)
+        await asyncio.wait_for(other.taken(), 30)  # well before a lease of 60 s runs out
+        await until(lambda: said)
+        assert said == ["standing by: http://b has the lease"] and not running.done()
+        elsewhere.rename(state)
+        await other.release()
+        with pytest.raises(StartError, match="no-model"):
+            await asyncio.wait_for(running, 60)
+    assert (state / "live-3").exists()
+    for store in stores:
+        store.close()
+
+
+def test_a_server_that_does_not_see_the_shared_directory_does_not_start(
+    capsys: pytest.CaptureFixture[str], tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    store = open_store(StoreConfig(tmp_path, postgres_url))
+    try:
+        asyncio.run(held_once(Lease(store, [MODEL], "http://a", 60.0), tmp_path))
+        (tmp_path / "unmounted").mkdir()
+        place = [f"--state-dir={tmp_path / 'unmounted'}", f"--database-url={postgres_url}", "--port=0"]
+        assert main(["serve", f"--base-model={MODEL}={tiny_models['qwen3']}", *place]) == 1
+        assert "unmounted has no live state, of which the database knows" in capsys.readouterr().err
+        assert {(lease.epoch, lease.expires_at) for lease in asyncio.run(leases_in(store))} == {(1, 0.0)}
+    finally:
+        store.close()
+
+
+async def held_once(lease: Lease, state_dir: Path) -> None:
+    await lease.prepare(state_dir)
+    (await lease.taken()).take_live_state(state_dir)
+    await lease.release()
+
+
+async def leases_in(store: Store) -> tuple[LeaseRecord, ...]:
+    return await store.list_leases()

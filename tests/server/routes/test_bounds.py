@@ -1,0 +1,253 @@
+"""Whatever a request says has a longest length, or is payload by a reason that stands here."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import trainhouse.schemas
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from trainhouse.schemas import bounds
+from trainhouse.schemas.checkpoints import SaveWeightsRequest
+from trainhouse.schemas.codec import decode_model
+from trainhouse.schemas.errors import RequestError
+from trainhouse.schemas.models import CreateSessionRequest, FinishReason, FinishSessionRequest
+from trainhouse.schemas.sampling import SampleRequest
+
+from ..api import Api
+
+pytestmark = pytest.mark.anyio
+
+Schema = Mapping[str, Any]
+
+PROMPT = "a prompt: bounded by the body, the model's context and the tenant's bytes"
+DATA = "training data: bounded by the body and the tenant's bytes"
+MESSAGES = "read by the chat template into a prompt: bounded by the body, the context and the tenant's bytes"
+DROPPED = "nothing reads more of it than whether it asks for nothing"
+
+PAYLOAD = {
+    "SampleRequest.prompt.chunks": PROMPT,
+    "SampleRequest.prompt.chunks[].tokens": PROMPT,
+    "SampleRequest.target_prompt_logprobs": "a tensor: bounded by the body, and 32 MiB once dense",
+    "CaptureRequest.data": DATA,
+    "CaptureRequest.data[].model_input": DATA,
+    "CaptureRequest.data[].model_input.chunks": DATA,
+    "CaptureRequest.data[].model_input.chunks[].tokens": DATA,
+    "BuildVocabMapRequest.tokens": DATA,
+    "BuildVocabMapRequest.tokens[]": DATA,
+    "BuildVocabMapRequest.weights": DATA,
+    "BuildVocabMapRequest.weights[]": DATA,
+    "BuildVocabMapRequest.counts": DATA,
+    "FinishSessionRequest.detail": "cut to MOST_TEXT characters: refusing it would refuse what it explains",
+    "CompletionRequest.prompt": PROMPT,
+    "CompletionRequest.prompt[]": PROMPT,
+    "ChatCompletionRequest.messages": MESSAGES,
+    "ChatCompletionRequest.messages[]": MESSAGES,
+    "ChatCompletionRequest.messages[].content": MESSAGES,
+    "ChatCompletionRequest.messages[].content[].text": MESSAGES,
+    "ChatCompletionRequest.messages[].tool_calls": MESSAGES,
+    "ChatCompletionRequest.messages[].tool_calls[]": MESSAGES,
+    "ChatCompletionRequest.messages[].tool_calls[][]": MESSAGES,
+    "ChatCompletionRequest.tools": MESSAGES,
+    "ChatCompletionRequest.tools[]": MESSAGES,
+    "ChatCompletionRequest.tool_choice": DROPPED,
+    "ChatCompletionRequest.chat_template_kwargs": MESSAGES,
+    "ChatCompletionRequest.chat_template_kwargs[]": MESSAGES,
+}
+"""Class and place -> why it may be as long as it likes."""
+
+OF_CODEC = "POST /api/v1/forward_backward", "POST /api/v1/forward"
+"""Routes whose bodies the codec decodes, without a model: training data, and ids that must be there."""
+
+ANSWERS = {
+    *("ErrorDetail", "ErrorBody", "Model", "ModelList", "SamplerInfo", "SessionList", "SessionInfo", "Cursor"),
+    *("CheckpointCopy", "Checkpoint", "TrainingRun", "TrainingRunList", "CheckpointList", "ClientConfig"),
+    *("ClientDynamicConfig", "Health", "Readiness", "TokenizerFiles", "KeyOrganization", "KeyUser", "KeyDetails"),
+    *("OwnKey", "SupportedModel", "ServerCapabilities", "Limit", "Limits", "FeatureStock", "Workers", "ModelData"),
+    *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending"),
+}
+"""What the server makes, beside the classes that are called a response."""
+
+
+def request_models() -> Iterator[type[BaseModel]]:
+    for module in pkgutil.iter_modules(trainhouse.schemas.__path__):
+        members = vars(importlib.import_module(f"trainhouse.schemas.{module.name}")).values()
+        models = [one for one in members if inspect.isclass(one) and issubclass(one, BaseModel)]
+        ours = [one for one in models if one.__module__.startswith("trainhouse.schemas")]
+        yield from (one for one in ours if not one.__name__.endswith("Response") and one.__name__ not in ANSWERS)
+
+
+def unbounded(schema: Schema, place: str, definitions: Schema) -> Iterator[str]:
+    """The places where a string, a list or an object may have any length."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
+        yield from unbounded(branch, place, definitions)
+    if "enum" in schema or "const" in schema:
+        return
+    match schema.get("type"):
+        case "string" if "maxLength" not in schema and schema.get("format") != "binary":
+            yield place
+        case "array":
+            if "maxItems" not in schema:
+                yield place
+            for item in (schema.get("items", {}), *schema.get("prefixItems", ())):
+                yield from unbounded(item, f"{place}[]", definitions)
+        case "object":
+            if schema.get("additionalProperties", "properties" not in schema) and "maxProperties" not in schema:
+                yield place
+            if isinstance(entries := schema.get("additionalProperties"), Mapping):
+                yield from unbounded(entries, f"{place}[]", definitions)
+            for name, entry in schema.get("properties", {}).items():
+                yield from unbounded(entry, f"{place}.{name}", definitions)
+        case None if not {"anyOf", "oneOf", "allOf"}.intersection(schema):
+            yield place  # any JSON
+
+
+def test_what_requests_say_is_bounded_or_payload_for_a_reason() -> None:
+    found: set[str] = set()
+    for model in request_models():
+        schema = model.model_json_schema()
+        found |= set(unbounded(schema, model.__name__, schema.get("$defs", {})))
+    # Parts stand for themselves, too.
+    parts = {place for place in found if any(_is_part(place, of_request) for of_request in PAYLOAD)}
+    assert sorted(found - set(PAYLOAD) - parts) == [], "bound these, or say in PAYLOAD why they need not be"
+    assert sorted(set(PAYLOAD) - found) == [], "these are bounded now, or gone: leave them out of PAYLOAD"
+
+
+def _is_part(place: str, of_request: str) -> bool:
+    name, _, rest = place.partition(".")
+    return (
+        name in PARTS
+        and of_request.startswith(PARTS[name])
+        and of_request.removeprefix(PARTS[name]) == (f".{rest}" if rest else "")
+    )
+
+
+PARTS = {
+    "ModelInput": "SampleRequest.prompt",
+    "TokenChunk": "SampleRequest.prompt.chunks[]",
+    "Captured": "CaptureRequest.data[]",
+    "TextPart": "ChatCompletionRequest.messages[].content[]",
+    "ChatMessage": "ChatCompletionRequest.messages[]",
+}
+
+
+async def test_what_urls_and_headers_say_is_bounded(api: Api) -> None:
+    document = api.app.openapi()
+    definitions = document["components"]["schemas"]
+    found = [
+        f"{method.upper()} {path} {parameter['in']} {parameter['name']}"
+        for path, methods in document["paths"].items()
+        for method, route in methods.items()
+        for parameter in route.get("parameters", ())
+        if list(unbounded(parameter["schema"], "", definitions))
+    ]
+    assert not found
+    bodies = {
+        f"{method.upper()} {path}": content["schema"]
+        for path, methods in document["paths"].items()
+        for method, route in methods.items()
+        if (content := route.get("requestBody", {}).get("content", {}).get("application/json"))
+    }
+    payload = {place.partition(".")[2] for place in PAYLOAD}
+    unknown = {
+        f"{route} {place}"
+        for route, schema in bodies.items()
+        if route not in OF_CODEC
+        for place in unbounded(schema, "", definitions)
+        if place.removeprefix(".") not in payload
+    }
+    assert not unknown, "a body that no model of schemas/ describes"
+
+
+def test_the_walk_finds_what_has_no_end() -> None:
+    class Endless(BaseModel):
+        words: list[str] = []
+        names: dict[str, bounds.Id] = {}
+        fine: bounds.Tags = ()
+
+    assert set(unbounded(Endless.model_json_schema(), "E", {})) == {"E.words", "E.words[]", "E.names"}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "name"),
+    [
+        (CreateSessionRequest, {"sdk_version": "1", "display_name": "x" * 4097}, "display_name"),
+        (CreateSessionRequest, {"sdk_version": "1", "tags": ["x"] * 65}, "tags"),
+        (CreateSessionRequest, {"sdk_version": "1", "user_metadata": {"a": "x" * 8192}}, "user_metadata"),
+        (CreateSessionRequest, {"sdk_version": "1", "user_metadata": {"a": [[1] * 5000]}}, "user_metadata"),
+        (SaveWeightsRequest, {"model_id": "m", "path": "p", "user_metadata": {"k" * 9000: "v"}}, "user_metadata"),
+    ],
+)
+def test_what_is_longer_is_refused_by_name(model: type[BaseModel], fields: dict, name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        TypeAdapter(model).validate_python(fields)
+    shorter = {key: value for key, value in fields.items() if key != name}
+    assert TypeAdapter(model).validate_python(shorter | ({name: {"a": 8000 * "x"}} if name == "user_metadata" else {}))
+
+
+def test_how_a_session_ended_is_cut_and_not_refused() -> None:
+    finished = FinishSessionRequest(reason=FinishReason(type="errored"), detail="x" * 100_000)
+    assert finished.detail == "x" * bounds.MOST_TEXT
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+def test_numbers_that_no_json_has_are_refused(number: str) -> None:
+    """PostgreSQL takes none: a session was answered 500, and a model was created again and again."""
+    body = f'{{"sdk_version": "1", "user_metadata": {{"a": [{number}]}}}}'.encode()
+    with pytest.raises(RequestError, match=r"user_metadata is .*JSON has no (nan|-?inf): leave it out"):
+        decode_model(CreateSessionRequest, body)
+    assert decode_model(CreateSessionRequest, body.replace(number.encode(), b"-1e99")).user_metadata == {"a": [-1e99]}
+
+
+def parts_of(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """All parts of a schema of pydantic's core."""
+    if isinstance(schema, Mapping):
+        yield schema
+    if isinstance(schema, Mapping | list | tuple):
+        for part in schema.values() if isinstance(schema, Mapping) else schema:
+            yield from parts_of(part)
+
+
+def may_have_many_errors(model: type[BaseModel]) -> list[str]:
+    """The lists of which each element may be found wrong, and not only the first; any JSON is right."""
+    lists = [one for one in parts_of(model.__pydantic_core_schema__) if one.get("type") in ("list", "tuple", "set")]
+    long = [one for one in lists if one.get("max_length", 1 << 30) > 1024 and "JsonValue" not in str(one)]
+    return [str(one) for one in long if not one.get("fail_fast")]
+
+
+def test_of_long_lists_the_first_wrong_element_is_told_of() -> None:
+    """An error takes 10 microseconds with the interpreter held: 2 million of a body of 4 MB took half a minute."""
+
+    class Slow(BaseModel):
+        tokens: list[int]
+
+    assert len(may_have_many_errors(Slow)) == 1
+    assert {model.__name__: found for model in request_models() if (found := may_have_many_errors(model))} == {}
+
+
+WRONG = 50_000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": {"chunks": [0] * WRONG}},
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": ["a"] * WRONG}]}},
+        {"sampling_params": {"stop": [{}] * WRONG}},
+        {"sampling_params": {"logit_bias": {f"a{number}": 0 for number in range(WRONG)}}},
+        {"sampling_params": {f"a{number}": 0 for number in range(WRONG)}},
+    ],
+)
+def test_a_body_that_is_wrong_everywhere_is_described_in_short(fields: dict) -> None:
+    body = {"prompt": {"chunks": []}} | fields
+    with pytest.raises(ValidationError) as wrong:
+        SampleRequest.model_validate(body)
+    assert wrong.value.error_count() < 1000 or "sampling_params" in fields
+    with pytest.raises(RequestError) as refused:
+        decode_model(SampleRequest, json.dumps(body).encode())
+    assert refused.value.status == 400 and len(refused.value.message) < 2000

@@ -1,0 +1,148 @@
+"""The API's description: every route says what it does and has an example, and every example works."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from trainhouse.server.routes.examples import BASE_MODEL, SESSION_ID
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ...live import save_byte_tokenizer
+from ..real import ALICE, MODEL, PROTOBUF, Server, running_server, server_config
+
+pytestmark = pytest.mark.anyio
+
+FIRST = ("create_session", "create_model", "forward_backward", "optim_step", "save_weights", "create_sampling_session")
+LAST = ("publish", "{name}", "me", "finish")
+"""Of what deletes or ends things, the ends of the paths; `{name}` is a checkpoint, `me` a key."""
+FILES = ("post", "/api/v1/import_weights")
+"""Takes files, of which there is no example: see test_importing."""
+OF_DRAFTS = {("post", f"/api/v1/{name}") for name in ("set_target", "build_vocab_map", "capture", "release_features")}
+"""Take a draft model: see test_drafts."""
+
+
+@pytest.fixture
+async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
+    """Its model has a tokenizer."""
+    shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
+    save_byte_tokenizer(tmp_path / "model")
+    async with running_server(server_config(tmp_path / "model", tmp_path / "state"), dispatch) as running:
+        yield running
+
+
+async def described(server: Server) -> dict[tuple[str, str], dict[str, Any]]:
+    """(method, path) -> operation, in an order in which their examples can be sent."""
+    paths = (await server.clients[ALICE].get("http://test/openapi.json")).json()["paths"]
+    operations = {(method, path): one for path, methods in paths.items() for method, one in methods.items()}
+
+    def turn(route: tuple[str, str]) -> int:
+        method, path = route
+        end = path.rpartition("/")[2]
+        if method == "delete" or end == "finish":
+            return len(FIRST) + 1 + LAST.index(end)
+        return FIRST.index(end) if end in FIRST else len(FIRST)
+
+    return {route: operations[route] for route in sorted(operations, key=turn)}
+
+
+async def send(server: Server, method: str, path: str, operation: dict[str, Any], session_id: str) -> httpx.Response:
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            ((_, example),) = parameter["examples"].items()
+            path = path.replace(f"{{{parameter['name']}}}", example["value"])
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+    live = json.dumps([path, body]).replace(SESSION_ID, session_id).replace(BASE_MODEL, MODEL)
+    path, body = json.loads(live)
+    return await server.clients[ALICE].request(method, f"http://test{path}", json=body, headers={"Prefer": "wait=30"})
+
+
+async def test_every_example_works(server: Server) -> None:
+    session_id = await server.create_session()
+    for (method, path), operation in (await described(server)).items():
+        if (method, path) in {FILES, *OF_DRAFTS}:
+            continue
+        answer = await send(server, method, path, operation, session_id)
+        if (method, path) == ("delete", "/api/v1/auth/apikey/me"):
+            assert answer.status_code == 404 and "never made" in answer.json()["detail"], "an open server's key"
+        else:
+            assert answer.is_success and '"error"' not in answer.text, (method, path, answer.text)
+            assert not answer.text.startswith('{"request_id"'), "Prefer: wait answers the result"
+
+
+async def test_every_route_says_what_it_does_and_shows_a_body(server: Server) -> None:
+    for route, operation in (await described(server)).items():
+        assert operation.get("description"), route
+        if "requestBody" in operation and route != FILES:
+            assert operation["requestBody"]["content"]["application/json"]["example"], route
+    forward_backward = (await described(server))["post", "/api/v1/forward_backward"]
+    assert PROTOBUF in forward_backward["requestBody"]["content"]
+
+
+def unbounded(schema: object, document: dict[str, Any], place: str = "") -> Iterator[str]:
+    """The places of integers that may be of any size."""
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from unbounded(entry, document, place)
+    elif isinstance(schema, dict):
+        if "$ref" in schema:
+            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        bounds = {name.removeprefix("exclusive").lower() for name in schema}
+        if schema.get("type") == "integer" and not {"minimum", "maximum"} <= bounds:
+            yield place
+        for name, entry in schema.items():
+            inner = f"{place}.{name}" if place.endswith("properties") else f"{place}/{name}"
+            if name not in ("example", "examples", "default"):
+                yield from unbounded(entry, document, inner)
+
+
+async def test_every_integer_of_a_request_has_bounds(server: Server) -> None:
+    document = (await server.clients[ALICE].get("http://test/openapi.json")).json()
+    found = [
+        place
+        for (method, path), operation in (await described(server)).items()
+        for place in unbounded([operation.get("parameters", []), operation.get("requestBody", {})], document, path)
+    ]
+    assert not found
+    assert list(unbounded({"type": "integer", "minimum": 0}, document, "control")) == ["control"]
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("create_model", {"session_id": "s", "model_seq_id": HUGE, "base_model": "m", "lora_config": {}}),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora_config": {"rank": HUGE}}),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora_config": {"seed": -HUGE}}),
+        ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": HUGE, "base_model": "m"}),
+        ("optim_step", {"model_id": "s:train:0", "seq_id": HUGE, "adam_params": {}}),
+        ("save_weights", {"model_id": "s:train:0", "seq_id": HUGE, "path": "a"}),
+        ("save_weights_for_sampler", {"model_id": "s:train:0", "seq_id": 1, "sampling_session_seq_id": HUGE}),
+        ("load_weights", {"session_id": "s", "model_seq_id": HUGE, "path": "tinker://a/weights/b"}),
+        ("copy_weights", {"source_path": "tinker://a/weights/b", "session_id": "s", "model_seq_id": HUGE}),
+        ("asample", {"sampling_session_id": "s", "seq_id": HUGE, "prompt": {"chunks": []}}),
+        ("asample", {"base_model": MODEL, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [HUGE]}]}}),
+        ("asample", {"base_model": MODEL, "prompt": {"chunks": []}, "sampling_params": {"max_tokens": HUGE}}),
+        ("asample", {"base_model": MODEL, "prompt": {"chunks": []}, "sampling_params": {"logit_bias": {HUGE: 1}}}),
+        ("forward_backward", {"model_id": "s:train:0", "seq_id": HUGE, "loss_fn": "cross_entropy", "data": []}),
+        ("retrieve_futures", {"target": {"sampling_session_id": "s", "cloned_sampler_id": HUGE}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(str(at) for at in value),
+)
+async def test_an_integer_of_400_digits_is_refused_and_cut_short(server: Server, path: str, body: dict) -> None:
+    refused = await server.clients[ALICE].post(path, json=body)
+    assert refused.status_code == 400, refused.text
+    assert "00..." in refused.text and len(refused.text) < 400
+
+
+async def test_the_documentation_page_asks_for_the_key(server: Server) -> None:
+    document = (await server.clients[ALICE].get("http://test/openapi.json")).json()
+    (scheme,) = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
+    open_routes = [route for route, operation in (await described(server)).items() if not operation.get("security")]
+    assert open_routes == [("get", "/api/v1/healthz"), ("get", "/api/v1/readyz")]

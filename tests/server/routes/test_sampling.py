@@ -1,0 +1,355 @@
+"""Sampling over HTTP against a real worker, results read by the SDK's decoder."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.verbs import WorkerLost
+
+from ..real import BOB, MODEL, VOCAB, Run, Server, batch, datum, running_server, sample, sample_body, server_config
+
+pytestmark = pytest.mark.anyio
+
+
+async def base_sampler(server: Server, session_id: str | None = None, number: int = 0) -> str:
+    session_id = session_id or await server.create_session()
+    body = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": MODEL}
+    return (await server.post("create_sampling_session", body))["sampling_session_id"]
+
+
+async def trained_run(server: Server) -> Run:
+    run = await server.create_run()
+    await run.train(batch(), 3)
+    return run
+
+
+async def test_the_base_model_is_sampled(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    assert sampler_id.endswith(":sample:0")
+    submitted = await server.post("asample", sample_body(sampler_id, num_samples=3))
+    assert submitted["sample_sequence_ids"] == [f"{sampler_id}:0:{number}" for number in range(3)]
+    answer = await server.result(submitted["request_id"])
+    assert [len(sequence["tokens"]) for sequence in answer["sequences"]] == [4, 4, 4]
+    assert {sequence["stop_reason"] for sequence in answer["sequences"]} == {"length"}
+
+
+async def test_a_misspelt_parameter_is_refused_by_name(server: Server) -> None:
+    body = sample_body(await base_sampler(server), sampling_params={"max_token": 3})
+    refused = await server.post("asample", body, status=400)
+    assert "has no max_token: did you mean max_tokens?" in refused["detail"]
+    run = await server.create_run()
+    refused = await run.submit("optim_step", status=400, adam_params={"learning_rte": 1e-3})
+    assert "has no learning_rte: did you mean learning_rate?" in refused["detail"]
+
+
+async def test_a_repeated_request_is_drawn_once_and_a_seed_repeats(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    body = sample_body(sampler_id, sampling_params={"max_tokens": 8, "stop": []})
+    first, again = await asyncio.gather(server.post("asample", body), server.post("asample", body))
+    assert first == again
+    drawn = await sample(server, body)
+    other = await sample(server, body | {"seq_id": 1})
+    assert drawn.sequences[0].tokens != other.sequences[0].tokens, "absent seeds are drawn anew"
+    seeded = [await sample(server, sample_body(sampler_id, seq_id)) for seq_id in (2, 3)]
+    assert seeded[0].sequences[0].tokens == seeded[1].sequences[0].tokens
+
+
+async def test_a_checkpoint_is_sampled_as_its_trainer_sees_it(server: Server) -> None:
+    run = await trained_run(server)
+    path = (await run.do("save_weights_for_sampler", path="trained"))["path"]
+    body = {"session_id": run.session_id, "sampling_session_seq_id": 0, "model_path": path}
+    sampler_id = (await server.post("create_sampling_session", body))["sampling_session_id"]
+    assert (await server.post("create_sampling_session", body))["sampling_session_id"] == sampler_id
+    described = await server.clients[run.key].get(f"samplers/{sampler_id}")
+    assert described.json() == {"sampler_id": sampler_id, "base_model": MODEL, "model_path": path}
+    drawn = (await sample(server, sample_body(sampler_id))).sequences[0]
+    tokens = [5, 6, 7, *drawn.tokens]
+    scored = (await run.forward_backward([datum(tokens)], forward_only=True)).loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert scored[2:] == pytest.approx(drawn.logprobs, abs=1e-4)
+    base = (await sample(server, sample_body(await base_sampler(server)))).sequences[0]
+    assert base.logprobs != pytest.approx(drawn.logprobs, abs=1e-2)
+
+
+async def test_a_prompt_that_is_a_text_is_refused_with_the_shape_of_tokens(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    refused = await server.post("asample", sample_body(sampler_id, prompt="hello"), status=400)
+    shape = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
+    assert refused["detail"] == f"bad request: prompt is 'hello': send tokens, {shape}"
+
+
+async def test_prompt_logprobs_and_topk_come_when_asked_for(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    answer = await sample(
+        server, sample_body(sampler_id, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)
+    )
+    assert answer.prompt_logprobs is not None and answer.topk_prompt_logprobs is not None
+    assert [value is not None for value in answer.prompt_logprobs] == [False, True, True]
+    assert [None if row is None else len(row) for row in answer.topk_prompt_logprobs] == [None, 2, 2]
+    plain = await sample(server, sample_body(sampler_id, seq_id=1))
+    assert plain.prompt_logprobs is None and plain.topk_prompt_logprobs is None
+
+
+async def test_target_prompt_logprobs_keep_the_layout_of_the_question(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    scored = await sample(server, sample_body(sampler_id, prompt_logprobs=True))
+    dense = {"data": [6, 9, 7, -1], "dtype": "int64", "shape": [2, 2]}
+    answer = await sample(server, sample_body(sampler_id, seq_id=1, target_prompt_logprobs=dense))
+    assert answer.target_prompt_logprobs is not None and scored.prompt_logprobs is not None
+    values = answer.target_prompt_logprobs.to_numpy()
+    assert values.shape == (2, 2) and values[1, 1] == 0.0
+    assert values[:, 0] == pytest.approx(np.asarray(scored.prompt_logprobs[1:], np.float32), abs=1e-4)
+
+
+async def test_absent_stop_means_the_models_end_token_and_ids_and_strings_are_told_apart(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    endless = await sample(server, sample_body(sampler_id, sampling_params={"max_tokens": 30, "seed": 3, "stop": []}))
+    third = endless.sequences[0].tokens[2]
+    stopped = await sample(
+        server, sample_body(sampler_id, 1, sampling_params={"max_tokens": 30, "seed": 3, "stop": [third]})
+    )
+    cut = endless.sequences[0].tokens.index(third) + 1
+    assert stopped.sequences[0].tokens == endless.sequences[0].tokens[:cut]
+    assert stopped.sequences[0].stop_reason == "stop"
+
+
+async def test_the_numbers_of_the_plain_route_may_be_left_out(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    body = {"sampling_session_id": sampler_id, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}}
+    body["sampling_params"] = {"max_tokens": 2, "stop": []}
+    assert [(await server.post("sample", body))["seq_id"] for _ in range(3)] == [0, 1, 2]
+    waited = await server.post("sample", body, Prefer="wait=20")
+    assert len(waited["sequences"][0]["tokens"]) == 2
+
+
+async def test_a_single_request_names_weights_instead_of_a_sampler(server: Server) -> None:
+    run = await trained_run(server)
+    path = (await run.do("save_weights_for_sampler", path="one-shot"))["path"]
+    body = sample_body("") | {"sampling_session_id": None, "seq_id": None}
+    trained = [await server.post("sample", body | {"model_path": path}) for _ in range(2)]
+    assert trained[0]["request_id"] != trained[1]["request_id"]
+    session_id = trained[0]["request_id"].partition(":")[0]
+    assert trained[1]["request_id"].startswith(session_id), "one sampler serves them all"
+    sampler = {"session_id": run.session_id, "sampling_session_seq_id": 3, "model_path": path}
+    sampler_id = (await server.post("create_sampling_session", sampler))["sampling_session_id"]
+    expected = await sample(server, sample_body(sampler_id))
+    for submitted in trained:
+        sequences = (await server.result(submitted["request_id"]))["sequences"]
+        assert sequences[0]["tokens"] == expected.sequences[0].tokens
+    of_base = await server.post("sample", body | {"base_model": MODEL}, Prefer="wait=20")
+    assert of_base["sequences"][0]["logprobs"] != pytest.approx(expected.sequences[0].logprobs, abs=1e-3)
+    await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
+    again = await server.post("sample", body | {"model_path": path}, Prefer="wait=20")
+    assert again["sequences"][0]["tokens"] == expected.sequences[0].tokens, "its session may end: a new one is made"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "sampling_session_id is missing"),
+        ({"base_model": MODEL, "seq_id": 1}, "seq_id 1 without sampling_session_id"),
+        ({"base_model": "gpt-5"}, "gpt-5"),
+        ({"base_model": MODEL, "model_path": "tinker://x"}, "'tinker://x' is not a checkpoint path"),
+    ],
+)
+async def test_a_single_request_that_cannot_be_served_opens_no_session(
+    server: Server, fields: dict, reason: str
+) -> None:
+    before = (await server.clients["tml-alice"].get("sessions?limit=1000")).json()
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}} | fields
+    assert reason in (await server.post("sample", body, status=400))["detail"]
+    assert (await server.clients["tml-alice"].get("sessions?limit=1000")).json() == before
+
+
+async def test_joining_counts_the_clients(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    counts = [await server.post("join_sampling_session", {"sampling_session_id": sampler_id}) for _ in range(2)]
+    assert counts == [{"client_counter": 1}, {"client_counter": 2}]
+
+
+async def test_a_cancelled_request_fails_and_others_go_on(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    params = {"max_tokens": 900, "stop": [], "seed": 1}
+    long = [await server.post("asample", sample_body(sampler_id, seq_id, sampling_params=params)) for seq_id in (0, 1)]
+    await server.post("cancel_future", {"request_id": long[0]["request_id"]}, status=204)
+    answer = await server.result(long[0]["request_id"])
+    assert "cancelled" in answer["error"]
+    assert len((await server.result(long[1]["request_id"]))["sequences"][0]["tokens"]) == 900
+    await server.post("cancel_future", {"request_id": long[1]["request_id"]}, status=204)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt": {"chunks": []}}, "prompt is empty"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "aGk=", "format": "png"}]}}, "'image'"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, VOCAB]}]}}, f"token {VOCAB}"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [-1]}]}}, "token -1"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": [0] * 1024}]}}, "1024 tokens"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"num_samples": 10**9}, "num_samples 1000000000"),
+        ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
+        ({"sampling_params": {"max_tokens": 1022}}, "max_tokens 1022 exceeds the 1021 tokens"),
+        ({"sampling_params": {"temperature": -1}}, "temperature is -1"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n 3"),
+        ({"topk_prompt_logprobs": VOCAB + 1}, f"topk_prompt_logprobs {VOCAB + 1}"),
+        ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [3, 1]}}, r"\[2, K\]"),
+        ({"sampling_session_id": "nobody:sample:0"}, "no sampler nobody:sample:0"),
+        ({"sampling_session_id": None}, "sampling_session_id is missing"),
+        ({"seq_id": -4}, "seq_id"),
+    ],
+)
+async def test_bad_requests_are_refused_with_the_value_and_the_next_one_works(
+    server: Server, fields: dict, reason: str
+) -> None:
+    sampler_id = await base_sampler(server)
+    response = await server.clients["tml-alice"].post("asample", json=sample_body(sampler_id) | fields)
+    assert response.status_code in (400, 404)
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(response.json()["detail"])
+    assert len((await sample(server, sample_body(sampler_id))).sequences) == 1
+
+
+async def test_a_sampler_of_nothing_or_of_a_model_not_served_is_refused(server: Server) -> None:
+    session = {"session_id": await server.create_session(), "sampling_session_seq_id": 0}
+    assert "base_model or model_path" in (await server.post("create_sampling_session", session, status=400))["detail"]
+    unknown = await server.post("create_sampling_session", session | {"base_model": "gpt-5"}, status=400)
+    assert "gpt-5" in unknown["detail"] and MODEL in unknown["detail"]
+    bad_path = session | {"model_path": "tinker://../weights/x"}
+    assert "checkpoint" in (await server.post("create_sampling_session", bad_path, status=404))["detail"]
+
+
+async def test_a_deleted_checkpoint_fails_the_sample_and_says_so(server: Server) -> None:
+    run = await server.create_run()
+    path = (await run.do("save_weights_for_sampler", path="soon-gone"))["path"]
+    body = {"session_id": run.session_id, "sampling_session_seq_id": 9, "model_path": path}
+    sampler_id = (await server.post("create_sampling_session", body))["sampling_session_id"]
+    await server.clients[run.key].delete(f"training_runs/{run.model_id}/checkpoints/sampler_weights/soon-gone")
+    submitted = await server.post("asample", sample_body(sampler_id))
+    answer = await server.result(submitted["request_id"])
+    assert answer["category"] == "user" and path in answer["error"]
+
+
+async def test_checkpoint_and_base_samplers_work_after_a_restart(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with running_server(config, dispatch) as server:
+        run = await trained_run(server)
+        path = (await run.do("save_weights_for_sampler", path="kept"))["path"]
+        body = {"session_id": run.session_id, "sampling_session_seq_id": 0, "model_path": path}
+        samplers = [(await server.post("create_sampling_session", body))["sampling_session_id"]]
+        samplers.append(await base_sampler(server, run.session_id, 1))
+        before = [await sample(server, sample_body(one)) for one in samplers]
+    async with running_server(config, dispatch) as server:
+        after = [await sample(server, sample_body(one, seq_id=1)) for one in samplers]
+        unnumbered, other = await asyncio.gather(
+            *(server.post("sample", sample_body(samplers[0], seq_id=None)) for _ in range(2))
+        )
+        kept = await server.result(f"{samplers[0]}:0")
+    assert len({f"{samplers[0]}:0", unnumbered["request_id"], other["request_id"]}) == 3, (
+        "the first is an earlier one's"
+    )
+    assert kept["sequences"][0]["tokens"] == before[0].sequences[0].tokens
+    for old, new in zip(before, after, strict=True):
+        assert old.sequences[0].tokens == new.sequences[0].tokens
+        assert old.sequences[0].logprobs == pytest.approx(new.sequences[0].logprobs, abs=1e-5)
+
+
+async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    target = {"sampling_session_id": sampler_id}
+    nothing = await server.post("retrieve_futures", {"target": target, "timeout": 0})
+    assert nothing["completions"] == []
+    waiting = asyncio.create_task(server.post("retrieve_futures", {"target": target}))
+    await server.post("asample", sample_body(sampler_id, 0))
+    first = await waiting
+    assert [one["request_id"] for one in first["completions"]] == [f"{sampler_id}:0"]
+    assert first["completions"][0]["response_payload_uncompressed_size"] > 0
+    repeated = await server.post("retrieve_futures", {"target": target, "timeout": 0})
+    assert repeated == first, "an answer that was lost is given again"
+    no_tokenizer = sample_body(sampler_id, 1, sampling_params={"max_tokens": 4, "stop": ["x"]})
+    await server.post("asample", no_tokenizer)
+    second = await server.post("retrieve_futures", {"target": target, "prev_cursor": first["cursor"]})
+    assert second["completions"] == [{"state": "failed", "request_id": f"{sampler_id}:1"}]
+    clone = {"sampling_session_id": sampler_id, "cloned_sampler_id": 7}
+    await server.post("asample", sample_body(sampler_id, 7_000_000_001))
+    of_clone = await server.post("retrieve_futures", {"target": clone})
+    assert [one["request_id"] for one in of_clone["completions"]] == [f"{sampler_id}:7000000001"]
+    of_another_process = {"target": target, "prev_cursor": 99, "timeout": 0}
+    assert (await server.post("retrieve_futures", of_another_process))["completions"] == second["completions"]
+    await server.post("retrieve_futures", {"target": target, "timeout": 0}, key=BOB, status=404)
+
+
+async def test_one_poll_tells_also_of_samples_that_ended_before_a_restart(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with running_server(config, dispatch) as server:
+        sampler_id = await base_sampler(server)
+        target = {"sampling_session_id": sampler_id}
+        for seq_id in (0, 1):
+            await server.post("asample", sample_body(sampler_id, seq_id))
+        cursor, num_told = 0, 0
+        while num_told < 2:
+            told = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor})
+            cursor, num_told = told["cursor"], num_told + len(told["completions"])
+        await sample(server, sample_body(sampler_id, 2))
+        of_clone = await server.post("asample", sample_body(sampler_id, 1_000_000_000))
+        await server.result(of_clone["request_id"])
+    async with running_server(config, dispatch) as server:
+        told = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0})
+        assert f"{sampler_id}:2" in [one["request_id"] for one in told["completions"]]
+        assert of_clone["request_id"] not in [one["request_id"] for one in told["completions"]]
+        assert all(one["response_payload_uncompressed_size"] > 0 for one in told["completions"])
+        await server.post("asample", sample_body(sampler_id, 3))
+        later = await server.post("retrieve_futures", {"target": target, "prev_cursor": told["cursor"]})
+        assert [one["request_id"] for one in later["completions"]] == [f"{sampler_id}:3"]
+
+
+async def test_a_sample_that_workers_die_of_fails_at_the_third_time_also_over_a_restart(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = asyncio.Semaphore(0)
+    num_deaths = 0
+
+    async def dies(*_: object) -> None:
+        nonlocal num_deaths
+        await deaths.acquire()
+        num_deaths += 1
+        raise WorkerLost("the worker died", alone=True)
+
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    monkeypatch.setattr(dispatch, "sample", dies)
+    async with running_server(config, dispatch) as server:
+        sampler_id = await base_sampler(server)
+        await server.post("asample", sample_body(sampler_id, 0))
+        for _ in range(2):
+            deaths.release()
+        async with asyncio.timeout(30):
+            while num_deaths < 2 or not deaths.locked():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    async with running_server(config, dispatch) as server:
+        deaths.release()
+        failed = await server.result(f"{sampler_id}:0")
+        assert "died 3 times" in failed["error"] and num_deaths == 3
+
+
+async def test_an_adapter_that_workers_die_of_loading_is_given_up(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(*_: object) -> None:
+        raise WorkerLost("the worker died", alone=True)
+
+    async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as server:
+        run = await server.create_run()
+        path = (await run.do("save_weights_for_sampler", path="a"))["path"]
+        body = {"session_id": run.session_id, "sampling_session_seq_id": 0, "model_path": path}
+        sampler_id = (await server.post("create_sampling_session", body))["sampling_session_id"]
+        monkeypatch.setattr(dispatch, "load_adapter", dies)
+        await server.post("asample", sample_body(sampler_id, 0))
+        assert "died" in (await server.result(f"{sampler_id}:0"))["error"]
+        monkeypatch.undo()
+        assert (await sample(server, sample_body(sampler_id, 1))).sequences

@@ -1,0 +1,707 @@
+"""Draft models: what is asked for, recorded and answered, moved to other targets, and made again. Their workers compute
+nothing, but tell in the metrics of a pass what they know of the draft."""
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tinker import types
+from trainhouse.schemas.drafts import BuildVocabMapRequest
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.values import parse_role_group
+from trainhouse.server.files.manifest import read_manifest
+from trainhouse.server.journal.journal import Header, Journal, read_journal
+from trainhouse.server.routes.examples import DRAFT_ID, MODEL_ID
+from trainhouse.server.runs.vocabulary import most_frequent
+from trainhouse.server.store import CheckpointKind
+from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
+
+from ...live import live_server
+from ..noting import NOTING, RESOLVED, noting
+from ..real import (
+    ALICE,
+    BOB,
+    MODEL,
+    Run,
+    Server,
+    batch,
+    datum,
+    running_server,
+    sample_body,
+    server_config,
+    started_dispatch,
+)
+from .test_pinned_checkpoints import delete, until
+from .test_restart import Client
+
+pytestmark = pytest.mark.anyio
+
+OTHER = "tiny/other"
+EAGLE = {"algorithm": "eagle3", "seed": 5}
+DATA = [{"model_input": [5, 6, 7], "loss_fn_inputs": {}}]
+BARE = -1
+"""The seed of the target of a draft that guesses the bare base model."""
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, Path], tmp_path: Path) -> ServerConfig:
+    return config_of(tiny_models, tmp_path / "state")
+
+
+def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
+    config = server_config(tiny_models["qwen3"], state_dir)
+    return replace(config, base_models=(*config.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
+
+
+@pytest.fixture(scope="module")
+async def dispatch(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
+) -> AsyncIterator[WorkerDispatch]:
+    async with started_dispatch(config_of(tiny_models, tmp_path_factory.mktemp("unused")), noting) as dispatch:
+        yield dispatch
+
+
+@pytest.fixture
+async def server(config: ServerConfig, dispatch: WorkerDispatch) -> AsyncIterator[Server]:
+    async with running_server(config, dispatch) as running:
+        yield running
+
+
+async def create(server: Server, key: str = ALICE, base_model: str = MODEL, **fields: Any) -> Run:
+    session_id = await server.create_session(key)
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": base_model} | fields
+    created = await server.result((await server.post("create_model", body, key))["request_id"], key)
+    return Run(server, created["model_id"], session_id, key)
+
+
+async def create_draft(server: Server, key: str = ALICE, target_path: str | None = None, **draft: Any) -> Run:
+    return await create(server, key, model_role="draft", draft=EAGLE | draft, target_path=target_path)
+
+
+async def create_policy(server: Server, seed: int, key: str = ALICE, base_model: str = MODEL, **fields: Any) -> Run:
+    return await create(server, key, base_model, lora_config={"rank": 4, "seed": seed}, **fields)
+
+
+async def saved_policy(server: Server, seed: int, name: str = "a", key: str = ALICE, base_model: str = MODEL) -> str:
+    policy = await create_policy(server, seed, key, base_model)
+    return (await policy.do("save_weights_for_sampler", path=name))["path"]
+
+
+async def load(server: Server, path: str, key: str = ALICE) -> Run:
+    """As SDKs make a model of a checkpoint."""
+    session_id = await server.create_session(key)
+    body = {"session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": True}
+    created = await server.result((await server.post("load_weights", body, key))["request_id"], key)
+    return Run(server, created["model_id"], session_id, key)
+
+
+async def told(draft: Run, **fields: Any) -> dict[str, float]:
+    answer = await draft.do("forward", **({"data": DATA, "loss_fn": "eagle3"} | fields))
+    return {name.partition(":")[0]: value for name, value in answer["metrics"].items()}
+
+
+async def info(run: Run) -> dict[str, Any]:
+    return await run.server.post("get_info", {"model_id": run.model_id}, run.key)
+
+
+async def kill_worker(server: Server) -> None:
+    """It is noticed by what is asked next."""
+    (pid,) = server.services.dispatch.pids(MODEL)
+    os.kill(pid, signal.SIGKILL)
+
+
+def kept(server: Server, run: Run) -> list[str]:
+    """Names of what the run has loaded, and may have to load again."""
+    directory = server.services.config.state_dir / "loaded" / run.model_id.replace(":", "_")
+    return sorted(path.name for path in directory.glob("[0-9]*"))
+
+
+async def publish(server: Server, path: str) -> None:
+    run_id, kind, name = path.removeprefix("tinker://").split("/")
+    published = await server.clients[ALICE].post(f"training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
+    assert published.status_code == 204
+
+
+async def remove(server: Server, path: str) -> None:
+    run_id = path.removeprefix("tinker://").partition("/")[0]
+    await delete(Run(server, run_id, ""), path)
+
+
+# Creating
+
+
+async def test_a_draft_is_what_the_workers_made_of_what_was_asked_for(server: Server) -> None:
+    target = await saved_policy(server, 3)
+    session_id = await server.create_session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft"}
+    body |= {"draft": EAGLE | {"capture_layers": [1, 2]}, "target_path": target.removeprefix("tinker://")}
+    created = await server.result((await server.post("create_model", body))["request_id"])
+    draft = Run(server, created["model_id"], session_id)
+    wanted = {"training": "draft", **EAGLE, **RESOLVED, "capture_layers": [1, 2]}
+    assert created == {"model_id": draft.model_id, "type": "create_model", "draft": wanted, "target_path": target}
+    record = await server.services.store.get_run(draft.model_id)
+    assert record is not None and record.training == DraftConfig(**wanted)
+    assert (record.role, record.target_path) == ("draft", target)
+    described = await info(draft)
+    assert (described["draft"], described["target_path"], described["model_role"]) == (wanted, target, "draft")
+    assert (described["is_lora"], described["lora_rank"], described["target_modules"]) == (False, 0, [])
+    types.GetInfoResponse.model_validate(described)
+    told_of = (await server.clients[ALICE].get(f"training_runs/{draft.model_id}")).json()
+    assert (told_of["is_lora"], told_of.get("lora_rank"), told_of["model_role"]) == (False, None, "draft")
+    types.TrainingRun.model_validate(told_of)
+
+
+async def test_nothing_of_drafts_is_said_of_other_models(server: Server) -> None:
+    policy = await create_policy(server, 3)
+    assert not {"draft", "target_path"} & (await info(policy)).keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_role": "draft"}, "model_role is 'draft' and there is no draft: send one"),
+        ({"draft": EAGLE}, "draft is given and model_role is 'policy': send model_role 'draft'"),
+        ({"draft": EAGLE, "model_role": "critic"}, "draft is given and model_role is 'critic'"),
+        ({"target_path": "tinker://a/weights/b"}, "target_path is given and model_role is 'policy'"),
+        ({"model_role": "draft", "draft": EAGLE, "lora_config": {"rank": 4}}, "leave out lora_config"),
+        ({"model_role": "draft", "draft": EAGLE, "training": "full"}, "leave out training"),
+        (
+            {"model_role": "draft", "draft": EAGLE, "seed": 3},
+            "seed 3 is of a full model: a draft model's is draft.seed",
+        ),
+        ({"model_role": "draft", "draft": {}}, "draft.algorithm is missing"),
+        ({"model_role": "draft", "draft": {"algorithm": "some"}}, "draft.algorithm is 'some'"),
+        ({"model_role": "draft", "draft": EAGLE | {"ttt_length": 7}}, "NewDraft has no ttt_length"),
+        ({"model_role": "draft", "draft": EAGLE, "target_path": "nothing"}, "is not a checkpoint path"),
+    ],
+)
+async def test_what_contradicts_itself_is_refused_and_not_journaled(server: Server, fields: dict, reason: str) -> None:
+    body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
+    assert reason in (await server.post("create_model", body | fields, status=400))["detail"]
+    assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
+
+
+async def test_what_the_algorithm_has_not_is_said_by_the_workers(server: Server) -> None:
+    body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL, "model_role": "draft"}
+    submitted = await server.post("create_model", body | {"draft": EAGLE | {"block_size": 4}})
+    assert "block_size is of dflash" in (await server.result(submitted["request_id"]))["error"]
+
+
+async def test_a_target_is_a_policys_checkpoint_of_the_base_model_that_the_tenant_may_read(server: Server) -> None:
+    critic = await create_policy(server, 3, model_role="critic")
+    of_critic = (await critic.do("save_weights", path="a"))["path"]
+    of_draft = (await (await create_draft(server)).do("save_weights", path="a"))["path"]
+    elsewhere = await saved_policy(server, 3, base_model=OTHER)
+    of_bob = await saved_policy(server, 3, key=BOB)
+    body = {"model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
+    live = await create_draft(server)
+    for path, reason, status in (
+        (of_critic, "was saved by a critic: the target of a draft is a policy's checkpoint", 400),
+        (of_draft, "was saved by a draft: the target of a draft is a policy's checkpoint", 400),
+        (elsewhere, f"was trained on {OTHER}, and the draft is of {MODEL}", 400),
+        (of_bob, "or it is not yours to read", 404),
+        (elsewhere.replace("/a", "/none"), "there is no checkpoint", 404),
+    ):
+        session = {"session_id": await server.create_session(), "target_path": path}
+        assert reason in (await server.post("create_model", body | session, status=status))["detail"]
+        failed = await live.do("set_target", path=path)
+        assert (reason in failed["error"], failed["category"]) == (True, "user")
+    assert (await told(live))["target_seed"] == BARE
+    state = (await (await create_policy(server, 7)).do("save_weights", path="a"))["path"]
+    assert (await told(await create_draft(server, target_path=state)))["target_seed"] == 7
+    bobs = await create_draft(server, BOB)
+    assert "or it is not yours to read" in (await bobs.do("set_target", path=state))["error"]
+    await publish(server, state)
+    assert (await bobs.do("set_target", path=state))["target_path"] == state
+    for each in (bobs, await create_draft(server, BOB, target_path=state)):
+        assert (await told(each))["target_seed"] == 7
+
+
+async def test_a_drawn_seed_is_journaled(server: Server) -> None:
+    drafts = [await create_draft(server, seed=None) for _ in range(2)]
+    (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
+    drawn = {entry.header.run_id: dict(entry.header.drawn) for entry in read_journal(segment)}
+    seeds = [(await info(draft))["draft"]["seed"] for draft in drafts]
+    assert [drawn[draft.model_id] for draft in drafts] == [{"draft_seed": seed} for seed in seeds]
+    assert seeds[0] != seeds[1]
+
+
+async def test_what_a_server_accepted_and_did_not_do_the_next_one_does(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    async with running_server(config, dispatch) as former:
+        target = await saved_policy(former, 7)
+        session_id = await former.create_session()
+        tenant = await former.services.auth.authenticate(ALICE)
+    run_id = f"{session_id}:train:0"
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft"}
+    body |= {"draft": {"algorithm": "dflash"}, "target_path": target}
+    journal = Journal(config.state_dir / "journal", 1 << 20)
+    header = Header("create_model", tenant.id, run_id, 0, f"{run_id}:0", drawn={"draft_seed": 9}, target_path=target)
+    await journal.append(header, json.dumps(body).encode())
+    loss = {"model_id": run_id, "seq_id": 1, "loss_fn": "dflash", "data": DATA}
+    header = Header("forward_backward", tenant.id, run_id, 1, f"{run_id}:1", drawn={"seed": 11})
+    await journal.append(header, json.dumps(loss).encode())
+    await journal.close()
+    async with running_server(config, dispatch) as latter:
+        created = await latter.result(f"{run_id}:0")
+        assert (created["target_path"], created["draft"]["seed"]) == (target, 9)
+        metrics = (await latter.result(f"{run_id}:1"))["metrics"]
+        assert (metrics["seed:last"], metrics["target_seed:last"]) == (11, 7)
+
+
+# Targets
+
+
+async def test_a_draft_is_moved_to_another_target_and_back_to_the_base_model(server: Server) -> None:
+    policy = await create_policy(server, 3)
+    path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+    draft = await create_draft(server)
+    assert (await told(draft))["target_seed"] == BARE
+    assert await draft.do("set_target", path=path) == {"target_path": path, "type": "set_target"}
+    assert ((await told(draft))["target_seed"], (await info(draft))["target_path"]) == (3, path)
+    assert await draft.do("set_target", path=None) == {"type": "set_target"}
+    assert (await told(draft))["target_seed"] == BARE and "target_path" not in await info(draft)
+    failed = await policy.do("set_target", path=path)
+    assert failed["error"] == "a policy has no target: set_target is of draft models"
+
+
+async def test_a_move_sent_twice_is_done_once(server: Server) -> None:
+    first, second = [await saved_policy(server, seed) for seed in (3, 4)]
+    draft = await create_draft(server)
+    for path in (first, second):
+        await draft.do("set_target", path=path)
+    again = await draft.submit("set_target", seq_id=1, path=first)
+    assert (await server.result(again["request_id"]))["target_path"] == first, "as it was answered then"
+    assert (await told(draft))["target_seed"] == 4
+
+
+@pytest.mark.parametrize("dies", ["worker", "server"])
+async def test_a_draft_is_made_again_with_its_newest_target(
+    config: ServerConfig, dispatch: WorkerDispatch, dies: str
+) -> None:
+    """Whatever has become of the checkpoints."""
+    async with running_server(config, dispatch) as server:
+        paths = [await saved_policy(server, seed) for seed in (3, 4, 6)]
+        draft = await create_draft(server, target_path=paths[0])
+        for path in paths[1:]:
+            await draft.do("set_target", path=path)
+        assert "2-target" in kept(server, draft)
+        for path in paths:
+            await remove(server, path)
+        if dies == "worker":
+            await kill_worker(server)
+            assert ((await told(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
+    async with running_server(config, dispatch) as server:
+        draft.server = server
+        assert ((await told(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
+
+
+async def test_a_target_that_snapshots_hold_is_not_kept_and_one_behind_them_is(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    async with running_server(config, dispatch) as server:
+        first, second = [await saved_policy(server, seed) for seed in (3, 4)]
+        draft = await create_draft(server, target_path=first)
+        await server.services.runs.settle(held_seconds=0)
+        await until(lambda: not kept(server, draft))
+        await remove(server, first)
+        await kill_worker(server)
+        assert (await told(draft))["target_seed"] == 3, "the snapshot has it"
+        await draft.do("set_target", path=second)
+        await remove(server, second)
+        await kill_worker(server)
+        assert (await told(draft))["target_seed"] == 4
+
+
+@pytest.mark.parametrize("lost", ["2", "02"])
+async def test_a_target_that_was_moved_to_behind_the_last_snapshot_is_moved_to_again(
+    config: ServerConfig, dispatch: WorkerDispatch, lost: str
+) -> None:
+    """Also among operations that are repeated, of which some were before it."""
+    async with running_server(config, dispatch) as server:
+        first, second = [await saved_policy(server, seed) for seed in (3, 4)]
+        draft = await create_draft(server, target_path=first)
+        await draft.do("forward_backward", data=DATA, loss_fn="eagle3")
+        await draft.do("set_target", path=second)
+        await draft.do("forward_backward", data=DATA, loss_fn="eagle3")
+        await draft.do("optim_step")
+        snapshots = config.state_dir / "snapshots" / draft.model_id.replace(":", "_")
+        await until(lambda: (snapshots / "2").exists())
+    for snapshot in lost:
+        if (snapshots / snapshot).exists():  # a later one has taken its place
+            (snapshots / snapshot / "draft.json").write_text("{}")
+    async with running_server(config, dispatch) as server:
+        draft.server = server
+        found = await told(draft)
+        assert (found["target_seed"], found["steps"]) == (4, 1)
+
+
+async def test_what_a_draft_guesses_and_says_is_as_it_was_after_many_deaths(server: Server) -> None:
+    path = await saved_policy(server, 3)
+    draft = await create_draft(server, draft_vocab_size=2)
+    await draft.do("build_vocab_map", tokens=[[9, 9, 7, 5, 7]])
+    for target, seed in ((path, 3), (None, BARE), (path, 3)):
+        await draft.do("set_target", path=target)
+        await draft.do("forward_backward", data=DATA, loss_fn="eagle3")
+        await draft.do("optim_step")
+        await kill_worker(server)
+        found = await told(draft)
+        assert (found["target_seed"], found["first_token"], found["tokens_said"]) == (seed, 7, 2)
+    assert found["steps"] == 3
+
+
+@pytest.mark.full
+def test_after_kill_9_a_draft_goes_on_with_its_newest_target(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """A move that waited for its turn is done by the next process; of those before it nothing is left but here."""
+    models = {MODEL: tiny_models["qwen3"]}
+    with live_server(models, tmp_path, module=NOTING) as live:
+        client = Client(live)
+        session = {"session_id": client.post("create_session", {"sdk_version": "0"})["session_id"]}
+        paths = []
+        for seed in (3, 4, 6):
+            body = session | {"model_seq_id": seed, "base_model": MODEL, "lora_config": {"rank": 4, "seed": seed}}
+            policy = client.post("create_model", body)["model_id"]
+            paths.append(client.post("save_weights_for_sampler", {"model_id": policy, "path": "a"})["path"])
+        body = session | {"model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
+        draft = {"model_id": client.post("create_model", body | {"target_path": paths[0]})["model_id"]}
+        loss = draft | {"data": DATA, "loss_fn": "eagle3"}
+        client.post("build_vocab_map", draft | {"counts": {"9": 1}, "seq_id": 1})
+        client.post("forward_backward", loss | {"seq_id": 2})
+        client.post("set_target", draft | {"path": paths[1], "seq_id": 3})
+        client.post("optim_step", draft | {"seq_id": 4})
+        waits = client.post("set_target", draft | {"path": paths[2], "seq_id": 6}, Prefer="respond-async")
+        for path in paths[:2]:
+            kind = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+            headers = {"X-API-Key": ALICE}
+            assert httpx.delete(f"{live.url}/api/v1/training_runs/{kind}", headers=headers).status_code == 204
+        os.kill(live.process.pid, signal.SIGKILL)
+        live.process.wait(20)
+    with live_server(models, tmp_path, module=NOTING) as live:
+        client = Client(live)
+        before = client.post("forward", loss | {"seq_id": 5})["metrics"]
+        assert client.post("retrieve_future", waits)["target_path"] == paths[2]
+        behind = client.post("forward", loss | {"seq_id": 7})["metrics"]
+        told_by = ("target_seed:last", "steps:last", "first_token:last")
+        assert [[metrics[name] for name in told_by] for metrics in (before, behind)] == [[4, 1, 0], [6, 1, 0]]
+        assert client.post("get_info", draft)["target_path"] == paths[2]
+
+
+@pytest.mark.full
+async def test_a_draft_that_learns_is_as_it_was_after_a_death_and_of_its_checkpoint(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """By workers that compute."""
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        policy = await server.create_run()
+        await policy.train(batch(), 2)
+        path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+        draft = await create_draft(server, target_path=path, draft_vocab_size=64)
+        assert (await draft.do("build_vocab_map", tokens=[list(range(3, 60))]))["covered"] == 1
+        tokens = np.random.default_rng(1).integers(3, 60, 12).tolist()
+        data = [{"model_input": tokens, "loss_fn_inputs": {}}]
+        losses = {"data": data, "loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3, "objective": "kl"}}
+        at_first = (await draft.do("forward_backward", **losses))["metrics"]["loss:sum"]
+        await draft.optim_step()
+        saved = (await draft.do("save_weights", path="a"))["path"]
+        learned = (await draft.do("forward", **losses))["metrics"]
+        await draft.do("set_target", path=None)
+        of_base = (await draft.do("forward", **losses))["metrics"]["loss:sum"]
+        await draft.do("set_target", path=path)
+        await remove(server, path)
+        await kill_worker(server)
+        assert (await draft.do("forward", **losses))["metrics"] == pytest.approx(learned, rel=1e-5)
+        again = await load(server, saved)
+        assert (await again.do("forward", **losses))["metrics"]["loss:sum"] == pytest.approx(of_base, rel=1e-5)
+        assert learned["loss:sum"] < at_first and abs(of_base / learned["loss:sum"] - 1) > 1e-3
+        failed = await draft.do("build_vocab_map", tokens=[tokens])
+        assert failed["category"] == "user" and "has learned with its vocabulary" in failed["error"]
+
+
+@pytest.mark.full
+async def test_a_draft_of_some_tokens_learns_once_these_are_chosen(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """By workers that compute. Without a map it learns nothing, and what was refused is no harm once there is one,
+    whatever restarts come between."""
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    tokens = np.random.default_rng(1).integers(3, 60, 12).tolist()
+    losses = {"data": [{"model_input": tokens, "loss_fn_inputs": {}}], "loss_fn": "eagle3"}
+    async with started_dispatch(config) as dispatch:
+        async with running_server(config, dispatch) as server:
+            draft = await create_draft(server, draft_vocab_size=64)
+            for what in ("forward", "forward_backward"):
+                failed = await draft.do(what, **losses)
+                assert failed["category"] == "user" and "call build_vocab_map with your corpus" in failed["error"]
+        async with running_server(config, dispatch) as server:
+            draft.server = server
+            assert "was not chosen" in (await draft.do("forward_backward", **losses))["error"]
+            assert "error" not in await draft.do("build_vocab_map", tokens=[tokens])
+            assert "error" not in await draft.do("forward_backward", **losses)
+        async with running_server(config, dispatch) as server:
+            draft.server = server
+            assert "error" not in await draft.optim_step()
+            learned = (await draft.do("forward", **losses))["metrics"]
+            saved = (await draft.do("save_weights", path="a"))["path"]
+            await kill_worker(server)
+            assert (await draft.do("forward", **losses))["metrics"] == pytest.approx(learned, rel=1e-5)
+            again = await load(server, saved)
+            assert "error" not in await again.do("forward_backward", **losses)
+            assert "error" not in await again.optim_step()
+
+
+# Vocabularies
+
+
+def naive_vocabulary(counts: dict[int, int], size: int, vocab_size: int) -> list[int]:
+    by_frequency = sorted(range(vocab_size), key=lambda token: (-counts.get(token, 0), token))
+    return sorted(by_frequency[:size])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_most_frequent_tokens_are_said(weighted: bool) -> None:
+    random = np.random.default_rng(1)
+    for size in (1, 5, 13, 40):
+        tokens = [random.integers(0, 20, length).tolist() for length in (30, 0, 7)]
+        weights = [random.integers(0, 2, len(row)).tolist() for row in tokens] if weighted else None
+        counted = list(chain(*tokens))
+        if weights is not None:
+            counted = [one for one, weight in zip(counted, chain(*weights), strict=True) if weight]
+        counts = {token: counted.count(token) for token in set(counted)}
+        wanted = naive_vocabulary(counts, size, 40)
+        by_tokens = BuildVocabMapRequest(model_id="m", tokens=tokens, weights=weights)
+        by_counts = BuildVocabMapRequest(model_id="m", counts=counts)
+        for request in (by_tokens, by_counts):
+            found = most_frequent(request, size, 40)
+            assert (found.token_ids.tolist(), found.token_ids.dtype) == (wanted, np.int64)
+            covered = sum(counts.get(token, 0) for token in wanted)
+            described = found.described()
+            assert (described.num_tokens, described.size) == (len(counted), size)
+            assert described.covered == covered / len(counted)
+            assert described.hash == hashlib.sha256(np.array(wanted, "<i8").tobytes()).hexdigest()[:16]
+    if weighted:
+        unweighted = BuildVocabMapRequest(model_id="m", tokens=tokens)
+        assert most_frequent(unweighted, 5, 40).num_tokens != len(counted), "weights matter"
+
+
+async def test_a_vocabulary_is_built_before_the_first_step(server: Server) -> None:
+    draft = await create_draft(server, draft_vocab_size=3)
+    answer = await draft.do("build_vocab_map", tokens=[[9, 9, 7], [4, 8]], weights=[[1, 0.5, 1], [0, 1]])
+    wanted = hashlib.sha256(np.array([7, 8, 9], "<i8").tobytes()).hexdigest()[:16]
+    assert answer == {"num_tokens": 4, "covered": 1.0, "size": 3, "hash": wanted, "type": "build_vocab_map"}
+    answer = await draft.do("build_vocab_map", counts={"9": 5, "100": 3, "0": 2, "1": 2})
+    assert (answer["num_tokens"], answer["covered"]) == (12, 10 / 12)
+    found = await told(draft)
+    assert (found["first_token"], found["tokens_said"]) == (0, 3)
+    await draft.do("optim_step")
+    failed = await draft.do("build_vocab_map", counts={"9": 5})
+    assert "before its first step" in failed["error"]
+    policy = await create_policy(server, 3)
+    failed = await policy.do("build_vocab_map", counts={"9": 5})
+    assert failed["error"] == "a policy says all tokens of its base model: build_vocab_map is of draft models"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "give either tokens or counts"),
+        ({"tokens": [[1]], "counts": {"1": 1}}, "give either tokens or counts"),
+        ({"tokens": [[1, 2]], "weights": [[1]]}, "weights differ from tokens in their lengths"),
+        ({"counts": {"1": 1}, "weights": [[1]]}, "weights are of tokens"),
+        ({"tokens": [[-1]]}, "tokens.0.0 is -1"),
+        ({"counts": {"1": -1}}, "counts.1 is -1"),
+    ],
+)
+async def test_what_cannot_be_counted_is_refused(server: Server, fields: dict, reason: str) -> None:
+    draft = await create_draft(server)
+    assert reason in (await draft.submit("build_vocab_map", status=400, **fields))["detail"]
+    assert "error" not in await draft.do("build_vocab_map", tokens=[[1]]), "the refused one counts as done"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tokens": [[1, 512]]}, "token id 512 is not in the base model's vocabulary of 512"),
+        ({"counts": {"1": 1, "900": 1}}, "token id 900 is not in the base model's vocabulary of 512"),
+        ({"tokens": [[1, 2]], "weights": [[0, 0]]}, "no token was counted"),
+        ({"tokens": []}, "no token was counted"),
+        ({"counts": {}}, "no token was counted"),
+    ],
+)
+async def test_what_is_not_there_to_be_counted_fails(server: Server, fields: dict, reason: str) -> None:
+    failed = await (await create_draft(server)).do("build_vocab_map", **fields)
+    assert (reason in failed["error"], failed["category"]) == (True, "user")
+
+
+# Losses
+
+
+async def test_a_config_with_words_and_numbers_reaches_the_workers(server: Server) -> None:
+    draft = await create_draft(server)
+    config = {"objective": "lk_alpha", "ttt_length": 7}
+    assert (await told(draft, loss_fn_config=config))["objective_letters"] == 8
+    output = await draft.forward_backward([datum([5, 6, 7])], loss_fn="eagle3", config=config)
+    assert output.metrics["objective_letters:last"] == 8
+    nested = {"data": DATA, "loss_fn": "eagle3", "loss_fn_config": config}
+    answer = await draft.do("forward_backward", forward_backward_input=nested)
+    assert answer["metrics"]["objective_letters:last"] == 8
+
+
+async def test_anchors_are_drawn_by_a_seed_that_is_journaled(server: Server) -> None:
+    draft = await create_draft(server, algorithm="dflash")
+    seeds = [(await told(draft, loss_fn="dflash", loss_fn_config=each))["seed"] for each in ({}, {"objective": "ce"})]
+    output = await draft.forward_backward([datum([5, 6, 7])], loss_fn="dflash", config={"gamma": 7.0})
+    seeds.append(output.metrics["seed:last"])
+    assert (await told(draft, loss_fn="dflash", loss_fn_config={"seed": 12}))["seed"] == 12
+    assert (await told(draft, loss_fn="eagle3"))["seed"] == -1
+    (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
+    drawn = {entry.header.seq_id: dict(entry.header.drawn) for entry in read_journal(segment) if entry.header.seq_id}
+    assert [drawn[seq_id] for seq_id in (1, 2, 3)] == [{"seed": int(seed)} for seed in seeds]
+    assert len(set(seeds)) == 3 and drawn[4] == drawn[5] == {}
+
+
+# Checkpoints
+
+
+async def test_a_draft_of_a_checkpoint_is_what_was_saved_with_its_target(server: Server) -> None:
+    target = await saved_policy(server, 3)
+    draft = await create_draft(server, capture_layers=(1, 2))
+    await draft.do("set_target", path=target)
+    kinds: dict[str, CheckpointKind] = {
+        "save_weights": "weights",
+        "save_weights_for_sampler": "sampler_weights",
+        "save_weights_external": "external_weights",
+    }
+    for verb, kind in kinds.items():
+        path = (await draft.do(verb, path="a"))["path"]
+        assert path == f"tinker://{draft.model_id}/{kind}/a"
+        record = await server.services.store.get_checkpoint(draft.model_id, kind, "a")
+        assert record is not None and (record.role, record.target_path) == ("draft", target)
+        manifest = read_manifest(Path(record.directory))
+        assert (manifest["role"], manifest["target_path"]) == ("draft", target)
+        assert manifest["training"] == (await info(draft))["draft"] | {"block_size": None, "mask_token_id": None}
+    saved = (await draft.do("save_weights", path="b"))["path"]
+    copy = (await server.post("copy_weights", {"source_path": saved}))["tinker_path"]
+    for source in (saved, copy):
+        again = await load(server, source)
+        assert (await told(again))["target_seed"] == 3
+        described = await info(again)
+        assert (described["draft"], described["target_path"]) == ((await info(draft))["draft"], target)
+    weights = types.WeightsInfoResponse.model_validate(await server.post("weights_info", {"tinker_path": saved}))
+    assert (weights.is_lora, weights.lora_rank) == (False, None)
+    await remove(server, target)
+    again = await load(server, saved)
+    assert (await told(again))["target_seed"] == BARE and "target_path" not in await info(again)
+
+
+async def test_a_draft_of_anothers_checkpoint_guesses_what_its_tenant_may_read(server: Server) -> None:
+    target = await saved_policy(server, 3)
+    saved = (await (await create_draft(server, target_path=target)).do("save_weights", path="a"))["path"]
+    await publish(server, saved)
+    theirs = await load(server, saved, BOB)
+    assert (await told(theirs))["target_seed"] == BARE
+    assert "target_path" not in await info(theirs), "nothing is shown of it"
+    await publish(server, target)
+    assert (await told(await load(server, saved, BOB)))["target_seed"] == 3
+
+
+async def test_a_load_leaves_the_target_where_it_is(server: Server) -> None:
+    first, second = [await saved_policy(server, seed) for seed in (3, 4)]
+    draft = await create_draft(server, target_path=first)
+    saved = (await draft.do("save_weights", path="a"))["path"]
+    await draft.do("set_target", path=second)
+    assert "error" not in await draft.do("load_weights", path=saved, optimizer=True)
+    found = await told(draft)
+    assert (found["target_seed"], found["loads"]) == (4, 1)
+
+
+async def test_a_draft_that_was_made_of_a_checkpoint_is_made_again_without_it(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    """Neither what it was loaded from nor what it guesses is there any more, and no snapshot."""
+    async with running_server(config, dispatch) as server:
+        target = await saved_policy(server, 3)
+        source = await create_draft(server, target_path=target)
+        saved = (await source.do("save_weights", path="a"))["path"]
+        draft = await load(server, saved)
+        assert kept(server, draft) == ["0", "0-target"]
+        for path in (target, saved):
+            await remove(server, path)
+        await told(draft)
+    for snapshots in (config.state_dir / "snapshots").glob("*/*"):
+        (snapshots / "manifest.json").unlink()
+    async with running_server(config, dispatch) as server:
+        draft.server = server
+        found = await told(draft)
+        assert (found["target_seed"], found["loads"]) == (3, 1)
+
+
+async def test_checkpoints_of_drafts_go_into_drafts_and_no_others_do(server: Server) -> None:
+    draft, policy = await create_draft(server), await create_policy(server, 3)
+    of_draft, of_policy = [(await run.do("save_weights", path="a"))["path"] for run in (draft, policy)]
+    for run, path, ours, theirs in ((draft, of_policy, "draft", "policy"), (policy, of_draft, "policy", "draft")):
+        failed = await run.do("load_weights", path=path)
+        assert (
+            f"was saved by a {theirs}, and run {run.model_id} is a {ours}: load it into a {theirs}" in failed["error"]
+        )
+    body = {"session_id": draft.session_id, "model_seq_id": 1}
+    for path, role in ((of_policy, "draft"), (of_draft, "reference"), (of_draft, "policy"), (of_draft, "critic")):
+        refused = await server.post("load_weights", body | {"path": path, "model_role": role}, status=400)
+        assert f"no {role} can be made of it, since" in refused["detail"]
+    assert "error" not in await draft.do("load_weights", path=of_draft, optimizer=True)
+
+
+async def test_a_draft_draws_no_tokens_itself(server: Server) -> None:
+    draft = await create_draft(server)
+    failed = await draft.do("save_weights_for_sampler")
+    assert failed["error"].startswith("a draft draws no tokens by itself: give a path")
+    saved = (await draft.do("save_weights_for_sampler", path="a"))["path"]
+    asked = sample_body("") | {"sampling_session_id": None, "seq_id": None, "model_path": saved}
+    refused = await server.post("asample", asked, status=400)
+    assert "was saved by a draft, which draws no tokens" in refused["detail"]
+
+
+# The rest
+
+
+async def test_the_examples_of_its_routes_work(server: Server) -> None:
+    """test_openapi tries all others."""
+    path = await saved_policy(server, 3)
+    draft = await create_draft(server)
+    paths = (await server.clients[ALICE].get("http://test/openapi.json")).json()["paths"]
+    for name in ("set_target", "build_vocab_map", "release_features"):
+        content = paths[f"/api/v1/{name}"]["post"]["requestBody"]["content"]
+        example = json.dumps(content["application/json"]["example"]).replace(DRAFT_ID, draft.model_id)
+        body = json.loads(example.replace(f"tinker://{MODEL_ID}/weights/step-100", path))
+        answer = await server.post(name, body, Prefer="wait=30")
+        assert answer["type"] == name
+
+
+async def test_drafts_may_live_in_a_group_of_their_own(
+    config: ServerConfig, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = replace(server_config(tiny_models["qwen3"], tmp_path), role_groups=(parse_role_group("draft=single"),))
+    dispatch = WorkerDispatch(noting(config.dispatch_config()))
+    await dispatch.start(lambda message: None)
+    try:
+        async with running_server(config, dispatch) as server:
+            target = await saved_policy(server, 3)
+            draft, policy = await create_draft(server, target_path=target), await create_policy(server, 4)
+            groups = await dispatch.memory()
+            assert policy.model_id in groups[MODEL] and draft.model_id not in groups[MODEL]
+            assert draft.model_id in groups[f"{MODEL} (draft)"]
+            assert (await told(draft))["target_seed"] == 3
+    finally:
+        await dispatch.close()

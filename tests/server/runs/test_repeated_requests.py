@@ -1,0 +1,189 @@
+"""A number that a client has given to a model or a sampler: the same request again answers the same one, as clients
+send it when an answer was lost; another request with it is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.journal.journal import Journal
+from trainhouse.server.store.tables import runs
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..noting import noting
+from ..real import ALICE, MODEL, Server, running_server, started_dispatch
+from .test_drafts import OTHER, config_of
+
+pytestmark = pytest.mark.anyio
+
+EAGLE = {"algorithm": "eagle3", "seed": 5}
+LORA = {"lora_config": {"rank": 4}, "user_metadata": {"a": "b", "c": 1}}
+DRAFT = {"model_role": "draft", "draft": EAGLE}
+
+
+@pytest.fixture(scope="module")
+async def dispatch(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
+) -> AsyncIterator[WorkerDispatch]:
+    async with started_dispatch(config_of(tiny_models, tmp_path_factory.mktemp("unused")), noting) as dispatch:
+        yield dispatch
+
+
+class Restarting:
+    """A server that can be started anew."""
+
+    def __init__(self, config: ServerConfig, dispatch: WorkerDispatch) -> None:
+        self._config, self._dispatch, self._stack = config, dispatch, AsyncExitStack()
+
+    async def start(self) -> Server:
+        await self.stop()
+        return await self._stack.enter_async_context(running_server(self._config, self._dispatch))
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+@pytest.fixture
+async def restarting(
+    tiny_models: dict[str, Path], tmp_path: Path, dispatch: WorkerDispatch
+) -> AsyncIterator[Restarting]:
+    restarting = Restarting(config_of(tiny_models, tmp_path / "state"), dispatch)
+    yield restarting
+    await restarting.stop()
+
+
+async def created(server: Server, body: dict[str, Any], route: str = "create_model") -> str:
+    return (await server.result((await server.post(route, body))["request_id"]))["model_id"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "other"),
+    [
+        (LORA, {"lora_config": {"rank": 8}}),
+        (LORA, {"lora_config": {"rank": 4, "seed": 1}}),
+        (LORA, {"user_metadata": {"a": "b"}}),
+        (LORA, {"base_model": OTHER}),
+        (LORA, {"model_role": "critic"}),
+        ({"training": "full"}, {"seed": 1}),
+        (DRAFT, {"draft": EAGLE | {"num_layers": 1}}),
+        (DRAFT, {"target_path": "PATH"}),
+    ],
+)
+async def test_a_number_of_a_model_is_that_of_one_request(
+    restarting: Restarting, asked: dict[str, Any], other: dict[str, Any]
+) -> None:
+    server = await restarting.start()
+    session_id = await server.create_session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL} | asked
+    if "target_path" in other:
+        policy = {
+            "model_id": await created(server, body | LORA | {"model_role": "policy", "draft": None, "model_seq_id": 9})
+        }
+        saved = await server.post("save_weights_for_sampler", policy | {"path": "a"})
+        other = {"target_path": (await server.result(saved["request_id"]))["path"]}
+    model_id = await created(server, body)
+    for _ in range(2):
+        reordered = dict(reversed([*body.items(), ("type", "create_model"), ("target_path", None)]))
+        assert await created(server, reordered) == model_id
+        refused = await server.post("create_model", body | other, status=400)
+        assert refused["detail"] == (
+            f"model_seq_id 0 of session {session_id} is the number of {model_id}, for which something else was asked:"
+            " give a new model the next number, or send the request as it was"
+        )
+        server = await restarting.start()
+    assert await created(server, body | other | {"model_seq_id": 1}) == f"{session_id}:train:1"
+
+
+async def test_a_number_of_a_model_that_is_made_of_a_checkpoint_is_that_of_one_request(restarting: Restarting) -> None:
+    server = await restarting.start()
+    session_id = await server.create_session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL} | LORA
+    model_id = await created(server, body)
+    paths = []
+    for name in ("a", "b"):
+        saved = await server.post("save_weights", {"model_id": model_id, "path": name})
+        paths.append((await server.result(saved["request_id"]))["path"])
+    load = {"session_id": session_id, "model_seq_id": 1, "path": paths[0], "optimizer": True}
+    loaded = await created(server, load, "load_weights")
+    for _ in range(2):
+        assert await created(server, load, "load_weights") == loaded
+        for other in ({"path": paths[1]}, {"optimizer": False}, {"model_seq_id": 0}):
+            refused = await server.post("load_weights", load | other, status=400)
+            assert "for which something else was asked" in refused["detail"]
+        refused = await server.post("create_model", body | {"model_seq_id": 1}, status=400)
+        assert "model_seq_id 1" in refused["detail"]
+        server = await restarting.start()
+
+
+async def test_a_model_that_an_earlier_version_made_answers_whatever_is_asked(restarting: Restarting) -> None:
+    server = await restarting.start()
+    body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL} | LORA
+    model_id = await created(server, body)
+    await server.services.store._update(runs, runs.c.run_id == model_id, {"asked": None})  # pyright: ignore[reportAttributeAccessIssue]
+    server = await restarting.start()
+    assert await created(server, body | {"lora_config": {"rank": 8}}) == model_id
+
+
+async def test_a_number_of_a_sampler_is_that_of_one_request(restarting: Restarting) -> None:
+    server = await restarting.start()
+    session_id = await server.create_session()
+    model = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+    policy = {"model_id": await created(server, model | LORA)}
+    draft = {"model_id": await created(server, model | DRAFT | {"model_seq_id": 1})}
+    paths = []
+    for each in (policy, draft):
+        saved = await server.post("save_weights_for_sampler", each | {"path": "a"})
+        paths.append((await server.result(saved["request_id"]))["path"])
+    saved = await server.post("save_weights_for_sampler", policy | {"sampling_session_seq_id": 2})
+    assert (await server.result(saved["request_id"]))["sampling_session_id"] == f"{session_id}:sample:2"
+    session = {"session_id": session_id, "sampling_session_seq_id": 0}
+    of_base, of_path, drafted = {"base_model": MODEL}, {"model_path": paths[0]}, {"draft_path": paths[1]}
+    kinds = {0: of_base, 1: of_path, 3: of_base | drafted, 4: of_path | drafted}
+    for _ in range(2):
+        for number, asked in kinds.items():
+            body = session | {"sampling_session_seq_id": number}
+            sampler = {"sampling_session_id": f"{session_id}:sample:{number}", "type": "create_sampling_session"}
+            assert await server.post("create_sampling_session", body | asked) == sampler
+            assert await server.post("create_sampling_session", body | asked) == sampler
+            for other in [{"base_model": OTHER}, *(each for each in kinds.values() if each != asked)]:
+                refused = await server.post("create_sampling_session", body | other, status=400)
+                assert (
+                    f"sampling_session_seq_id {number} of session {session_id} is the number of a" in refused["detail"]
+                )
+        refused = await server.post(
+            "create_sampling_session", session | {"sampling_session_seq_id": 2} | of_base, status=400
+        )
+        assert f"of a sampler with the weights that run {policy['model_id']} had" in refused["detail"]
+        server = await restarting.start()
+
+
+@pytest.mark.parametrize("route", ["create_model", "create_sampling_session"])
+async def test_of_two_requests_at_once_with_one_number_one_is_refused(restarting: Restarting, route: str) -> None:
+    server = await restarting.start()
+    numbers = {"session_id": await server.create_session(), "model_seq_id": 0, "sampling_session_seq_id": 0}
+    number = {"create_model": "model_seq_id", "create_sampling_session": "sampling_session_seq_id"}[route]
+    body = {name: numbers[name] for name in ("session_id", number)}
+    posts = (server.clients[ALICE].post(route, json=body | {"base_model": model}) for model in (MODEL, OTHER))
+    assert sorted(answer.status_code for answer in await asyncio.gather(*posts)) == [200, 400]
+
+
+async def test_a_number_is_free_where_its_request_was_not_accepted(
+    restarting: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await restarting.start()
+    body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
+
+    def full(*_: object) -> "asyncio.Future[object]":
+        place = asyncio.get_running_loop().create_future()
+        place.set_exception(RequestError("the disk is full", 503))
+        return place
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", full)
+        both = [server.post("create_model", body | {"lora_config": {"rank": 4}}, status=503) for _ in range(2)]
+        await asyncio.gather(*both)
+    assert await created(server, body | {"lora_config": {"rank": 8}})

@@ -1,0 +1,125 @@
+"""A server that is killed and started again on the same state directory."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ...live import LiveServer, live_server
+from ..gated import GATED
+from ..real import ALICE, MODEL, sample_body
+
+DATA = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]}}]
+
+
+@dataclass(frozen=True)
+class Client:
+    """Plain REST, waiting for each result."""
+
+    server: LiveServer
+
+    def post(self, path: str, body: dict, **headers: str) -> dict:
+        headers = {"X-API-Key": ALICE, "Prefer": "wait=30"} | headers
+        response = httpx.post(f"{self.server.url}/api/v1/{path}", json=body, headers=headers, timeout=60)
+        return response.json() | {"status": response.status_code}
+
+    def wait(self, request_id: str) -> dict:
+        """The answer of a future, however often it must be polled."""
+        while (answer := self.post("retrieve_future", {"request_id": request_id}))["status"] == 408:
+            pass
+        return answer
+
+
+@pytest.mark.full
+def test_after_kill_9_everything_goes_on(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+        client = Client(server)
+        session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        model_id = client.post("create_model", create)["model_id"]
+        losses = {"model_id": model_id, "data": DATA, "loss_fn": "cross_entropy"}
+        before = client.post("forward_backward", losses)
+        assert client.post("optim_step", {"model_id": model_id})["metrics"]
+        trained = client.post("forward", losses)
+        sampler = client.post("save_weights_for_sampler", {"model_id": model_id, "sampling_session_seq_id": 3})
+        sampled = client.post("sample", sample_body(sampler["sampling_session_id"]))
+        waiting = client.post("optim_step", {"model_id": model_id, "seq_id": 9}, Prefer="respond-async")
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(20)
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=1) as server:
+        client = Client(server)
+        assert client.post("retrieve_future", {"request_id": f"{model_id}:1"}) == before
+        still = client.post("retrieve_future", {"request_id": waiting["request_id"]})
+        assert still["status"] == 408 and "seq_id 5" in still["queue_state_reason"]
+        again = client.post("forward", losses | {"seq_id": 5})
+        assert again["metrics"]["loss:sum"] == pytest.approx(trained["metrics"]["loss:sum"], rel=1e-6)
+        assert again["metrics"]["loss:sum"] < before["metrics"]["loss:sum"]
+        resampled = client.post("sample", sample_body(sampler["sampling_session_id"]))
+        assert resampled["sequences"] == sampled["sequences"]
+        assert client.post("create_model", create)["model_id"] == model_id
+
+
+@pytest.mark.full
+def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+        client = Client(server)
+        session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        model_id = client.post("create_model", create)["model_id"]
+        waiting = client.post("optim_step", {"model_id": model_id, "seq_id": 9}, Prefer="respond-async")
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(20)
+    with live_server({"tiny/other": tiny_models["llama"]}, tmp_path) as server:
+        client = Client(server)
+        lost = client.post("retrieve_future", {"request_id": waiting["request_id"]})
+        assert lost["category"] == "server" and "server restarted" in lost["error"]
+        assert client.post("optim_step", {"model_id": model_id})["status"] == 410
+
+
+def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repeat(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    models, options = {MODEL: tiny_models["qwen3"]}, {"module": GATED, "drain_seconds": 250}
+    with live_server(models, tmp_path / "state", **options) as server, ThreadPoolExecutor(1) as threads:
+        client = Client(server)
+        session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        model_id = client.post("create_model", create)["model_id"]
+        losses = {"model_id": model_id, "data": 12 * DATA, "loss_fn": "cross_entropy"}
+        accepted = []
+        gate.touch()
+        for seq_id in range(1, 13, 2):
+            for path, body in (("forward_backward", losses), ("optim_step", {"model_id": model_id})):
+                number = seq_id + (path == "optim_step")
+                accepted.append(client.post(path, body | {"seq_id": number}, Prefer="respond-async")["request_id"])
+        poll = threads.submit(client.wait, accepted[8])
+        server.process.terminate()
+        while httpx.get(f"{server.url}/api/v1/readyz", timeout=60).json()["status"] != "stopping":
+            time.sleep(0.1)
+        refused = client.post("optim_step", {"model_id": model_id, "seq_id": 99})
+        assert refused["status"] == 503 and "stopping" in refused["detail"]
+        gate.unlink()
+        assert server.process.wait(250) == 0
+        assert poll.result()["status"] == 200 and poll.result()["metrics"]
+        assert "WARNING" not in server.log.read_text()
+    with live_server(models, tmp_path / "state") as server:
+        client = Client(server)
+        assert httpx.get(f"{server.url}/api/v1/readyz").json() == {
+            "status": "ready",
+            "base_models": {MODEL: "up"},
+            "runs": 1,
+            "runs_to_make_again": 1,
+            "holder": None,
+            "reason": None,
+        }
+        assert all(client.wait(one)["metrics"] for one in accepted)
+        assert client.post("forward", losses)["metrics"]["loss:sum"] > 0
+        assert "from the snapshot behind seq_id 12 and 0 operations" in server.log.read_text()
+        assert httpx.get(f"{server.url}/api/v1/readyz").json()["runs_to_make_again"] == 0

@@ -1,0 +1,374 @@
+"""Run: the order of operations, duplicates, refusals, gaps and the end, over a real journal and real futures.
+
+What operations do is no matter here; these note that they were performed, and fail when told to.
+"""
+
+import asyncio
+import gc
+import time
+import weakref
+
+import numpy as np
+import pytest
+from trainhouse.schemas.checkpoints import SaveWeightsRequest
+from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.schemas.futures import Pending
+from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
+from trainhouse.server.journal.journal import read_journal
+from trainhouse.server.runs.operations import LoadWeights
+from trainhouse.server.runs.queued import Refused
+from trainhouse.server.runs.run import MOST_AHEAD
+
+from ..bench import CREATION, RUN_ID, MakeBench
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_out_of_order_submits_run_in_order(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    for seq_id in (3, 2, 5, 4, 1):
+        assert await bench.forward_backward(seq_id) == f"{RUN_ID}:{seq_id}"
+    assert await bench.result(5) == {"seq_id": 5}
+    assert bench.operations.performed == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_submit_is_answered_before_its_turn(make_bench: MakeBench) -> None:
+    """Protocol rule 6: the SDK sends chunk 1 only after the later ones were answered."""
+    bench = await make_bench(hold=True)
+    async with asyncio.timeout(30):
+        await bench.forward_backward(2)
+        await bench.forward_backward(1)
+    assert bench.operations.performed == []
+    bench.operations.may_go_on.set()
+    assert await bench.result(2) == {"seq_id": 2}
+
+
+async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    assert len({await bench.optim_step(1) for _ in range(3)}) == 1
+    assert len(set(await asyncio.gather(*(bench.optim_step(2) for _ in range(5))))) == 1
+    bench.operations.may_go_on.set()
+    await bench.result(2)
+    assert await bench.optim_step(1) == f"{RUN_ID}:1"
+    assert await bench.forward_backward(2) == f"{RUN_ID}:2", "body differences are ignored"
+    await bench.optim_step(3)
+    await bench.result(3)
+    assert bench.operations.performed == [0, 1, 2, 3]
+
+
+async def test_the_operation_is_journaled_as_received_before_the_answer(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    await bench.submit(2, OptimStepRequest(model_id=RUN_ID, seq_id=2))
+    await bench.run.refuse(1, Refused("forward_backward", "not protobuf", taints=True))
+    (segment,) = bench.journal_directory.glob("*.segment")
+    entries = list(read_journal(segment))
+    assert [(entry.header.kind, entry.header.seq_id, entry.header.refused, entry.body) for entry in entries] == [
+        ("create_model", 0, None, CREATION.body),
+        ("optim_step", 2, None, b"as received"),
+        ("forward_backward", 1, "not protobuf", b""),
+    ]
+
+
+async def test_a_refused_seq_id_counts_as_done(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.run.refuse(1, Refused("optim_step", "learning_rate is -1", taints=False))
+    await bench.forward_backward(2)
+    assert await bench.result(2) == {"seq_id": 2}
+    with pytest.raises(RequestError, match=r"learning_rate is -1.*next seq_id"):
+        await bench.optim_step(1)
+    await bench.run.refuse(2, Refused("forward_backward", "late", taints=True))
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}, "an accepted operation cannot be refused afterwards"
+
+
+async def test_a_failure_does_not_wedge_the_next_operations(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench()
+    bench.operations.failing = {
+        1: OperationError("token 900 is not in the vocabulary"),
+        2: RequestError("there is no checkpoint", 404),
+        3: RuntimeError("a bug"),
+    }
+    for seq_id in (1, 2, 3):
+        await bench.forward_backward(seq_id, forward_only=True)
+    await bench.optim_step(4)
+    assert await bench.result(1) == {"error": "token 900 is not in the vocabulary", "category": "user"}
+    assert await bench.result(2) == {"error": "there is no checkpoint", "category": "user"}
+    internal = await bench.result(3)
+    assert internal["category"] == "server" and "a bug" not in internal["error"]
+    assert "a bug" in caplog.text
+    assert await bench.result(4) == {"seq_id": 4}
+
+
+@pytest.mark.parametrize("how", ["failed", "refused"])
+async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench: MakeBench, how: str) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    if how == "failed":
+        bench.operations.failing = {2: OperationError("loss is NaN")}
+        await bench.forward_backward(2)
+        await bench.result(2)  # a step that is handed on before is refused by the worker
+    else:
+        await bench.run.refuse(2, Refused("forward_backward", "loss is NaN", taints=True))
+    await bench.optim_step(3)
+    failed = await bench.result(3)
+    assert failed["category"] == "user"
+    assert "forward_backward with seq_id 2" in failed["error"] and "loss is NaN" in failed["error"]
+    assert bench.operations.performed[-1] == "clear"
+    await bench.forward_backward(4)
+    await bench.optim_step(5)
+    assert await bench.result(5) == {"seq_id": 5}
+
+
+async def test_a_step_that_was_handed_on_before_its_batch_failed_is_the_workers_to_refuse_once(
+    make_bench: MakeBench,
+) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    bench.operations.failing = {1: OperationError("loss is NaN"), 2: OperationError("the window is incomplete")}
+    await bench.forward_backward(1)
+    await bench.optim_step(2)
+    await bench.forward_backward(3)
+    await bench.optim_step(4)
+    await asyncio.sleep(0.05)
+    assert bench.operations.begun == [0, 1, 2, 3, 4]
+    bench.operations.may_go_on.set()
+    failed = await bench.result(2)
+    assert "forward_backward with seq_id 1 failed (loss is NaN)" in failed["error"] and failed["category"] == "user"
+    assert await bench.result(4) == {"seq_id": 4}
+    await bench.optim_step(5)
+    assert await bench.result(5) == {"seq_id": 5}
+    assert bench.operations.performed == [0, 1, 2, 3, 4, 5], "the worker has cleared the window already"
+
+
+async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    bench.operations.failing = {number: OperationError("no") for number in (1, 2, 4)}
+    await bench.forward_backward(1, forward_only=True)
+    await bench.submit(2, SaveWeightsRequest(model_id=RUN_ID, seq_id=2, path="a"))
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    await bench.forward_backward(4)
+    await bench.submit(5, LoadWeights("tinker://a/weights/b", optimizer=False))
+    await bench.optim_step(6)
+    assert await bench.result(6) == {"seq_id": 6}
+
+
+def batch(seq_id: int, loss_fn: str = "cross_entropy", num_tokens: int = 1) -> ForwardBackwardRequest:
+    return ForwardBackwardRequest(RUN_ID, seq_id, (Datum(np.broadcast_to(np.int32(1), num_tokens)),), loss_fn)
+
+
+async def test_training_is_handed_on_ahead_and_what_else_there_is_begins_and_ends_alone(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    operations = [
+        batch(1),
+        OptimStepRequest(model_id=RUN_ID, seq_id=2),
+        batch(3),
+        SaveWeightsRequest(model_id=RUN_ID, seq_id=4, path="a"),
+        OptimStepRequest(model_id=RUN_ID, seq_id=5),
+        batch(6, "stable_reinforce"),
+        batch(7),
+    ]
+    for seq_id, operation in enumerate(operations, 1):
+        await bench.submit(seq_id, operation)
+    begun = []
+    while len(bench.operations.performed) < 8:
+        await asyncio.sleep(0.02)
+        begun.append(bench.operations.begun[len(bench.operations.performed) :])
+        bench.operations.may_go_on.set()
+        await asyncio.sleep(0)
+        bench.operations.may_go_on.clear()
+    assert begun == [[0], [1, 2, 3], [4], [5], [6], [7]]
+    assert bench.operations.performed == list(range(8))
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 64), (3 << 20, 5), (17 << 20, 1)])
+async def test_no_more_than_some_operations_and_some_bytes_are_handed_on_ahead(
+    make_bench: MakeBench, num_tokens: int, most: int
+) -> None:
+    """64 operations and 64 MiB; what is larger goes alone."""
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    for seq_id in range(1, 71):
+        await bench.submit(seq_id, batch(seq_id, num_tokens=num_tokens))
+    await asyncio.sleep(0.05)
+    assert bench.operations.begun == list(range(most + 1))
+    bench.operations.may_go_on.set()
+    await bench.result(70)
+    assert bench.operations.performed == list(range(71))
+
+
+async def test_the_end_takes_back_what_was_handed_on_but_may_not_have_begun(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    for seq_id in (1, 2, 3):
+        await bench.forward_backward(seq_id)
+    await asyncio.sleep(0.05)
+    ending = asyncio.create_task(bench.run.end("the session has ended"))
+    await asyncio.sleep(0.05)
+    bench.operations.may_go_on.set()
+    await ending
+    assert await bench.result(1) == {"seq_id": 1}
+    assert [(await bench.result(seq_id))["error"] for seq_id in (2, 3)] == ["the session has ended"] * 2
+    assert bench.operations.performed == [0, 1, "drop"]
+
+
+async def test_a_gap_is_explained_and_given_up_in_time(make_bench: MakeBench) -> None:
+    bench = await make_bench(gap_seconds=0.5)
+    await bench.forward_backward(3)
+    await bench.result(0)
+    waiting = await bench.futures.wait(f"{RUN_ID}:3", "alice", 0.05)
+    assert isinstance(waiting, Pending)
+    assert waiting.queue_state == "paused_capacity" and "seq_id 1" in (waiting.queue_state_reason or "")
+    assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.performed == [0, 3]
+    with pytest.raises(RequestError, match=r"within 0\.5 s"):
+        await bench.forward_backward(1)
+    await bench.optim_step(4)
+    assert "seq_id 1" in (await bench.result(4))["error"], "what never came may have been a part of the batch"
+
+
+async def test_a_gap_that_is_filled_in_time_is_none(make_bench: MakeBench) -> None:
+    bench = await make_bench(gap_seconds=0.3)
+    await bench.forward_backward(2)
+    await asyncio.sleep(0.15)
+    await bench.forward_backward(1)
+    await bench.result(2)
+    await asyncio.sleep(0.3)
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.performed == [0, 1, 2, 3]
+
+
+async def test_arrivals_do_not_put_off_that_a_gap_is_given_up_while_the_journal_cannot_be_written(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainhouse.server.runs.missing_seq._RETRY_SECONDS", 0.5)
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.result(0)
+    await bench.forward_backward(2)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    async with asyncio.timeout(30):
+        while caplog.text.count("seq_id 1 given up") < 3:
+            with pytest.raises(RequestError, match="free space"):
+                await bench.forward_backward(3)
+            await asyncio.sleep(0.05)
+    aside.rename(bench.journal_directory)
+    assert await bench.result(2) == {"seq_id": 2}
+
+
+async def test_there_is_no_gap_before_what_was_not_accepted(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.result(0)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    with pytest.raises(RequestError, match="free space"):
+        await bench.forward_backward(2)
+    aside.rename(bench.journal_directory)
+    await asyncio.sleep(0.2)
+    assert "Exception in callback" not in caplog.text
+    await bench.forward_backward(2)
+    await bench.result(2)
+    assert "seq_id 1 given up" in caplog.text
+
+
+async def test_pollers_hear_how_many_operations_come_first(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    await bench.forward_backward(1)
+    await bench.optim_step(2)
+    reasons = ["busy: tiny", "1 operation of this run comes first", "2 operations of this run come first"]
+    for seq_id, reason in enumerate(reasons):
+        waiting = await bench.futures.wait(f"{RUN_ID}:{seq_id}", "alice", 0.01)
+        assert waiting == Pending(queue_state_reason=reason)
+
+
+async def test_left_out_seq_ids_are_given_in_order(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    seq_ids = [
+        (await bench.submit(0, OptimStepRequest(model_id=RUN_ID))).seq_id,
+        (await bench.submit(0, OptimStepRequest(model_id=RUN_ID))).seq_id,
+    ]
+    assert seq_ids == [1, 2]
+    assert "seq_id" in await bench.result(2)
+
+
+@pytest.mark.parametrize("seq_id", [-1, MOST_AHEAD + 2])
+async def test_impossible_seq_ids_are_refused(make_bench: MakeBench, seq_id: int) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    with pytest.raises(RequestError, match=str(seq_id)):
+        await bench.forward_backward(seq_id)
+    await bench.run.refuse(seq_id, Refused("optim_step", "no", taints=False))
+    await bench.optim_step(1)
+    assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    bench.operations.failing = {0: OperationError("no room for rank 4")}
+    await bench.optim_step(1)
+    bench.operations.may_go_on.set()
+    assert (await bench.result(0))["error"] == "no room for rank 4"
+    assert "could not be created: no room for rank 4" in (await bench.result(1))["error"]
+    with pytest.raises(RequestError, match="no room") as refusal:
+        await bench.optim_step(2)
+    assert refusal.value.status == 410
+
+
+async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    await bench.optim_step(1)
+    await bench.optim_step(4)
+    await asyncio.sleep(0.05)
+    ending = asyncio.create_task(bench.run.end("the session has ended"))
+    await asyncio.sleep(0.05)
+    assert not ending.done()
+    bench.operations.may_go_on.set()
+    await ending
+    assert await bench.result(0) == {"seq_id": 0}
+    assert [(await bench.result(seq_id))["error"] for seq_id in (1, 4)] == ["the session has ended"] * 2
+    assert bench.operations.performed == [0, "drop"]
+
+
+async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try_works(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    with pytest.raises(RequestError, match="free space"):
+        await bench.optim_step(1)
+    aside.rename(bench.journal_directory)
+    await bench.optim_step(1)
+    assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_bench: MakeBench) -> None:
+    """Requests are far larger than results."""
+    bench = await make_bench()
+    operation = OptimStepRequest(model_id=RUN_ID, seq_id=1)
+    watched = weakref.ref(operation)
+    await bench.submit(1, operation)
+    del operation
+    await bench.result(1)
+    gc.collect()
+    assert watched() is None
+
+
+async def test_a_thousand_operations_take_a_moment(make_bench: MakeBench) -> None:
+    """Half a millisecond each where nothing else runs; the bound is for a busy machine."""
+    bench = await make_bench()
+    started = time.perf_counter()
+    for seq_id in range(1, 1001):
+        await bench.optim_step(seq_id)
+    await bench.result(1000)
+    assert time.perf_counter() - started < 10

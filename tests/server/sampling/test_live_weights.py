@@ -1,0 +1,93 @@
+"""Samplers that share the weights of a live full run, and what becomes of them with it."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..real import MODEL, Run, Server, batch, running_server, sample, sample_body, server_config, started_dispatch
+
+pytestmark = pytest.mark.anyio
+
+
+def inflight(model: Path, state_dir: Path, **options: object) -> ServerConfig:
+    return server_config(model, state_dir, full_sampling="inflight", snapshot_steps=1, **options)
+
+
+async def created(server: Server) -> Run:
+    session_id = await server.create_session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "training": "full"}
+    made = await server.result((await server.post("create_model", body))["request_id"])
+    return Run(server, made["model_id"], session_id)
+
+
+async def logprobs(server: Server, sampler_id: str) -> list[float]:
+    found = await sample(server, sample_body(sampler_id, None))
+    return list(found.sequences[0].logprobs or ())
+
+
+async def kill_worker(dispatch: WorkerDispatch) -> None:
+    os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
+    while dispatch.is_up(MODEL):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_without_its_run_a_sampler_is_a_copy_of_its_last_save(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = inflight(tiny_models["qwen3"], tmp_path)
+    async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        run = await created(server)
+        await run.train(batch(), 1)
+        sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
+        saved = await logprobs(server, sampler_id)
+        await run.train(batch(), 3)
+        live = await logprobs(server, sampler_id)
+        assert not np.allclose(live, saved, atol=1e-2)
+        await kill_worker(dispatch)
+        np.testing.assert_allclose(await logprobs(server, sampler_id), live, atol=1e-4)
+        memory = (await dispatch.memory())[MODEL]
+        assert memory["num_full_models_on_device"] == 1, "the run's, and no copy"
+        await server.services.runs.settle(0)
+        for path in (tmp_path / "snapshots").rglob("*.safetensors"):
+            path.write_bytes(b"damaged")
+        await kill_worker(dispatch)
+        np.testing.assert_allclose(await logprobs(server, sampler_id), saved, atol=1e-4)
+        assert "cannot be made again" in (await run.submit("optim_step", status=410))["detail"]
+        np.testing.assert_allclose(await logprobs(server, sampler_id), saved, atol=1e-4)
+
+
+async def test_a_snapshot_stays_what_it_was_when_the_worker_died(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Of a server whose samplers have copies."""
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        run = await created(server)
+        await run.train(batch(), 1)
+        sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
+        saved = await logprobs(server, sampler_id)
+        await run.train(batch(), 2)
+        await kill_worker(dispatch)
+        np.testing.assert_allclose(await logprobs(server, sampler_id), saved, atol=1e-4)
+        assert (await dispatch.memory())[MODEL]["num_full_models_on_device"] == 1, "nobody has asked for the run"
+
+
+async def test_many_requests_make_the_run_again_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """With operations of the run among them."""
+    config = inflight(tiny_models["qwen3"], tmp_path)
+    async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        run = await created(server)
+        await run.train(batch(), 2)
+        sampler_ids = [(await run.do("save_weights_for_sampler"))["sampling_session_id"] for _ in range(2)]
+        live = await logprobs(server, sampler_ids[0])
+        await kill_worker(dispatch)
+        scoring = asyncio.create_task(run.forward_backward(batch(), forward_only=True))
+        found = await asyncio.gather(*(logprobs(server, each) for each in sampler_ids * 2))
+        await scoring
+        for each in found:
+            np.testing.assert_allclose(each, live, atol=1e-4)
+        assert (await dispatch.memory())[MODEL]["num_full_models_on_device"] == 1

@@ -1,0 +1,128 @@
+"""HTTPS by the server itself: by an authority that the test makes, for httpx, our client and the SDK."""
+
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import trainhouse
+from trainhouse.server.config.knobs import ConfigError
+from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.serving.process import check_certificate
+
+from ...live import LiveServer, live_server, save_byte_tokenizer
+from ..real import MODEL, server_config
+
+ASKS_BY_SDK = """
+import sys, tinker
+rest = tinker.RestClient(base_url=sys.argv[1], api_key="tml-me")
+print(*(model.model_name for model in rest.get_server_capabilities().result(30).supported_models))
+"""
+
+
+@dataclass(frozen=True)
+class Files:
+    """authority: what clients trust."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return made(tmp_path_factory.mktemp("tls"))
+
+
+def made(directory: Path, *options: str) -> Files:
+    """An authority, and a certificate of it for this machine. options: of the certificate's key."""
+    directory.mkdir(exist_ok=True)
+    authority, its_key = directory / "authority.pem", directory / "authority.key"
+    certificate, key = directory / "server.pem", directory / "server.key"
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "1"]
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-addext"]
+    signed = [*subject, "basicConstraints=critical,CA:FALSE", "-CA", str(authority), "-CAkey", str(its_key)]
+    for one, its, more in ((authority, its_key, ["-nodes", "-subj", "/CN=authority"]), (certificate, key, signed)):
+        more = [*more, *(options or ["-nodes"])] if one == certificate else more
+        subprocess.run([*new, "-out", str(one), "-keyout", str(its), *more], check=True, capture_output=True)
+    return Files(authority, certificate, key)
+
+
+@pytest.fixture(scope="module")
+def server(
+    files: Files, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    model = tmp_path_factory.mktemp("model") / "qwen3"
+    shutil.copytree(tiny_models["qwen3"], model)
+    save_byte_tokenizer(model)
+    options = {"tls_certificate": files.certificate, "tls_key": files.key}
+    with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **options) as running:
+        yield running
+
+
+def test_who_trusts_the_certificate_is_served(server: LiveServer, files: Files) -> None:
+    assert server.url.startswith("https://127.0.0.1:")
+    trusting = ssl.create_default_context(cafile=str(files.authority))
+    with httpx.Client(base_url=server.url, verify=trusting) as client:
+        assert client.get("/api/v1/healthz").status_code == 200
+        listed = client.get(f"/api/v1/models/{MODEL}/tokenizer", headers={"X-API-Key": "tml-me"}).json()["files"]
+        assert listed["tokenizer.json"].startswith(server.url), "what it says of itself is https, too"
+    with (
+        httpx.Client(base_url=server.url) as stranger,
+        pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        stranger.get("/api/v1/healthz")
+
+
+def test_old_versions_of_tls_and_plain_http_are_not_spoken(server: LiveServer, files: Files) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(server.url.replace("https", "http") + "/api/v1/healthz")
+    old = ssl.create_default_context(cafile=str(files.authority))
+    with pytest.warns(DeprecationWarning):
+        old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with httpx.Client(base_url=server.url, verify=old) as client, pytest.raises(httpx.ConnectError):
+        client.get("/api/v1/healthz")
+
+
+def test_our_client_says_at_once_that_it_does_not_trust_the_certificate(server: LiveServer) -> None:
+    with (
+        trainhouse.ServiceClient(server.url, "tml-me", retry_seconds=3600) as service,
+        pytest.raises(trainhouse.APIConnectionError, match=r"is not trusted \(.*SSL_CERT_FILE"),
+    ):
+        service.get_server_capabilities()
+
+
+def test_our_client_and_the_sdk_trust_what_the_environment_names(
+    server: LiveServer, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(files.authority))
+    with trainhouse.ServiceClient(server.url, "tml-me") as service:
+        assert service.get_server_capabilities()
+    # In an interpreter of its own, to whose end the SDK leaves connections.
+    by_sdk = subprocess.run(
+        [sys.executable, "-c", ASKS_BY_SDK, server.url], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert by_sdk.stdout.strip() == MODEL, by_sdk.stderr
+
+
+def test_a_certificate_that_cannot_be_served_with_stops_the_start(
+    files: Files, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    other, encrypted = made(tmp_path / "other"), made(tmp_path / "encrypted", "-passout", "pass:secret")
+    missing = tmp_path / "none.pem"
+    for certificate, key in (
+        (other.certificate, files.key),
+        (encrypted.certificate, encrypted.key),
+        (missing, files.key),
+        (files.key, files.key),
+    ):
+        config = server_config(tiny_models["qwen3"], tmp_path / "state", tls_certificate=certificate, tls_key=key)
+        with pytest.raises(StartError, match=f"certificate {certificate} with key .* without a passphrase"):
+            check_certificate(config)
+    with pytest.raises(ConfigError, match="tls_certificate and tls_key go together"):
+        server_config(tiny_models["qwen3"], tmp_path / "state", tls_certificate=files.certificate)

@@ -1,0 +1,595 @@
+"""The store on real files, parametrized over STORES."""
+
+import asyncio
+import dataclasses
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from sqlalchemy import Connection, insert, text, update
+from sqlalchemy.exc import IntegrityError, OperationalError
+from trainhouse.schemas.models import DraftConfig, FullConfig, LoraConfig
+from trainhouse.server.store import (
+    STORES,
+    ApiKeyRecord,
+    CheckpointCopyRecord,
+    CheckpointRecord,
+    ResultRecord,
+    RunRecord,
+    SamplerRecord,
+    SqliteStore,
+    Store,
+    StoreConfig,
+    TenantRecord,
+    string_metadata,
+    tables,
+)
+from trainhouse.server.store import open_store as open_configured
+from trainhouse.server.store.engine import Write
+from trainhouse.server.store.format import FORMAT_VERSION, MIGRATIONS, for_dialect
+from trainhouse.server.store.tables import format_table
+
+from ..api import LORA, session_record
+
+pytestmark = pytest.mark.anyio
+
+OpenStore = Callable[[], Store]
+
+
+@pytest.fixture(params=STORES)
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
+    """Opens the same database each time."""
+    opened: list[Store] = []
+    url = request.getfixturevalue("postgres_url") if request.param == "postgresql" else None
+
+    def open_again() -> Store:
+        opened.append(open_configured(StoreConfig(tmp_path, url)))
+        return opened[-1]
+
+    yield open_again
+    for store in opened:
+        store.close()
+
+
+FORMAT_1 = """
+CREATE TABLE format (
+    version INTEGER NOT NULL
+);
+CREATE TABLE tenants (
+    tenant_id VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    PRIMARY KEY (tenant_id),
+    UNIQUE (name)
+);
+CREATE TABLE api_keys (
+    key_id INTEGER NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    key_hash VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    revoked_at FLOAT,
+    PRIMARY KEY (key_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id),
+    UNIQUE (key_hash)
+);
+CREATE TABLE results (
+    request_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    place VARCHAR NOT NULL,
+    size_bytes BIGINT NOT NULL,
+    encoding VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    PRIMARY KEY (request_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_results_created_at ON results (created_at);
+CREATE TABLE sessions (
+    session_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    last_heartbeat_at FLOAT NOT NULL,
+    finished_at FLOAT,
+    "end" VARCHAR,
+    end_detail VARCHAR,
+    tags JSON NOT NULL,
+    user_metadata JSON,
+    sdk_version VARCHAR,
+    project_id VARCHAR,
+    display_name VARCHAR,
+    idempotency_key VARCHAR,
+    PRIMARY KEY (session_id),
+    UNIQUE (tenant_id, idempotency_key),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_sessions_finished_at ON sessions (finished_at);
+CREATE INDEX sessions_by_tenant ON sessions (tenant_id, created_at);
+CREATE TABLE runs (
+    run_id VARCHAR NOT NULL,
+    session_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    base_model VARCHAR NOT NULL,
+    lora JSON NOT NULL,
+    created_at FLOAT NOT NULL,
+    last_request_at FLOAT NOT NULL,
+    user_metadata JSON,
+    PRIMARY KEY (run_id),
+    FOREIGN KEY(session_id) REFERENCES sessions (session_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_runs_session_id ON runs (session_id);
+CREATE INDEX runs_by_tenant ON runs (tenant_id, last_request_at);
+CREATE TABLE samplers (
+    sampler_id VARCHAR NOT NULL,
+    session_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    base_model VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    kind VARCHAR NOT NULL,
+    model_path VARCHAR,
+    run_id VARCHAR,
+    directory VARCHAR,
+    PRIMARY KEY (sampler_id),
+    FOREIGN KEY(session_id) REFERENCES sessions (session_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_samplers_session_id ON samplers (session_id);
+CREATE TABLE checkpoints (
+    run_id VARCHAR NOT NULL,
+    kind VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    directory VARCHAR NOT NULL,
+    size_bytes BIGINT NOT NULL,
+    created_at FLOAT NOT NULL,
+    expires_at FLOAT,
+    public BOOLEAN NOT NULL,
+    user_metadata JSON,
+    base_model VARCHAR NOT NULL,
+    lora JSON NOT NULL,
+    has_optimizer BOOLEAN NOT NULL,
+    PRIMARY KEY (run_id, kind, name),
+    FOREIGN KEY(run_id) REFERENCES runs (run_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
+CREATE INDEX ix_checkpoints_expires_at ON checkpoints (expires_at);
+"""
+
+RUN = RunRecord("s:train:0", "s", "t", "base", LORA, 1.0, 1.0, {"a": "b"})
+
+
+def checkpoint(name: str = "a", directory: str = "/x", **values) -> CheckpointRecord:
+    fields = {
+        "run_id": RUN.run_id,
+        "tenant_id": "t",
+        "kind": "weights",
+        "name": name,
+        "directory": directory,
+        "size_bytes": 1 << 40,
+        "created_at": 1.0,
+        "expires_at": None,
+        "public": False,
+        "user_metadata": None,
+        "base_model": "base",
+        "training": LORA,
+        "has_optimizer": True,
+    }
+    return CheckpointRecord(**(fields | values))
+
+
+async def filled(store: Store) -> Store:
+    await store.ensure_tenant(TenantRecord("t", "tenant", 1.0))
+    await store.insert_session(session_record("s", "t", tags=("x", "y"), user_metadata={"k": "v"}))
+    await store.insert_run(RUN)
+    return store
+
+
+async def test_what_was_written_is_there_after_a_restart(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    path = "tinker://s:train:0/weights/a"
+    sampler = SamplerRecord("s:sample:0", "s", "t", "base", 2.0, "checkpoint", path, draft_path="tinker://s:train:1/b")
+    result = ResultRecord("s:train:0:1", "t", "segment 3 at 17", 5, "protobuf", 2.0)
+    await store.put_checkpoint(checkpoint(), overwrite=False)
+    await store.insert_sampler(sampler)
+    await store.put_results([result])
+    session = await store.get_session("s")
+    store.close()
+
+    again = open_store()
+    assert session is not None and session.tags == ("x", "y") and session.user_metadata == {"k": "v"}
+    assert await again.get_session("s") == session
+    assert await again.get_run(RUN.run_id) == RUN
+    assert await again.get_checkpoint(RUN.run_id, "weights", "a") == checkpoint()
+    assert await again.get_sampler("s:sample:0") == sampler
+    assert await again.get_result("s:train:0:1") == result
+
+
+async def test_what_is_not_there_is_none(open_store: OpenStore) -> None:
+    store = open_store()
+    assert await store.get_session("s") is None
+    assert await store.get_run("r") is None
+    assert await store.get_checkpoint("r", "weights", "a") is None
+    assert await store.get_sampler("s") is None
+    assert await store.get_result("r") is None
+    assert await store.find_key("hash") is None
+
+
+async def test_one_failing_write_leaves_those_of_its_commit_alone(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    await store.put_results([ResultRecord("0", "t", "first", 1, "json", 1.0)])
+    writes = [store.put_results([ResultRecord(str(number), "t", "again", 1, "json", 1.0)]) for number in range(50)]
+    results = await asyncio.gather(*writes[:25], store.insert_run(RUN), *writes[25:], return_exceptions=True)
+    assert [type(one) for one in results if one is not None] == [IntegrityError]
+    assert len(await store.get_results([str(number) for number in range(50)])) == 50
+
+
+async def test_rows_of_unknown_owners_are_refused(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    with pytest.raises(IntegrityError):
+        await store.insert_session(session_record("other", "nobody"))
+    with pytest.raises(IntegrityError):
+        await store.put_checkpoint(checkpoint(run_id="unknown"), overwrite=False)
+
+
+async def test_a_session_ends_once(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    assert await store.end_session("s", 5.0, "success", None)
+    assert not await store.end_session("s", 6.0, "expired", "late")
+    session = await store.get_session("s")
+    assert session is not None and (session.finished_at, session.end) == (5.0, "success")
+    assert await store.list_open_sessions() == ()
+
+
+async def test_a_request_sent_twice_makes_one_session(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    sent = [session_record(f"s{number}", "t", idempotency_key="same") for number in range(5)]
+    made = await asyncio.gather(*(store.insert_session(one) for one in sent))
+    assert len({one.session_id for one in made}) == 1
+    without = [session_record(f"n{number}", "t") for number in range(2)]
+    assert [await store.insert_session(one) for one in without] == without
+
+
+async def test_a_checkpoint_is_replaced_only_where_that_is_asked_for(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    await store.put_checkpoint(checkpoint(directory="/old"), overwrite=False)
+    with pytest.raises(IntegrityError):
+        await store.put_checkpoint(checkpoint(directory="/new"), overwrite=False)
+    replaced = await store.put_checkpoint(checkpoint(directory="/new"), overwrite=True)
+    assert replaced is not None and replaced.directory == "/old"
+    await store.delete_checkpoint(replaced)  # a late delete of the old one
+    assert await store.list_checkpoint_directories() == {"/new"}
+
+
+async def test_listings_are_pages_with_a_total(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    for number in range(5):
+        await store.put_checkpoint(checkpoint(f"c{number}", f"/{number}", created_at=float(number)), overwrite=False)
+    await store.put_checkpoint(checkpoint("expired", "/e", expires_at=10.0), overwrite=False)
+    records, page = await store.list_checkpoints("t", unexpired_at=10.0, offset=1, limit=2)
+    assert [record.name for record in records] == ["c3", "c2"]
+    assert (page.offset, page.limit, page.total_count) == (1, 2, 5)
+    for number in range(5, 30):
+        await store.put_checkpoint(checkpoint(f"c{number}", f"/{number}", created_at=7.0), overwrite=False)
+    seen: list[CheckpointRecord] = []
+    for offset in range(0, 30, 7):
+        seen += (await store.list_checkpoints("t", unexpired_at=10.0, offset=offset, limit=7))[0]
+    assert len(seen) == len({record.name for record in seen}) == 30
+    assert [record.name for record in await store.list_expired_checkpoints(10.0)] == ["expired"]
+    assert await store.list_expired_checkpoints(9.9) == ()
+
+
+async def test_runs_are_listed_by_last_use(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    await store.insert_run(RunRecord("s:train:1", "s", "t", "base", LORA, 2.0, 2.0))
+    assert [run.run_id for run in (await store.list_runs("t", 0, 10))[0]] == ["s:train:1", "s:train:0"]
+    await store.touch_runs({"s:train:0": 3.0})
+    assert [run.run_id for run in (await store.list_runs("t", 0, 10))[0]] == ["s:train:0", "s:train:1"]
+    await store.set_session_project("s", "project")
+    assert (await store.list_runs("t", 0, 10, project_id="project"))[1].total_count == 2
+    assert (await store.list_runs("t", 0, 10, project_id="another"))[1].total_count == 0
+
+
+async def test_keys_have_scopes_and_limits(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    plain = await store.insert_key("t", "1", 1.0)
+    narrow = await store.insert_key("t", "2", 2.0, scopes=("sample", "read"), requests_per_minute=60)
+    assert (plain.scopes, plain.requests_per_minute) == (None, None)
+    assert (narrow.scopes, narrow.requests_per_minute) == (("sample", "read"), 60)
+    assert await store.list_keys() == (plain, narrow)
+    assert await store.find_key("2") == narrow
+
+
+async def test_copies_of_checkpoints_have_a_state(open_store: OpenStore) -> None:
+    store = open_store()
+    waiting = CheckpointCopyRecord("/a", "s3://m", "s3://m/a", "waiting", None, 0, 2.0)
+    failed = CheckpointCopyRecord("/b", "s3://m", "s3://m/b", "failed", "refused", 3, 1.0)
+    elsewhere = CheckpointCopyRecord("/a", "hf://m", "hf://m/a", "copied", None, 1, 3.0)
+    for copy in (waiting, failed, elsewhere):
+        await store.put_copy(copy)
+    assert await store.list_unfinished_copies() == (failed, waiting)
+    assert [one.num_tries for one in await store.list_unfinished_copies()] == [3, 0]
+    assert await store.list_copies(["/a", "/c"]) == (elsewhere, waiting)
+    copied = dataclasses.replace(waiting, state="copied", num_tries=1, updated_at=4.0)
+    await store.put_copy(copied)
+    assert await store.list_unfinished_copies() == (failed,)
+    await store.delete_copies(["/b"])
+    assert await store.list_copies(["/a", "/b"]) == (elsewhere, copied)
+
+
+async def test_leases_are_taken_all_or_none(open_store: OpenStore) -> None:
+    store, now = open_store(), time.time()
+    mine = await store.acquire_leases(["b", "a"], "me", "http://me", now, 60)
+    assert mine is not None
+    assert [(one.base_model, one.holder, one.url, one.epoch) for one in mine] == [
+        ("b", "me", "http://me", 1),
+        ("a", "me", "http://me", 1),
+    ]
+    assert all(now <= one.expires_at - 60 <= time.time() for one in mine)
+    assert await store.acquire_leases(["b", "c"], "you", "http://you", now, 60) is None
+    assert await store.list_leases() == mine[::-1]
+    again = await store.acquire_leases(["b"], "me", "http://me", now + 1, 60)
+    assert again is not None and again[0].epoch == 1 and again[0].expires_at >= mine[0].expires_at
+
+
+async def test_a_lease_that_changes_hands_has_a_new_epoch(open_store: OpenStore) -> None:
+    store, now = open_store(), time.time()
+    assert await store.acquire_leases(["a"], "me", "http://me", now, 60)
+    assert not await store.renew_leases("you", now, 60)
+    await store.release_leases("me")
+    assert [(one.epoch, one.expires_at) for one in await store.list_leases()] == [(1, 0.0)]
+    yours = await store.acquire_leases(["a"], "you", "http://you", now, 60)
+    assert yours is not None and yours[0].epoch == 2
+    assert await store.acquire_leases(["a"], "me", "http://me", now, 60) is None
+    assert await store.renew_leases("you", now, 120)
+    assert (await store.list_leases())[0].expires_at > yours[0].expires_at + 59
+    assert not await store.renew_leases("me", now, 60)
+
+
+async def test_an_expired_lease_is_free_and_is_not_renewed(open_store: OpenStore) -> None:
+    store = open_store()
+    assert await store.acquire_leases(["a"], "me", "http://me", time.time(), 0.2)
+    await asyncio.sleep(0.3)
+    assert not await store.renew_leases("me", time.time(), 60)
+    yours = await store.acquire_leases(["a"], "you", "http://you", time.time(), 60)
+    assert yours is not None and yours[0].epoch == 2
+
+
+async def test_of_servers_that_want_a_lease_at_once_one_has_it(open_store: OpenStore) -> None:
+    stores = [open_store() for _ in range(3)]
+    wanted = [
+        store.acquire_leases(["b", "a"] if number % 2 else ["a", "b"], f"server {number}", "http://x", time.time(), 60)
+        for number, store in enumerate(stores)
+    ]
+    taken = [one for one in await asyncio.gather(*wanted) if one is not None]
+    assert len(taken) == 1 and {lease.epoch for lease in taken[0]} == {1}
+
+
+async def test_results_go_by_age(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    assert await store.newest_result() is None
+    await store.put_results([ResultRecord(str(age), "t", f"place {age}", 1, "json", float(age)) for age in range(4)])
+    assert (await store.newest_result()) == await store.get_result("3")
+    await store.delete_results(2.0)
+    assert [await store.get_result(str(age)) is not None for age in range(4)] == [False, False, True, True]
+
+
+async def test_what_of_a_model_is_trained_is_kept(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    full = dataclasses.replace(RUN, run_id="s:train:1", training=FullConfig(seed=7))
+    config = DraftConfig(algorithm="eagle3", capture_layers=(0, 2), seed=7)
+    draft = dataclasses.replace(RUN, run_id="s:train:2", training=config, role="draft", target_path="tinker://a")
+    for run in (full, draft):
+        await store.insert_run(run)
+    for run in (RUN, full, draft):
+        own = {"training": run.training, "role": run.role, "target_path": run.target_path}
+        await store.put_checkpoint(checkpoint(run_id=run.run_id, **own), overwrite=False)
+    store.close()
+    again = open_store()
+    for run in (RUN, full, draft):
+        saved = await again.get_checkpoint(run.run_id, "weights", "a")
+        assert saved is not None and (saved.training, saved.target_path) == (run.training, run.target_path)
+        assert await again.get_run(run.run_id) == run
+    for path in ("tinker://b", None):
+        await again.set_run_target(draft.run_id, path)
+        assert await again.get_run(draft.run_id) == dataclasses.replace(draft, target_path=path)
+    assert await again.get_run(full.run_id) == full
+
+
+async def test_a_newer_format_is_refused(open_store: OpenStore) -> None:
+    store = open_store()
+    newer = update(format_table).values(version=FORMAT_VERSION + 1)
+    await asyncio.wrap_future(store.write(lambda connection: connection.execute(newer) and None))
+    with pytest.raises(ValueError, match=rf"has format {FORMAT_VERSION + 1}.*upgrade trainhouse"):
+        open_store()
+
+
+@pytest.mark.parametrize("version", range(1, FORMAT_VERSION))
+async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FORMAT_1)
+        connection.execute("INSERT INTO tenants VALUES ('t', 'tenant', 1.5)")
+        connection.execute("INSERT INTO api_keys VALUES (7, 't', 'old', 2.5, 3.5)")
+        connection.execute(
+            "INSERT INTO sessions VALUES ('s', 't', 1, 1, NULL, NULL, NULL, '[]', NULL, NULL, NULL, NULL, NULL)"
+        )
+        connection.execute("INSERT INTO samplers VALUES ('s:0', 's', 't', 'tiny', 1.0, 'base', NULL, NULL, NULL)")
+        lora = '{"rank": 3, "seed": 5}'
+        connection.execute("INSERT INTO runs VALUES ('s:train:0', 's', 't', 'tiny', ?, 1, 1, NULL)", [lora])
+        saved = "'s:train:0', 'weights', 'a', 't', '/x', 1, 1, NULL, 0, NULL, 'tiny', ?, 1"
+        connection.execute(f"INSERT INTO checkpoints VALUES ({saved})", [lora])
+        for newer in range(2, version + 1):
+            connection.executescript(for_dialect(";".join(MIGRATIONS[newer]), "sqlite"))
+        connection.execute("INSERT INTO format VALUES (?)", [version])
+    connection.close()
+    store = SqliteStore(path)
+    assert await store.list_open_samplers() == (SamplerRecord("s:0", "s", "t", "tiny", 1.0),)
+    assert await store.get_tenant("t") == TenantRecord("t", "tenant", 1.5)
+    run = await store.get_run("s:train:0")
+    assert run is not None and (run.role, run.target_path) == ("policy", None)
+    saved = await store.get_checkpoint("s:train:0", "weights", "a")
+    assert saved is not None and saved.training == run.training == LoraConfig(rank=3, seed=5)
+    assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
+    assert (await store.insert_key("t", "new", 4.5, ("read",), 60)).key_id == 8
+    assert await store.acquire_leases(["a"], "me", "http://me", 1.0, 1.0)
+    await store.put_copy(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
+    store.close()
+    SqliteStore(tmp_path / "fresh.db").close()
+    migrated = schema(path)
+    migrated["samplers"].remove(("directory", "VARCHAR", 0, 0))  # old SQLite cannot drop what is not used any more
+    assert migrated == schema(tmp_path / "fresh.db")
+    SqliteStore(path).close()  # nothing is migrated twice
+
+
+def schema(path: Path) -> dict[str, list[tuple]]:
+    """Columns and indexes of each table, in their order."""
+    with sqlite3.connect(path) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        described = {
+            name: [
+                *connection.execute(
+                    f"SELECT name, type, \"notnull\", pk FROM pragma_table_info('{name}') ORDER BY cid"
+                ),
+                *sorted(connection.execute(f"SELECT name, \"unique\" FROM pragma_index_list('{name}')")),
+            ]
+            for name in tables
+        }
+    connection.close()
+    return described
+
+
+async def test_a_failed_migration_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FORMAT_1)
+        connection.execute("INSERT INTO format VALUES (1)")
+        connection.execute("CREATE TABLE leases (odd INTEGER)")  # in the way of a later statement
+    connection.close()
+    before = schema(path)
+    with pytest.raises(OperationalError, match="leases already exists"):
+        SqliteStore(path)
+    assert schema(path) == before
+
+
+@pytest.mark.parametrize(("durability", "synchronous"), [("process", 1), ("power", 2)])
+async def test_sqlite_waits_for_the_disk_where_power_may_fail(
+    tmp_path: Path, durability: Literal["process", "power"], synchronous: int
+) -> None:
+    store = open_configured(StoreConfig(tmp_path, durability=durability))
+    for ask in (store.write, store.read):
+        asked = ask(lambda connection: connection.execute(text("PRAGMA synchronous")).scalar_one())
+        assert await asyncio.wrap_future(asked) == synchronous  # NORMAL, FULL
+    store.close()
+
+
+async def test_text_that_databases_cannot_hold_is_no_error(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    for number, odd in enumerate(("a\0b", "a\ud800b")):
+        names = {"display_name": odd, "idempotency_key": odd + str(number)}
+        record = session_record(f"odd{number}", "t", tags=(odd,), user_metadata={odd: odd}, **names)
+        assert await store.insert_session(record) == record
+        stored = await store.get_session(record.session_id)
+        assert stored is not None and stored.display_name == "a\ufffdb"
+        assert (stored.tags, stored.user_metadata) == (("a\ufffdb",), {"a\ufffdb": "a\ufffdb"})
+        again = await store.insert_session(dataclasses.replace(record, session_id="again"))
+        assert again.session_id == record.session_id
+        assert await store.get_run(odd) is None
+
+
+async def test_two_processes_may_write_one_database(open_store: OpenStore) -> None:
+    """As `trainhouse keys` does beside a server: neither sees a locked database."""
+    stores = [open_store() for _ in range(2)]
+    await filled(stores[0])
+    puts = [
+        stores[number % 2].put_results([ResultRecord(str(number), "t", "p", 1, "json", 1.0)]) for number in range(60)
+    ]
+    await asyncio.gather(*puts)
+    assert len(await stores[1].get_results([str(number) for number in range(60)])) == 60
+
+
+def test_metadata_values_become_strings() -> None:
+    assert string_metadata({"a": "b", "n": 1, "l": [1, None], "z": None}) == {
+        "a": "b",
+        "n": "1",
+        "l": "[1, null]",
+        "z": "null",
+    }
+    assert string_metadata(None) is None
+
+
+async def test_of_a_commit_in_the_midst_of_which_the_disk_is_full_nothing_is_said_to_be_there(tmp_path: Path) -> None:
+    """SQLite undoes the whole transaction then, whoever's statement it was."""
+    store = SqliteStore(tmp_path / "a.db")
+
+    def fill(connection: Connection) -> None:
+        connection.exec_driver_sql("PRAGMA max_page_count = 1")
+        for number in range(200):
+            names = [f"{number}-{one}" for one in range(50)]
+            rows = [{"tenant_id": name * 20, "name": name, "created_at": 0.0} for name in names]
+            connection.execute(insert(tables.tenants), rows)
+
+    def insert_tenant(name: str) -> Write:
+        values = {"tenant_id": name, "name": name, "created_at": 0.0}
+        return Write(lambda connection: connection.execute(insert(tables.tenants).values(values)) and None)
+
+    group = [insert_tenant("before"), Write(fill), insert_tenant("behind")]
+    store._answer(group)
+    assert [str(write.done.exception().orig) for write in group] == 3 * ["database or disk is full"]
+    assert await store.list_tenants() == ()
+    store.close()
+
+
+async def test_sessions_that_saved_nothing_are_forgotten_with_all_that_was_theirs(open_store: OpenStore) -> None:
+    store = open_store()
+    for tenant in ("t", "u"):
+        await store.ensure_tenant(TenantRecord(tenant, tenant, 1.0))
+    ended = [f"ended-{number}" for number in range(4)]
+    for number, session_id in enumerate(ended):
+        await store.insert_session(session_record(session_id, "t", finished_at=100.0 + number))
+    await store.insert_session(session_record("saved", "t", finished_at=100.0))
+    await store.insert_session(session_record("open", "t"))
+    await store.insert_session(session_record("of-u", "u", finished_at=104.0))
+    for session_id in (*ended, "saved", "open"):
+        await store.insert_run(RunRecord(f"{session_id}:train:0", session_id, "t", "m", LORA, 1.0, 1.0))
+        await store.insert_sampler(SamplerRecord(f"{session_id}:sample:0", session_id, "t", "m", 1.0))
+    checkpoint = CheckpointRecord(
+        "saved:train:0", "t", "weights", "a", "d", 1, 1.0, None, False, None, "m", LORA, has_optimizer=False
+    )
+    await store.put_checkpoint(checkpoint, overwrite=False)
+
+    assert await store.list_forgettable_sessions(100.5, 0.0, most=10) == ["ended-0"]
+    assert await store.list_forgettable_sessions(0.0, 1000.0, most=4) == []
+    assert await store.list_forgettable_sessions(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
+    assert await store.list_forgettable_sessions(0.0, 100.5, most=2) == ["ended-0"], "what ended just now stays"
+    await store.delete_sessions(["ended-0", "saved", "open"])
+    kept = {session.session_id for session in await store.list_sessions("t", 0, 100)}
+    assert kept == {"saved", "open", *ended[1:]}
+    assert await store.list_run_ids() == {f"{session_id}:train:0" for session_id in kept}
+    assert await store.get_sampler("ended-0:sample:0") is None and await store.get_sampler("saved:sample:0")
+    await store.delete_checkpoint(checkpoint)
+    await store.delete_sessions(["saved"])
+    assert await store.get_session("saved") is None and await store.get_run("saved:train:0") is None
+
+
+async def test_what_an_older_version_let_in_of_any_length_is_shortened(open_store: OpenStore) -> None:
+    store = open_store()
+    await store.ensure_tenant(TenantRecord("t", "t", 1.0))
+    long = {"display_name": "x" * 9000, "user_metadata": {"a": "\u00fc" * 9000}, "tags": ("y" * 70_000,)}
+    await store.insert_session(session_record("long", "t", **long))
+    await store.insert_session(session_record("short", "t", display_name="x", user_metadata={"a": "b"}, tags=("c",)))
+    await store.insert_run(RunRecord("long:train:0", "long", "t", "m", LORA, 1.0, 1.0, {"a": "z" * 70_000}))
+    await store.insert_run(RunRecord("short:train:0", "short", "t", "m", LORA, 1.0, 1.0, {"a": "z"}))
+    await store.shorten_sessions(4096, 60_000)
+    session = await store.get_session("long")
+    assert session is not None and session.display_name == "x" * 4096
+    assert session.tags == () and session.user_metadata == {"a": "\u00fc" * 9000}, "within the limit of JSON"
+    await store.shorten_sessions(4096, 50_000)
+    session, short = await store.get_session("long"), await store.get_session("short")
+    assert session is not None and session.user_metadata is None
+    assert short is not None and (short.display_name, short.user_metadata, short.tags) == ("x", {"a": "b"}, ("c",))
+    run, other = await store.get_run("long:train:0"), await store.get_run("short:train:0")
+    assert run is not None and run.user_metadata is None
+    assert other is not None and other.user_metadata == {"a": "z"}

@@ -1,0 +1,266 @@
+"""Keys: made, shown, revoked; and who is let in without."""
+
+import asyncio
+import re
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from tinker.cli.auth_api import SelfApiKeyResponse
+from tinker.lib._jwt_auth import jwt_claims
+from tinker.types.auth_token_response import AuthTokenResponse
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.config.knobs import ServerConfig, TenantWeight, parse_weights
+from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
+from trainhouse.server.tenants.auth import (
+    CACHE_SECONDS,
+    Auth,
+    create_key,
+    hash_key,
+    list_keys,
+    require_keys,
+    revoke_key,
+)
+from trainhouse.server.tenants.tokens import LIFETIME_SECONDS, Tokens
+from trainhouse.workers.protocol.config import ServedModel
+
+from ..api import ALICE, BOB, Api, Clock, running_api
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(api: Api, headers: dict[str, str]) -> httpx.Response:
+    return await (await api.client(None)).post("/api/v1/client/config", headers=headers, json={})
+
+
+async def test_no_key_is_refused_with_the_remedy(api: Api) -> None:
+    response = await ask(api, {})
+    assert response.status_code == 401
+    assert "TINKER_API_KEY" in response.json()["detail"]
+
+
+async def test_a_key_of_another_kind_is_refused(api: Api) -> None:
+    response = await ask(api, {"X-API-Key": "sk-123"})
+    assert response.status_code == 401
+    detail = response.json()["detail"]
+    assert "sk-123" not in detail
+    assert detail.index("any that does, such as tml-me") < detail.index("trainhouse keys create"), "the easy one first"
+
+
+async def test_who_cannot_make_up_a_key_is_not_told_to(tmp_path: Path, api: Api) -> None:
+    await create_key(api.services.store, "team")
+    async with running_api(tmp_path / "public", host="0.0.0.0") as public:
+        for server in (api, public):
+            detail = (await ask(server, {"X-API-Key": "sk-123"})).json()["detail"]
+            assert "trainhouse keys create" in detail and "such as" not in detail
+
+
+async def test_a_bearer_token_is_a_key_too(api: Api) -> None:
+    assert (await ask(api, {"Authorization": f"Bearer {ALICE}"})).status_code == 200
+    assert (await ask(api, {"Authorization": "Basic abc"})).status_code == 401
+
+
+async def test_on_loopback_each_key_is_its_own_tenant(api: Api) -> None:
+    alice, bob = await api.tenant(ALICE), await api.tenant(BOB)
+    assert alice.id != bob.id
+    assert await api.tenant(ALICE) == alice
+    assert ALICE not in alice.id + alice.name
+
+
+async def test_once_a_key_was_made_loopback_is_closed_to_others(api: Api) -> None:
+    key = await create_key(api.services.store, "team")
+    (info,) = await list_keys(api.services.store)
+    await revoke_key(api.services.store, info.key_id)
+    refused = await ask(api, {"X-API-Key": ALICE})
+    assert refused.status_code == 401
+    assert "once a key has been made, made-up tml- keys no longer work" in refused.json()["detail"]
+    assert (await ask(api, {"X-API-Key": key})).status_code == 401
+
+
+@pytest.mark.parametrize("name", ["", " ", "a,b", "a=b", " alice", "alice ", "alice\n"])
+async def test_a_name_that_tenant_weights_cannot_say_is_refused(api: Api, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(name)) + ".*without ',' and '='.*--tenant-weights"):
+        await create_key(api.services.store, name)
+    assert await list_keys(api.services.store) == ()
+    assert parse_weights("alice b/c@d.e=2") == (TenantWeight("alice b/c@d.e", 2.0),)
+    await create_key(api.services.store, "alice b/c@d.e")
+
+
+async def test_keys_are_stored_as_hashes_and_listed_by_name(api: Api) -> None:
+    key = await create_key(api.services.store, "team")
+    other = await create_key(api.services.store, "team")
+    assert key.startswith("tml-") and len(key) > 40 and key != other
+    assert [info.name for info in await list_keys(api.services.store)] == ["team", "team"]
+    assert await api.tenant(key) == await api.tenant(other)
+    stored = b"".join(file.read_bytes() for file in api.services.config.state_dir.glob(f"{DATABASE_NAME}*"))
+    assert key.encode() not in stored
+
+
+async def test_a_key_revoked_by_another_process_is_refused_soon(tmp_path: Path) -> None:
+    store, clock = SqliteStore(tmp_path / "store.db"), Clock()
+    auth = Auth(store, loopback=False, clock=clock)
+    key = await create_key(store, "team")
+    assert (await auth.authenticate(key)).name == "team"
+
+    beside = SqliteStore(tmp_path / "store.db")
+    await revoke_key(beside, (await list_keys(beside))[0].key_id)
+    beside.close()
+    assert (await auth.authenticate(key)).name == "team"
+    clock.now += CACHE_SECONDS
+    with pytest.raises(RequestError, match="revoked"):
+        await auth.authenticate(key)
+    store.close()
+
+
+async def test_a_key_made_by_another_process_is_let_in_soon(tmp_path: Path) -> None:
+    store, clock = SqliteStore(tmp_path / "store.db"), Clock()
+    auth = Auth(store, loopback=True, clock=clock)
+    assert (await auth.authenticate(ALICE)).name.startswith("local-")
+
+    beside = SqliteStore(tmp_path / "store.db")
+    key = await create_key(beside, "team")
+    beside.close()
+    clock.now += CACHE_SECONDS
+    assert (await auth.authenticate(key)).name == "team"
+    with pytest.raises(RequestError, match="unknown or revoked"):  # the server is open no longer
+        await auth.authenticate(ALICE)
+    store.close()
+
+
+class WatchedStore(SqliteStore):
+    """asked: how often for each key. may_go_on: look-ups wait for it between the key and its tenant."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: Counter[str] = Counter()
+        self.is_between = asyncio.Event()
+        self.may_go_on = asyncio.Event()
+
+    async def find_key(self, key_hash: str) -> ApiKeyRecord | None:
+        self.asked[key_hash] += 1
+        return await super().find_key(key_hash)
+
+    async def get_tenant(self, tenant_id: str) -> TenantRecord | None:
+        self.is_between.set()
+        await self.may_go_on.wait()
+        return await super().get_tenant(tenant_id)
+
+
+async def test_a_look_up_that_began_before_its_key_was_revoked_lets_nobody_in_later(tmp_path: Path) -> None:
+    with closing(WatchedStore(tmp_path / "store.db")) as store:
+        auth = Auth(store, loopback=False, clock=Clock())
+        key = await create_key(store, "team")
+        looking = asyncio.create_task(auth.authenticate(key))
+        await store.is_between.wait()
+        record = await store.find_key(hash_key(key))
+        assert record is not None
+        await auth.revoke(record)
+        store.may_go_on.set()
+        assert (await looking).name == "team", "this request came before"
+        with pytest.raises(RequestError, match="revoked"):
+            await auth.authenticate(key)
+
+
+async def test_made_up_keys_push_none_out_that_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainhouse.server.tenants.auth._MOST_CACHED", 50)
+    with closing(WatchedStore(tmp_path / "store.db")) as store:
+        store.may_go_on.set()
+        auth = Auth(store, loopback=False, clock=Clock())
+        key = await create_key(store, "team")
+        await auth.authenticate(key)
+        for number in range(120):
+            with pytest.raises(RequestError, match="unknown"):
+                await auth.authenticate(f"tml-made-up-{number}")
+        with pytest.raises(RequestError, match="unknown"):
+            await auth.authenticate("tml-made-up-119")
+        assert (await auth.authenticate(key)).name == "team"
+        assert store.asked[hash_key(key)] == 1
+        assert store.asked[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
+        assert len(auth._known) + len(auth._refused) == 51
+
+
+async def test_revoking_what_is_not_in_force_says_so(api: Api) -> None:
+    with pytest.raises(ValueError, match="no key 7 in force"):
+        await revoke_key(api.services.store, 7)
+
+
+async def test_other_addresses_need_keys(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    here, everywhere = (
+        ServerConfig(base_models=(ServedModel("m", "m/m"),), host=host) for host in ("127.0.0.1", "0.0.0.0")
+    )
+    await require_keys(here, store)
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*trainhouse keys create"):
+        await require_keys(everywhere, store)
+    with pytest.raises(ValueError, match="`trainhouse keys create NAME --state-dir '/a b'`"):
+        await require_keys(replace(everywhere, state_dir=Path("/a b")), store)
+    with pytest.raises(ValueError, match="`trainhouse keys create NAME --database-url URL`") as refused:
+        await require_keys(replace(everywhere, database_url="postgresql://me:geheim@h/d"), store)
+    assert "geheim" not in str(refused.value)
+    await create_key(store, "team")
+    await require_keys(everywhere, store)
+    store.close()
+
+
+async def test_beyond_loopback_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    async with running_api(tmp_path, host="0.0.0.0") as api:
+        assert (await ask(api, {"X-API-Key": ALICE})).status_code == 401
+
+
+async def test_a_key_sees_itself_and_revokes_itself(api: Api) -> None:
+    open_key = await (await api.client(ALICE)).get("/api/v1/auth/apikey/me")
+    assert SelfApiKeyResponse.model_validate(open_key.json()).key_id == 0
+    key = await create_key(api.services.store, "team")
+    client = await api.client(key)
+    own = SelfApiKeyResponse.model_validate((await client.get("/api/v1/auth/apikey/me")).json())
+    assert (own.name, own.key_id) == ("team", 1)
+    assert (await client.delete("/api/v1/auth/apikey/me")).status_code == 204
+    assert (await client.get("/api/v1/auth/apikey/me")).status_code == 401
+
+
+async def test_a_key_that_was_never_made_cannot_be_revoked(api: Api) -> None:
+    assert (await (await api.client(ALICE)).delete("/api/v1/auth/apikey/me")).status_code == 404
+
+
+async def token_for(api: Api, key: str) -> str:
+    client = await api.client(key)
+    return AuthTokenResponse.model_validate((await client.post("/api/v1/auth/token", json={})).json()).jwt
+
+
+async def test_a_token_stands_for_its_key(api: Api) -> None:
+    key = await create_key(api.services.store, "team")
+    token = await token_for(api, key)
+    assert await api.tenant(token) == await api.tenant(key)
+    claims = jwt_claims(token)
+    assert (claims["email"], claims["exp"] - claims["iat"]) == ("team", LIFETIME_SECONDS)
+    again = await token_for(api, token)
+    assert await api.tenant(again) == await api.tenant(key)
+    await (await api.client(token)).delete("/api/v1/auth/apikey/me")
+    assert (await ask(api, {"X-API-Key": token})).status_code == 401, "it goes with its key"
+
+
+async def test_on_an_open_server_a_token_stands_for_its_key_too(api: Api) -> None:
+    assert await api.tenant(await token_for(api, ALICE)) == await api.tenant(ALICE)
+
+
+async def test_a_token_that_was_tampered_with_or_is_another_servers_is_refused(api: Api) -> None:
+    token = await token_for(api, ALICE)
+    head, claims, signature = token.split(".")
+    forged = Tokens().issue("0" * 64, "somebody", "somebody")
+    for wrong in (f"{head}.{claims[:-2]}AA.{signature}", f"{head}.{claims}.", f"{head}.{claims}", forged, "eyJ.eyJ.x"):
+        refused = await ask(api, {"X-API-Key": wrong})
+        assert refused.status_code == 401 and "no token in force" in refused.json()["detail"]
+        assert 'error="invalid_token"' in refused.headers["WWW-Authenticate"], "the SDK asks for a new one then"
+
+
+def test_a_token_expires() -> None:
+    clock = Clock()
+    tokens = Tokens(clock)
+    token = tokens.issue("hash", "tenant", "name")
+    clock.now += LIFETIME_SECONDS - 1
+    assert tokens.key_hash_of(token) == "hash"
+    clock.now += 1
+    assert tokens.key_hash_of(token) is None

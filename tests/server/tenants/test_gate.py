@@ -1,0 +1,267 @@
+"""Who may not come in is answered before a byte of the body is read; and how many bytes a route reads."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+import zstandard
+from fastapi import FastAPI, Request
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.http.bodies import CONTROL_BODY_BYTES
+from trainhouse.server.serving import connections
+from trainhouse.server.serving.app import create_app
+from trainhouse.server.store import SqliteStore
+from trainhouse.server.tenants import rate_limits
+from trainhouse.server.tenants.auth import Auth, create_key, hash_key
+from trainhouse.server.tenants.rate_limits import Strangers, network_of
+from trainhouse.server.tenants.scopes import LARGE_BODIES, ROUTE_SCOPES, find_route
+from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
+
+from ..api import ALICE, Api, Clock
+from ..serving.test_connections import connection_to, read_all, serving
+
+pytestmark = pytest.mark.anyio
+
+PLACES = {
+    "{session_id}": "s",
+    "{run_id}": "s:train:0",
+    "{sampler_id}": "s:sample:0",
+    "{kind}": "weights",
+    "{name}": "n",
+    "{name:path}": "tiny/qwen3",
+    "{file}": "config.json",
+}
+
+
+def target_of(route: str) -> tuple[str, str]:
+    """Method and path."""
+    method, path = route.split(" ")
+    for place, value in PLACES.items():
+        path = path.replace(place, value)
+    return method, path
+
+
+def head(route: str, *headers: str, body_bytes: int | None = 1000) -> bytes:
+    method, path = target_of(route)
+    length = ["transfer-encoding: chunked"] if body_bytes is None else [f"content-length: {body_bytes}"]
+    lines = [f"{method} {path} HTTP/1.1", "host: here", "content-type: application/json", *length, *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+async def answer_to(server: uvicorn.Server, request: bytes) -> bytes:
+    """All that comes until the server closes the connection, without a byte of the body being sent."""
+    async with connection_to(server) as (reader, writer):
+        writer.write(request)
+        return await asyncio.wait_for(read_all(reader), 20)
+
+
+async def test_each_route_refuses_a_stranger_before_the_body_comes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the size is not said, and where a client waits to be told to go on."""
+    monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
+    async with serving(api.app) as server:
+        for route in ROUTE_SCOPES:
+            requests = [head(route), head(route, body_bytes=None), head(route, "expect: 100-continue")]
+            answers = await asyncio.gather(*(answer_to(server, request) for request in requests))
+            for answer in answers:
+                assert answer.startswith(b"HTTP/1.1 401 "), (route, answer)
+                assert b"connection: close" in answer.lower() and answer.count(b"HTTP/1.1") == 1, (route, answer)
+
+
+async def test_each_route_refuses_a_key_without_the_scope_before_the_body_comes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
+    keys = {scope: await create_key(api.services.store, "team", (scope,)) for scope in ("read", "train")}
+    async with serving(api.app) as server:
+        for route, needed in ROUTE_SCOPES.items():
+            for scope, key in keys.items():
+                if scope not in needed:
+                    answer = await answer_to(server, head(route, f"x-api-key: {key}"))
+                    assert answer.startswith(b"HTTP/1.1 403 "), (route, answer)
+
+
+async def test_each_route_of_the_application_that_takes_a_key_is_found(api: Api) -> None:
+    """By the gate as by the application, which has the last word."""
+    for route in ROUTE_SCOPES:
+        found = find_route(*target_of(route))
+        assert found is not None and ROUTE_SCOPES[found] == ROUTE_SCOPES[route], route
+    for path in ("/api/v1/healthz", "/openapi.json", "/api/v1/downloads/r/weights/n/f", "/api/v1/nothing"):
+        assert find_route("GET", path) is None
+    assert find_route("GET", "/api/v1/create_session") is None
+
+
+@pytest.mark.parametrize("suffix", ["%0A", "/", "//", "%00", "%0A%0A", "?", ";", "%20"])
+async def test_no_spelling_of_a_path_opens_a_route_to_strangers(api: Api, suffix: str) -> None:
+    stranger = await api.client(key=None)
+
+    for route in ROUTE_SCOPES:
+        method, path = target_of(route)
+        answer = await stranger.request(method, f"{path}{suffix}", content=b"{}")
+
+        assert answer.status_code in (401, 404, 405, 307), (route, answer.text)
+
+
+async def test_a_refused_client_may_send_on_for_a_while(api: Api) -> None:
+    """It reads the answer all the same: the connection is not reset below it."""
+    body = bytes(connections.DRAIN_BYTES // 2)
+    async with serving(api.app) as server, connection_to(server) as (reader, writer):
+        writer.write(head("POST /api/v1/create_session", body_bytes=len(body)) + body)
+        await writer.drain()
+        assert (await read_all(reader)).startswith(b"HTTP/1.1 401 ")
+
+
+async def test_a_refused_client_that_sends_without_end_is_cut_off(api: Api) -> None:
+    async with serving(api.app) as server, connection_to(server) as (_, writer):
+        writer.write(head("POST /api/v1/create_session", body_bytes=1 << 40))
+        num_sent, piece = 0, bytes(1 << 16)
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 64 * connections.DRAIN_BYTES:
+                writer.write(piece)
+                await writer.drain()
+                num_sent += len(piece)
+        assert num_sent < 64 * connections.DRAIN_BYTES
+
+
+@pytest.mark.parametrize("path", ["/api/v1/nothing", "/api/v1/healthz"])
+async def test_who_sends_to_no_route_without_end_is_cut_off(api: Api, path: str) -> None:
+    async with serving(api.app) as server, connection_to(server) as (_, writer):
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {1 << 40}\r\n\r\n".encode())
+        num_sent, piece = 0, bytes(1 << 16)
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 64 * connections.DRAIN_BYTES:
+                writer.write(piece)
+                await writer.drain()
+                num_sent += len(piece)
+        assert num_sent < 64 * connections.DRAIN_BYTES
+
+
+async def test_routes_without_data_read_a_mebibyte(app: FastAPI) -> None:
+    """JSON of spaces: of the size that is allowed it is refused for what it says, and for its size beyond."""
+    headers = {"Content-Type": "application/json", "X-API-Key": ALICE}
+    for route in ROUTE_SCOPES:
+        method, path = target_of(route)
+        if method not in ("POST", "PUT") or route in LARGE_BODIES or path.endswith(NO_BODY):
+            continue
+        for num_bytes, is_too_large in ((CONTROL_BODY_BYTES, False), (CONTROL_BODY_BYTES + 1, True)):
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                answer = await client.request(method, path, content=b" " * num_bytes, headers=headers)
+            assert (answer.status_code == 413) == is_too_large, (route, answer.text)
+
+
+NO_BODY = ("/token", "/publish", "/config", "/dynamic_config", "/ttl")
+"""What the paths of routes end with that read no body, or look for a checkpoint before."""
+
+
+async def test_a_compressed_body_of_a_route_without_data_is_small_too(api: Api) -> None:
+    client = await api.client()
+    body = zstandard.compress(json.dumps({"model_id": "m", "seq_id": 1, "x": " " * CONTROL_BODY_BYTES}).encode())
+    assert len(body) < 10_000
+    answer = await client.post("/api/v1/retrieve_future", content=body, headers={"Content-Encoding": "zstd"})
+    assert answer.status_code == 413 and str(CONTROL_BODY_BYTES) in answer.text
+
+
+# Strangers
+
+
+def test_strangers_of_an_address_send_a_minutes_worth_and_then_as_time_passes() -> None:
+    clock = Clock()
+    strangers = Strangers(60, clock)
+    for _ in range(60):
+        strangers.take("10.0.0.1")
+    with pytest.raises(RequestError, match=r"60 a minute.*X-API-Key") as refused:
+        strangers.take("10.0.0.1")
+    assert (refused.value.status, refused.value.retry_after_seconds) == (429, pytest.approx(1))
+    strangers.take("10.0.0.2")
+    clock.now += 1
+    strangers.take("10.0.0.1")
+    with pytest.raises(RequestError):
+        strangers.take("10.0.0.1")
+
+
+def test_strangers_of_all_addresses_together_are_limited_too() -> None:
+    clock = Clock()
+    strangers = Strangers(6, clock)
+    for index in range(60):
+        strangers.take(f"10.0.0.{index}")
+    with pytest.raises(RequestError):
+        strangers.take("10.0.1.1")
+    clock.now += 1
+    strangers.take("10.0.1.1")
+
+
+def test_no_more_addresses_are_kept_than_a_limit() -> None:
+    clock = Clock()
+    strangers = Strangers(10**9, clock)
+    for index in range(3 * rate_limits._MOST_ADDRESSES):
+        strangers.take(f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}")
+    assert len(strangers._of_address) == rate_limits._MOST_ADDRESSES
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("fe80::1%eth0", "fe80::"),
+        ("somewhere", "somewhere"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_network_counts_as_one_address(address: str, network: str) -> None:
+    assert network_of(address) == network
+
+
+async def test_beyond_the_limit_no_unknown_key_is_looked_up_and_known_ones_work(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    clock = Clock()
+    auth = Auth(store, loopback=False, clock=clock, strangers_per_minute=5)
+    key = await create_key(store, "team")
+
+    async def status(key: str | None) -> int:
+        headers = [(b"x-api-key", key.encode())] if key else []
+        try:
+            await auth.admit(
+                Request({"type": "http", "headers": headers, "client": ("10.0.0.1", 1)}), "GET /api/v1/sessions"
+            )
+        except RequestError as error:
+            return error.status
+        return 200
+
+    assert await status(key) == 200
+    assert [await status(one) for one in (None, "tml-a", "tml-b", None, "tml-a", None, "tml-c")] == [401] * 5 + [
+        429
+    ] * 2
+    assert hash_key("tml-c") not in auth._refused, "the store was not asked"
+    assert await status(key) == 200
+    # A new key has the others asked for again, beside which strangers go on.
+    await create_key(store, "another team")
+    clock.now += 1.5
+    assert [await status(None), await status("tml-d"), await status("tml-e")][-1] == 429
+    assert await status(key) == 200
+    clock.now += 60
+    assert [await status(None), await status("tml-c")] == [401, 401]
+    store.close()
+
+
+async def test_a_server_tells_strangers_beyond_its_limit_when_to_come_again(tmp_path: Path) -> None:
+    config = ServerConfig(
+        base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path, unauthenticated_per_minute=2
+    )
+    app = create_app(config, WorkerDispatch(config.dispatch_config()))
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test/api/v1/") as client,
+    ):
+        answers = [await client.get("sessions") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [401, 401, 429]
+        assert 0 < int(answers[-1].headers["Retry-After"]) <= 30
+        assert (await client.get("sessions", headers={"X-API-Key": ALICE})).status_code == 429, "not known yet"
+        for _ in range(5):
+            assert (await client.get("healthz")).status_code == 200

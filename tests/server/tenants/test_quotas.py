@@ -1,0 +1,538 @@
+"""Limits: what is beyond them is put off and never lost, what was accepted always comes to its end, and others notice
+nothing."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+from trainhouse.schemas.errors import RequestError
+from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.config.knobs import ServerConfig, TenantWeight
+from trainhouse.server.http.bodies import Received
+from trainhouse.server.runs.run import Run
+from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.server.tenants.auth import Tenant, create_key
+from trainhouse.server.tenants.quotas import UNORDERED, Admission, Quotas, Standing
+from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
+
+from ..api import Clock
+from ..bench import Bench, MakeBench
+from ..real import ADAM, ALICE, BOB, Server, batch, running_server, sample_body, server_config
+
+pytestmark = pytest.mark.anyio
+
+JSON_ZSTD = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
+NEEDED = Standing("run", needed=True)
+EARLY = Standing("run", ready=False, needed=True)
+
+
+def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
+    config = ServerConfig(base_models=(ServedModel("tiny", "tiny"),), **({"max_body_bytes": 100} | limits))  # pyright: ignore[reportArgumentType]
+    return Quotas(config, clock or Clock())
+
+
+def accepted(quotas: Quotas, num_bytes: int, standing: Standing = UNORDERED, tenant: str = "alice") -> Admission:
+    """As a route does it. Raises RequestError 429."""
+    with quotas.admission(tenant) as admission:
+        if not admission.try_claim(num_bytes):
+            admission.claim(num_bytes, standing)
+        admission.keep(num_bytes, num_tokens=10)
+    return admission
+
+
+def used(quotas: Quotas, tenant: str = "alice") -> tuple[int, int, int]:
+    limits = quotas.limits(Tenant(tenant, tenant), 0)
+    return limits.queued_operations.used, limits.queued_bytes.used, limits.server_queued_bytes.used
+
+
+def test_a_tenant_at_a_limit_is_put_off_and_another_is_not() -> None:
+    of_all = quotas(tenant_queued_operations=2, tenant_queued_bytes=150)
+    first = accepted(of_all, 100)
+    with pytest.raises(RequestError, match=r"with 100 bytes are queued, this one has 60.*limit is 150") as refusal:
+        accepted(of_all, 60)
+    assert (refusal.value.status, refusal.value.retry_after_seconds) == (429, 5.0)
+    accepted(of_all, 50)
+    with pytest.raises(RequestError, match=r"2 operations.*limit is 2 \(the server's --tenant-queued-operations\)"):
+        accepted(of_all, 0)
+    accepted(of_all, 100, tenant="bob")
+    first.release()
+    accepted(of_all, 60)
+    assert (used(of_all), used(of_all, "bob")) == ((2, 110, 210), (1, 100, 210))
+
+
+def test_what_was_claimed_is_given_back_once() -> None:
+    of_all = quotas()
+    admission = accepted(of_all, 50)
+    admission.release()
+    admission.release()
+    with pytest.raises(ValueError), of_all.admission("alice") as broken:
+        broken.try_claim(70)
+        assert used(of_all) == (1, 70, 70)
+        raise ValueError
+    with of_all.admission("alice") as duplicate:
+        duplicate.try_claim(70)
+    assert used(of_all) == (0, 0, 0)
+
+
+def test_an_operation_may_hold_more_or_less_than_its_body_had() -> None:
+    of_all = quotas()
+    with of_all.admission("alice") as admission:
+        admission.try_claim(50)
+        admission.keep(80, 0)
+    assert used(of_all) == (1, 80, 80)
+    admission.release()
+    assert used(of_all) == (0, 0, 0)
+
+
+def test_tokens_per_minute_are_a_debt_that_passes_with_time() -> None:
+    clock = Clock()
+    of_all = quotas(clock, tenant_tokens_per_minute=60)
+    admission = accepted(of_all, 1)
+    admission.charge(90)
+    with pytest.raises(RequestError, match=r"used 100 tokens.*limit is 60 .*40 s") as refusal:
+        accepted(of_all, 1)
+    assert refusal.value.retry_after_seconds == pytest.approx(40)
+    assert of_all.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 100
+    assert accepted(of_all, 1, NEEDED) and accepted(of_all, 1, tenant="bob")
+    clock.now += 51
+    accepted(of_all, 1)
+    clock.now += 3600
+    assert of_all.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 0, "unused minutes are not saved up"
+
+
+def test_the_time_to_come_again_follows_how_fast_work_is_done() -> None:
+    clock = Clock()
+    of_all = quotas(clock, tenant_queued_operations=20)
+    queue = [accepted(of_all, 1) for _ in range(20)]
+    for admission in queue[:10]:
+        clock.now += 2
+        admission.release()
+        accepted(of_all, 1)
+    with pytest.raises(RequestError) as refusal:
+        accepted(of_all, 1)
+    assert refusal.value.retry_after_seconds == pytest.approx(2, rel=0.5)
+
+
+def test_a_refusal_is_told_to_who_waits_for_it_for_a_while() -> None:
+    clock = Clock()
+    of_all = quotas(clock, tenant_queued_operations=1)
+    assert of_all.pending("alice") is None
+    accepted(of_all, 1).release()
+    accepted(of_all, 1)
+    with pytest.raises(RequestError):
+        accepted(of_all, 1)
+    pending = of_all.pending("alice")
+    assert pending is not None and pending.queue_state == "paused_rate_limit"
+    assert "--tenant-queued-operations" in (pending.queue_state_reason or "")
+    clock.now += 120
+    assert of_all.pending("alice") is None and of_all.pending("bob") is None
+
+
+def test_idle_tenants_are_forgotten_and_busy_ones_are_not() -> None:
+    of_all = quotas(tenant_tokens_per_minute=100)
+    for tenant in ("alice", "bob"):
+        accepted(of_all, 1, tenant=tenant).release()
+    accepted(of_all, 1, tenant="alice")
+    of_all.forget_idle()
+    assert set(of_all._usages) == {"alice", "bob"}, "both have used tokens"
+    of_all._clock.now += 60  # type: ignore[attr-defined]
+    of_all.forget_idle()
+    assert set(of_all._usages) == {"alice"}
+
+
+def test_half_of_the_memory_is_kept_for_what_can_be_done_now() -> None:
+    """And room for the largest body is kept from all but those."""
+    of_all = quotas(queued_bytes=400, tenant_queued_bytes=1000)
+    for _ in range(2):
+        accepted(of_all, 100, EARLY, "bob")
+    other = Standing("other run", ready=False, needed=True)
+    with pytest.raises(RequestError, match="queued operations of all tenants") as refusal:
+        accepted(of_all, 100, Standing("run", ready=False))
+    assert refusal.value.status == 429
+    accepted(of_all, 100, EARLY, "bob")  # the run that has stood still longest
+    with pytest.raises(RequestError):
+        accepted(of_all, 1, EARLY, "bob")
+    with pytest.raises(RequestError):
+        accepted(of_all, 1, other, "bob")
+    ready = accepted(of_all, 100)
+    with pytest.raises(RequestError):
+        accepted(of_all, 1)
+    ready.release()
+    accepted(of_all, 100)
+
+
+def test_precedence_goes_on_when_the_first_run_moves_or_falls_silent() -> None:
+    clock = Clock()
+    of_all = quotas(clock, queued_bytes=400, tenant_queued_bytes=1000)
+    runs = [Standing(f"run {number}", ready=False, needed=True) for number in range(3)]
+    held = [accepted(of_all, 100) for _ in range(4)]
+    for run in runs:
+        with pytest.raises(RequestError):
+            accepted(of_all, 10, run)
+    for admission in held[2:]:
+        admission.release()
+    with pytest.raises(RequestError):
+        accepted(of_all, 10, runs[1])
+    of_all.moves("alice", "run 0")
+    accepted(of_all, 10, runs[1])
+    clock.now += 61
+    accepted(of_all, 10, runs[2])
+
+
+# Runs: whatever the order of arrival, everything comes to its end
+
+
+class Client:
+    """Sends operations of a run as a route and an SDK do it: it comes again until each is accepted."""
+
+    def __init__(self, run: Run, quotas: Quotas, random: random.Random) -> None:
+        self.run = run
+        self.quotas = quotas
+        self.random = random
+        self.num_put_off = 0
+        self.most_bytes = 0
+
+    async def send(self, seq_id: int, num_bytes: int) -> None:
+        while True:
+            await asyncio.sleep(self.random.uniform(0, 0.01))
+            with self.quotas.admission(self.run.record.tenant_id) as admission:
+                try:
+                    if not admission.try_claim(num_bytes):
+                        admission.claim(num_bytes, self.run.standing(seq_id))
+                except RequestError as error:
+                    assert error.status == 429
+                    self.num_put_off += 1
+                    continue
+                self.most_bytes = max(self.most_bytes, used(self.quotas)[2])
+                operation = OptimStepRequest(model_id=self.run.record.run_id, seq_id=seq_id)
+                await self.run.submit(seq_id, operation, Received(b"x" * num_bytes), admission)
+                return
+
+
+@pytest.fixture
+async def benches(make_bench: MakeBench) -> AsyncIterator:
+    async def make(num_runs: int, **limits: int) -> list[Bench]:
+        of_all = quotas(**limits)
+        made = [await make_bench(number=number, quotas=of_all) for number in range(num_runs)]
+        await asyncio.gather(*(bench.result(0) for bench in made))
+        return made
+
+    yield make
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, seed: int) -> None:
+    """One operation at a time would be enough for the smallest of these limits, were they sent in order."""
+    chance = random.Random(seed)
+    runs = await benches(3, tenant_queued_operations=1, tenant_queued_bytes=50, queued_bytes=400)
+    clients = [Client(bench.run, bench.quotas, chance) for bench in runs]
+    async with asyncio.timeout(60):
+        sends = [(client, seq_id) for client in clients for seq_id in range(1, 31)]
+        chance.shuffle(sends)
+        await asyncio.gather(*(client.send(seq_id, chance.randint(1, 100)) for client, seq_id in sends))
+        await asyncio.gather(*(bench.result(30) for bench in runs))
+    assert [bench.operations.performed for bench in runs] == [list(range(31))] * 3
+    assert max(client.most_bytes for client in clients) <= 400
+    assert all(client.num_put_off for client in clients)
+    assert used(runs[0].quotas) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("of_tenant", [{"tenant_queued_operations": 4}, {"tenant_queued_bytes": 320}, {}])
+async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches, of_tenant: dict[str, int]) -> None:
+    """The SDK sends it only once all others were accepted; together these are more than the memory takes.
+
+    The tenant's limits have room for one run's chunks, not for those of four that stand still.
+    """
+    runs = await benches(4, queued_bytes=1000, **of_tenant)
+    clients = [Client(bench.run, bench.quotas, random.Random(0)) for bench in runs]
+
+    async def send_batches(client: Client) -> None:
+        for first in (1, 6, 11, 16):
+            await asyncio.gather(*(client.send(seq_id, 80) for seq_id in range(first + 1, first + 5)))
+            await client.send(first, 80)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*map(send_batches, clients))
+        await asyncio.gather(*(bench.result(20) for bench in runs))
+    assert max(client.most_bytes for client in clients) <= 1000
+
+
+async def test_what_stands_before_a_gap_does_not_let_others_past_the_limit(benches) -> None:
+    """The negative control: where the run goes on by itself, the limit holds."""
+    (bench,) = await benches(1, tenant_queued_operations=2)
+    bench.operations.may_go_on.clear()
+    await bench.optim_step(1)
+    standing = bench.run.standing(2)
+    assert standing.ready and not standing.alone and not standing.needed
+    await bench.optim_step(3)
+    assert not bench.run.standing(4).needed and not bench.run.standing(4).ready
+    assert bench.run.standing(2).needed, "it fills the gap"
+    assert bench.run.standing(1).needed, "it only needs its answer"
+    bench.operations.may_go_on.set()
+    await bench.result(1)
+    assert bench.run.standing(4).needed, "the client may send 2 only once this one is accepted"
+
+
+@pytest.mark.parametrize("order", [range(2, 1001), range(1000, 1, -1)])
+async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(benches, order: range) -> None:
+    (bench,) = await benches(1, tenant_queued_operations=20, tenant_tokens_per_minute=60)
+    num_put_off = 0
+    for seq_id in order:
+        with bench.quotas.admission("alice") as admission:
+            try:
+                if not admission.try_claim(1):
+                    admission.claim(1, bench.run.standing(seq_id))
+            except RequestError:
+                num_put_off += 1
+                continue
+            operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
+            await bench.run.submit(seq_id, operation, Received(b"x"), admission)
+    assert (used(bench.quotas)[0], num_put_off) == (20, 999 - 20)
+    bench.quotas.charge("alice", 100)
+    with pytest.raises(RequestError, match="40 s"), bench.quotas.admission("alice") as admission:
+        admission.claim(1, bench.run.standing(500))
+    with bench.quotas.admission("alice") as admission:
+        admission.claim(1, bench.run.standing(1))
+
+
+async def test_a_run_sent_at_once_stays_within_the_limits(benches) -> None:
+    """Also while none of its uploads has been accepted."""
+    (bench,) = await benches(1, tenant_queued_operations=20)
+    await bench.optim_step(2)
+    async with AsyncExitStack() as stack:
+        for seq_id in range(3, 100):
+            admission = stack.enter_context(bench.quotas.admission("alice"))
+            try:
+                admission.claim(1, bench.run.standing(seq_id))
+            except RequestError:
+                continue
+        assert used(bench.quotas)[0] == 20
+
+
+async def test_pollers_hear_that_what_they_wait_for_was_put_off(benches) -> None:
+    (bench,) = await benches(1, tenant_queued_operations=1)
+    await bench.optim_step(2)
+    with pytest.raises(RequestError):
+        accepted(bench.quotas, 1)
+    waiting = await bench.futures.wait(bench.run.request_id(2), "alice", 0.01)
+    assert waiting.queue_state == "paused_rate_limit"
+    assert "seq_id 1, which has not arrived" in waiting.queue_state_reason
+    assert "--tenant-queued-operations" in waiting.queue_state_reason
+
+
+async def test_everything_is_given_back_whatever_becomes_of_it(benches) -> None:
+    ended, stopped = await benches(2)
+    for bench in (ended, stopped):
+        bench.operations.may_go_on.clear()
+        for seq_id in (1, 2, 5):
+            await bench.optim_step(seq_id)
+    assert used(ended.quotas)[0] == 6
+    ending = asyncio.create_task(ended.run.end("its session has ended"))
+    await asyncio.sleep(0.01)
+    ended.operations.may_go_on.set()
+    await ending
+    assert used(ended.quotas)[0] == 3
+    await stopped.run.stop()
+    assert used(ended.quotas) == (0, 0, 0)
+
+
+# Over HTTP, with a real worker
+
+
+LIMITS = {
+    "tenant_runs": 2,
+    "tenant_queued_operations": 3,
+    "tenant_tokens_per_minute": 600,
+    "max_body_bytes": 100_000,
+    "queued_bytes": 200_000,
+}
+
+
+@pytest.fixture
+async def limited(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
+    async with running_server(server_config(tiny_models["qwen3"], tmp_path, **LIMITS), dispatch) as running:
+        yield running
+
+
+async def limits_of(server: Server, key: str = ALICE) -> dict[str, Any]:
+    return (await server.clients[key].get("limits")).raise_for_status().json()
+
+
+async def test_a_refused_operation_spends_no_seq_id_and_is_sent_again(limited: Server) -> None:
+    run, bobs = await limited.create_run(), await limited.create_run(BOB)
+    for seq_id in (2, 3, 4):  # nothing of it can be done before 1 is there
+        await run.submit("optim_step", seq_id=seq_id, adam_params=ADAM)
+    assert (await limits_of(limited))["queued_operations"] == {"limit": 3, "used": 3}
+    sampler = await limited.post(
+        "create_sampling_session",
+        {"session_id": run.session_id, "sampling_session_seq_id": 0, "base_model": "tiny/qwen3"},
+    )
+    put_off = await limited.clients[ALICE].post("asample", json=sample_body(sampler["sampling_session_id"]))
+    assert put_off.status_code == 429 and "3 operations of yours are queued" in put_off.json()["detail"]
+    assert 0 < int(put_off.headers["Retry-After"]) <= 60
+    assert 0 < int(put_off.headers["Retry-After-Ms"]) <= 60_000
+    assert "metrics" in await bobs.do(
+        "forward", loss_fn="cross_entropy", data=[{"model_input": [1], "loss_fn_inputs": {"target_tokens": [2]}}]
+    )
+    assert (await run.send(run.encode(batch(1), 1))).status_code == 200, "it fills the gap"
+    assert "metrics" in await limited.result(f"{run.model_id}:2")
+    assert "error" in await limited.result(f"{run.model_id}:4")
+    again = await limited.clients[ALICE].post("asample", json=sample_body(sampler["sampling_session_id"]))
+    assert again.status_code == 200, "the same seq_id as before"
+    assert "sequences" in await limited.result(again.json()["request_id"])
+    used = await limits_of(limited)
+    assert (used["queued_operations"]["used"], used["server_queued_bytes"]["used"]) == (0, 0)
+
+
+async def test_trained_and_sampled_tokens_count(limited: Server) -> None:
+    run = await limited.create_run()
+    before = (await limits_of(limited))["tokens_per_minute"]
+    assert before == {"limit": 600, "used": 0}
+    data = batch(2)
+    await run.forward_backward(data)
+    num_trained = sum(one.model_input.length for one in data)
+    assert num_trained - 5 <= (await limits_of(limited))["tokens_per_minute"]["used"] <= num_trained
+    sampler = await run.do("save_weights_for_sampler")
+    body = sample_body(sampler["sampling_session_id"], num_samples=8, sampling_params={"max_tokens": 90, "stop": []})
+    await limited.result((await limited.post("asample", body))["request_id"])
+    used = (await limits_of(limited))["tokens_per_minute"]["used"]
+    assert 8 * 90 < used <= num_trained + 3 + 8 * 90
+    refused = await run.send(run.encode(data, seq_id := next(run.numbers)))
+    assert refused.status_code == 429 and "tenant-tokens-per-minute" in refused.json()["detail"]
+    assert int(refused.headers["Retry-After"]) == pytest.approx((used - 600) / 10, abs=2)
+    limited.services.quotas._usages[(await limited.services.auth.authenticate(ALICE)).id].bucket.level = 1
+    assert (await run.send(run.encode(data, seq_id))).status_code == 200
+
+
+async def test_runs_are_limited_and_those_of_ended_sessions_do_not_count(limited: Server) -> None:
+    first, second = await limited.create_run(), await limited.create_run()
+    session_id = await limited.create_session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny/qwen3", "lora_config": {"rank": 2}}
+    draft = {"lora_config": None, "model_role": "draft", "draft": {"algorithm": "eagle3"}}
+    for other in ({}, draft):
+        refused = await limited.clients[ALICE].post("create_model", json=body | other)
+        assert refused.status_code == 429 and "2 live runs" in refused.json()["detail"]
+    again = body | {"session_id": second.session_id, "lora_config": {"rank": 4, "seed": 1}}
+    assert await limited.post("create_model", again) == {"request_id": f"{second.model_id}:0"}, "it is there already"
+    await limited.create_run(BOB)
+    await limited.post(f"sessions/{first.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+    assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 1}
+    await limited.post("create_model", body | draft)
+    assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 2}, "drafts are runs as others are"
+
+
+async def test_memory_is_claimed_before_a_body_is_read(limited: Server) -> None:
+    """Four uploads of 80 kB into 200 kB, all begun before any ends."""
+    may_end = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"model_id": "' + b"x" * 70_000
+        await may_end.wait()
+        yield b"y" * (80_000 - 70_014)
+
+    async with AsyncExitStack() as stack:
+        transport = httpx.ASGITransport(limited.app)
+        clients = [
+            await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
+            for _ in range(4)
+        ]
+        headers = [{"X-API-Key": f"tml-{number}", "Content-Length": "80000"} for number in range(4)]
+        uploads = [
+            asyncio.create_task(client.post("/api/v1/optim_step", content=body(), headers=header))
+            for client, header in zip(clients, headers, strict=True)
+        ]
+        await asyncio.sleep(0.5)
+        assert (await limits_of(limited))["server_queued_bytes"]["used"] == 160_000
+        may_end.set()
+        statuses = sorted([answer.status_code for answer in await asyncio.gather(*uploads)])
+    assert statuses == [400, 400, 429, 429]
+    assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
+
+
+async def test_memory_is_claimed_before_a_body_is_decompressed(limited: Server) -> None:
+    """Sizes that are declared and sizes that are not; what does not fit spends no seq_id."""
+    run = await limited.create_run()
+    services = limited.services
+    tenant = await services.auth.authenticate(ALICE)
+    with services.quotas.admission("bob") as held:
+        held.claim(150_000, UNORDERED)
+        text = json.dumps({"model_id": run.model_id, "seq_id": 1, "adam_params": ADAM, "x": "y" * 90_000}).encode()
+        for declares in (True, False):
+            body = zstandard.ZstdCompressor(write_content_size=declares).compress(text)
+            assert len(body) < 500
+            put_off = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+            assert put_off.status_code == 429 and "Retry-After" in put_off.headers, put_off.text
+            assert "this one has 90" in put_off.json()["detail"]
+        assert services.quotas.limits(tenant, 0).queued_bytes.used == 0
+    accepted = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+    assert accepted.status_code == 200, "the seq_id was not spent"
+    assert "error" in await limited.result(accepted.json()["request_id"]), "there are no gradients"
+    assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
+
+
+async def test_what_could_never_find_room_once_decompressed_is_refused(limited: Server) -> None:
+    run = await limited.create_run()
+    text = json.dumps({"model_id": run.model_id, "seq_id": 1, "x": "y" * 110_000}).encode()
+    for declares in (True, False):
+        body = zstandard.ZstdCompressor(write_content_size=declares).compress(text)
+        refused = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+        assert refused.status_code == 413 and "100000 bytes once decompressed" in refused.json()["detail"]
+
+
+async def test_a_tenant_sees_nothing_of_what_others_use_unless_its_key_is_an_operators(limited: Server) -> None:
+    run, services = await limited.create_run(BOB), limited.services
+    await run.do("save_weights", path="a")
+    carol, operator = limited.clients[ALICE], limited.clients[BOB]
+    carol.headers["X-API-Key"] = await create_key(services.store, "carol")
+    operator.headers["X-API-Key"] = await create_key(services.store, "olga", ("operator",))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited.app), base_url="http://test/api/v1/") as nobody:
+        with services.quotas.admission("bob") as held:
+            held.claim(150_000, UNORDERED)
+            assert (await limits_of(limited))["server_queued_bytes"] == {"limit": 200_000, "used": 0}
+            assert (await limits_of(limited, BOB))["server_queued_bytes"]["used"] == 150_000
+            put_off = await carol.post("optim_step", content=bytes(90_000))
+            assert put_off.status_code == 429 and "150000" not in put_off.json()["detail"]
+        refused = await carol.get("workers")
+        assert refused.status_code == 403 and "needs operator" in refused.json()["detail"]
+        assert (await operator.get("workers")).json()["groups"]
+        counts = [(await client.get("readyz")).json()["runs"] for client in (nobody, carol, operator)]
+        assert counts == [None, None, 1]
+    own = (await carol.get("auth/apikey/me")).json()
+    assert own["scopes"] == ["train", "sample", "read", "admin"]
+
+
+# Weights
+
+
+async def test_weights_are_given_by_the_names_of_keys(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The dispatch's tenants are these names; a name that nobody has may be misspelt."""
+    weights = (TenantWeight("carol", 2.0), TenantWeight("crol", 2.0))
+    config = server_config(tiny_models["qwen3"], tmp_path, tenant_weights=weights)
+    store = SqliteStore(tmp_path / DATABASE_NAME)
+    key = await create_key(store, "carol")
+    store.close()
+    async with running_server(config, dispatch) as server:
+        assert [record.message for record in caplog.records if "tenant_weights" in record.message] == [
+            "tenant_weights names crol, of whom there is no key yet: see `trainhouse keys list`"
+        ]
+        server.clients[ALICE].headers["X-API-Key"] = key
+        run = await server.create_run()
+        assert server.services.dispatch._homes[run.model_id].tenant_id == "carol"
+        assert config.dispatch_config().tenant_weights["carol"] == 2.0
+        assert (await limits_of(server))["tenant"] == "carol", "what to write into --tenant-weights"
+
+
+async def test_a_base_url_that_ends_in_the_api_is_named(server: Server) -> None:
+    answer = await server.clients[ALICE].post("http://test/api/v1/api/v1/client/config", json={})
+    assert answer.status_code == 404
+    assert answer.json()["detail"] == "the base URL is http://test/, without /api/v1: clients add that themselves"

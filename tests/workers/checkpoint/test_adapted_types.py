@@ -1,0 +1,231 @@
+"""Adapters of every type of model that is served: what they adapt, and that peft loads all of it."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.server.checkpoints.peft_config import PeftConfig
+from trainhouse.workers.checkpoint import Learned, read_new, read_saved, save
+from trainhouse.workers.checkpoint.peft_import import import_adapter
+from trainhouse.workers.lora import Adapter
+from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
+from transformers import AutoModelForCausalLM
+
+from ..adapted import Adapted, in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences
+from ..models.tiny_types import tiny_config_of
+
+SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
+# In every run of the tests: dense, sparse in each of the ways that peft tells apart, and with names of their own.
+CORE = ("dots1", "gpt_neox", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe", "starcoder2")
+EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
+
+# Of log-probabilities, by the farthest that the adapter moves one.
+TOLERANCE = 1e-4
+
+
+def tiny(model_type: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    config = tiny_config_of(model_type)
+    if getattr(config, "sliding_window", None) is not None:
+        config.sliding_window = 512  # some are refused with one that sequences cross
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+def adapted_tiny(model_type: str, directory: Path) -> Adapted:
+    return Adapted(tiny(model_type, directory))
+
+
+def exported(adapter: Adapter, directory: Path) -> Path:
+    directory.mkdir()
+    save(Learned.by(adapter, Mesh(), optimizer=True), directory, base_name="tiny/model")
+    return directory
+
+
+def in_peft_from(model: Path, directory: Path) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with warnings.catch_warnings():
+        quieten_peft()
+        return PeftModel.from_pretrained(base, str(directory))
+
+
+@torch.no_grad()
+def distance(adapted: Adapted, adapter: Adapter | None, tuned: torch.nn.Module) -> float:
+    """Returns how far apart the farthest log-probabilities are."""
+    data = sequences(vocab_size=adapted.base.vocab_size)
+    ours, theirs = adapted.logits(data, adapter), peft_logits(tuned, data)
+    return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
+
+
+def numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns all that are not zero, in order of their size: peft arranges those of experts in another way."""
+    flat = torch.cat([each.detach().flatten() for each in tensors])
+    return flat[flat != 0].sort().values
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -> None:
+    adapted = adapted_tiny(model_type, tmp_path / "model")
+    adapter = adapted.create("run")
+    directory = exported(adapter, tmp_path / "here")
+    tuned = in_peft_from(tmp_path / "model", directory)
+    moved = distance(adapted, None, tuned)
+    assert distance(adapted, adapter, tuned) < TOLERANCE * moved
+    in_files = load_file(directory / "adapter_model.safetensors")
+    parameters = {name: each for name, each in tuned.named_parameters() if ".lora_" in name}
+    assert torch.equal(numbers([*in_files.values()]), numbers([*parameters.values()])), "none was dropped, none made up"
+    assert_each_is_seen(adapted, adapter, tuned, moved)
+    assert_comes_back(adapted, directory, tmp_path / "back")
+
+
+def assert_each_is_seen(adapted: Adapted, adapter: Adapter, tuned: PeftModel, moved: float) -> None:
+    """Without the matrices of any one layer the comparison would fail: of one kind each."""
+    kinds = {name.split(".", 5)[-1]: each for name, each in tuned.named_parameters() if ".lora_B." in name}
+    for name, parameter in kinds.items():
+        value = parameter.data.clone()
+        parameter.data.zero_()
+        assert distance(adapted, adapter, tuned) > 10 * TOLERANCE * moved, name
+        parameter.data.copy_(value)
+
+
+def assert_comes_back(adapted: Adapted, directory: Path, target: Path) -> None:
+    """As it was, by the import of adapters."""
+    config = PeftConfig.read(json.loads((directory / "adapter_config.json").read_text()))
+    target.mkdir()
+    lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
+    import_adapter(adapted.adapters, lora, directory / "adapter_model.safetensors", target, "tiny/model")
+    before, after = (load_file(each / "adapter_model.safetensors") for each in (directory, target))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("part", ["train_attn", "train_mlp"])
+@pytest.mark.parametrize("model_type", ["dots1", "qwen2_moe", "gpt_bigcode"])
+def test_peft_adapts_no_more_than_was_trained(model_type: str, part: str, tmp_path: Path) -> None:
+    adapted = adapted_tiny(model_type, tmp_path / "model")
+    adapter = adapted.create(
+        "run", **({"train_attn": False, "train_mlp": False, "train_unembed": False} | {part: True})
+    )
+    directory = exported(adapter, tmp_path / "here")
+    tuned = in_peft_from(tmp_path / "model", directory)
+    parameters = [each for name, each in tuned.named_parameters() if ".lora_" in name]
+    in_files = load_file(directory / "adapter_model.safetensors")
+    assert torch.equal(numbers([*in_files.values()]), numbers(parameters))
+    assert distance(adapted, adapter, tuned) < TOLERANCE * distance(adapted, None, tuned)
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", "phimoe", "qwen2_moe", "starcoder2"])
+def test_what_transformers_layers_learn_is_what_peft_learns(model_type: str, tmp_path: Path) -> None:
+    adapted = adapted_tiny(model_type, tmp_path)
+    assert not adapted.base.is_fused
+    adapter = adapted.create("run")
+    tuned = in_peft(adapted.directory, adapter)
+    data = sequences(vocab_size=adapted.base.vocab_size)
+    logits, wanted = adapted.logits(data, adapter), peft_logits(tuned, data)
+    adapter.begin_operation()
+    (logits * probe(logits)).sum().backward()
+    (wanted * probe(wanted)).sum().backward()
+    gradients = adapter.layout.named_views(adapter.scratch)
+    experts = [target for target in adapter.targets if target.num_experts is not None]
+    linears = list(dict.fromkeys(target.saved_kind for target in experts))
+    theirs = peft_gradients(tuned, max((target.num_experts or 0 for target in experts), default=0), linears)
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert relative_error(gradients[name], gradient) < 1e-4, name
+    some = next(iter(theirs))
+    assert relative_error(gradients[some] * 1.001, theirs[some]) > 5e-4
+
+
+# What is said of it
+
+
+ADAPTED = {
+    "starcoder2": {"mlp.c_fc", "mlp.c_proj"},
+    "olmoe": {"mlp.experts"},
+    "phimoe": {"mlp.experts"},
+    "minimax_m2": {"mlp.experts"},
+    "qwen2_moe": {"mlp.experts", "mlp.shared_expert"},
+    "hunyuan_v1_moe": {"mlp.experts", "mlp.shared_mlp"},
+    "glm4_moe": {"mlp", "mlp.experts", "mlp.shared_experts"},
+    "dots1": {"mlp", "mlp.experts", "mlp.shared_experts"},
+    "ernie4_5_moe": {"mlp", "mlp.experts", "mlp.shared_experts"},
+}
+
+
+@pytest.mark.parametrize("model_type", ADAPTED)
+def test_all_parts_of_feed_forward_layers_are_adapted(model_type: str, tmp_path: Path) -> None:
+    adapter = adapted_tiny(model_type, tmp_path).create("run", train_attn=False, train_unembed=False)
+    found = {target.name.split(".", 3)[-1] for target in adapter.targets}
+    kinds = {"gate_proj", "up_proj", "down_proj"}
+    wanted = ADAPTED[model_type]
+    assert found == (wanted if model_type == "starcoder2" else {f"{part}.{kind}" for part in wanted for kind in kinds})
+    left = {name.rpartition(".")[2] for name in adapter.not_adapted}
+    assert left <= {"q_proj", "k_proj", "v_proj", "o_proj", "gate", "router", "wg", "shared_expert_gate", "moe_statics"}
+
+
+@pytest.mark.parametrize("model_type", EVERY)
+def test_a_group_of_which_nothing_can_be_adapted_is_refused(model_type: str, tmp_path: Path) -> None:
+    adapted = adapted_tiny(model_type, tmp_path)
+    adapters, found = adapted.adapters, adapted.base.config.model_type
+    for flag, group in (("train_attn", "attention"), ("train_mlp", "mlp")):
+        lora = LoraConfig.model_validate({"train_attn": False, "train_mlp": False, flag: True})
+        if any(target.group == group for target in adapters.build(lora).targets):
+            adapters.check_groups(lora)
+            continue
+        with pytest.raises(OperationError, match=rf"{flag}=True would adapt nothing of {found} models such as "):
+            adapters.check_groups(lora)
+
+
+# What earlier versions saved
+
+
+def test_an_adapter_of_fewer_layers_is_loaded_as_the_same_function(tmp_path: Path) -> None:
+    """Earlier versions left experts in transformers' layers as they are."""
+    adapted = adapted_tiny("dots1", tmp_path / "model")
+    adapter = adapted.create("run")
+    for name, pair in adapter.pairs.items():
+        if ".experts." in name:
+            pair.b.zero_()
+    directory = exported(adapter, tmp_path / "here")
+    for file in ("adapter_model", "optimizer"):
+        kept = {
+            name: each for name, each in load_file(directory / f"{file}.safetensors").items() if ".experts." not in name
+        }
+        save_file(kept, directory / f"{file}.safetensors", metadata={"format": "pt"})
+    description = json.loads((directory / "trainhouse.json").read_text())
+    description["targets"] = [name for name in description["targets"] if ".experts." not in name]
+    (directory / "trainhouse.json").write_text(json.dumps(description))
+    loaded = read_new(adapted.models, directory)
+    data = sequences(vocab_size=adapted.base.vocab_size)
+    with torch.no_grad():
+        assert torch.equal(adapted.logits(data, loaded), adapted.logits(data, adapter))
+    a, b = loaded.all_factors()[next(name for name in loaded.all_factors() if ".experts." in name)]
+    assert bool(a.any()) and not bool(b.any())
+    read_saved(adapter, directory, optimizer=True).put_into(adapter)
+    other = adapted.create("other", train_mlp=False)
+    with pytest.raises(OperationError, match="adapts other layers than the model"):
+        read_saved(other, directory, optimizer=True)
+
+
+def test_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Laguna's shared experts are called otherwise in its files, and peft renames the name of their modules."""
+    adapted = adapted_tiny("laguna", tmp_path / "model")
+    adapter = adapted.create("run")
+    directory = exported(adapter, tmp_path / "here")
+    before = adapter.weights.clone()
+    for file in ("adapter_model", "optimizer"):
+        tensors = load_file(directory / f"{file}.safetensors")
+        assert any("mlp.shared_expert." in name for name in tensors)
+        renamed = {name.replace("mlp.shared_expert.", "mlp.shared_experts."): each for name, each in tensors.items()}
+        save_file(renamed, directory / f"{file}.safetensors", metadata={"format": "pt"})
+    read_saved(adapter, directory, optimizer=True).put_into(adapter)
+    assert torch.equal(adapter.weights, before)

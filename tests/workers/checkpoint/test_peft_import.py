@@ -1,0 +1,260 @@
+"""Adapters that peft has made: imported they compute what they do in peft, and come out as they went in."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.server.checkpoints import peft_config
+from trainhouse.workers.checkpoint import read_new
+from trainhouse.workers.checkpoint.peft_import import import_adapter
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Failure, RunSpec
+from transformers import AutoModelForCausalLM
+
+from ...tiny import tiny_model
+from ..adapted import Adapted, peft_logits, peft_parameters, quieten_peft, sequences
+from ..parallel.test_families import assert_sampled, in_peft, loss_of
+from ..parallel.training import greedy, layout, supervised
+
+TOLERANCE = 1e-4
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def made_by_peft(model: Path, directory: Path, **config: Any) -> PeftModel:
+    """Saved in the directory, with random matrices."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with warnings.catch_warnings():
+        quieten_peft()
+        warnings.filterwarnings("ignore", message=".*target_parameters.*")
+        tuned = get_peft_model(base, PeftConfig(**({"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | config)))
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        tuned.save_pretrained(str(directory), save_embedding_layers=False)
+    return tuned.eval()
+
+
+def imported(adapted: Adapted, source: Path, target: Path, **changes: Any) -> Path:
+    target.mkdir()
+    config = peft_config.PeftConfig.read(json.loads((source / "adapter_config.json").read_text()))
+    lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0).model_copy(update=changes)
+    import_adapter(adapted.adapters, lora, source / "adapter_model.safetensors", target, "tiny/model")
+    return target
+
+
+def logprobs(logits: Tensor) -> Tensor:
+    return logits.detach().log_softmax(-1)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "two of attention": ("qwen3", {"target_modules": ["q_proj", "v_proj"]}),
+    "everything": ("llama", {"target_modules": [*ATTENTION, *MLP, "lm_head"]}),
+    "rslora": ("qwen3", {"target_modules": ATTENTION, "use_rslora": True}),
+    "one layer": ("qwen3", {"target_modules": MLP, "layers_to_transform": [1]}),
+    "tied head": ("qwen3_tied", {"target_modules": ["lm_head", "q_proj"]}),
+    "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "experts": ("qwen3_moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    "down of experts": ("qwen3_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[1:]}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_computes_what_it_does_in_peft(case: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    kind, config = CASES[case]
+    tuned = made_by_peft(tiny_models[kind], tmp_path / "peft", **config)
+    adapted = Adapted(tiny_models[kind])
+    here = imported(adapted, tmp_path / "peft", tmp_path / "here")
+    adapter = read_new(adapted.models, here)
+    wanted = logprobs(peft_logits(tuned, sequences()))
+    assert (logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max() < TOLERANCE
+    assert (logprobs(adapted.logits(sequences(), None)) - wanted).abs().max() > 100 * TOLERANCE
+
+    other = imported(adapted, tmp_path / "peft", tmp_path / "other", alpha=6.1 if "rslora" not in case else 6.0)
+    changed = read_new(adapted.models, other)
+    assert (logprobs(adapted.logits(sequences(), changed)) - wanted).abs().max() > TOLERANCE, (
+        "a scale that is off shows"
+    )
+
+
+@pytest.mark.parametrize("case", ["two of attention", "everything", "one layer"])
+def test_what_was_imported_comes_out_as_it_was(case: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    kind, config = CASES[case]
+    made_by_peft(tiny_models[kind], tmp_path / "peft", **config)
+    before = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    after = load_file(
+        imported(Adapted(tiny_models[kind]), tmp_path / "peft", tmp_path / "h") / "adapter_model.safetensors"
+    )
+    assert before.keys() <= after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    added = {name: after[name] for name in after.keys() - before.keys()}
+    assert all(bool(tensor.any()) == ("lora_A" in name) for name, tensor in added.items())
+    assert bool(added) == (case != "everything")
+
+
+def test_our_own_exports_are_imported_as_they_are(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0])
+    made_by_peft(model, tmp_path / "peft", target_modules=ATTENTION, target_parameters=EXPERTS)
+    adapted = Adapted(model)
+    once = imported(adapted, tmp_path / "peft", tmp_path / "once")
+    twice = imported(adapted, once, tmp_path / "twice")
+    for file in ("adapter_model.safetensors", "adapter_config.json", "trainhouse.json"):
+        assert (twice / file).read_bytes() == (once / file).read_bytes()
+
+
+def test_in_bfloat16_it_is_read_as_it_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    made_by_peft(tiny_models["qwen3"], tmp_path / "peft", target_modules=ATTENTION)
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    after = load_file(imported(Adapted(tiny_models["qwen3"]), path.parent, tmp_path / "here") / path.name)
+    assert all(torch.equal(after[name], tensor.float()) for name, tensor in load_file(path).items())
+
+
+A_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B_NAME = A_NAME.replace("lora_A", "lora_B")
+ROUTER = "base_model.model.model.layers.0.mlp.gate.lora_A.weight"
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "no B": (drop(B_NAME), r"lora_A.weight is there without its lora_B: send both"),
+    "no A": (drop(A_NAME), r"lora_B.weight is there without its lora_A: send both"),
+    "another width": (put(A_NAME, torch.ones(4, 65)), r"q_proj.lora_A.weight has shape \[4, 65\], .* needs \[4, 64\]"),
+    "another rank": (put(A_NAME, torch.ones(5, 64)), r"has shape \[5, 64\], .* needs \[4, 64\] at rank 4"),
+    "not a number": (
+        put(A_NAME, torch.full((4, 64), math.nan)),
+        "q_proj.lora_A.weight has numbers that are not finite",
+    ),
+    "too large": (put(A_NAME, torch.full((4, 64), 1e300, dtype=torch.float64)), "not finite in float32"),
+    "whole numbers": (put(A_NAME, torch.ones(4, 64, dtype=torch.int64)), "is of torch.int64"),
+    "a router": (
+        put(ROUTER, torch.ones(4, 64)),
+        r"mlp.gate.lora_A.weight is of no layer that adapters adapt here: .*q_proj",
+    ),
+    "an embedding": (
+        put("base_model.model.model.embed_tokens.weight", torch.ones(2, 2)),
+        "save_embedding_layers=False",
+    ),
+    "nothing": (dict.clear, "has no tensors"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_no_adapter_of_the_base_model_is_refused(
+    damage: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    made_by_peft(tiny_models["qwen3"], tmp_path / "peft", target_modules=ATTENTION)
+    change, reason = DAMAGES[damage]
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(OperationError, match=reason) as refused:
+        imported(Adapted(tiny_models["qwen3"]), path.parent, tmp_path / "here")
+    assert refused.value.category == "user"
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_pickle_or_a_torn_file_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    made_by_peft(tiny_models["qwen3"], tmp_path / "peft", target_modules=ATTENTION)
+    adapted, path = Adapted(tiny_models["qwen3"]), tmp_path / "peft" / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    torch.save({"a": torch.ones(2)}, tmp_path / "pickle")
+    for number, content in enumerate((whole[:-1], whole[:100], b"", (tmp_path / "pickle").read_bytes())):
+        path.write_bytes(content)
+        with pytest.raises(
+            OperationError, match=r"adapter_model.safetensors cannot be read .*: send the file as peft saved"
+        ):
+            imported(adapted, path.parent, tmp_path / f"here{number}")
+
+
+def test_a_rank_beyond_the_limit_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    made_by_peft(tiny_models["qwen3"], tmp_path / "peft", target_modules=ATTENTION)
+    with pytest.raises(OperationError, match="rank 4 exceeds max_lora_rank 3: lower the rank or start"):
+        imported(Adapted(tiny_models["qwen3"], max_rank=3), tmp_path / "peft", tmp_path / "here")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("modules_to_save", ["lm_head"]),
+        ("fan_in_fan_out", True),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("lora_bias", True),
+        ("layer_replication", [[0, 2]]),
+        ("something_of_tomorrow", True),
+        ("r", 0),
+        ("lora_alpha", 0),
+        ("lora_alpha", math.inf),
+    ],
+)
+def test_a_setting_that_changes_what_is_computed_is_refused_by_name(key: str, value: object) -> None:
+    config = PeftConfig(r=4, target_modules=["q_proj"]).to_dict()
+    assert peft_config.PeftConfig.read(config) == peft_config.PeftConfig(4, 8.0, None), "peft's own defaults pass"
+    with pytest.raises(RequestError, match=f"adapter_config.json has {key} "):
+        peft_config.PeftConfig.read(config | {key: value})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "spec"), [("qwen3", "tp=2"), ("qwen3_moe", "ep=2"), ("qwen3_moe", "tp=2")])
+def test_an_adapter_of_peft_runs_and_comes_out_of_a_layout_as_of_peft(
+    kind: str, spec: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    experts = {"target_parameters": EXPERTS} if kind == "qwen3_moe" else {}
+    made_by_peft(tiny_models[kind], tmp_path / "peft", target_modules=[*ATTENTION, "lm_head"], **experts)
+    (tmp_path / "here").mkdir()
+    source = tmp_path / "peft" / "adapter_model.safetensors"
+    request = supervised("a", 7, 9, 30, 17, 4, forward_only=True)
+    with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path / "scratch") as where:
+        lora = where.call("convert_adapter", str(source), LoraConfig(rank=4, alpha=6.0, seed=0), str(tmp_path / "here"))
+        where.call("create_run", RunSpec("a", lora))
+        where.call("load_run", "a", str(tmp_path / "here"), False)
+        (output,) = where.run_pass(request)
+        where.call("load_adapter", "s", str(tmp_path / "here"))
+        job = greedy("j", "s", 11)
+        samples = where.sample(job)
+        exported = load_file(where.saved("a") / source.name)
+        refused = tmp_path / "refused"
+        refused.mkdir()
+        with pytest.raises(OperationError, match=r"(of|at) rank 5"):
+            where.call("convert_adapter", str(source), LoraConfig(rank=5, seed=0), str(refused))
+        assert where.run_pass(request)[0] is not None, "no rank is left behind"
+
+    assert not isinstance(output, Failure) and output is not None, output
+    tuned = in_peft(tiny_models[kind], source.parent)
+    _, wanted = loss_of(tuned, request.data)
+    found = [each["logprobs"] for each in output.loss_fn_outputs]
+    assert max(abs(one - other).max() for one, other in zip(found, wanted, strict=True)) < TOLERANCE
+    assert_sampled(tuned, job.prompt, samples["j"])
+    saved = load_file(tmp_path / "here" / source.name)
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
+    with torch.no_grad():
+        for parameter in peft_parameters(tuned).values():
+            parameter.mul_(1.003)
+    assert abs(found[1] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE, "matrices that are off show"

@@ -1,0 +1,572 @@
+"""A vLLM that is not there, ends, hangs or changes its mind, and what becomes of the requests that it had."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
+from trainhouse.tests.workers.engines import vllm_stand_in
+from trainhouse.tests.workers.engines.vllm_stand_in import FATAL
+from trainhouse.tests.workers.recording_worker import RECORDING
+from trainhouse.tests.workers.slow_loader import LOADING_SECONDS, SLOW_LOADER
+from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.engines.groups.copies import AdapterCopies
+from trainhouse.workers.engines.in_flight import Told
+from trainhouse.workers.engines.vllm import watchdog as lifeline
+from trainhouse.workers.engines.vllm.api import Ask, VllmApi
+from trainhouse.workers.engines.vllm.process import VllmProcess
+from trainhouse.workers.engines.vllm.server import VllmAt
+from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.scheduler.group import Backoff, OnProgress
+
+JOB = SampleJob("job", None, np.array([1, 5], np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
+
+
+@contextmanager
+def lifeline_of(*command: str) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
+    """It, and the process id of its command."""
+    arguments = [sys.executable, lifeline.__file__, *command]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_command_ends_when_we_hang_up_and_its_children_too() -> None:
+    shell = "sleep 1000 & sleep 1000"
+    with lifeline_of("sh", "-c", shell) as (process, pid):
+        assert process.stdin is not None and is_running(pid)
+        # Ctrl-C and SIGTERM are for the server.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(20) != 0
+        deadline = time.monotonic() + 30
+        while group_lives(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not group_lives(pid)
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_the_status_of_a_command_is_passed_on() -> None:
+    with lifeline_of("sh", "-c", "exit 7") as (process, _):
+        assert process.wait(20) == 7
+
+
+def config(sampling: SamplingConfig) -> DispatchConfig:
+    return DispatchConfig(
+        (WorkerConfig(ServedModel("tiny", "tiny"), device="cpu"),), worker=RECORDING, sampling=sampling
+    )
+
+
+def test_a_python_without_vllm_stops_the_start_with_the_reason(tmp_path: Path) -> None:
+    async def check() -> None:
+        sampling = SamplingConfig(vllm=VllmConfig(python=sys.executable), directory=str(tmp_path))
+        with pytest.raises(ValueError, match=r"vLLM of tiny does not start: .*No module named 'vllm'.*vllm\.log"):
+            await WorkerDispatch(config(sampling)).start(lambda _: None)
+
+    asyncio.run(asyncio.wait_for(check(), 200))
+
+
+def test_requests_wait_a_while_for_a_vllm_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+            dispatch = WorkerDispatch(config(SamplingConfig(vllm=VllmConfig(urls=(url,)))))
+            await dispatch.start(lambda _: None)
+            try:
+                waiting = asyncio.create_task(dispatch.sample("tiny", JOB))
+                await asyncio.sleep(0.5)
+                assert dispatch.status("tiny") == f"1 sampling request waits or runs on the vLLM at {url}"
+                dispatch.cancel("job")
+                with pytest.raises(OperationError, match="job was cancelled"):
+                    await waiting
+                monkeypatch.setattr(VllmAt, "patience_seconds", 1.0)
+                with pytest.raises(OperationError, match=rf"{url} does not answer since .* --sampler native") as failed:
+                    await dispatch.sample("tiny", JOB)
+                assert failed.value.category == "server"
+                waiting = asyncio.create_task(dispatch.sample("tiny", JOB))
+                await asyncio.sleep(0.1)
+            finally:
+                await dispatch.close()
+            with pytest.raises(OperationError, match="shutting down"):
+                await waiting
+
+    asyncio.run(asyncio.wait_for(check(), 200))
+
+
+def part(sample: int, tokens: Sequence[int]) -> SampledPart:
+    return SampledPart(sample, np.array(tokens, np.int32), np.array(tokens, np.float32))
+
+
+def response(*samples: Sequence[int]) -> SampleResponse:
+    parts = [part(0, tokens) for tokens in samples]
+    return SampleResponse(tuple(SampledSequence("length", each.tokens, each.logprobs) for each in parts))
+
+
+Run = tuple[Sequence[SampledPart], SampleResponse]
+
+
+def heard(*runs: Run) -> list[tuple[int, list[int]]]:
+    """Of the runs of one request, each with what it tells."""
+    heard: list[tuple[int, list[int]]] = []
+    told = Told(lambda parts: heard.extend((each.sample, each.tokens.tolist()) for each in parts))
+
+    async def attempt(run: Run, on_progress: OnProgress | None) -> SampleResponse:
+        assert on_progress is not None
+        for each in run[0]:
+            on_progress((each,))
+        return run[1]
+
+    async def run_all() -> None:
+        for each in runs:
+            await told.run(partial(attempt, each))
+
+    asyncio.run(run_all())
+    return heard
+
+
+def test_what_is_told_again_is_left_out() -> None:
+    first = [part(0, [1, 2]), part(1, [7]), part(0, [3])], response([1, 2, 3], [7])
+    again = [part(0, [1]), part(0, [2, 3, 4]), part(1, [7, 8]), part(1, [9])], response([1, 2, 3, 4], [7, 8, 9])
+    assert heard(first, again) == [(0, [1, 2]), (1, [7]), (0, [3]), (0, [4]), (1, [8]), (1, [9])]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        ([part(0, [9, 9, 9, 9])], response([9, 9, 9, 9])),
+        ([part(0, [1, 2]), part(0, [9, 9])], response([1, 2, 9, 9])),
+        ([], response([1, 2, 9, 9])),
+        ([part(0, [1, 2])], response([1, 2])),
+    ],
+)
+def test_a_stream_that_would_go_on_as_another_sample_ends(again: Run) -> None:
+    with pytest.raises(OperationError, match="came out otherwise than what was streamed") as failed:
+        heard(([part(0, [1, 2, 3])], response([1, 2, 3])), again)
+    assert failed.value.category == "server"
+
+
+# --- with a server in vLLM's place ---
+
+
+def stand_in(directory: Path) -> str:
+    """What starts it as a Python with vLLM would start that."""
+    program = directory / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {vllm_stand_in.__file__} {directory} "$@"\n')
+    program.chmod(0o700)
+    return str(program)
+
+
+def process(directory: Path, device: str = "cuda:0") -> VllmProcess:
+    model = WorkerConfig(ServedModel("tiny", "tiny"), device=device)
+    return VllmProcess(model, VllmConfig(python=stand_in(directory)), directory / "logs")
+
+
+@asynccontextmanager
+async def ours(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProcess]]:
+    """A dispatch that samples by a stand-in of its own, which comes back soon."""
+    sampling = SamplingConfig(
+        vllm=VllmConfig(python=stand_in(directory)), devices=("cuda:0",), directory=str(directory)
+    )
+    dispatch = WorkerDispatch(config(sampling))
+    engine: Any = dispatch._engines["tiny"]
+    engine._server._backoff = Backoff(first=0.05)
+    await dispatch.start(lambda _: None)
+    try:
+        yield dispatch, engine._server
+    finally:
+        await dispatch.close()
+
+
+@contextmanager
+def at_url(directory: Path) -> Iterator[tuple[str, int]]:
+    """Its URL and process id."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--port", str(port), "--served-model-name", "tiny"]
+    with subprocess.Popen([sys.executable, vllm_stand_in.__file__, str(directory), *options]) as server:
+        try:
+            yield f"http://127.0.0.1:{port}", server.pid
+        finally:
+            server.kill()
+
+
+def job(job_id: str, max_tokens: int = 5, first: int = 1, **options: Any) -> SampleJob:
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
+    return SampleJob(job_id, options.pop("adapter_id", None), np.array([first], np.int32), params, (), (), **options)
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 200))
+
+
+def num_starts(directory: Path) -> int:
+    return len((directory / "starts").read_text().splitlines())
+
+
+def test_a_request_that_vllm_dies_of_fails_and_those_beside_it_go_on(tmp_path: Path) -> None:
+    """It dies of it as often as it takes to find the culprit, and three times more; the innocent count none of them."""
+
+    async def check() -> None:
+        async with ours(tmp_path) as (dispatch, server):
+            innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", 100))) for i in range(6)]
+            with pytest.raises(OperationError, match="sampling request fatal failed 3 times: vLLM of tiny") as failed:
+                await dispatch.sample("tiny", job("fatal", first=FATAL))
+            assert failed.value.category == "server"
+            for each in innocent:
+                assert len((await each).sequences[0].tokens) == 100
+            while num_starts(tmp_path) < 1 + 1 + 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            assert server.is_ready and num_starts(tmp_path) == 1 + 1 + 3
+
+    run(check())
+
+
+def test_a_stream_that_comes_out_otherwise_the_second_time_ends(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with ours(tmp_path) as (dispatch, server):
+            told: list[int] = []
+            long = job("long", 200, streams=True)
+            sampling = asyncio.create_task(
+                dispatch.sample("tiny", long, lambda parts: told.extend(parts[0].tokens.tolist()))
+            )
+            while len(told) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            (tmp_path / "changed").touch()
+            os.kill(server.pids[0], signal.SIGKILL)
+            with pytest.raises(OperationError, match="came out otherwise than what was streamed of it: send"):
+                await sampling
+            assert told == list(range(len(told)))
+
+    run(check())
+
+
+def test_requests_wait_a_while_for_a_vllm_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: one that takes longer than that, and lives."""
+    monkeypatch.setattr(VllmAt, "patience_seconds", 2.0)
+
+    async def check(url: str, pid: int) -> None:
+        dispatch = WorkerDispatch(config(SamplingConfig(vllm=VllmConfig(urls=(url,)))))
+        await dispatch.start(lambda _: None)
+        try:
+            long = await dispatch.sample("tiny", job("long", 600))
+            assert len(long.sequences[0].tokens) == 600
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(
+                OperationError, match=rf"{url} does not answer since 2 seconds .*says nothing"
+            ) as failed:
+                await dispatch.sample("tiny", job("hangs"))
+            assert failed.value.category == "server"
+        finally:
+            await dispatch.close()
+
+    with at_url(tmp_path) as (url, pid):
+        run(check(url, pid))
+
+
+def test_a_vllm_that_fails_after_a_long_start_is_started_ever_later(tmp_path: Path) -> None:
+    """To be steady takes 0.2 s here, and a start that fails 0.5 s. The first of them comes at once."""
+
+    async def check() -> None:
+        server = process(tmp_path)
+        server._backoff = Backoff(first=0.3, steady_after=0.2)
+        await server.start(lambda _: None)
+        try:
+            (tmp_path / "refuses").touch()
+            os.kill(server.pids[0], signal.SIGKILL)
+            while num_starts(tmp_path) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert server._backoff.next_delay() == 0.3 * 2**3
+        finally:
+            await server.close()
+
+    run(check())
+
+
+def test_the_log_keeps_what_an_earlier_vllm_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And what is said to be the reason is the newest one's."""
+
+    async def check() -> None:
+        server = process(tmp_path)
+        server._backoff = Backoff(first=0.05)
+        await server.start(lambda _: None)
+        try:
+            (tmp_path / "refuses").touch()
+            os.kill(server.pids[0], signal.SIGKILL)
+            while num_starts(tmp_path) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            (tmp_path / "refuses").unlink()
+            await server.ready()
+            os.kill(server.pids[0], signal.SIGKILL)
+            while num_starts(tmp_path) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            await server.ready()
+        finally:
+            await server.close()
+        log = (tmp_path / "logs" / "vllm.log").read_text()
+        assert log.count("ready to serve") == 3 and log.count("no room for the keys") == 2
+        ends = [record.getMessage() for record in caplog.records if "ended with status" in record.getMessage()]
+        assert ["ready to serve" in end for end in ends] == [True, True]
+        assert sum("does not start: ValueError: no room for the keys" in each for each in caplog.messages) == 2
+
+    run(check())
+
+
+def test_a_vllm_that_cannot_be_started_for_want_of_files_is_tried_again(tmp_path: Path) -> None:
+    """Here its log has no place; the log is gone, too, when the reason of the end is looked for."""
+
+    async def check() -> None:
+        server = process(tmp_path)
+        server._backoff = Backoff(first=0.05, limit=0.1)
+        await server.start(lambda _: None)
+        try:
+            shutil.rmtree(tmp_path / "logs")
+            (tmp_path / "logs").write_text("not a directory")
+            os.kill(server.pids[0], signal.SIGKILL)
+            await asyncio.sleep(0.5)
+            assert not server.is_ready
+            (tmp_path / "logs").unlink()
+            await asyncio.wait_for(server.ready(), 30)
+            assert num_starts(tmp_path) == 2
+        finally:
+            await server.close()
+
+    run(check())
+
+
+def test_a_watch_that_crashes_fails_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with ours(tmp_path) as (dispatch, server):
+
+            def next_delay() -> float:
+                raise ZeroDivisionError("a mistake of ours")
+
+            monkeypatch.setattr(server._backoff, "next_delay", next_delay)
+            sampling = asyncio.create_task(dispatch.sample("tiny", job("waits", 200)))
+            await asyncio.sleep(0.2)
+            os.kill(server.pids[0], signal.SIGKILL)
+            with pytest.raises(OperationError, match="out of service after an internal error: a mistake of ours"):
+                await sampling
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "given"),
+    [
+        (None, "cuda:1", "1"),
+        ("4,5", "cuda:1", "5"),
+        ("GPU-a, GPU-b", "cuda:1,cuda:0", "GPU-b,GPU-a"),
+        ("4,5", "cuda", "4,5"),
+    ],
+)
+def test_vllm_gets_the_gpus_that_are_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, given: str
+) -> None:
+    """cuda:1 is the second of those that we see."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    async def check() -> None:
+        server = process(tmp_path, device)
+        await server.start(lambda _: None)
+        await server.close()
+        assert (tmp_path / "visible").read_text() == given
+
+    run(check())
+
+
+def test_a_gpu_that_we_do_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match="vLLM is to use cuda:2, and CUDA_VISIBLE_DEVICES=4,5 has 2: name one of them"):
+        run(process(tmp_path, "cuda:2").start(lambda _: None))
+
+
+@asynccontextmanager
+async def with_adapter(url: str, directory: Path) -> AsyncIterator[WorkerDispatch]:
+    """One that samples at this vLLM. directory: of its copies of adapters, of which there is one."""
+    sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(directory))
+    dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
+    await dispatch.start(lambda _: None)
+    try:
+        await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
+        await dispatch.copy_adapter("run", "adapter")
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+def test_scoring_a_prompt_with_an_adapter_holds_up_no_samples_of_it(tmp_path: Path) -> None:
+    async def check(url: str) -> None:
+        async with with_adapter(url, tmp_path / "samplers") as dispatch:
+            scored = job("scored", adapter_id="adapter", prompt_logprobs=True)
+            scoring = asyncio.create_task(dispatch.sample("tiny", scored))
+            await asyncio.sleep(0.2)
+            started = time.monotonic()
+            await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
+            assert time.monotonic() - started < 0.75 * LOADING_SECONDS and not scoring.done()
+            await scoring
+
+    with at_url(tmp_path) as (url, _):
+        run(check(url))
+
+
+def test_adapters_of_one_server_are_not_those_of_the_next_at_the_same_vllm(tmp_path: Path) -> None:
+    """Both call theirs "adapter", in its first version. And each takes what it has loaded with it."""
+
+    async def sampled(url: str, name: str) -> list[str]:
+        async with with_adapter(url, tmp_path / name) as dispatch:
+            await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
+            return await names(url)
+
+    async def names(url: str) -> list[str]:
+        async with httpx.AsyncClient() as client:
+            return [card["id"] for card in (await client.get(f"{url}/v1/models")).json()["data"][1:]]
+
+    async def check(url: str) -> None:
+        [first], [second] = await sampled(url, "first"), await sampled(url, "second")
+        assert first.startswith("adapter-v1-") and second.startswith("adapter-v1-") and first != second
+        assert await names(url) == []
+
+    with at_url(tmp_path) as (url, _):
+        run(check(url))
+
+
+def test_an_adapter_that_vllm_does_not_see_is_refused_without_our_directories(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(url: str) -> None:
+        async with with_adapter(url, tmp_path / "samplers") as dispatch:
+            with pytest.raises(
+                OperationError, match=r"vLLM does not load adapter .*it must see the server's"
+            ) as refused:
+                await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
+            assert str(tmp_path) not in refused.value.message
+            assert f"No adapter found for {tmp_path}/samplers" in caplog.text
+
+    (tmp_path / "sees no files").touch()
+    with at_url(tmp_path) as (url, _):
+        run(check(url))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 tokens, vLLM takes 1024: leave some"),
+        ({"min_tokens": 1, "stops": 121}, "121 stop tokens go with min_tokens, with which vLLM takes 120: leave out"),
+        ({"top": 500, "max_tokens": 1000}, "topk_sample_logprobs 500 of 64 samples of 1000 tokens makes more than"),
+    ],
+)
+def test_what_vllm_would_end_of_is_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    options = {"seed": 0, "max_tokens": 5} | options
+    stops, top = tuple(range(options.pop("stops", 0))), options.pop("top", 0)
+    params = SamplingParams(**options)
+    asked = replace(job("refused"), params=params, stop_token_ids=stops, topk_sample_logprobs=top, num_samples=64)
+
+    async def check() -> None:
+        async with ours(tmp_path) as (dispatch, _):
+            with pytest.raises(OperationError, match=reason) as refused:
+                await dispatch.sample("tiny", asked)
+            assert refused.value.category == "user"
+
+    run(check())
+
+
+def test_a_large_answer_is_read_beside_other_work(tmp_path: Path) -> None:
+    """Which never waits as long as its JSON takes to read, and that is not all that is done with it."""
+
+    async def check() -> None:
+        server = process(tmp_path)
+        await server.start(lambda _: None)
+        api = VllmApi(server)
+        asked = job("large", 16_000, num_samples=64)
+        longest = 0.0
+
+        async def watch() -> None:
+            nonlocal longest
+            while True:
+                started = time.monotonic()
+                await asyncio.sleep(0.001)
+                longest = max(longest, time.monotonic() - started)
+
+        text = json.dumps(vllm_stand_in.answer({"logprobs": 0, "n": 64}, range(16_000)))
+        to_read = 0.0
+        for _ in range(5):  # other processes keep it waiting, too
+            longest = 0.0
+            watching = asyncio.create_task(watch())
+            answer = await api.complete(asked, Ask(0, 64), "tiny", 16_000)
+            watching.cancel()
+            assert [len(piece.tokens) for piece in answer.pieces] == [16_000] * 64
+            started = time.monotonic()
+            json.loads(text)
+            to_read = time.monotonic() - started
+            if longest < to_read:
+                break
+        assert longest < to_read
+        await api.close()
+        await server.close()
+
+    run(check())
+
+
+def test_a_copy_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        copies = AdapterCopies(tmp_path / "copies")
+        weights = AdapterWeights(LoraConfig(rank=4, seed=0), np.ones(1 << 20, np.float32))
+        await copies.put("adapter", weights)
+        [kept] = (tmp_path / "copies").iterdir()
+        (tmp_path / "copies" / "2.f32").symlink_to("/dev/full")
+        with pytest.raises(OperationError, match="adapter adapter cannot be kept for sampling: ") as failed:
+            await copies.put("adapter", weights)
+        assert failed.value.category == "server"
+        putting = asyncio.create_task(copies.put("adapter", weights))
+        await asyncio.sleep(0)
+        putting.cancel()
+        await asyncio.wait({putting})
+        await asyncio.sleep(0.5)
+        assert list((tmp_path / "copies").iterdir()) == [kept] and copies.get("adapter").file == kept
+        copies.close()
+
+    run(check())

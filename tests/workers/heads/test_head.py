@@ -1,0 +1,279 @@
+"""The chunked head against the plain way: all logits at once, log_softmax, autograd."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.workers.batch.objective import Objective
+from trainhouse.workers.heads import LogprobHead
+from trainhouse.workers.lora import Adapter, Adapters, Segment
+from trainhouse.workers.losses import LOSSES
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.training.scoring import Scored, scored, scored_with_gradient
+
+from ..adapted import created
+
+LENGTHS = (7, 4, 12, 1)
+NUM_ROWS = sum(LENGTHS)
+BOUNDS = (0, 7, 11, 23, 24)
+CHUNKS = (1, 5, NUM_ROWS, 100)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_models: dict[str, Path]) -> BaseModel:
+    return BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3_tied"]))))
+
+
+@pytest.fixture(scope="module")
+def adapter(base: BaseModel) -> Adapter:
+    """With B not zero, so that the pair of the head counts."""
+    adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
+    adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+    return adapter
+
+
+def some_hidden(base: BaseModel) -> Tensor:
+    return torch.randn(NUM_ROWS, base.unembedding.shape[1], generator=torch.Generator().manual_seed(2)).to(base.dtype)
+
+
+def objective(name: str, num_targets: int | None = None) -> Objective:
+    shape = (NUM_ROWS,) if num_targets is None else (NUM_ROWS, num_targets)
+    generator = torch.Generator().manual_seed(3)
+    random = {key: torch.randn(shape, generator=generator) for key in ("weights", "logprobs", "advantages")}
+    random["logprobs"] -= 4
+    random["advantages"][:5] = 0
+    ones = dict.fromkeys(("sequence_ratio_mask", "sampled_mask"), torch.ones(shape))
+    loss = LOSSES[name]
+    bounds = {key: torch.full(shape, value) for key, value in loss.config.items() if key in loss.optional}
+    inputs = {key: (random | ones | bounds)[key] for key in (*loss.required, *loss.optional)}
+    targets = torch.randint(512, shape, generator=generator)
+    return Objective(0, NUM_ROWS, loss, loss.config, 1.0, targets, inputs, BOUNDS)
+
+
+def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective) -> tuple[Tensor, ...]:
+    """Log-probabilities, loss, and its gradients by hidden, A and B."""
+    leaves = [hidden.clone().requires_grad_()]
+    logits = leaves[0] @ base.unembedding.t()
+    if adapter is not None:
+        assert adapter.unembed is not None
+        a, b = (matrix.clone().requires_grad_() for matrix in (adapter.unembed.a, adapter.unembed.b))
+        logits = logits + adapter.unembed.scale * leaves[0] @ a.t() @ b.t()
+        leaves += [a, b]
+    all_logprobs = torch.log_softmax(logits, dim=-1)
+    targets = objective.targets.reshape(NUM_ROWS, -1)
+    logprobs = all_logprobs.gather(1, targets).reshape(objective.targets.shape)
+    losses = [
+        objective.loss.function(
+            logprobs[start:stop],
+            {name: value[start:stop] for name, value in objective.inputs.items()},
+            objective.config,
+        ).losses.sum()
+        for start, stop in pairwise(BOUNDS)
+    ]
+    loss = torch.stack(losses).sum()
+    return logprobs.detach(), loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def ours(
+    hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective, chunk_rows: int
+) -> tuple[Tensor, ...]:
+    gradient = torch.full_like(hidden, float("nan"))
+    pair = adapter.unembed if adapter is not None else None
+    if adapter is not None:
+        adapter.begin_operation()
+    output = trained(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
+    pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
+    return output.scores, output.loss.losses.sum(), gradient, *pair_gradients
+
+
+def trained(
+    head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
+) -> Scored:
+    """One objective, one adapter."""
+    (output,) = scored_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
+    return output
+
+
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients_are_those_of_autograd_for_any_chunk(
+    name: str, chunk_rows: int, base: BaseModel, adapter: Adapter
+) -> None:
+    hidden, wanted = some_hidden(base), objective(name)
+    expected = plain(hidden, base, adapter, wanted)
+    for found, reference in zip(ours(hidden, base, adapter, wanted, chunk_rows), expected, strict=True):
+        torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_targets", [1, 3])
+@pytest.mark.parametrize("with_pair", [False, True])
+def test_several_targets_a_position(num_targets: int, with_pair: bool, base: BaseModel, adapter: Adapter) -> None:
+    hidden, wanted, used = some_hidden(base), objective("cross_entropy", num_targets), adapter if with_pair else None
+    expected = plain(hidden, base, used, wanted)
+    for found, reference in zip(ours(hidden, base, used, wanted, 5), expected, strict=True):
+        torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_the_tolerance_tells_a_missing_pair(base: BaseModel, adapter: Adapter) -> None:
+    hidden, wanted = some_hidden(base), objective("cross_entropy")
+    without, reference = ours(hidden, base, None, wanted, 5), plain(hidden, base, adapter, wanted)
+    for index in range(3):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(without[index], reference[index], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_that_do_not_count_get_no_gradient_whatever_is_in_them(
+    name: str, base: BaseModel, adapter: Adapter
+) -> None:
+    hidden, wanted = some_hidden(base), objective(name)
+    counts = wanted.inputs[wanted.loss.counted_by]
+    counts[:7] = 0  # the whole first sequence
+    wanted.inputs.get("sequence_ratio_mask", counts)[:7] = 0
+    clean = ours(hidden, base, adapter, wanted, 5)
+    hidden[:7] = float("inf")
+    broken = ours(hidden, base, adapter, wanted, 5)
+    for found, reference in zip(broken[1:], clean[1:], strict=True):
+        assert torch.equal(found, reference)
+    assert not broken[2][:7].any()
+
+
+def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adapter) -> None:
+    hidden, plain_objective = some_hidden(base), objective("ppo")
+    weighted = replace(plain_objective, weight=-0.5)
+    once, half = (ours(hidden, base, adapter, wanted, 5) for wanted in (plain_objective, weighted))
+    assert torch.equal(half[0], once[0])
+    for found, reference in zip(half[1:], once[1:], strict=True):
+        torch.testing.assert_close(found, -0.5 * reference, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_forward_alone_gives_the_same_and_touches_no_gradient(name: str, base: BaseModel, adapter: Adapter) -> None:
+    hidden, wanted = some_hidden(base), objective(name)
+    head, before = LogprobHead(base, 5), adapter.scratch.clone()
+    (output,) = scored({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
+    assert torch.equal(adapter.scratch, before)
+    with_gradient = trained(head, hidden, adapter, wanted, torch.empty_like(hidden))
+    assert torch.equal(output.scores, with_gradient.scores)
+    torch.testing.assert_close(output.loss.losses, with_gradient.loss.losses)
+    assert output.loss.metrics.keys() == with_gradient.loss.metrics.keys()
+
+
+def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
+    config = WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), dtype="bfloat16")
+    base = BaseModel(config)
+    adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
+    adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
+    hidden, wanted = some_hidden(base), objective("cross_entropy")
+    gradient = torch.empty_like(hidden)
+    output = trained(LogprobHead(base, 5), hidden, adapter, wanted, gradient)
+    logits = LogprobHead(base, 100).logits(hidden, adapter.unembed)
+    expected = torch.log_softmax(logits, dim=-1).gather(1, wanted.targets[:, None]).squeeze(1)
+    assert output.scores.dtype == torch.float32
+    torch.testing.assert_close(output.scores, expected, rtol=1e-6, atol=1e-6)
+    assert gradient.dtype == torch.bfloat16
+
+
+def test_rows_of_several_adapters_each_get_their_own(base: BaseModel, adapter: Adapter) -> None:
+    hidden, head = some_hidden(base), LogprobHead(base, 100)
+    segments = [Segment(0, 7, adapter), Segment(7, NUM_ROWS, None)]
+    logits = head.logits_of_segments(hidden, segments)
+    torch.testing.assert_close(logits[:7], head.logits(hidden[:7], adapter.unembed))
+    torch.testing.assert_close(logits[7:], head.logits(hidden[7:], None))
+
+
+MIXED = ("cross_entropy", "gspo", "ppo", "dro")
+SPLIT = (0, 6, 13, 14, NUM_ROWS)
+"""Where each of the mixed losses begins: at sequences of its own, which chunks of 5 rows cut."""
+
+
+def mixed_objectives() -> list[Objective]:
+    """Rows of several losses: the first has three targets a position, the second sees two sequences."""
+    whole = [objective(name, 3 if name == "cross_entropy" else None) for name in MIXED]
+    bounds = [(0, 6), (0, 4, 7), (0, 1), (0, 10)]
+    return [
+        replace(
+            each,
+            start=start,
+            stop=stop,
+            targets=each.targets[start:stop],
+            inputs={name: values[start:stop] for name, values in each.inputs.items()},
+            bounds=own,
+        )
+        for each, (start, stop), own in zip(whole, pairwise(SPLIT), bounds, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_rows_of_several_losses_and_adapters_are_as_each_alone(
+    chunk_rows: int, base: BaseModel, adapter: Adapter
+) -> None:
+    other = created(Adapters(base, max_rank=8), "other", LoraConfig(rank=8, seed=2))
+    other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
+    hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
+    owners = [adapter, other, None, adapter]
+    segments = [Segment(each.start, each.stop, owner) for each, owner in zip(mixed_objectives(), owners, strict=True)]
+    for each in (adapter, other):
+        each.begin_operation()
+    heads = {"logprobs": LogprobHead(base, chunk_rows)}
+    found = scored_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
+    pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
+    pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
+    only_forward = scored(heads, hidden, segments, mixed_objectives())
+    for each in (adapter, other):
+        each.begin_operation()
+    for each, output, forward, owner in zip(mixed_objectives(), found, only_forward, owners, strict=True):
+        rows = slice(each.start, each.stop)
+        own = torch.empty_like(gradient[rows])
+        alone = replace(each, start=0, stop=rows.stop - rows.start)
+        (expected,) = scored_with_gradient(
+            {"logprobs": LogprobHead(base, 100)}, hidden[rows], [Segment(0, alone.stop, owner)], [alone], own
+        )
+        torch.testing.assert_close(output.scores, expected.scores)
+        torch.testing.assert_close(forward.scores, expected.scores)
+        torch.testing.assert_close(output.loss.losses, expected.loss.losses)
+        torch.testing.assert_close(gradient[rows], own)
+        for name, values in expected.loss.metrics.items():
+            torch.testing.assert_close(output.loss.metrics[name], values)
+            torch.testing.assert_close(forward.loss.metrics[name], values)
+    for pair, (a_grad, b_grad) in zip(pairs, pair_gradients, strict=True):
+        torch.testing.assert_close(a_grad, pair.a_grad)
+        torch.testing.assert_close(b_grad, pair.b_grad)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(a_grad, 1.001 * pair.a_grad)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements of any tensor made; `known` ones and their views are not made."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.num_elements = 0
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return result
+
+
+def largest(chunk_rows: int, name: str, base: BaseModel, adapter: Adapter) -> int:
+    hidden, wanted = some_hidden(base), objective(name)
+    with LargestTensor(base.unembedding, adapter.weights, adapter.scratch) as recorder:
+        ours(hidden, base, adapter, wanted, chunk_rows)
+    return recorder.num_elements
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "gspo"])
+def test_no_tensor_of_tokens_times_vocabulary_is_made(name: str, base: BaseModel, adapter: Adapter) -> None:
+    vocab_size = base.unembedding.shape[0]
+    assert largest(5, name, base, adapter) <= 5 * vocab_size
+    assert largest(NUM_ROWS, name, base, adapter) == NUM_ROWS * vocab_size  # the recorder sees it where it is made

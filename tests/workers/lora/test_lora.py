@@ -1,0 +1,287 @@
+"""Multi-adapter LoRA against peft, and what adapters of one packed row may not do to each other."""
+
+import gc
+import math
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.workers.lora import Segment
+from trainhouse.workers.ops.linear import mkldnn_linear, torch_linear
+
+from ...tiny import KINDS, tiny_model
+from ..adapted import (
+    LENGTHS,
+    Adapted,
+    copied,
+    created,
+    in_peft,
+    peft_gradients,
+    peft_logits,
+    probe,
+    relative_error,
+    sequences,
+)
+
+TOLERANCE = 2e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path]) -> None:
+    assert_equal_to_peft(Adapted(tiny_models[kind]))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_they_do_where_mkl_is_slow_too(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainhouse.workers.ops.linear._mkl_is_slow", lambda device, dtype: True)
+    assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
+
+
+def assert_equal_to_peft(adapted: Adapted) -> None:
+    adapter = adapted.create("one")
+    tuned = in_peft(adapted.directory, adapter)
+
+    logits, wanted = adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())
+    adapter.begin_operation()
+    (logits * probe(logits)).sum().backward()
+    (wanted * probe(wanted)).sum().backward()
+
+    assert relative_error(logits, wanted) < TOLERANCE
+    gradients = adapter.layout.named_views(adapter.scratch)
+    wanted_gradients = peft_gradients(tuned, max(target.num_experts or 0 for target in adapter.targets))
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in wanted_gradients.items():
+        assert relative_error(gradients[name], gradient) < 10 * TOLERANCE, name
+
+
+def test_a_weight_one_in_ten_thousand_off_shows_in_the_comparison_with_peft(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["qwen3"])
+    adapter = adapted.create("one")
+    tuned = in_peft(adapted.directory, adapter)
+    adapter.weights.mul_(1 + 1e-4)
+    assert relative_error(adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())) > TOLERANCE
+
+
+def test_two_ranks_in_one_row_equal_each_alone(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["qwen3"])
+    small, large = adapted.create("small", rank=2), adapted.create("large", rank=8, train_mlp=False)
+    rows = sequences()
+    border = LENGTHS[0]
+    mixed = adapted.hidden(rows, [Segment(0, border, small), Segment(border, sum(LENGTHS), large)])
+    (mixed * probe(mixed)).sum().backward()
+    gradients = [small.scratch.clone(), large.scratch.clone()]
+    weight = probe(mixed)
+
+    for adapter, part, rows_alone, gradient in (
+        (small, slice(0, border), rows[:1], gradients[0]),
+        (large, slice(border, None), rows[1:], gradients[1]),
+    ):
+        adapter.begin_operation()
+        alone = adapted.hidden(rows_alone, [Segment(0, sum(map(len, rows_alone)), adapter)])
+        (alone * weight[part]).sum().backward()
+        assert relative_error(mixed[part], alone) < TOLERANCE
+        assert relative_error(gradient, adapter.scratch) < 10 * TOLERANCE
+    other = adapted.hidden(rows[:1], [Segment(0, border, large)])
+    assert relative_error(mixed[:border], other) > 1e-2
+
+
+def test_segments_of_one_adapter_add_up(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    adapter = adapted.create("one")
+    total, gradients = sum(LENGTHS), []
+    for segments in ([Segment(0, total, adapter)], [Segment(0, 7, adapter), Segment(7, total, adapter)]):
+        adapter.begin_operation()
+        hidden = adapted.hidden(sequences(), segments)
+        (hidden * probe(hidden)).sum().backward()
+        gradients.append(adapter.scratch.clone())
+    assert relative_error(*gradients) < 10 * TOLERANCE
+
+
+def test_without_an_adapter_the_row_runs_the_bare_base(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["qwen2"])
+    adapter = adapted.create("one")
+    border = LENGTHS[0]
+    bare = adapted.hidden(sequences(), [])
+    beside = adapted.hidden(sequences(), [Segment(0, border, adapter), Segment(border, sum(LENGTHS), None)])
+    assert not bare.requires_grad
+    assert torch.equal(beside[border:], bare[border:])
+    assert relative_error(beside[:border], bare[:border]) > 1e-2
+
+
+def test_nothing_requires_a_gradient_under_no_grad(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    with torch.no_grad():
+        segments = [Segment(0, sum(LENGTHS), adapted.create("one"))]
+        hidden = adapted.hidden(sequences(), segments)
+    assert not hidden.requires_grad
+    with_gradient = adapted.hidden(sequences(), segments)
+    assert with_gradient.requires_grad and relative_error(hidden, with_gradient) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_nan_in_one_segment_stays_in_it(kind: str, tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models[kind])
+    sick, well = adapted.create("sick"), adapted.create("well", rank=8)
+    border = LENGTHS[0]
+    segments = [Segment(0, border, sick), Segment(border, sum(LENGTHS), well)]
+
+    def run() -> torch.Tensor:
+        well.begin_operation()
+        hidden = adapted.hidden(sequences(), segments)
+        (hidden * probe(hidden)).sum().backward()
+        return hidden
+
+    healthy, gradient = run(), well.scratch.clone()
+    sick.weights.fill_(torch.nan)
+    beside_nan = run()
+    assert beside_nan[:border].isnan().all()
+    # Not bit for bit: tokens that are NaN choose other experts, whose batches then have other sizes.
+    assert relative_error(beside_nan[border:], healthy[border:]) < TOLERANCE
+    assert relative_error(well.scratch, gradient) < 10 * TOLERANCE
+    assert well.scratch_is_finite()
+    assert not sick.scratch_is_finite()
+
+
+def test_a_new_adapter_changes_nothing_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["qwen3"])
+    first = created(adapted.adapters, "first", LoraConfig(rank=8, seed=3))
+    again = created(adapted.adapters, "again", LoraConfig(rank=8, seed=3))
+    other = created(adapted.adapters, "other", LoraConfig(rank=8, seed=4))
+    assert torch.equal(first.weights, again.weights)
+    assert not torch.equal(first.weights, other.weights)
+    pair = first.pairs["model.layers.0.self_attn.q_proj"]
+    bound = 1 / math.sqrt(64)
+    assert 0.9 * bound < pair.a.abs().max() <= bound
+    assert not pair.b.any()
+    for seed in (-1, 2**64 - 1):
+        created(adapted.adapters, str(seed), LoraConfig(rank=2, seed=seed))
+    with_it = adapted.logits(sequences(), first)
+    assert torch.equal(with_it, adapted.logits(sequences(), None))
+
+
+def test_the_flags_choose_the_targets(tiny_models: dict[str, Path]) -> None:
+    adapters = Adapted(tiny_models["qwen3"]).adapters
+
+    def kinds(attn: bool, mlp: bool, unembed: bool) -> set[str]:
+        lora = LoraConfig(rank=2, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
+        return {target.kind for target in adapters.build(lora).targets}
+
+    attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    assert kinds(True, True, True) == attention | mlp | {"lm_head"}
+    assert kinds(True, False, False) == attention
+    assert kinds(False, True, False) == mlp
+    assert kinds(False, False, True) == {"lm_head"}
+    with pytest.raises(OperationError, match="selects no linear layer"):
+        kinds(False, False, False)
+
+
+def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3_moe", tmp_path, mlp_only_layers=[0])
+    lora = LoraConfig(rank=2, train_attn=False, train_unembed=False)
+    adapter = Adapted(directory).adapters.build(lora)
+    dense = {f"model.layers.0.mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+    sparse = {f"model.layers.1.mlp.experts.{kind}_proj" for kind in ("gate", "up", "down")}
+    assert {target.name for target in adapter.targets} == dense | sparse
+    assert adapter.num_parameters == 2 * 3 * ((64 + 128) + 4 * (64 + 32))
+    assert len(adapter.layout.named_views(adapter.weights)) == 2 * 3 * (1 + 4)
+
+
+def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str, Path]) -> None:
+    adapters = Adapted(tiny_models["llama"], max_rank=16).adapters
+    with pytest.raises(OperationError, match=r"rank 17 exceeds max_lora_rank 16: .*--max-lora-rank 17"):
+        created(adapters, "large", LoraConfig(rank=17))
+    assert "large" not in adapters
+
+
+def test_an_unknown_adapter_is_named(tiny_models: dict[str, Path]) -> None:
+    adapters = Adapted(tiny_models["llama"]).adapters
+    with pytest.raises(KeyError, match="no model 'nobody'"):
+        adapters.get("nobody")
+    adapters.drop("nobody")
+
+
+def test_a_copy_is_a_snapshot_that_the_same_copy_overwrites(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    run = adapted.create("run")
+    snapshot = copied(adapted.adapters, "run", "sampler")
+    run.weights.add_(1.0)
+    assert not torch.equal(snapshot.weights, run.weights)
+    assert copied(adapted.adapters, "run", "sampler") is snapshot
+    assert torch.equal(snapshot.weights, run.weights)
+    assert snapshot.num_bytes == snapshot.weights.nbytes
+
+
+def test_an_operation_reaches_the_window_only_by_commit(tiny_models: dict[str, Path]) -> None:
+    adapter = Adapted(tiny_models["llama"]).create("one")
+    adapter.begin_operation()
+    adapter.scratch.fill_(1.0)
+    adapter.commit(num_tokens=3, weight_sum=2.0, losses={"loss:sum": 1.5})
+    adapter.begin_operation()
+    adapter.scratch.fill_(5.0)
+    adapter.begin_operation()
+    adapter.scratch.fill_(2.0)
+    adapter.commit(num_tokens=1, weight_sum=0.5, losses={"loss:sum": 1.0, "kl:sum": 7.0})
+    assert (adapter.accumulator == 3.0).all()
+    assert (adapter.window.num_operations, adapter.window.num_tokens, adapter.window.weight_sum) == (2, 4, 2.5)
+    assert adapter.window.losses == {"loss:sum": 2.5, "kl:sum": 7.0}
+    adapter.clear_window()
+    assert not adapter.accumulator.any()
+
+
+def test_a_dropped_adapter_is_freed_at_once(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    dropped, kept = (weakref.ref(adapted.create(adapter_id)) for adapter_id in ("dropped", "kept"))
+    gc.disable()
+    try:
+        adapter = adapted.adapters.get("dropped")
+        adapted.logits(sequences(), adapter).sum().backward()
+        del adapter
+        adapted.adapters.drop("dropped")
+        assert dropped() is None
+        assert kept() is not None
+    finally:
+        gc.enable()
+
+
+def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dict[str, Path]) -> None:
+    exact, rounded = Adapted(tiny_models["qwen3"]), Adapted(tiny_models["qwen3"], dtype="bfloat16")
+    hiddens, gradients = [], []
+    for adapted in (exact, rounded):
+        # Its weights are changed after creation, which the bfloat16 products must notice.
+        adapter = adapted.create("one", rank=8)
+        hidden = adapted.hidden(sequences(), [Segment(0, sum(LENGTHS), adapter)])
+        (hidden.float() * probe(hidden)).sum().backward()
+        hiddens.append(hidden.float())
+        gradients.append(adapter.scratch)
+    assert gradients[1].dtype == torch.float32
+    snapshot = copied(rounded.adapters, "one", "sampler")
+    rounded.hidden(sequences(), [Segment(0, sum(LENGTHS), snapshot)])
+    assert snapshot.num_bytes == 1.5 * snapshot.weights.nbytes
+    assert relative_error(hiddens[1], hiddens[0]) < 5e-2
+    assert relative_error(gradients[1], gradients[0]) < 1e-1
+    assert relative_error(exact.hidden(sequences(), []), hiddens[0]) > 1e-1
+
+
+def test_segments_that_miss_the_end_of_the_row_are_our_mistake(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    with pytest.raises(AssertionError, match="17 tokens, but the segments end at 16"):
+        adapted.hidden(sequences(), [Segment(0, 16, adapted.create("one"))])
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_onednn_product_is_torchs_linear(bias: bool) -> None:
+    x, weight = torch.randn(33, 24), torch.randn(40, 24)
+    shift = torch.randn(40) if bias else None
+    assert relative_error(mkldnn_linear(x, weight, shift), linear(x, weight, shift)) < TOLERANCE
+    grad = torch.randn(33, 40)
+    assert relative_error(mkldnn_linear(grad, weight.t()), grad @ weight) < TOLERANCE
+    assert relative_error(mkldnn_linear(x, weight * (1 + 1e-5), shift), linear(x, weight, shift)) > TOLERANCE
+    addend = torch.randn(33, 40)
+    wanted = linear(x, weight, shift) + addend
+    assert relative_error(mkldnn_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE
+    assert relative_error(torch_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE

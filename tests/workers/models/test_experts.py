@@ -1,0 +1,238 @@
+"""Experts in grouped products against a loop over them, in values and gradients, with adapters and without."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from trainhouse.workers.lora import Adapter, Segment
+from trainhouse.workers.models.experts import RoutedExperts
+from trainhouse.workers.ops.grouped_gemm import GroupedRows
+from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.shapes.families import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from ...tiny import tiny_config, tiny_model
+from ..adapted import Adapted
+
+LAYER = "model.layers.0.mlp.experts"
+EXACT = 1e-5
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 37])
+def test_a_layer_is_that_of_transformers(num_tokens: int) -> None:
+    torch.manual_seed(num_tokens)
+    model = AutoModelForCausalLM.from_config(
+        tiny_config("qwen3_moe"), dtype=torch.float32, experts_implementation="eager"
+    )
+    block = model.base_model.layers[0].mlp.requires_grad_(False)
+    for weight in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj):
+        nn.init.normal_(weight, std=0.3)
+    ours = RoutedExperts(block.experts, Mesh().along("ep"), FAMILIES["qwen3_moe"].expert_linears, block.gate)
+    x, gradient = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(num_tokens, 64)
+    theirs = block(x[None])[0]
+    theirs.backward(gradient)
+    wanted, x.grad = x.grad, None
+    result = ours.forward(x, are_alike=True)
+    result.backward(gradient)
+    assert wanted is not None and x.grad is not None
+    assert (result - theirs).abs().max() <= EXACT * theirs.abs().max()
+    assert (x.grad - wanted).abs().max() <= EXACT * wanted.abs().max()
+    with torch.no_grad():
+        assert (ours.forward(x, are_alike=True) - theirs).abs().max() <= EXACT * theirs.abs().max()
+        # What the bound would not let pass: a token that goes to another expert.
+        block.experts.down_proj.copy_(block.experts.down_proj.roll(1, 0))
+        assert (ours.forward(x, are_alike=True) - theirs).abs().max() > 1e-2 * theirs.abs().max()
+
+
+def test_groups_may_be_empty_and_rows_of_none_are_zeros() -> None:
+    x, weights = torch.randn(9, 5), torch.randn(4, 5, 3)
+    groups = GroupedRows(torch.tensor([2, 0, 5, 0]))
+    wanted = torch.cat([x[:2] @ weights[0], x[2:7] @ weights[2], torch.zeros(2, 3)])
+    assert torch.allclose(groups.times(x, weights), wanted, atol=1e-6)
+    y = torch.ones(9, 3)
+    groups.add_times(y, x, weights)
+    assert torch.allclose(y, 1 + wanted, atol=1e-6)
+    right, totals = torch.randn(9, 4), [torch.ones(2, 5, 4), torch.ones(2, 3, 4)]  # the second's rank is lower
+    groups.add_outer(totals, x, right)
+    assert torch.allclose(totals[0], 1 + torch.stack([x[:2].t() @ right[:2], x[2:7].t() @ right[2:7]]), atol=1e-6)
+    assert (totals[1] == 1).all()
+
+
+# With adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """Two of eight experts a token, so that with few tokens some have none."""
+    return Adapted(tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), num_experts=8))
+
+
+def only_experts(adapted: Adapted, adapter_id: str, rank: int, **lora: object) -> Adapter:
+    return adapted.create(adapter_id, rank=rank, train_attn=False, train_unembed=False, **lora)
+
+
+def experts_of(adapted: Adapted) -> RoutedExperts:
+    return adapted.base.experts[LAYER]
+
+
+def loop(adapted: Adapted, x: Tensor, segments: Sequence[Segment], pairs: Mapping[Adapter, "Pairs"]) -> Tensor:
+    """Each token by each of its experts, and the merged weights of its adapter's pair."""
+    block = adapted.base.model.get_submodule(LAYER.removesuffix(".experts"))
+    _, weights, chosen = block.gate(x)
+    rows = []
+    for segment in segments:
+        for i in range(segment.start, segment.stop):
+            row = torch.zeros(x.shape[1])
+            for weight, expert in zip(weights[i], chosen[i].tolist(), strict=True):
+                gate, up = block.experts.gate_up_proj[expert].chunk(2)
+                down = block.experts.down_proj[expert]
+                if segment.adapter in pairs:
+                    of_gate, of_up, of_down = pairs[segment.adapter].deltas(expert)
+                    gate, up, down = gate + of_gate, up + of_up, down + of_down
+                row = row + weight * ((silu(gate @ x[i]) * (up @ x[i])) @ down.t())
+            rows.append(row)
+    return torch.stack(rows)
+
+
+class Pairs:
+    """An adapter's matrices at the experts of a layer, as leaves that autograd knows."""
+
+    def __init__(self, adapter: Adapter, num_experts: int) -> None:
+        self._scale, self.leaves = adapter.scale, {}
+        for kind in ("gate_proj", "up_proj", "down_proj"):
+            matrices = adapter.matrices(f"{LAYER}.{kind}")
+            self.leaves[kind] = [
+                matrix.detach().clone().view(num_experts, adapter.lora.rank, -1).requires_grad_() for matrix in matrices
+            ]
+
+    def deltas(self, expert: int) -> Iterator[Tensor]:
+        for a, b_t in self.leaves.values():
+            yield self._scale * b_t[expert].t() @ a[expert]
+
+    def worst(self, adapter: Adapter) -> float:
+        """Of its gradients, the largest difference by the largest number."""
+        errors = []
+        for kind, leaves in self.leaves.items():
+            for leaf, found in zip(leaves, adapter.all_gradients()[f"{LAYER}.{kind}"], strict=True):
+                wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                errors.append(float((found.view_as(wanted) - wanted).abs().max() / wanted.abs().max()))
+        return max(errors)
+
+
+ROWS = {
+    "one adapter": [("a", 19)],
+    "one token": [("a", 1)],
+    "beside the bare base": [("a", 7), (None, 5), ("a", 3)],
+    "of one rank": [("a", 6), ("b", 9), ("a", 4)],
+    "of mixed ranks": [("a", 6), ("c", 9), (None, 2), ("b", 5), ("d", 8)],
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_adapters_of_experts_are_those_of_a_loop_over_experts(adapted: Adapted, case: str) -> None:
+    """d adapts other layers only. With so few tokens some experts have none, or none of some adapter."""
+    torch.manual_seed(0)
+    made = {
+        "a": only_experts(adapted, f"{case}-a", 4),
+        "b": only_experts(adapted, f"{case}-b", 4),
+        "c": only_experts(adapted, f"{case}-c", 5),
+        "d": adapted.create(f"{case}-d", rank=4, train_mlp=False),
+    }
+    segments, start = [], 0
+    for name, length in ROWS[case]:
+        segments.append(Segment(start, start + length, made[name] if name else None))
+        start += length
+    used = {segment.adapter for segment in segments} - {None, made["d"]}
+    pairs = {adapter: Pairs(adapter, 8) for adapter in used if adapter is not None}
+    x, gradient = torch.randn(start, 64, requires_grad=True), torch.randn(start, 64)
+
+    wanted = loop(adapted, x, segments, pairs)
+    wanted.backward(gradient)
+    wanted_grad, x.grad = x.grad, None
+    for adapter in made.values():
+        adapter.begin_operation()
+    with adapted.adapters.applied(segments):
+        found = experts_of(adapted).forward(x, are_alike=False)
+        found.backward(gradient)
+        with torch.no_grad():
+            without_gradient = experts_of(adapted).forward(x, are_alike=True)
+    assert x.grad is not None and wanted_grad is not None
+    assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
+    assert (without_gradient - wanted).abs().max() <= EXACT * wanted.abs().max()
+    assert (x.grad - wanted_grad).abs().max() <= EXACT * wanted_grad.abs().max()
+    for adapter, of_adapter in pairs.items():
+        assert of_adapter.worst(adapter) <= EXACT
+    for adapter in made.values():
+        if adapter not in pairs:
+            assert not adapter.scratch.any()
+    # What the bounds would not let pass: the bare experts, and another adapter's pairs.
+    with torch.no_grad():
+        bare = experts_of(adapted).forward(x, are_alike=True)
+        assert (bare - wanted)[: segments[0].stop].abs().max() > 1e-2 * wanted.abs().max()
+    assert Pairs.worst(pairs[made["a"]], only_experts(adapted, f"{case}-other", 4)) > 0.5
+
+
+def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted) -> None:
+    adapter = only_experts(adapted, "first", 4)
+    x = torch.randn(9, 64)
+    with adapted.adapters.applied([Segment(0, 9, adapter)]):
+        experts_of(adapted).forward(x, are_alike=False).sum().backward()
+    assert adapter.scratch.any()
+
+
+def test_copies_serve_on_while_decoding_and_a_single_adapter_is_not_held(adapted: Adapted) -> None:
+    adapters = [only_experts(adapted, f"decoding-{i}", 4) for i in range(2)]
+    together = [Segment(0, 3, adapters[0]), Segment(3, 5, adapters[1])]
+    x, name = torch.randn(5, 64), f"{LAYER}.up_proj"
+    with torch.no_grad():
+        plans = [adapted.adapters.plan(together)]
+        with adapted.adapters.applied(plans[0]):
+            before = experts_of(adapted).forward(x, are_alike=True)
+        plans.append(adapted.adapters.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
+        kept = [plan.experts.factors(name, plan.experts.bundles[0], 8, is_kept=True)[0] for plan in plans]
+        assert kept[0] is kept[1]
+        adapters[1].weights.add_(1.0)
+        later = adapted.adapters.plan(together, plans[1])
+        with adapted.adapters.applied(later):
+            after = experts_of(adapted).forward(x, are_alike=True)
+        assert torch.equal(after[:3], before[:3]) and not torch.allclose(after[3:], before[3:])
+        alone = adapted.adapters.plan([Segment(0, 5, adapters[0])]).experts
+        views = [alone.factors(name, alone.bundles[0], 8, is_kept=True)[0] for _ in range(2)]
+        assert views[0] is not views[1] and views[0].data_ptr() == views[1].data_ptr()
+
+
+def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
+    sick, well = only_experts(adapted, "sick", 4), only_experts(adapted, "well", 4)
+    x = torch.randn(12, 64, requires_grad=True)
+    segments = [Segment(0, 6, sick), Segment(6, 12, well)]
+    results = []
+    for weight in (None, torch.nan):
+        if weight is not None:
+            sick.weights.fill_(weight)
+        for adapter in (sick, well):
+            adapter.begin_operation()
+        with adapted.adapters.applied(segments):
+            y = experts_of(adapted).forward(x, are_alike=False)
+            y.backward(torch.ones_like(y))
+        results.append((y.detach()[6:], well.scratch.clone()))
+    assert y.detach()[:6].isnan().all() and not sick.scratch_is_finite()
+    for healthy, beside_nan in zip(*results, strict=True):
+        assert torch.equal(healthy, beside_nan)
+
+
+def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3_moe", tmp_path)
+    x, gradients = torch.randn(40, 64), []
+    for dtype in ("float32", "bfloat16"):
+        adapted = Adapted(directory, dtype=dtype)
+        adapter = only_experts(adapted, "run", 8)
+        with adapted.adapters.applied([Segment(0, 40, adapter)]):
+            y = experts_of(adapted).forward(x.to(adapted.base.dtype), are_alike=False)
+            y.backward(torch.ones_like(y))
+        gradients.append(adapter.scratch)
+    exact, rounded = gradients
+    assert rounded.dtype == torch.float32
+    assert (rounded - exact).norm() < 3e-2 * exact.norm()

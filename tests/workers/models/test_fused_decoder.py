@@ -1,0 +1,199 @@
+"""The layers as we run them against transformers' own forward on the same weights: values, gradients, isolation."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainhouse.workers.lora import Adapter, Segment
+from trainhouse.workers.models.fused_decoder import fused_trunk
+from trainhouse.workers.ops.attention import Packing, pack_lengths
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+
+from ...tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
+from ..adapted import LENGTHS, Adapted, Dtype, relative_error, sequences
+
+SHAPE: dict[str, Any] = TINY_SHAPE | {"head_dim": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+ROPE_BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
+    "llama with scaled rotation": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=None),
+    "mistral with a window": lambda: MistralConfig(**SHAPE, sliding_window=3),
+    "qwen2": lambda: tiny_config("qwen2"),
+    "qwen2 with windows": lambda: Qwen2Config(
+        **{name: value for name, value in SHAPE.items() if name != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=3,
+        max_window_layers=1,
+    ),
+    "qwen3": lambda: tiny_config("qwen3"),
+    "qwen3 with yarn": lambda: tiny_config("qwen3", rope_parameters=YARN),
+    "qwen3_moe": lambda: tiny_config("qwen3_moe"),
+    "qwen3_moe with a dense layer": lambda: tiny_config("qwen3_moe_mixed"),
+    **{kind: lambda kind=kind: tiny_config(kind) for kind in ("mixtral", "phi3", "olmo2", "gemma3")},
+    "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
+}
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
+
+
+def adapted(config: PreTrainedConfig, directory: Path, dtype: Dtype = "float32") -> Adapted:
+    """Of a model whose norms and biases are random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return Adapted(directory, dtype)
+
+
+def packed() -> tuple[Tensor, Tensor, Packing]:
+    """tokens, positions and packing of three sequences"""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return torch.cat(sequences()), positions, Packing(pack_lengths(LENGTHS))
+
+
+def as_transformers_runs_it(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    trunk: Any = bench.base.trunk
+    output = trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
+    return output.last_hidden_state[0]
+
+
+def as_we_run_it(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    assert fused_trunk(bench.base.trunk) is not None
+    return bench.base.hidden_states(tokens, positions, packing)
+
+
+def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """The hidden states, and the gradient that backward leaves in the adapter's scratch."""
+    adapter.begin_operation()
+    tokens, positions, packing = packed()
+    with bench.adapters.applied([Segment(0, len(tokens), adapter)]):
+        hidden = forward(bench, tokens, positions, packing)
+        hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))
+    return hidden.detach().float(), adapter.scratch.clone()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hidden_states_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    bench = adapted(CONFIGS[name](), tmp_path)
+    adapter = bench.create("a", train_mlp=not bench.base.experts)  # theirs have no place for adapters
+    found, wanted = (run(forward, bench, adapter) for forward in (as_we_run_it, as_transformers_runs_it))
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < 2e-6
+        assert relative_error(one * (1 + 5e-6), other) > 2e-6
+
+
+def test_bfloat16_is_no_further_from_the_truth_than_transformers(tmp_path: Path) -> None:
+    """On average: a single model's errors are as its rounding falls."""
+    ratios = [ratio for name in DENSE for ratio in error_ratios(name, tmp_path / name)]
+    assert sum(ratios) / len(ratios) < 1.05
+    assert max(ratios) < 1.5
+
+
+def test_what_a_router_weighs_in_float32_stays_in_the_dtype_of_the_base(tmp_path: Path) -> None:
+    adapted(CONFIGS["mixtral"](), tmp_path)
+    bench, (tokens, positions, packing) = Adapted(tmp_path, "bfloat16"), packed()
+    with bench.adapters.applied([Segment(0, len(tokens), bench.create("a", train_mlp=False))]):
+        found = as_we_run_it(bench, tokens, positions, packing)
+        wanted = as_transformers_runs_it(bench, tokens, positions, packing)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert relative_error(found.float(), wanted.float()) < 0.05
+
+
+def error_ratios(name: str, directory: Path) -> list[float]:
+    """Our error in bfloat16 as a multiple of transformers', of hidden states and gradients."""
+    exact, bench = adapted(CONFIGS[name](), directory), Adapted(directory, "bfloat16")
+    for parameter, rounded in zip(exact.base.trunk.parameters(), bench.base.trunk.parameters(), strict=True):
+        parameter.data.copy_(rounded)
+    exact_adapter, adapter = exact.create("a"), bench.create("a")
+    exact_adapter.weights.copy_(exact_adapter.weights.bfloat16())
+    wanted = run(as_transformers_runs_it, exact, exact_adapter)
+    ours, theirs = (run(forward, bench, adapter) for forward in (as_we_run_it, as_transformers_runs_it))
+    errors = [(relative_error(a, b), relative_error(c, b)) for a, b, c in zip(ours, wanted, theirs, strict=True)]
+    # Half the digits of bfloat16 would not pass.
+    assert all(relative_error(a.to(torch.float8_e4m3fn).float(), b) > 0.02 for a, b in zip(ours, wanted, strict=True))
+    return [one / other for one, other in errors]
+
+
+@pytest.mark.parametrize("name", ["mistral with a window", "qwen3"])
+def test_a_sequence_that_is_not_finite_leaves_the_others_as_they_were(name: str, tmp_path: Path) -> None:
+    bench = adapted(CONFIGS[name](), tmp_path)
+    adapters = [bench.create(str(i)) for i in range(len(LENGTHS))]
+    tokens, positions, packing = packed()
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    segments = [Segment(end - n, end, adapter) for n, end, adapter in zip(LENGTHS, ends, adapters, strict=True)]
+
+    def states_and_gradients() -> list[Tensor]:
+        for adapter in adapters:
+            adapter.begin_operation()
+        with bench.adapters.applied(segments):
+            hidden = bench.base.hidden_states(tokens, positions, packing)
+            hidden.backward(torch.ones_like(hidden))
+        return [*hidden.detach().split(LENGTHS), *(adapter.scratch.clone() for adapter in adapters)]
+
+    before = states_and_gradients()
+    adapters[1].weights.fill_(math.nan)
+    after = states_and_gradients()
+    for i in (0, 2, 3, 5):
+        assert torch.equal(before[i], after[i])
+    assert after[1].isnan().any() and after[4].isnan().any()
+
+
+def test_merged_products_give_the_same_and_hold_nothing_twice(tmp_path: Path) -> None:
+    bench = adapted(CONFIGS["qwen2"](), tmp_path)
+    adapter = bench.create("a")
+    attention: Any = bench.base.trunk.get_submodule("layers.0.self_attn")
+    storages = {attention.get_submodule(f"{kind}_proj").weight.untyped_storage().data_ptr() for kind in "qkv"}
+    assert len(storages) == 1
+    tokens, positions, packing = packed()
+    with bench.adapters.applied([Segment(0, len(tokens), adapter)]):
+        apart = bench.base.hidden_states(tokens, positions, packing)
+        with torch.no_grad():
+            merged = bench.base.hidden_states(tokens, positions, packing)
+    assert relative_error(merged, apart) < 1e-6
+
+
+def test_a_first_layer_without_adapters_below_it_keeps_no_graph(tmp_path: Path) -> None:
+    bench = adapted(CONFIGS["llama"](), tmp_path)
+    tokens, positions, packing = packed()
+    hidden = bench.base.hidden_states(tokens, positions, packing)
+    assert not hidden.requires_grad
+    with bench.adapters.applied([Segment(0, len(tokens), bench.create("a", train_attn=False))]):
+        assert bench.base.hidden_states(tokens, positions, packing).requires_grad
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda trunk: trunk.layers[1].mlp.register_forward_hook(lambda *_: None),
+        lambda trunk: setattr(trunk.layers[0], "input_layernorm", nn.LayerNorm(64)),
+        lambda trunk: setattr(trunk.layers[0].mlp, "forward", lambda x: x),
+        lambda trunk: setattr(trunk.layers[0].mlp.config, "hidden_act", "gelu"),
+        lambda trunk: setattr(trunk.rotary_emb, "rope_type", "dynamic"),
+    ],
+)
+def test_a_model_that_is_not_known_through_and_through_runs_as_it_is(alter: Callable[[Any], object]) -> None:
+    trunk: Any = AutoModelForCausalLM.from_config(tiny_config("qwen3")).base_model
+    assert fused_trunk(trunk) is not None
+    alter(trunk)
+    assert fused_trunk(trunk) is None
+
+
+def test_other_families_run_as_they_are(tmp_path: Path) -> None:
+    bench = adapted(GemmaConfig(**SHAPE), tmp_path)
+    assert fused_trunk(bench.base.trunk) is None
+    adapter = bench.create("a")
+    tokens, positions, packing = packed()
+    with torch.no_grad(), bench.adapters.applied([Segment(0, len(tokens), adapter)]):
+        found = bench.base.hidden_states(tokens, positions, packing)
+        assert torch.equal(found, as_transformers_runs_it(bench, tokens, positions, packing))

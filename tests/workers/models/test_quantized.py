@@ -1,0 +1,87 @@
+"""A base in 4 bits against one whose weights were rounded to what 4 bits can say, and held whole."""
+
+from pathlib import Path
+
+import bitsandbytes.functional as bnb
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import FullConfig, LoraConfig
+from trainhouse.workers.ops import quantized
+from trainhouse.workers.protocol.config import Quantization, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec
+from trainhouse.workers.worker.worker import Worker
+from transformers import AutoModelForCausalLM
+
+from ...tiny import tiny_model
+from ..adapted import relative_error
+from ..training.test_full import run, sampled, some_data, stepped, supervised
+
+KINDS = ("qwen3", "qwen3_moe_mixed", "qwen2_moe", "phi3")
+LAYERS = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+
+
+def a_worker(directory: Path, quantization: Quantization = "none") -> Worker:
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, base_quantization=quantization))
+    worker.create_run(RunSpec("run", LoraConfig(rank=4, seed=1)))
+    return worker
+
+
+def rounded(weight: Tensor) -> Tensor:
+    packed, state = bnb.quantize_4bit(weight.flatten(0, -2), blocksize=64, quant_type="nf4")
+    return bnb.dequantize_4bit(packed, state).view(weight.shape)
+
+
+def rounded_model(directory: Path, target: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(LAYERS):
+            parameter.data = rounded(parameter.data)
+    model.save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_and_samples_as_what_it_was_rounded_to(kind: str, tmp_path: Path) -> None:
+    directory = tiny_model(kind, tmp_path / "model")
+    ours, plain = a_worker(directory, "nf4"), a_worker(directory)
+    theirs = a_worker(rounded_model(directory, tmp_path / "rounded"))
+    losses = []
+    for worker in (ours, theirs, plain):
+        worker._models.get("run").weights.add_(0.02)  # B is zero else
+        (output,) = run(worker, supervised("run", some_data(1)))
+        losses.append(output.metrics["loss:sum"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] != pytest.approx(losses[2], rel=1e-5)
+    gradients = [worker._models.get("run").accumulator for worker in (ours, theirs, plain)]
+    assert relative_error(gradients[0], gradients[1]) < 1e-5 < relative_error(gradients[0], gradients[2])
+    for worker in (ours, theirs):
+        stepped(worker, "run")
+        worker.copy_adapter("run", "sampler")
+    for adapter_id in (None, "sampler"):
+        (one,), (other,) = sampled(ours, adapter_id), sampled(theirs, adapter_id)
+        assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
+        np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
+
+
+def test_what_is_quantised_takes_four_bits_and_a_half(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3_moe_mixed", tmp_path)
+    ours, plain = a_worker(directory, "nf4"), a_worker(directory)
+    parameters = dict(plain._base.model.named_parameters())
+    layers = sum(each.numel() for name, each in parameters.items() if name.endswith(LAYERS))
+    others = sum(each.numel() for name, each in parameters.items() if not name.endswith(LAYERS))
+    assert ours.memory()["base_weights"] == layers * 4.5 / 8 + others * 4
+    assert plain.memory()["base_weights"] == 4 * (layers + others)
+    assert ours.info() == plain.info()
+
+
+def test_full_fine_tuning_wants_the_whole_base(tmp_path: Path) -> None:
+    with pytest.raises(OperationError, match="serve without --base-quantization"):
+        a_worker(tiny_model("qwen3", tmp_path), "nf4").create_run(RunSpec("full", FullConfig()))
+
+
+def test_where_bitsandbytes_is_not_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install 'trainhouse\[quantization\]'"):
+        a_worker(tiny_model("qwen3", tmp_path), "nf4")

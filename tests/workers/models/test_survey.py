@@ -1,0 +1,331 @@
+"""A survey over all types of causal language models that transformers knows: each is refused in words, or its packed
+log-probabilities, in training and of samples, are those of transformers' own forward over each sequence by itself."""
+
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.batch.micro_batch import MicroBatch
+from trainhouse.workers.models import model as model_module
+from trainhouse.workers.models import packing_checks as plain
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.ops import attention
+from trainhouse.workers.ops.attention import pack_lengths
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Step
+from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
+from trainhouse.workers.shapes.model_shape import refusal_of
+from trainhouse.workers.worker.worker import Worker
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..adapted import quieten_peft
+from ..jobs import answers, job
+from .tiny_types import tiny_config_of
+
+SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
+REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - {"gemma3"})
+# In every run of the tests; what sets them apart is in none of the others.
+CORE = ("afmoe", "exaone_moe", "gpt2", "granite", "phimoe", "qwen2_moe")
+
+ROOT = Path(__file__).resolve().parents[3]
+LENGTHS = (9, 30, 17)
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize(
+    "model_type", [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
+)
+def test_a_type_that_is_served_has_the_numbers_of_transformers(model_type: str, tmp_path: Path) -> None:
+    saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type), dtype=torch.float32), tmp_path)
+    assert_as_transformers(tmp_path)
+    base_of(tmp_path, "bfloat16")
+
+
+def test_images_may_be_left_out(tmp_path: Path) -> None:
+    """As in the files of today, and in those of the releases."""
+    today, released = tmp_path / "today", tmp_path / "released"
+    model = with_images()
+    saved(model, today)
+    assert_as_transformers(today)
+    names = {name: released_name(name) for name in model.state_dict()}
+    assert {name for name in names.values() if name.startswith("language_model.model.layers.0.")}
+    released.mkdir()
+    renamed(today, released, names)
+    assert_as_transformers(released, reference=today)
+
+
+def test_an_adapter_of_a_part_for_text_fits_the_whole_model(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    adapter.mkdir()
+    saved(with_images(), base)
+    worker = Worker(WorkerConfig(ServedModel("m", str(base)), device="cpu"))
+    data = some_data(128)
+    worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
+    for _ in range(2):
+        worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+        worker.apply_steps((Step("a", AdamParams(learning_rate=3e-2)),))
+    worker.save_run("a", str(adapter), False)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
+    bare = distance(worker, whole, data, samples=False)
+    with warnings.catch_warnings():
+        quieten_peft()
+        warnings.filterwarnings("ignore", message="Found missing adapter keys.*vision_tower")
+        tuned = PeftModel.from_pretrained(whole, adapter).eval()
+    assert distance(worker, tuned, data, samples=False) < TOLERANCE < bare
+
+
+def assert_as_transformers(directory: Path, reference: Path | None = None) -> None:
+    worker = Worker(WorkerConfig(ServedModel("m", str(directory)), device="cpu"))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        reference or directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    data = some_data(len(theirs.get_input_embeddings().weight))
+    assert distance(worker, theirs.eval(), data) < TOLERANCE
+    with torch.no_grad():
+        theirs.get_input_embeddings().weight.mul_(1.01)
+    # What the bound would not let pass.
+    assert distance(worker, theirs, data) > TOLERANCE
+
+
+def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...], samples: bool = True) -> float:
+    """Of log-probabilities: of the data's targets, in one pass, and of samples of the base model."""
+    if "a" not in worker._models:
+        worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
+    (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+    assert isinstance(output, ForwardBackwardOutput), output
+    jobs = [job(f"{len(each.tokens)}", each.tokens, temperature=0.0, max_tokens=8) for each in data if samples]
+    sampled = answers(worker.sample_slice, *jobs)
+    found = [
+        logprobs(theirs, each.tokens, each.loss_fn_inputs["target_tokens"]) - of_ours["logprobs"]
+        for each, of_ours in zip(data, output.loss_fn_outputs, strict=True)
+    ]
+    for each in jobs:
+        answer = sampled[each.job_id]
+        assert isinstance(answer, SampleResponse), answer
+        (sequence,) = answer.sequences
+        whole = np.concatenate([each.prompt, sequence.tokens])
+        of_theirs = logprobs(theirs, whole[:-1], whole[1:])[len(each.prompt) - 1 :]
+        found.append(of_theirs - np.asarray(sequence.logprobs))
+    return max(float(np.abs(each).max()) for each in found)
+
+
+@torch.no_grad()
+def logprobs(model: Any, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """By transformers, of this sequence alone."""
+    logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+    chosen = torch.from_numpy(targets.astype(np.int64))[:, None]
+    return logits.float().log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+
+
+def some_data(vocab_size: int) -> tuple[Datum, ...]:
+    random = np.random.default_rng(1)
+    rows = [random.integers(3, vocab_size, length + 1) for length in LENGTHS]
+    ones = {length: np.ones(length, np.float32) for length in LENGTHS}
+    return tuple(
+        Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": ones[len(row) - 1]}) for row in rows
+    )
+
+
+def saved(model: Any, directory: Path) -> None:
+    """With biases, norms and the like that are not what they are made as, so that it matters what is done with them."""
+    generator = torch.Generator().manual_seed(3)
+    buffers = [buffer for name, buffer in model.named_buffers() if "bias" in name]
+    with torch.no_grad():
+        for each in (*model.parameters(), *buffers):
+            if each.ndim <= 1 and each.is_floating_point():
+                each.add_(0.1 * torch.randn(each.shape, generator=generator))
+    model.save_pretrained(directory)
+
+
+def with_images() -> Any:
+    text = tiny_config_of("gemma3_text").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5)
+    return Gemma3ForConditionalGeneration(config).float()
+
+
+def released_name(name: str) -> str:
+    """In the files of Gemma 3's releases."""
+    name = name.removeprefix("model.")
+    return name.replace("language_model.", "language_model.model.", 1)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_any_other_type_is_refused_in_a_sentence_by_its_config_alone(model_type: str) -> None:
+    for config in configs_of(model_type):
+        refusal = refusal_of(config)
+        assert refusal is not None and len(refusal) < 200, refusal
+        assert "not supported" in refusal
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_type_that_is_served_is_so_whatever_its_config_leaves_out(model_type: str) -> None:
+    for config in configs_of(model_type):
+        assert refusal_of(config) is None
+
+
+def test_the_document_lists_what_is_served() -> None:
+    text = (ROOT / "docs" / "parallel.md").read_text()
+    section = text.partition("### Models that run by transformers' modules")[2]
+    listed = section.partition("are served:")[2].partition("All others")[0]
+    assert set(re.findall(r"`([a-z0-9_-]+)`", listed)) == BY_TRANSFORMERS
+    assert f"[{len(BY_TRANSFORMERS)} more types]" in (ROOT / "README.md").read_text()
+
+
+def configs_of(model_type: str) -> list[Mapping[str, object]]:
+    """What a config.json may say at least, and all that transformers makes of it."""
+    try:
+        config = AutoConfig.for_model(model_type)
+    except Exception:  # of types that have no defaults
+        return [{"model_type": model_type}]
+    return [{"model_type": config.model_type}, config.to_dict()]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "mistral3", "text_config": {}, "vision_config": {}},
+            "mistral3 models, which have parts for vision",
+        ),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "qwen2_5_vl models, which have parts for vision, are not"),
+        ({"model_type": "gemma4_text"}, "gemma4_text models are not supported"),
+        ({"model_type": "granite", "logits_scaling": 8.0}, None),
+        ({"model_type": "granite", "logits_scaling": 1.0, "final_logit_softcapping": None}, None),
+        ({"model_type": "llama", "logits_scaling": 1.0, "logit_scale": 1}, None),
+        ({"model_type": "llama", "logits_scaling": 8.0}, "models with logits_scaling are not supported"),
+        ({"model_type": "cohere2", "logit_scale": 0.25}, None),
+        ({"model_type": "cohere2", "final_logit_softcapping": 30.0}, "models with final_logit_softcapping are not"),
+    ],
+)
+def test_what_changes_nothing_is_no_reason_to_refuse(config: dict[str, Any], words: str | None) -> None:
+    refusal = refusal_of(config)
+    assert refusal is None if words is None else words in (refusal or "")
+
+
+# What is found at load
+
+
+def test_what_a_layer_is_made_of_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent Gemma carries a state from one sequence into the next; its config is taken for a harmless one here."""
+    saved(AutoModelForCausalLM.from_config(tiny_config_of("recurrent_gemma")), tmp_path)
+    monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
+    with pytest.raises(ValueError, match=r"layers\.0\.temporal_block is a RecurrentGemmaRecurrentBlock, which may"):
+        base_of(tmp_path)
+    # Were it not for its modules, and for layers that attend to nothing, its numbers would tell.
+    monkeypatch.setattr(model_module, "check_modules", lambda *_: None)
+    with pytest.raises(ValueError, match=r"its 2 layers attend in the order \[1\], not once each"):
+        base_of(tmp_path)
+    monkeypatch.setattr(plain._Seen, "check", lambda *_: None)
+    with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread away from those by"):
+        base_of(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "cohere2"])
+def test_sequences_that_see_each_other_are_found(
+    kind: str, dtype: Any, tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base_of(tiny_models[kind], dtype)
+    monkeypatch.setattr(plain, "pack_lengths", lambda lengths: pack_lengths([sum(lengths)]))
+    with pytest.raises(ValueError, match=r"sequences that share a pass are \d\.\d+ of their spread away"):
+        base_of(tiny_models[kind], dtype)
+
+
+def test_logits_of_another_size_are_found(tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "logit_scale_of", lambda config: 1.0)
+    with pytest.raises(ValueError, match=r"are 2\.3 of their spread away"):
+        base_of(tiny_models["cohere2"])
+
+
+def test_a_window_that_attention_does_not_know_of_must_not_be_crossed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PhiMoE has it in transformers' mask alone."""
+    saved(AutoModelForCausalLM.from_config(tiny_config_of("phimoe", sliding_window=100)), tmp_path)
+    base_of(tmp_path)
+    monkeypatch.setattr(attention, "window_in_mask", lambda module: None)
+    with pytest.raises(ValueError, match=r"without its window it may be: serve with --max-context-length 100"):
+        base_of(tmp_path)
+    base_of(tmp_path, max_context_length=100)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("diffllama", r"its 2 layers attend in the order \[0, 0, 1, 1\], not once each"),
+        ("minimax_m3_vl_text", None),
+        ("youtu", r"keys and values have several shapes \(heads, features\): \[\(4, 8\), \(4, 16\)\]"),
+    ],
+)
+def test_what_a_cache_does_not_hold_is_refused(
+    model_type: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though packed passes have the right numbers."""
+    saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type)), tmp_path)
+    monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
+    if words is None:
+        base_of(tmp_path)
+    else:
+        with pytest.raises(ValueError, match=words):
+            base_of(tmp_path)
+
+
+def test_what_cannot_run_is_refused_with_what_went_wrong(
+    tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BaseModel, "_logits", None)
+    with pytest.raises(ValueError, match=r"llama models are not supported: a packed pass fails with TypeError: 'None"):
+        base_of(tiny_models["llama"])
+
+
+def test_want_of_memory_is_not_taken_for_a_model_that_is_not_supported(
+    tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(BaseModel, "_logits", too_large)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        base_of(tiny_models["llama"])
+
+
+def test_ranks_compare_single_passes_with_a_packed_one(tiny_models: Mapping[str, Path]) -> None:
+    worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models["llama"])), device="cpu"))
+    compare: Callable[..., None] = plain.check_ranks
+    compare("here", worker._base.model, worker._passes.bare_hidden_states)
+
+    def leaking(micro_batch: MicroBatch) -> Tensor:
+        hidden = worker._passes.bare_hidden_states(micro_batch)
+        return hidden + 0.01 * hidden.cumsum(0)
+
+    with pytest.raises(ValueError, match=r"hidden states of sequences that share a pass are 0\.\d+ of their spread"):
+        compare("here", worker._base.model, leaking)
+
+
+def base_of(directory: Path, dtype: Any = "float32", **knobs: Any) -> BaseModel:
+    return BaseModel(WorkerConfig(ServedModel("m", str(directory)), device="cpu", dtype=dtype, **knobs))
+
+
+def renamed(source: Path, target: Path, names: Mapping[str, str]) -> None:
+    """A copy whose weights have other names."""
+    weights = load_file(source / "model.safetensors")
+    save_file({names.get(name, name): each for name, each in weights.items()}, target / "model.safetensors")
+    shutil.copy(source / "config.json", target)

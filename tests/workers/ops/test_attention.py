@@ -1,0 +1,133 @@
+"""Packed attention against a naive softmax per sequence, with sliding windows; and its gradients."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainhouse.workers.ops.attention import CachedPacking, Packing, pack_lengths, packed_attention
+from trainhouse.workers.shapes import windows
+
+from ..adapted import relative_error
+from ..parallel.live_bytes import LiveBytes
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+LENGTHS = [5, 5, 3, 9]
+
+
+class Layer(nn.Module):
+    layer_idx = 0
+
+
+def rows(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key, value of a packed row"""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(1, heads, num_tokens, HEAD_DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+    """Causal attention of one sequence [1, heads, length, head_dim] -> [length, heads, head_dim]."""
+    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) / math.sqrt(HEAD_DIM)
+    i, j = torch.meshgrid(torch.arange(query.shape[2]), torch.arange(query.shape[2]), indexing="ij")
+    sees = (j <= i) & (j > i - (window or 10**9))
+    return (scores.masked_fill(~sees, -math.inf).softmax(-1) @ value)[0].transpose(0, 1)
+
+
+def attend(qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | CachedPacking, window: int | None = None) -> Tensor:
+    out, _ = packed_attention(Layer(), *qkv, None, packing=packing, scaling=HEAD_DIM**-0.5, sliding_window=window)
+    return out[0]
+
+
+def split(qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(x.split(lengths, dim=2) for x in qkv), strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_sequences_attend_as_each_alone(window: int | None) -> None:
+    qkv = rows(sum(LENGTHS), seed=0)
+    expected = torch.cat([naive(*part, window=window) for part in split(qkv, LENGTHS)])
+    torch.testing.assert_close(attend(qkv, Packing(pack_lengths(LENGTHS)), window), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(AssertionError):
+        other = attend(qkv, Packing(pack_lengths([10, 3, 9])), window)
+        torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_gradients_are_those_of_each_sequence_alone(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    assert_gradients(torch.device("cpu"), window, dtype, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_gradients_on_a_gpu_are_those_of_each_sequence_alone(
+    window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    assert_gradients(torch.device("cuda"), window, dtype, tolerance)
+
+
+def assert_gradients(device: torch.device, window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    weight = torch.randn(sum(LENGTHS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
+    exact = [x.to(dtype).double().requires_grad_() for x in rows(sum(LENGTHS), seed=7)]
+    leaves = [x.detach().to(device, dtype).requires_grad_() for x in exact]
+    parts = split((exact[0], exact[1], exact[2]), LENGTHS)
+    wanted = torch.cat([naive(part[0], part[1], part[2], window=window) for part in parts])
+    found = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)), window)
+    gradients = torch.autograd.grad((found * weight.to(found)).sum(), leaves)
+    exact_gradients = torch.autograd.grad((wanted * weight.double()).sum(), exact)
+    for one, other in zip((found, *gradients), (wanted, *exact_gradients), strict=True):
+        error = relative_error(one.double().cpu(), other)
+        assert error < tolerance < relative_error(one.double().cpu() * (1 + 2 * tolerance), other)
+
+
+@pytest.mark.parametrize("window", [2, 3, 16, 40, 69, 70])
+@pytest.mark.parametrize("most_masked", [1, 1 << 9])
+def test_windows_are_seen_by_some_queries_after_the_others(
+    window: int, most_masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen of them, or more."""
+    monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
+    lengths = [70, 70, 9]
+    exact = [x.double().requires_grad_() for x in rows(sum(lengths), seed=3)]
+    leaves = [x.detach().float().requires_grad_() for x in exact]
+    weight = torch.randn(sum(lengths), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
+
+    def result_and_gradients(out: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
+        return out, *torch.autograd.grad((out * weight.to(out)).sum(), of)
+
+    def exactly(window: int) -> tuple[Tensor, ...]:
+        parts = split((exact[0], exact[1], exact[2]), lengths)
+        return result_and_gradients(torch.cat([naive(q, k, v, window=window) for q, k, v in parts]), exact)
+
+    found = result_and_gradients(
+        attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(lengths)), window), leaves
+    )
+    for mine, wanted, other in zip(found, exactly(window), exactly(window + 1), strict=True):
+        assert relative_error(mine.double(), wanted) < 1e-5
+        assert window >= 70 or relative_error(mine.double(), other) > 1e-5
+
+
+@pytest.mark.parametrize(("most_masked", "fits"), [(1 << 20, True), (1 << 40, False)])
+def test_a_long_sequence_with_a_window_takes_no_mask_of_its_square(
+    most_masked: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 16k tokens that would be a gigabyte. With a mask of as many queries as tokens, a quarter of that, 67 MB."""
+    monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
+    if not fits:
+        monkeypatch.setattr(windows, "_FEWEST_QUERIES", 4096)
+    num_tokens = 16384 if fits else 4096
+    tensors = [x.requires_grad_() for x in rows(num_tokens, seed=5)]
+    with LiveBytes() as live:
+        attend((tensors[0], tensors[1], tensors[2]), Packing(pack_lengths([num_tokens])), 512).sum().backward()
+    of_tensors = sum(x.nbytes for x in tensors)
+    assert (live.peak < 5 * of_tensors + (10 << 20)) == fits
+
+
+def test_equal_neighbours_are_one_group() -> None:
+    groups = pack_lengths([5, 5, 3, 5])
+    assert [(group.start, group.count, group.length) for group in groups] == [(0, 2, 5), (10, 1, 3), (13, 1, 5)]

@@ -1,0 +1,167 @@
+"""Lanes: work side by side, and whole passes of it."""
+
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.ops.lanes import Lanes, current_lane
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.worker.worker import Worker
+
+from ..requests import supervised
+
+WAIT_SECONDS = 30
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_works_run_side_by_side_each_with_its_share_of_the_threads() -> None:
+    together = threading.Barrier(2)
+    seen = {}
+
+    def work(name: str) -> None:
+        together.wait(WAIT_SECONDS)
+        seen[name] = (current_lane(), torch.get_num_threads())
+
+    Lanes(CPU).run([partial(work, "first"), partial(work, "second")])
+    assert seen == {"first": (0, 2), "second": (1, 2)}
+    assert torch.get_num_threads() == 4
+
+
+def test_one_work_has_all_threads() -> None:
+    seen = []
+    Lanes(CPU).run([lambda: seen.append(torch.get_num_threads())])
+    assert seen == [4]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_is_raised_when_all_have_ended(failing: int) -> None:
+    ended = []
+
+    def work(lane: int) -> None:
+        if lane == failing:
+            raise ZeroDivisionError
+        ended.append(lane)
+
+    with pytest.raises(ZeroDivisionError):
+        Lanes(CPU).run([partial(work, 0), partial(work, 1)])
+    assert ended == [1 - failing]
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_lane_held_is_free_once_its_error_is(failing: int) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def work(lane: int) -> None:
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        if lane == failing:
+            raise ZeroDivisionError
+
+    lanes = Lanes(CPU)
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            lanes.run([partial(work, 0), partial(work, 1)])
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_no_thread_is_to_be_started_during_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that could not be would leave its work in the queue, for another pass."""
+    lanes = Lanes(CPU)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+    lanes.run([lambda: None] * lanes.num_lanes)
+
+
+def test_three_lanes_share_four_threads() -> None:
+    seen = {}
+
+    def work(lane: int) -> None:
+        seen[lane] = torch.get_num_threads()
+
+    Lanes(CPU).run([partial(work, lane) for lane in range(3)])
+    assert seen == {0: 2, 1: 1, 2: 1}
+
+
+def test_other_devices_have_one_lane() -> None:
+    assert Lanes(torch.device("cuda")).num_lanes == 1
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_models: dict[str, Path]) -> list[Worker]:
+    """With one lane and with two."""
+    model = ServedModel("tiny", str(tiny_models["qwen3"]))
+    return [Worker(WorkerConfig(model, threads=threads)) for threads in (1, 2)]
+
+
+RUNS = {"a": 4, "b": 8, "c": 4}
+
+
+def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a pass of three runs answers, and their gradients. spoil: the run whose losses overflow."""
+    torch.set_num_threads(1 if worker._passes._most_lanes == 1 else 2)
+    parts = []
+    for i, (run_id, rank) in enumerate(RUNS.items()):
+        worker.create_run(RunSpec(run_id, LoraConfig(rank=rank, seed=i)))
+        lengths = [60 + 20 * j + 7 * i for j in range(2 + i)]
+        weight = 3e38 if run_id == spoil else 0.5
+        data = tuple(supervised(length, weights=np.full(length, weight)) for length in lengths)
+        parts.append(Part(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
+    answers = dict(zip(RUNS, worker.run_pass(Pass(tuple(parts))), strict=True))
+    gradients = {run_id: worker._models.get(run_id).accumulator.clone() for run_id in RUNS if run_id != spoil}
+    for run_id in RUNS:
+        worker.drop_run(run_id)
+    return answers, gradients
+
+
+def test_two_lanes_give_what_one_gives(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_works = []
+    run = Lanes.run
+    monkeypatch.setattr(Lanes, "run", lambda self, works: (num_works.append(len(works)), run(self, works)))
+    (one, one_gradients), (two, two_gradients) = map(passes_of, workers)
+    assert num_works == [1, 2]
+    for run_id in RUNS:
+        mine, theirs = one[run_id], two[run_id]
+        assert isinstance(mine, ForwardBackwardOutput) and isinstance(theirs, ForwardBackwardOutput)
+        assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-6)
+        for a, b in zip(mine.loss_fn_outputs, theirs.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
+        torch.testing.assert_close(one_gradients[run_id], two_gradients[run_id], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(one_gradients[run_id], 0.999 * two_gradients[run_id], rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_pass_again_gives_the_same_bits(workers: list[Worker]) -> None:
+    (first, first_gradients), (second, second_gradients) = (passes_of(workers[1]) for _ in range(2))
+    for run_id in RUNS:
+        assert torch.equal(first_gradients[run_id], second_gradients[run_id])
+        assert first[run_id].metrics == second[run_id].metrics
+
+
+def test_what_fails_in_one_lane_leaves_the_others_as_they_are(workers: list[Worker]) -> None:
+    answers, gradients = passes_of(workers[1])
+    spoiled, beside = passes_of(workers[1], spoil="b")
+    assert isinstance(spoiled["b"], Failure)
+    for run_id in beside:
+        assert spoiled[run_id].metrics == answers[run_id].metrics
+        assert torch.equal(beside[run_id], gradients[run_id])

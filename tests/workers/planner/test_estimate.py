@@ -1,0 +1,340 @@
+"""What a plan says of a rank's memory is what ranks have."""
+
+import json
+import struct
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.planner.activations import activations
+from trainhouse.workers.planner.choice import lighter, remedies, smallest_layout, usable_bytes
+from trainhouse.workers.planner.estimate import estimate, kv_cache_tokens
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.planner.parameters import Parameters, adapter_size, num_parameters, parameters
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from transformers import AutoModelForCausalLM
+
+from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
+from ..parallel.measuring import LENGTH, LORA, Measured, measured
+
+ALL_KINDS = (*KINDS, *MORE_KINDS, *FAMILY_KINDS)
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+# Large enough that what grows with the tokens is most of it.
+SCALED = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.02,
+}
+
+
+def shape_at(directory: Path) -> ModelShape:
+    shape = read_model(ServedModel("m", str(directory)))
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+def public(name: str) -> ModelShape:
+    return shape_at(CONFIGS / f"{name}.json")
+
+
+# Parameters
+
+
+def by_name(table: list[Parameters], shape: ModelShape) -> dict[str, Parameters]:
+    """Each parameter of a model's by its name."""
+    sparse = set(shape.experts.layers) if shape.experts else set()
+    named = {}
+    for each in table:
+        layers = range(shape.num_layers)
+        if ".mlp." in each.pattern:
+            is_sparse = ".experts." in each.pattern or ".mlp.gate." in each.pattern
+            layers = [i for i in layers if (i in sparse) == is_sparse]
+        names = [each.pattern.replace("*", str(i)) for i in layers] if "*" in each.pattern else [each.pattern]
+        assert len(names) == each.count, each.pattern
+        named |= dict.fromkeys(names, each)
+    return named
+
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in ALL_KINDS),
+        *((kind, BIASES) for kind in ALL_KINDS),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+        ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
+        ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 3}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4, "attention_bias": True}),
+    ],
+)
+def test_the_table_names_every_parameter_with_its_shape(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(kind, **changes)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    theirs = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shape = shape_at(tmp_path)
+    ours = {name: each.shape for name, each in by_name(parameters(shape, SINGLE), shape).items()}
+    assert ours == theirs
+    assert num_parameters(shape) == model.num_parameters()
+
+
+def is_sparse(name: str) -> bool:
+    """Files have each expert by itself, and some another name for the whole."""
+    return ".experts." in name or name.endswith(".gate.weight")
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_the_table_is_what_lies_in_the_files(kind: str, tiny_models: dict[str, Path]) -> None:
+    shape = shape_at(tiny_models[kind])
+    (file,) = tiny_models[kind].glob("*.safetensors")
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    stored = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    named = by_name(parameters(shape, SINGLE), shape)
+    plain = {name: each.shape for name, each in named.items() if not is_sparse(name)}
+    assert plain == {name: each for name, each in stored.items() if not is_sparse(name)}
+    assert sum(prod(each) for each in stored.values()) == num_parameters(shape)
+    base = estimate(shape, SINGLE, Load(longest=1, dtype="float32")).base
+    assert base == sum(
+        entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values() if "shape" in entry
+    )
+
+
+# Ranks
+
+
+OF_KIND = {
+    "llama": {},
+    "qwen3": {"head_dim": 64},
+    # Most of which is the embedding and the output head.
+    "qwen3_wordy": {"head_dim": 64, "vocab_size": 1 << 15},
+    # Two ranks cannot share out the heads.
+    "qwen3_three": {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3},
+    # All of the experts, lest some ranks have more to do than others.
+    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
+    "phi3": {"sliding_window": None},
+    "olmo2": {},
+    "gemma3": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
+    "mixtral": {"sliding_window": None, "intermediate_size": 256, "num_experts_per_tok": 4},
+}
+
+
+def scaled_model(kind: str, directory: Path) -> Path:
+    return tiny_model(kind.removesuffix("_three").removesuffix("_wordy"), directory, **(SCALED | OF_KIND[kind]))
+
+
+def growth(where: Measured, shape: ModelShape, load: Load, fewer: int, more: int) -> tuple[float, float]:
+    """Bytes by token: measured, estimated."""
+    peaks = [where.peak(tokens) for tokens in (fewer, more)]
+    of_passes = [activations(shape, where.spec, replace(load, micro_batch_tokens=tokens)) for tokens in (fewer, more)]
+    planned = [each.total + each.host for each in of_passes]
+    return tuple((after - before) / (more - fewer) for before, after in (peaks, planned))  # pyright: ignore
+
+
+KNOBS: dict[str, Any] = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
+LOAD = Load(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
+
+
+# Minutes on processors that have no instructions for it.
+SLOW_IN_BFLOAT16 = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+
+def in_bfloat16(kind: str) -> Any:
+    return pytest.param(kind, "bfloat16", marks=SLOW_IN_BFLOAT16)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), in_bfloat16("llama"), in_bfloat16("qwen3_moe")])
+def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_path: Path) -> None:
+    model = scaled_model(kind, tmp_path)
+    shape = shape_at(model)
+    with measured(model, SINGLE, dtype=dtype, **KNOBS) as where:
+        found, planned = growth(where, shape, replace(LOAD, dtype=dtype), 512, 1536)
+    assert 0.9 * found < planned < 1.1 * found
+    # What the bounds would not let pass: states of one dtype as if of the other, or a layer that is forgotten.
+    wrong = replace(LOAD, dtype="float32" if dtype == "bfloat16" else "bfloat16")
+    assert (
+        not 0.9 * found < activations(shape, SINGLE, replace(wrong, micro_batch_tokens=1024)).total / 1024 < 1.1 * found
+    )
+    assert not 0.9 * found < planned * (shape.num_layers - 1) / shape.num_layers < 1.1 * found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("way", "dtype"), [("recompute", "float32"), in_bfloat16("offload")])
+def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, dtype: str, tmp_path: Path) -> None:
+    """Of more layers, most of which is their inputs. Here host memory is the device's, too."""
+    model = tiny_model("llama", tmp_path, **(SCALED | {"num_hidden_layers": 12, "num_attention_heads": 4}))
+    shape, load = shape_at(model), replace(LOAD, dtype=dtype, activations=way)
+    with measured(model, SINGLE, dtype=dtype, activations=way, **KNOBS) as where:
+        found, planned = growth(where, shape, load, 512, 1536)
+    assert 0.9 * found < planned < 1.1 * found
+    # What the bounds would not let pass: all that is kept otherwise, or a layer that runs again and is forgotten.
+    kept = activations(shape, SINGLE, replace(load, activations="keep", micro_batch_tokens=1024)).total / 1024
+    assert kept > 2 * found
+    assert planned - (kept - planned) / shape.num_layers < 0.9 * found
+
+
+LAYOUTS = [
+    ("qwen3", "tp=2", {}),
+    ("qwen3", "tp=2", {"tp_activations": "whole"}),
+    ("llama", "sp=2", {}),
+    ("llama", "sp=2,tp=2", {}),
+    ("qwen3_three", "sp=2", {}),
+    ("qwen3", "single", {"activations": "recompute"}),
+    ("qwen3_moe", "single", {"activations": "recompute"}),
+    ("qwen3", "tp=2", {"activations": "recompute"}),
+    ("llama", "sp=2", {"activations": "offload"}),
+    ("qwen3", "fsdp=2", {}),
+    *(("qwen3", spec, {}) for spec in ("fsdp=2,tp=2", "fsdp=2,sp=2")),
+    ("qwen3_moe", "tp=2", {}),
+    ("qwen3_moe", "ep=2", {}),
+    ("qwen3_moe", "ep=2,tp=2", {}),
+    *(("phi3", spec, {}) for spec in ("tp=2", "fsdp=2,tp=2")),
+    *(("gemma3", spec, {}) for spec in ("single", "tp=2")),
+    ("olmo2", "tp=2", {}),
+    ("mixtral", "ep=2", {}),
+    *(("qwen3", "tp=2", {"shard": ("self_attn",), "tp_activations": way}) for way in ("sharded", "whole")),
+    ("qwen3", "fsdp=2,tp=2", {"shard": ("mlp",)}),
+    ("qwen3_moe", "ep=2,tp=2", {"shard": ("experts",)}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout", "knobs"), LAYOUTS, ids=str)
+def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, knobs: dict[str, Any], tmp_path: Path) -> None:
+    replicated, knobs = knobs.get("shard", ()), {name: knob for name, knob in knobs.items() if name != "shard"}
+    model, spec = scaled_model(kind, tmp_path), replace(ParallelSpec.parse(layout), replicated=replicated)
+    shape, load = shape_at(model), replace(LOAD, dtype="float32", **knobs)
+    with measured(model, spec, dtype="float32", **KNOBS, **knobs) as where:
+        table = by_name(parameters(shape, spec), shape)
+        planned = {name: (each.own_shape[0] // each.fsdp, *each.own_shape[1:]) for name, each in table.items()}
+        assert where.of_each("shapes") == [planned] * spec.num_ranks
+        assert {info.num_parameters for info in where.of_each("info")} == {num_parameters(shape)}
+        sizes = where.of_each("model_size", LORA)
+        assert sizes == [adapter_size(shape, spec, LORA.rank)] * spec.num_ranks
+        found, grows = growth(where, shape, load, 2048, 4096)
+        assert 0.9 * found < grows < 1.1 * found
+        of_pass = estimate(shape, spec, replace(load, micro_batch_tokens=2048, samples=False))
+        scratch = of_pass.learned.weights  # the gradients of an operation
+        assert 0.9 * where.peak(2048) < of_pass.work + scratch < 1.1 * where.peak(2048)
+
+
+def test_an_adapter_takes_what_is_planned(tiny_models: dict[str, Path]) -> None:
+    shape = shape_at(tiny_models["qwen3"])
+    load = replace(LOAD, dtype="bfloat16")
+    with measured(tiny_models["qwen3"], SINGLE, dtype="bfloat16") as where:
+        assert where.of_each("model_size", LORA) == [adapter_size(shape, SINGLE, LORA.rank)]
+        where.of_each("apply_steps", (Step("run", AdamParams()),))
+        for _ in range(2):  # a window, and the gradients of an operation
+            where.pass_over(LENGTH)
+        (memory,) = where.of_each("memory")
+    planned = estimate(shape, SINGLE, load)
+    assert memory["adapters_on_device"] == planned.learned.total
+    assert memory["base_weights"] == planned.base
+    assert memory["adapters_on_device"] != estimate(shape, SINGLE, replace(load, lora_rank=LORA.rank + 1)).learned.total
+
+
+# What follows from the numbers
+
+
+def test_each_axis_takes_its_part() -> None:
+    load = Load(longest=32768, adapter_slots=4)
+    shape = public("Qwen3-30B-A3B")
+    alone = estimate(shape, SINGLE, load)
+    for layout in ("tp=2", "ep=2", "fsdp=2"):
+        assert estimate(shape, ParallelSpec.parse(layout), load).base < 0.55 * alone.base
+    halved = estimate(shape, ParallelSpec(sp=2), load)
+    assert halved.base == alone.base
+    assert 0.5 < halved.activations.total / alone.activations.total < 0.55
+    assert estimate(shape, ParallelSpec(replicas=2), load).activations == alone.activations
+    whole = estimate(shape, ParallelSpec(tp=4), replace(load, tp_activations="whole"))
+    assert estimate(shape, ParallelSpec(tp=4), load).activations.total < whole.activations.total
+    assert kv_cache_tokens(shape, ParallelSpec(tp=4), load) // 4 == kv_cache_tokens(shape, SINGLE, load)
+
+
+def test_sampling_gathers_the_model_where_it_is_done() -> None:
+    shape, spec = public("Llama-3.1-70B"), ParallelSpec(fsdp=8)
+    load = Load(longest=4096, adapter_slots=1)
+    base = estimate(shape, SINGLE, load).base
+    assert 0.99 * base < estimate(shape, spec, load).sampling < base, "norms are whole"
+    elsewhere = estimate(shape, spec, replace(load, samples=False))
+    assert elsewhere.sampling == elsewhere.kv_cache == 0
+    assert elsewhere.gathered > 0
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.1-8B", "Llama-3.1-70B"])
+@pytest.mark.parametrize("longest", [4096, 32768])
+def test_the_smallest_layout_fits_and_no_smaller_one_does(name: str, longest: int) -> None:
+    shape, load, device = public(name), Load(longest=longest, adapter_slots=4), 80 * 10**9
+    choice = smallest_layout(shape, load, device)
+    assert choice is not None and choice.memory == estimate(shape, choice.spec, load)
+    assert choice.memory.total <= usable_bytes(device)
+    assert smallest_layout(shape, load, device, choice.spec.num_ranks) == choice
+    if choice.smaller is not None:
+        assert choice.smaller.spec.num_ranks < choice.spec.num_ranks
+        assert choice.smaller.memory.total > usable_bytes(device)
+        assert smallest_layout(shape, load, device, choice.spec.num_ranks - 1) is None
+    assert choice.spec.tp <= 8
+
+
+def test_tp_comes_before_the_others_and_fsdp_last() -> None:
+    shape, load = public("Llama-3.1-70B"), Load(longest=4096, adapter_slots=4)
+    choice = smallest_layout(shape, load, 80 * 10**9)
+    assert choice is not None and str(choice.spec) == f"tp={choice.spec.num_ranks}"
+    odd = replace(shape, kv_heads=1)  # tp cannot share out anything
+    choice = smallest_layout(odd, replace(load, samples=False), 80 * 10**9)
+    assert choice is not None and choice.spec.tp == 1 and choice.spec.fsdp > 1
+
+
+def test_layers_that_run_once_more_make_smaller_layouts_fit() -> None:
+    shape, load, device = public("Llama-3.1-70B"), Load(longest=8192, adapter_slots=4), 80 * 10**9
+    assert smallest_layout(shape, load, device, num_devices=8) is None
+    again, offloaded = lighter(load)
+    choice = smallest_layout(shape, again, device, num_devices=8)
+    assert choice is not None and choice.load.activations == "recompute" and choice.memory.activations.host == 0
+    there = estimate(shape, choice.spec, offloaded).activations
+    assert there.kept + there.host > choice.memory.activations.kept > there.kept
+    assert lighter(again) == []
+
+
+@pytest.mark.parametrize("slots", [4, 64])
+def test_every_remedy_is_one(slots: int) -> None:
+    shape, load, device = public("Llama-3.1-8B"), Load(longest=16384, adapter_slots=slots), 24 * 10**9
+    assert estimate(shape, SINGLE, load).total > usable_bytes(device)
+    found = remedies(shape, SINGLE, load, device)
+    assert found
+    for remedy in found:
+        assert estimate(shape, remedy.spec, remedy.load).total <= usable_bytes(device), remedy.words
+
+
+def test_a_window_takes_a_mask_where_kernels_want_one() -> None:
+    shape = replace(public("Llama-3.1-8B"), window=1024)
+    load = Load(longest=4096, dtype="float32")
+    more = activations(shape, SINGLE, load).working - activations(replace(shape, window=None), SINGLE, load).working
+    assert 512 * 1024 * 4 < more < 8 << 20
+    assert activations(replace(shape, window=4096), SINGLE, load) == activations(
+        replace(shape, window=None), SINGLE, load
+    )
+    longer = replace(load, longest=8192)
+    assert (
+        activations(shape, SINGLE, longer).working - activations(replace(shape, window=None), SINGLE, longer).working
+        == more
+    )
+    short = replace(load, dtype="bfloat16")
+    assert activations(shape, SINGLE, short) == activations(replace(shape, window=None), SINGLE, short)

@@ -1,0 +1,657 @@
+"""Kept ranks: they are called as any others, and outlive who calls them; one at a time, who knows the secret."""
+
+import asyncio
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.tests.workers.pools.test_pool import wait_until_gone
+from trainhouse.workers.pools.base import NoPlace, PerRank, PoolSpec, WorkerDied
+from trainhouse.workers.pools.local import LocalPool
+from trainhouse.workers.pools.remote.pool import RemotePool, describe
+from trainhouse.workers.pools.remote.protocol import fingerprint
+from trainhouse.workers.pools.remote.secure_channel import NotSealed, Sealed, read_secret
+from trainhouse.workers.protocol.config import Claim, KeptAt, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler import keeper
+from trainhouse.workers.scheduler.fair_queue import PassLimits
+from trainhouse.workers.scheduler.group import Group
+from trainhouse.workers.scheduler.keeper import Keeper, KeptGroup
+from trainhouse.workers.scheduler.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SECRET = b"s" * 32
+FIRST, SECOND = Claim("first"), Claim("second")
+KNOBS = {
+    "base_models": (ServedModel("tiny", "a"), ServedModel("other", "b")),
+    "parallel": ParallelSpec(fsdp=2),
+    "dtype": "float32",
+    "adapter_slots": 64,
+}
+
+
+@dataclass
+class Kept:
+    keeper: Keeper
+    address: str
+    num_ranks: int
+
+    def pool(
+        self,
+        claim: Claim = FIRST,
+        secret: bytes = SECRET,
+        group: str = "echo",
+        knobs: Mapping[str, object] = KNOBS,
+    ) -> RemotePool:
+        return RemotePool(self._spec(), group, KeptAt(self.address, secret, claim, knobs))
+
+    @asynccontextmanager
+    async def attached(self, claim: Claim = FIRST, call_seconds: float = 20) -> AsyncIterator[RemotePool]:
+        """As a server's group does."""
+        pool = self.pool(claim)
+        ranks = Ranks(pool, ParallelSpec(replicas=self.num_ranks))
+        await ranks.start(20, call_seconds)
+        try:
+            yield pool
+        finally:
+            await ranks.close()
+
+    def _spec(self) -> PoolSpec:
+        return PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(self.num_ranks)))
+
+
+@asynccontextmanager
+async def kept(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncIterator[Kept]:
+    spec = PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)))
+    parallel = ParallelSpec(replicas=num_ranks)
+    config = WorkerConfig(ServedModel("echo", "echo"), parallel=parallel, hang_seconds=hang_seconds)
+    keeper = Keeper({"echo": KeptGroup("echo", config, partial(LocalPool, spec))}, KNOBS, SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        receiving = asyncio.create_task(keeper.receive(listener))
+        try:
+            await keeper.start(lambda _: None)
+            yield Kept(keeper, f"127.0.0.1:{listener.getsockname()[1]}", num_ranks)
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+            await keeper.close()
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 200))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.025)
+    pytest.fail("it did not come about in 10 s")
+
+
+def test_kept_ranks_are_called_as_any_others() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers, workers.attached() as pool:
+            assert await pool.call("rank") == [0, 1]
+            assert await pool.call("echo", PerRank(("first", "second"))) == ["first", "second"]
+            values = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)
+            for doubled in await pool.call("double", values):
+                np.testing.assert_array_equal(doubled, values * 2)
+                doubled += 1
+            with pytest.raises(OperationError, match="too low"):
+                await pool.call("refuse", "rank 0 is too low")
+            calls = [asyncio.create_task(pool.call("count", values)) for _ in range(5)]
+            assert await asyncio.gather(*calls) == [[number, number] for number in range(1, 6)]
+
+    run(check())
+
+
+def test_they_are_the_same_for_the_next_server_which_finds_nothing_of_the_last_one() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached(FIRST) as pool:
+                pids = pool.pids
+                assert await pool.call("count", None) == [1, 1]
+            async with workers.attached(SECOND) as pool:
+                assert pool.pids == pids
+                assert await pool.call("count", None) == [1, 1]
+        await wait_until_gone(pids)
+
+    run(check())
+
+
+def test_what_a_server_began_before_it_left_is_done_on_all_ranks_before_the_next_one_starts_over() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached(FIRST) as pool:
+                slow = asyncio.create_task(pool.call("sleep", 0.5))
+                counted = asyncio.create_task(pool.call("count", None))
+                await asyncio.sleep(0.1)
+                assert not slow.done()
+            for call in (slow, counted):
+                with pytest.raises(WorkerDied, match="stopped"):
+                    await call
+            async with workers.attached(SECOND) as pool:
+                assert await pool.call("count", None) == [1, 1]
+
+    run(check())
+
+
+def test_without_the_secret_nobody_gets_in(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            with pytest.raises(ValueError, match="the secrets of the two sides differ"):
+                await workers.pool(secret=b"x" * 32).start()
+            with pytest.raises(ValueError, match="the secrets of the two sides differ"):
+                await describe(KeptAt(workers.address, b"x" * 32, FIRST))
+            with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: workers\r\n\r\n" + bytes(100))
+                stranger.setblocking(False)
+                said = b""
+                with suppress(ConnectionResetError):
+                    while heard := await asyncio.get_running_loop().sock_recv(stranger, 1000):
+                        said += heard
+                assert len(said) < 100  # its greeting
+            async with workers.attached() as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+    assert "no trainhouse" in caplog.text and "sss" not in caplog.text and "xxx" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "linger", "level"),
+    [(b"", (0, 0), "DEBUG"), (b"", (1, 0), "DEBUG"), (b"GET / HTTP/1.1\r\n", (0, 0), "WARNING")],
+    ids=["closed", "reset", "said something"],
+)
+def test_a_probe_of_the_port_is_no_warning(
+    said: bytes, linger: tuple[int, int], level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As load balancers and health checks make them, without a word."""
+
+    async def check() -> None:
+        async with kept() as workers:
+            with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
+                probe.sendall(said)
+            await until(lambda: "a connection to the workers" in caplog.text)
+
+    with caplog.at_level(logging.DEBUG, "trainhouse"):
+        run(check())
+    [told] = [record for record in caplog.records if "a connection to the workers" in record.getMessage()]
+    assert told.levelname == level
+
+
+def test_the_newer_epoch_has_them_and_an_older_one_is_refused() -> None:
+    async def check() -> None:
+        older, newer = Claim("older", 1), Claim("newer", 2)
+        async with kept() as workers:
+            async with workers.attached(older) as first:
+                assert await first.call("count", None) == [1]
+                async with workers.attached(newer) as second:
+                    death = await asyncio.wait_for(asyncio.shield(first.death), 30)
+                    assert "a server with the lease of epoch 2 has taken the workers over" in str(death)
+                    with pytest.raises(WorkerDied):
+                        await first.call("count", None)
+                    assert await second.call("count", None) == [1]
+                    with pytest.raises(NoPlace, match="a server with the lease of epoch 2 has had them"):
+                        await workers.pool(older).start()
+                    assert await second.call("count", None) == [2]
+            with pytest.raises(NoPlace, match="this one's is of epoch 1"):  # also when that one is gone
+                await workers.pool(older).start()
+
+    run(check())
+
+
+def test_servers_without_a_lease_do_not_take_them_from_each_other() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached(FIRST) as pool:
+                with pytest.raises(NoPlace, match="another server is attached to them"):
+                    await workers.pool(SECOND).start()
+                with pytest.raises(NoPlace, match="another server is attached to them"):
+                    await workers.pool(Claim("leased", 7)).start()
+                assert await pool.call("rank") == [0]
+                async with workers.attached(FIRST) as again:  # its connection was lost, say
+                    assert await again.call("rank") == [0]
+                    assert "attached again" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
+            async with workers.attached(SECOND) as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+
+
+def test_a_rank_that_dies_is_replaced_and_the_server_hears_of_it() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached() as pool:
+                pids = pool.pids
+                call = asyncio.create_task(pool.call("sleep", 50))
+                await asyncio.sleep(0.1)
+                os.kill(pids[1], signal.SIGKILL)
+                with pytest.raises(WorkerDied, match=r"the worker died: killed by SIGKILL \(out of memory\?\)"):
+                    await call
+            async with workers.attached() as pool:
+                assert not set(pids) & set(pool.pids)
+                assert await pool.call("rank") == [0, 1]
+            await wait_until_gone(pids)
+
+    run(check())
+
+
+def test_a_death_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with kept() as workers, workers.attached() as pool:
+            os.kill(pool.pids[0], signal.SIGKILL)
+            await asyncio.wait_for(asyncio.shield(pool.death), 10)
+            await until(lambda: "echo is back" in caplog.text)
+
+    run(check())
+    [told] = [record for record in caplog.records if "SIGKILL" in record.getMessage()]
+    assert (told.levelname, told.getMessage()[:27]) == ("ERROR", "echo: the worker died: kill")
+
+
+def test_why_ranks_do_not_come_back_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_PLACE_SECONDS", 0.01)
+    reasons = iter(["", "no room", "no room", "no room", "no file", ""])
+
+    def new_pool() -> LocalPool:
+        if reason := next(reasons):
+            raise ValueError(reason)
+        return LocalPool(PoolSpec(ECHO, (EchoConfig(0),)))
+
+    async def check() -> None:
+        group = KeptGroup("echo", WorkerConfig(ServedModel("echo", "echo")), new_pool)
+        await group.start(lambda _: None)
+        os.kill((await group.pool()).pids[0], signal.SIGKILL)
+        await until(lambda: "echo is back" in caplog.text)
+        await group.close()
+
+    run(check())
+    told = [message for record in caplog.records if "come back" in (message := record.getMessage())]
+    assert told == [f"echo does not come back: {reason}" for reason in ("no room", "no file")]
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["waited for", "left"])
+def test_a_call_that_hangs_is_ended_also_when_its_server_has_left(is_there: bool) -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached() as pool:
+                pids = pool.pids
+                call = asyncio.create_task(pool.call("sleep", 50, hang_seconds=0.5))
+                await asyncio.sleep(0.1)
+                if is_there:
+                    with pytest.raises(WorkerDied, match="it hung: sleep had no answer after 0 s, so it was killed"):
+                        await call
+            await asyncio.gather(call, return_exceptions=True)
+            async with workers.attached(SECOND) as pool:
+                assert not set(pids) & set(pool.pids)
+
+    run(check())
+
+
+def test_a_server_can_have_its_ranks_killed() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached() as pool:
+                pids = pool.pids
+                assert "for a reason, so it was killed" in str(pool.kill("for a reason"))
+            async with workers.attached() as pool:
+                assert pool.pids != pids
+
+    run(check())
+
+
+def test_workers_that_are_stopped_say_so_and_cannot_be_reached() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            pool = workers.pool()
+            await pool.start()
+        assert "its workers were stopped" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
+        await pool.close()
+        with pytest.raises(NoPlace, match=f"there are no workers at {workers.address}"):
+            await workers.pool().start()
+
+    run(check())
+
+
+def test_what_is_kept_is_told() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            description = await describe(KeptAt(workers.address, SECRET, FIRST))
+            assert (description.knobs, description.groups) == (KNOBS, ("echo",))
+            with pytest.raises(NoPlace, match="other is not among them: there are echo"):
+                await workers.pool(group="other").start()
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [
+        ({"parallel": ParallelSpec(tp=2)}, "parallel fsdp=2 instead of tp=2:"),
+        (
+            {"dtype": "bfloat16", "adapter_slots": 3},
+            "dtype float32 instead of bfloat16 and adapter_slots 64 instead of 3:",
+        ),
+        (
+            {"base_models": (ServedModel("tiny", "a"), ServedModel("other", "elsewhere"))},
+            "base_models tiny=a, other=b instead of tiny=a, other=elsewhere:",
+        ),
+        ({"of_another_version": 1}, "of_another_version None instead of 1:"),
+    ],
+    ids=["layout", "dtype and slots", "another model of that name", "unknown"],
+)
+def test_who_takes_them_for_what_they_were_is_refused_with_what_changed(
+    before: dict[str, object], changes: str
+) -> None:
+    """A server that runs while they are started anew, with as many ranks."""
+
+    async def check() -> None:
+        async with kept() as workers:
+            with pytest.raises(
+                NoPlace, match=re.escape(f"they were started anew with {changes} start this server anew")
+            ):
+                await workers.pool(knobs=KNOBS | before).start()
+            async with workers.attached() as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+
+
+def test_a_rank_that_hangs_while_a_server_attaches_is_replaced() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached(FIRST) as pool:
+                pids = pool.pids
+            os.kill(pids[1], signal.SIGSTOP)
+            with pytest.raises(WorkerDied, match="it hung: start_over had no answer after 0 s, so it was killed"):
+                async with workers.attached(FIRST, call_seconds=0.5):
+                    pass
+            async with workers.attached(SECOND) as pool:
+                assert not set(pids) & set(pool.pids)
+                assert await pool.call("rank") == [0, 1]
+            await wait_until_gone(pids)
+
+    run(check())
+
+
+def test_a_group_of_a_server_waits_for_kept_ranks_only_so_long() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached(FIRST) as pool:
+                os.kill(pool.pids[0], signal.SIGSTOP)
+            config = WorkerConfig(ServedModel("echo", "echo"), hang_seconds=0.1)
+            group = Group(config, lambda _: workers.pool(SECOND), PassLimits(8192, 8192), 50)
+            with pytest.raises(ValueError, match="it hung: start_over had no answer after 1 s, so it was killed"):
+                await group.start(lambda _: None)
+            await group.close()
+
+    run(check())
+
+
+def test_who_attaches_hears_what_is_still_being_done() -> None:
+    async def check() -> None:
+        async with kept(hang_seconds=0.2) as workers:
+            async with workers.attached(FIRST) as pool:
+                pids = pool.pids
+                calls = [asyncio.create_task(pool.call(*call)) for call in (("sleep", 3), ("count", None))]
+                await asyncio.sleep(0.1)
+            await asyncio.gather(*calls, return_exceptions=True)
+            with pytest.raises(
+                NoPlace, match="echo waits for count, sleep, which was begun for a server that has left"
+            ):
+                await workers.pool(SECOND).start()
+            while True:
+                with suppress(NoPlace):
+                    async with workers.attached(SECOND) as pool:
+                        assert pool.pids == pids and await pool.call("count", None) == [1]
+                    break
+
+    run(check())
+
+
+FLOOD = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+host, port, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+silent = [socket.create_connection((host, port)) for _ in range(num)]
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@asynccontextmanager
+async def strangers(address: str, number: int) -> AsyncIterator[None]:
+    """So many connections, of another process, that say nothing."""
+    command = [sys.executable, "-c", FLOOD, *address.split(":"), str(number)]
+    flood = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert flood.stdin is not None and flood.stdout is not None
+    try:
+        assert await flood.stdout.readline() == b"there\n"
+        yield
+    finally:
+        flood.stdin.close()
+        await flood.communicate()
+
+
+def test_strangers_who_say_nothing_keep_nobody_out() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached() as pool, strangers(workers.address, 400):
+                assert len(workers.keeper._strangers) <= 256
+                for _ in range(3):
+                    assert (await describe(KeptAt(workers.address, SECRET, FIRST))).groups == ("echo",)
+                assert num_open_files() < 400
+                assert await pool.call("rank") == [0]
+            await until(lambda: not workers.keeper._strangers)
+
+    run(check())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
+def test_more_connections_than_there_may_be_open_files_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached() as pool:
+                limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (num_open_files() + 30, limits[1]))
+                try:
+                    async with strangers(workers.address, 100):
+                        await until(lambda: "no connection to the workers can be taken for now" in caplog.text)
+                        assert await pool.call("rank") == [0]
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                assert await pool.call("rank") == [0]
+            async with workers.attached(SECOND) as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Of one trainhouse and another
+
+EDITS = {
+    "nothing": ("workers/worker/worker.py", "", ""),
+    "how a verb does it": ("workers/worker/worker.py", "self._snapshots.wait()", "self._snapshots.wait"),
+    "a verb's signature": ("workers/worker/worker.py", "directory: str, optimizer: bool)", "directory: str)"),
+    "a verb's name": ("workers/worker/worker.py", "def begin_snapshot(", "def start_snapshot("),
+    "what is said": ("workers/pools/remote/protocol.py", "    method: str\n", "    method: str\n    patience: str\n"),
+    "a landmark": ("workers/protocol/shared_fs.py", "    words: str\n", "    words: bytes\n"),
+    "an answer": ("workers/pools/base.py", "    value: object = None\n", "    result: object = None\n"),
+    "an error's arguments": ("workers/pools/base.py", "remote_traceback: str)", "remote_traceback: str, rank: int)"),
+    "a knob": ("workers/protocol/config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
+    "a layout": ("workers/protocol/parallel_spec.py", "    fsdp: int", "    zero: int"),
+}
+ASK = """
+import sys
+for directory in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trainhouse"]:
+        del sys.modules[name]
+    sys.path[0] = directory
+    from trainhouse.workers.pools.remote.protocol import fingerprint
+    print(fingerprint())
+"""
+
+
+def test_what_the_other_trainhouse_would_not_understand_changes_the_fingerprint(tmp_path: Path) -> None:
+    directories = [_edited(tmp_path / str(number), *edit) for number, edit in enumerate(EDITS.values())]
+    command = [sys.executable, "-c", ASK, *map(str, directories)]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    own, unseen, *others = asked.stdout.split()
+    assert own == unseen == fingerprint()
+    assert len({own, *others}) == len(EDITS) - 1
+
+
+def _edited(directory: Path, file: str, before: str, after: str) -> Path:
+    package = directory / "trainhouse"
+    for part in ("schemas", "workers"):
+        shutil.copytree(ROOT / part, package / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "__init__.py").touch()
+    text = (package / file).read_text()
+    assert before in text
+    (package / file).write_text(text.replace(before, after))
+    return directory
+
+
+# Sealed
+
+
+@asynccontextmanager
+async def introduced() -> AsyncIterator[tuple[Sealed, Sealed, socket.socket, socket.socket]]:
+    """Both ends, and their sockets."""
+    one, other = socket.socketpair()
+    with one, other:
+        one.setblocking(False)
+        other.setblocking(False)
+        ends = await asyncio.gather(Sealed.by_caller(one, SECRET), Sealed.by_called(other, SECRET))
+        yield (*ends, one, other)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 3], [100_000, 7, 70_000, 1], [1 << 22]])
+def test_messages_arrive_as_they_were_sent(sizes: list[int]) -> None:
+    async def check() -> None:
+        pieces = [np.random.default_rng(size).bytes(size) for size in sizes]
+        async with introduced() as (caller, called, _, _):
+            for sender, receiver in ((caller, called), (called, caller), (caller, called)):
+                _, message = await asyncio.gather(sender.send(pieces), receiver.receive())
+                assert bytes(message) == b"".join(pieces)
+
+    run(check())
+
+
+@pytest.mark.parametrize("change", ["nothing", "a bit", "the size", "left out", "said again", "of the other side"])
+def test_what_others_do_to_a_connection_is_noticed(change: str) -> None:
+    async def check() -> None:
+        async with introduced() as (caller, called, one, other):
+            loop = asyncio.get_running_loop()
+            written = []
+            for words in (b"first", b"second"):
+                await caller.send([words])
+                written.append(bytearray(await loop.sock_recv(other, 1000)))
+            if change == "a bit":
+                written[1][-40] ^= 1
+            elif change == "the size":
+                written[0][0] ^= 1
+            elif change == "left out":
+                del written[0]
+            elif change == "said again":
+                written.insert(1, written[0])
+            elif change == "of the other side":
+                await called.send([b"first"])
+                written[0] = bytearray(await loop.sock_recv(one, 1000))
+            await loop.sock_sendall(one, b"".join(written))
+            if change == "nothing":
+                assert [bytes(await called.receive()) for _ in range(2)] == [b"first", b"second"]
+                return
+            with pytest.raises(NotSealed):
+                for _ in range(2):
+                    await called.receive()
+
+    run(check())
+
+
+def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    file = tmp_path / "secret"
+    with pytest.raises(ValueError, match=r"cannot be read from .*: No such file"):
+        read_secret(file)
+    file.touch(0o600)
+    file.write_text("geheim\n")
+    with pytest.raises(ValueError, match="has 6 bytes, and 32 are the least") as refused:
+        read_secret(file)
+    assert "geheim" not in str(refused.value) + caplog.text
+    file.write_text("geheim" * 6 + "\n")
+    secret = read_secret(file)
+    file.write_text("geheim" * 6)
+    assert secret == read_secret(file) and b"geheim" not in secret
+    assert "geheim" not in repr(KeptAt("a:1", secret, FIRST)) and str(secret) not in repr(KeptAt("a:1", secret, FIRST))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o666])
+def test_a_secret_that_others_may_read_is_refused(mode: int, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("geheim" * 6)
+    for private in (0o400, 0o600):
+        file.chmod(private)
+        read_secret(file)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=rf"is not its owner's alone \(mode {mode:04o}\): `chmod 600 {file}`"):
+        read_secret(file)
+
+
+SOMEBODY = 4321
+READ = f"""
+import os, pathlib, sys
+from trainhouse.workers.pools.remote.secure_channel import read_secret
+os.setgroups([])
+os.setgid({SOMEBODY})
+os.setuid({SOMEBODY})
+try:
+    read_secret(pathlib.Path(sys.argv[1]))
+    print("taken")
+except ValueError as error:
+    assert "is not its owner's alone" in str(error), error
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of root, and is somebody else")
+@pytest.mark.parametrize(("mode", "is_taken"), [(0o440, True), (0o640, True), (0o444, False), (0o660, False)])
+def test_a_secret_that_root_hands_over_may_be_read_by_the_group(mode: int, is_taken: bool) -> None:
+    """As systemd and Kubernetes do."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        file = Path(directory, "secret")
+        file.write_text("geheim" * 6)
+        os.chown(file, 0, SOMEBODY)
+        file.chmod(mode)
+        asked = subprocess.run(
+            [sys.executable, "-c", READ, str(file)], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert asked.stdout == ("taken\n" if is_taken else "refused\n")

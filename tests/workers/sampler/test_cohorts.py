@@ -1,0 +1,97 @@
+"""Cohorts share a cache and nothing else: a slice is of one of them, and none changes a sample of another."""
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import SampleJob, Slice
+from trainhouse.workers.sampler import SAMPLERS
+
+from ..adapted import Adapted
+from .test_sampler import BYTES_PER_TOKEN, CONTEXT, VOCAB, adapted, answer, job, new_sampler, prompt, tokens_of
+
+__all__ = ["adapted"]
+
+
+def sampler_of(adapted: Adapted, **config: Any) -> Any:
+    served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
+    return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served)
+
+
+def jobs_of(cohort: int) -> list[SampleJob]:
+    return [
+        job(
+            f"{cohort}-{number}",
+            prompt(20 + number, cohort),
+            [None, "one", "other"][number],
+            seed=cohort,
+            max_tokens=60,
+        )
+        for number in range(3)
+    ]
+
+
+def run(sampler: Any, cohorts: dict[int, list[SampleJob]]) -> dict[str, SampleResponse]:
+    """By turns, in slices of one iteration."""
+    finished: dict[str, Any] = {}
+    joining = dict(cohorts)
+    while cohorts:
+        for cohort in list(cohorts):
+            result = sampler.slice(Slice(tuple(joining.pop(cohort, ())), (), 0, cohort))
+            assert {job_id.split("-")[0] for job_id in result.finished} <= {str(cohort)}
+            finished |= result.finished
+            if not result.num_active:
+                del cohorts[cohort]
+    return finished
+
+
+@pytest.mark.parametrize("kv_cache_bytes", [1 << 30, BYTES_PER_TOKEN * 300])
+def test_cohorts_by_turns_give_what_each_job_gives_alone(adapted: Adapted, kv_cache_bytes: int) -> None:
+    """Also where the cache has room for few of them at a time."""
+    sampler = sampler_of(adapted, kv_cache_bytes=kv_cache_bytes)
+    found = run(sampler, {cohort: jobs_of(cohort) for cohort in (0, 3, 7)})
+    for each in (one for cohort in (0, 3, 7) for one in jobs_of(cohort)):
+        wanted = answer(new_sampler(adapted), each)
+        assert tokens_of(found[each.job_id]) == tokens_of(wanted)
+        for one, other in zip(found[each.job_id].sequences, wanted.sequences, strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert sampler.held_bytes() == 0 and not sampler._apart
+
+
+def test_a_slice_moves_its_own_cohort_alone(adapted: Adapted) -> None:
+    sampler = sampler_of(adapted)
+    streams = [job(f"{cohort}", prompt(20), max_tokens=60, streams=True) for cohort in (0, 1)]
+    for cohort in (0, 1):
+        assert sampler.slice(Slice((streams[cohort],), (), 0, cohort)).progress.keys() == {str(cohort)}
+    for _ in range(5):
+        result = sampler.slice(Slice((), (), 0, 1))
+        assert result.progress.keys() == {"1"} and result.num_active == 1
+    (part,) = sampler.slice(Slice((), (), 0, 0)).progress["0"]
+    assert len(part.tokens) == 1, "it stood still meanwhile"
+    held = sampler.held_bytes()
+    sampler.slice(Slice((job("2", prompt(20), max_tokens=60),), (), 0, 2))
+    assert sampler.held_bytes() == held, "of those apart one has room, and it is not the one before"
+    assert sampler.slice(Slice((), ("2",), 0, 2)).num_active == 0 and sampler.held_bytes() < held
+    assert len(sampler.slice(Slice((), (), 0, 1)).progress["1"][0].tokens) == 1 and sampler.held_bytes() == held
+    assert sampler.slice(Slice((), ("1",), 0, 1)).num_active == 0 and not sampler._apart
+    assert sampler.slice(Slice((), ("0",), 0, 0)).num_active == 0 and sampler.held_bytes() == 0
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_slice_that_fails_forgets_the_jobs_of_all_cohorts(adapted: Adapted, failing: int) -> None:
+    """The cache, which all share, may be half resized."""
+    sampler = sampler_of(adapted)
+    for cohort in (0, 1):
+        sampler.slice(Slice(tuple(jobs_of(cohort)), (), 0, cohort))
+    with mock.patch.object(adapted.base, "hidden_states", side_effect=KeyError("unforeseen")), pytest.raises(KeyError):
+        sampler.slice(Slice((), (), 0, failing))
+    assert sampler.held_bytes() == 0
+    for cohort in (0, 1):
+        result = sampler.slice(Slice((), (), 0, cohort))
+        assert (result.num_active, result.finished) == (0, {})
+    found = run(sampler, {0: jobs_of(0)})
+    assert all(tokens_of(found[each.job_id]) == tokens_of(answer(new_sampler(adapted), each)) for each in jobs_of(0))

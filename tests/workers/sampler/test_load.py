@@ -1,0 +1,257 @@
+"""Five hundred requests where the cache holds thirty: within its budget, all end, in the order in which they came.
+
+Slices are of one iteration, in which every sample that holds a place in the cache gets a token.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import SampleJob, Slice, SliceResult
+from trainhouse.workers.sampler.engine import NativeSampler
+
+from ..adapted import Adapted
+from ..jobs import MOST_SLICES, answers, job, slices
+
+VOCAB, CONTEXT = 512, 1024
+# Of one token in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+
+NUM_REQUESTS, NUM_THAT_FIT = 500, 30
+NUM_GROWING, JOIN_AT_A_TIME = 15, 100
+
+# How many times as long as with a budget used to the last byte. Blocks are not full, and prompts run too.
+SLACK = 3.0
+# Slices that the oldest request may spend without a token, once it has had one: others' prompts run in them.
+MOST_SILENT = 2
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_models: dict[str, Path]) -> Adapted:
+    adapted = Adapted(tiny_models["qwen3"])
+    adapted.create("one")
+    adapted.create("other", rank=8, train_unembed=False)
+    return adapted
+
+
+def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> NativeSampler:
+    served = ServedModel("tiny", str(adapted.directory))
+    config = WorkerConfig(served, device="cpu", kv_cache_bytes=kv_cache_bytes)
+    return NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
+
+
+def ragged_jobs() -> list[SampleJob]:
+    """Prompts of 4 to 120 tokens and 2 to 60 new ones, at equal steps of the logarithm; some of two samples.
+
+    The first ones grow from short to long together, so that some of them must give way.
+    """
+    random = np.random.default_rng(3)
+    prompts = random.permutation(np.geomspace(4, 120, NUM_REQUESTS).astype(int))
+    lengths = random.permutation(np.geomspace(2, 60, NUM_REQUESTS).astype(int))
+    prompts[:NUM_GROWING], lengths[:NUM_GROWING] = 10, 150
+    return [
+        job(
+            f"job{i}",
+            random.integers(3, VOCAB, prompts[i]),
+            [None, "one", "other"][i % 3],
+            seed=i,
+            max_tokens=int(lengths[i]),
+            num_samples=1 + (i % 5 == 0),
+            streams=True,
+        )
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+def max_tokens(job: SampleJob) -> int:
+    assert job.params.max_tokens
+    return job.params.max_tokens
+
+
+def num_tokens(job: SampleJob) -> int:
+    return len(job.prompt) + max_tokens(job)
+
+
+def budget_of(jobs: Sequence[SampleJob]) -> int:
+    """Bytes of as many average samples as are to fit."""
+    samples = [num_tokens(job) for job in jobs for _ in range(job.num_samples)]
+    return round(NUM_THAT_FIT * float(np.mean(samples))) * BYTES_PER_TOKEN
+
+
+def token_slices(job: SampleJob) -> int:
+    """Over all the job's slices, the tokens that it has in the cache, summed."""
+    return job.num_samples * sum(range(len(job.prompt), num_tokens(job)))
+
+
+@dataclass
+class Trace:
+    """What was seen. told: by job the numbers of the slices that had tokens for it, its last one included."""
+
+    told: dict[str, list[int]] = field(default_factory=dict)
+    responses: dict[str, SampleResponse] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+    cache_bytes: list[int] = field(default_factory=list)
+    num_active: list[int] = field(default_factory=list)
+
+    def note(self, work: Slice, result: SliceResult, cache_bytes: int) -> None:
+        self.cancelled |= set(work.cancel)
+        for name in (*result.progress, *result.finished):
+            self.told.setdefault(name, []).append(len(self.cache_bytes))
+        self.responses |= result.finished
+        self.cache_bytes.append(cache_bytes)
+        self.num_active.append(result.num_active)
+
+    def longest_silence(self, job_id: str, start: int = 0) -> int:
+        """Between two of its slices with tokens, from `start` on: how many slices had none."""
+        told = [start, *(number for number in self.told[job_id] if number > start)]
+        return int(max(np.diff(told), default=1)) - 1
+
+
+def run(sampler: NativeSampler, jobs: Sequence[SampleJob], cancel_at: Mapping[str, int]) -> Trace:
+    """All join in the first slices; each in `cancel_at` is cancelled at that slice unless it is done by then."""
+    trace, waiting = Trace(), list(jobs)
+    for number in range(MOST_SLICES):
+        join, waiting = waiting[:JOIN_AT_A_TIME], waiting[JOIN_AT_A_TIME:]
+        cancel = [name for name, at in cancel_at.items() if at == number and name not in trace.responses]
+        work = Slice(tuple(join), tuple(cancel), 0)
+        trace.note(work, sampler.slice(work), sampler.cache_bytes())
+        if not waiting and not trace.num_active[-1]:
+            return trace
+    raise AssertionError(f"{trace.num_active[-1]} jobs are still active after {MOST_SLICES} slices")
+
+
+JOBS = ragged_jobs()
+BUDGET = budget_of(JOBS)
+
+
+@pytest.fixture(scope="module")
+def sampler(adapted: Adapted) -> NativeSampler:
+    return new_sampler(adapted, BUDGET)
+
+
+@pytest.fixture(scope="module")
+def trace(sampler: NativeSampler) -> Trace:
+    """Every eighth request is cancelled at a random time: some wait then, some are under way, some are done."""
+    random = np.random.default_rng(4)
+    times = random.integers(len(JOBS) // JOIN_AT_A_TIME, int(ideal_slices(JOBS)), len(JOBS))
+    return run(sampler, JOBS, {JOBS[i].job_id: int(times[i]) for i in range(0, len(JOBS), 8)})
+
+
+def ideal_slices(jobs: Sequence[SampleJob]) -> float:
+    """Of a cache that is full of these jobs' tokens all the time."""
+    return sum(map(token_slices, jobs)) / (BUDGET / BYTES_PER_TOKEN)
+
+
+def test_all_that_are_not_cancelled_end_with_all_their_tokens(trace: Trace) -> None:
+    assert max(trace.num_active) > 0.95 * NUM_REQUESTS and len(trace.cancelled) > 20
+    assert trace.responses.keys() == {each.job_id for each in JOBS} - trace.cancelled
+    for each in JOBS:
+        if each.job_id in trace.responses:
+            lengths = [len(sequence.tokens) for sequence in trace.responses[each.job_id].sequences]
+            assert lengths == [max_tokens(each)] * each.num_samples
+
+
+def test_the_cache_stays_within_its_budget(trace: Trace) -> None:
+    assert max(trace.cache_bytes) <= BUDGET
+
+
+def test_the_cache_makes_use_of_its_budget_where_all_together_would_take_more(adapted: Adapted, trace: Trace) -> None:
+    assert max(trace.cache_bytes) > BUDGET / 2
+    unbounded = new_sampler(adapted, 1 << 30)
+    unbounded.slice(Slice(tuple(JOBS), (), 0))
+    assert unbounded.cache_bytes() > BUDGET
+
+
+def test_in_the_end_nothing_is_held(sampler: NativeSampler, trace: Trace) -> None:
+    assert trace.num_active[-1] == 0 and sampler.held_bytes() == 0
+    sampler.slice(Slice((JOBS[0],), (), 0))
+    assert sampler.held_bytes() > 0
+    assert sampler.slice(Slice((), (JOBS[0].job_id,), 0)).num_active == 0 and sampler.held_bytes() == 0
+
+
+@pytest.mark.usefixtures("trace")
+def test_after_the_load_as_many_fit_as_before(adapted: Adapted, sampler: NativeSampler) -> None:
+    """No slice is spent more than on a new one."""
+    some = JOBS[-60:]
+    assert len(list(slices(sampler.slice, *some))) <= len(list(slices(new_sampler(adapted, BUDGET).slice, *some)))
+
+
+def test_cancelling_all_frees_all_at_once(adapted: Adapted) -> None:
+    sampler = new_sampler(adapted, BUDGET)
+    sampler.slice(Slice(tuple(JOBS), (), 0))
+    for _ in range(5):
+        sampler.slice(Slice((), (), 0))
+    assert sampler.held_bytes() > 0
+    result = sampler.slice(Slice((), tuple(each.job_id for each in JOBS), 0))
+    assert (result.num_active, result.finished, sampler.held_bytes()) == (0, {}, 0)
+
+
+def test_who_gives_way_and_comes_back_samples_the_same_as_alone(adapted: Adapted, trace: Trace) -> None:
+    """The growing ones among them, of whom some were silent for a while."""
+    some = [each for each in JOBS if each.job_id in trace.responses][: 3 * NUM_GROWING]
+    assert max(trace.longest_silence(each.job_id) for each in some) > 10
+    alone = answers(new_sampler(adapted, 1 << 30).slice, *some)
+    for each in some:
+        for one, other in zip(alone[each.job_id].sequences, trace.responses[each.job_id].sequences, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_others", [0, 10])
+def test_what_is_accepted_can_grow_until_it_fills_the_budget(adapted: Adapted, num_others: int) -> None:
+    sampler = new_sampler(adapted, CONTEXT * BYTES_PER_TOKEN)
+    long = job("long", range(3, 23), max_tokens=CONTEXT - 20)
+    others = [job(f"other{i}", range(3 + i, 60), max_tokens=20) for i in range(num_others)]
+    response = answers(sampler.slice, *others[::2], long, *others[1::2])["long"]
+    assert isinstance(response, SampleResponse), response
+    assert len(response.sequences[0].tokens) == CONTEXT - 20
+
+
+# --- order ---
+
+
+def first_tokens(trace: Trace) -> list[int | None]:
+    """The slices of the first tokens, in the order of arrival; None where a request was cancelled before."""
+    return [trace.told[each.job_id][0] if each.job_id in trace.told else None for each in JOBS]
+
+
+def test_nobody_begins_before_those_who_came_earlier(trace: Trace) -> None:
+    begun = [number for number in first_tokens(trace) if number is not None]
+    assert begun == sorted(begun)
+    assert len(set(begun)) > 50
+
+
+def latest_first_token(position: int) -> float:
+    """The slice by which the request at this position has a token: only those before it keep it waiting."""
+    longest = max(num_tokens(each) for each in JOBS)
+    return SLACK * ideal_slices(JOBS[:position]) + longest + position / JOIN_AT_A_TIME
+
+
+def num_late(slices_of_first_tokens: Sequence[int | None]) -> int:
+    return sum(
+        number is not None and number > latest_first_token(position)
+        for position, number in enumerate(slices_of_first_tokens)
+    )
+
+
+def test_nobody_waits_for_more_than_those_who_came_earlier(trace: Trace) -> None:
+    found = first_tokens(trace)
+    assert num_late(found) == 0
+    assert num_late(found[::-1]) > 50, "the last come would have been served first"
+    one_by_one = np.cumsum([max_tokens(each) for each in JOBS]).tolist()
+    assert num_late(one_by_one) > 100, "each would have waited for the one before it"
+
+
+def test_the_oldest_gets_its_tokens_without_a_pause(trace: Trace) -> None:
+    """From the moment when it is the oldest: those before it have ended, and it has begun."""
+    all_before_ended = 0
+    for each in JOBS:
+        if each.job_id in trace.responses:
+            start = max(all_before_ended, trace.told[each.job_id][0])
+            assert trace.longest_silence(each.job_id, start) <= MOST_SILENT
+            all_before_ended = max(all_before_ended, trace.told[each.job_id][-1])

@@ -1,0 +1,150 @@
+"""Common beginnings are run once, and long prompts in chunks between the steps of others; neither changes a sample."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.protocol.verbs import Slice
+from trainhouse.workers.sampler.cache.prefixes import BLOCK
+
+from ..adapted import Adapted, copied
+from .test_sampler import BYTES_PER_TOKEN, adapted, answer, finish, job, new_sampler, prompt, tokens_of
+
+__all__ = ["adapted"]
+
+
+def assert_same(found: SampleResponse, wanted: SampleResponse) -> None:
+    assert tokens_of(found) == tokens_of(wanted)
+    for one, other in zip(found.sequences, wanted.sequences, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapter_id", [None, "one"])
+@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 100, 2 * BLOCK])
+def test_a_prompt_seen_before_is_not_run_again(adapted: Adapted, adapter_id: str | None, length: int) -> None:
+    sampler, one = new_sampler(adapted), job("a", prompt(length), adapter_id, num_samples=2)
+    first = answer(sampler, one)
+    again = answer(sampler, one)
+    # The last token always runs: its hidden state is what the next one is drawn from.
+    assert (first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (0, (length - 1) // BLOCK * BLOCK)
+    assert_same(again, first)
+
+
+def test_the_next_turn_of_a_conversation_goes_on_from_the_last(adapted: Adapted) -> None:
+    sampler, tokens = new_sampler(adapted), prompt(40)
+    for turn in range(3):
+        asked = job(f"turn {turn}", tokens, "one", max_tokens=50, seed=turn)
+        found = answer(sampler, asked)
+        assert_same(found, answer(new_sampler(adapted), asked))
+        # All that the turn before ran is known, but for its last token and what fills no block.
+        assert found.prompt_cache_hit_tokens == (0 if turn == 0 else (len(tokens) - 10 - 1) // BLOCK * BLOCK)
+        tokens = np.concatenate([tokens, found.sequences[0].tokens, prompt(10, seed=turn)])
+
+
+def test_prompts_with_a_common_beginning_share_it(adapted: Adapted) -> None:
+    sampler, header = new_sampler(adapted), prompt(3 * BLOCK)
+    jobs = [job(str(i), np.concatenate([header, prompt(5 + i, seed=i)]), "one", seed=i) for i in range(4)]
+    finish(sampler, jobs[0])
+    found = finish(sampler, *jobs[1:])
+    assert [found[one.job_id].prompt_cache_hit_tokens for one in jobs[1:]] == [3 * BLOCK] * 3
+    for one in jobs[1:]:
+        assert_same(found[one.job_id], answer(new_sampler(adapted), one))
+
+
+def test_nobody_is_told_what_others_have_sent(adapted: Adapted) -> None:
+    sampler, tokens = new_sampler(adapted), prompt(100)
+
+    def hits(owner: str) -> int:
+        return answer(sampler, replace(job("a", tokens, None), owner=owner)).prompt_cache_hit_tokens
+
+    assert [hits(owner) for owner in ("one", "other", "one", "other", "")] == [0, 0, 96, 96, 0]
+
+
+def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
+    copied(adapted.adapters, "one", "moving")
+    sampler, tokens = new_sampler(adapted), prompt(100)
+
+    def hits(adapter_id: str | None) -> int:
+        found = answer(sampler, job("a", tokens, adapter_id))
+        assert_same(found, answer(new_sampler(adapted), job("a", tokens, adapter_id)))
+        return found.prompt_cache_hit_tokens
+
+    assert [hits("moving"), hits("moving"), hits("other"), hits(None), hits("moving")] == [0, 96, 0, 0, 96]
+    copied(adapted.adapters, "other", "moving")
+    assert [hits("moving"), hits("moving")] == [0, 96]
+    adapted.adapters.drop("moving")
+    copied(adapted.adapters, "one", "moving")
+    assert hits("moving") == 0
+
+
+def test_a_sample_that_began_before_its_weights_changed_leaves_no_prefix_to_the_new_ones(adapted: Adapted) -> None:
+    copied(adapted.adapters, "one", "moving")
+    sampler = new_sampler(adapted)
+    sampler.slice(Slice((job("a", prompt(20), "moving", max_tokens=80),), (), 0))
+    copied(adapted.adapters, "other", "moving")
+    sampled = finish(sampler)["a"].sequences[0].tokens
+    turn = job("b", np.concatenate([prompt(20), sampled]), "moving")
+    found = answer(sampler, turn)
+    assert found.prompt_cache_hit_tokens == 0
+    assert_same(found, answer(new_sampler(adapted), turn))
+
+
+def test_a_prompt_whose_tokens_are_scored_runs_from_the_first_that_is(adapted: Adapted) -> None:
+    sampler, tokens = new_sampler(adapted), prompt(100)
+    answer(sampler, job("before", tokens))
+    whole = answer(sampler, job("whole", tokens, prompt_logprobs=True))
+    last = answer(sampler, job("last", tokens, prompt_logprobs=True, prompt_logprobs_last_n=10, topk_prompt_logprobs=2))
+    assert (whole.prompt_cache_hit_tokens, last.prompt_cache_hit_tokens) == (0, 64)
+    fresh = answer(new_sampler(adapted), job("fresh", tokens, prompt_logprobs=True))
+    np.testing.assert_allclose(whole.prompt_logprobs, fresh.prompt_logprobs, atol=1e-5)
+    np.testing.assert_allclose(last.prompt_logprobs[-10:], fresh.prompt_logprobs[-10:], atol=1e-5)
+    assert np.isnan(last.prompt_logprobs[:-10]).all()
+
+
+def test_prefixes_give_way_to_samples_and_to_newer_ones(adapted: Adapted) -> None:
+    sampler = new_sampler(adapted, kv_cache_bytes=512 * BYTES_PER_TOKEN)
+    for seed in range(8):
+        answer(sampler, job("a", prompt(100, seed), max_tokens=2))
+        assert sampler.cache_bytes() <= 512 * BYTES_PER_TOKEN and sampler.held_bytes() == 0
+    assert answer(sampler, job("newest", prompt(100, 7))).prompt_cache_hit_tokens == 96
+    assert answer(sampler, job("oldest", prompt(100, 0))).prompt_cache_hit_tokens == 0
+    assert len(answer(sampler, job("large", prompt(400), max_tokens=112)).sequences[0].tokens) == 112
+
+
+def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(adapted: Adapted) -> None:
+    sampler = new_sampler(adapted, prefill_chunk_tokens=64)
+    quick = job("quick", prompt(8), "one", max_tokens=30, streams=True)
+    sampler.slice(Slice((quick,), (), 0))
+    late = [job("late", prompt(500), "other", num_samples=2), job("scored", prompt(300), None, prompt_logprobs=True)]
+    sizes, results = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        run = adapted.base.hidden_states
+
+        def counted(tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
+            sizes.append(len(tokens))
+            return run(tokens, *rest, **more)
+
+        patch.setattr(adapted.base, "hidden_states", counted)
+        results = [sampler.slice(Slice(tuple(late) if first else (), (), 0)) for first in (True, *[False] * 10)]
+    told = [sum(len(part.tokens) for part in result.progress["quick"]) for result in results]
+    assert told == [1] * 11 and sizes[:7] == [65] * 7 and max(sizes) <= 64 + 3
+    finished = {name: found for result in results for name, found in result.finished.items()} | finish(sampler)
+    for one in (quick, *late):
+        assert_same(finished[one.job_id], answer(new_sampler(adapted), one))
+    whole = answer(new_sampler(adapted), late[1])
+    np.testing.assert_allclose(finished["scored"].prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
+
+
+def test_what_a_sample_leaves_does_not_push_out_its_own_beginning(adapted: Adapted) -> None:
+    """Of 1024 tokens slots have 512 and 64, the beginning 320, and the prefixes of four others the rest."""
+    sampler, turn = new_sampler(adapted, kv_cache_bytes=1024 * BYTES_PER_TOKEN), job("a", prompt(320), max_tokens=40)
+    sampler.slice(Slice((turn,), (), 0))
+    for seed in range(4):
+        sampler.slice(Slice((job(f"other {seed}", prompt(BLOCK + 1, seed), max_tokens=2),), (), 0))
+        sampler.slice(Slice((), (), 0))
+    sampled = finish(sampler)["a"].sequences[0].tokens
+    again = answer(sampler, job("b", np.concatenate([prompt(320), sampled]), max_tokens=2))
+    assert again.prompt_cache_hit_tokens == 11 * BLOCK

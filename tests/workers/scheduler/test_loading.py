@@ -1,0 +1,61 @@
+"""A model whose process is killed while it loads is loaded again, and in the end it is told what may have killed it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainhouse.tests.workers.killed_loader import KILLED_LOADER, KILLS
+
+from ..engines.test_sampler_groups import LLAMA
+from ..test_dispatch import write_header
+
+SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+from trainhouse.workers.protocol.config import DispatchConfig, ServedModel, WorkerConfig
+from trainhouse.workers.dispatch import WorkerDispatch
+
+async def main():
+    model = WorkerConfig(ServedModel("tiny", sys.argv[1]), device="cpu")
+    dispatch = WorkerDispatch(DispatchConfig((model,), worker=sys.argv[2]))
+    await dispatch.start(print)
+    assert dispatch.pids("tiny") and dispatch.is_up("tiny")
+    await dispatch.close()
+
+asyncio.run(main())
+"""
+
+
+def started(directory: Path, *kills: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, whose forkserver has not imported the worker."""
+    write_header(directory, shape=(1000, 1000))
+    shutil.copy(LLAMA, directory / "config.json")
+    (directory / "kills").mkdir()
+    for number, place in enumerate(kills):
+        (directory / "kills" / f"{place}-{number}").touch()
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(directory), KILLED_LOADER]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={KILLS: str(directory / "kills")}, check=False
+    )
+
+
+@pytest.mark.parametrize("kills", [["load"], ["import"], ["import", "load", "load"]])
+def test_who_is_killed_while_it_loads_is_loaded_again(kills: list[str], tmp_path: Path) -> None:
+    found = started(tmp_path, *kills)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("tiny did not load: ") == len(kills) and "tiny ready in" in found.stdout
+    assert found.stdout.count("the kernel's out-of-memory killer did") == len(kills)
+    assert found.stdout.count("loading it needs 4 MB of memory for its weights, and ") == len(kills)
+    assert ("killed by SIGKILL" in found.stdout) == ("load" in kills)
+    assert ("the process that starts workers ended while it started one" in found.stdout) == ("import" in kills)
+
+
+def test_who_is_killed_each_time_is_given_up_with_the_reason(tmp_path: Path) -> None:
+    found = started(tmp_path, *["load"] * 9)
+    assert found.returncode == 1 and found.stdout.count("trying again in") == 3
+    assert f"ValueError: base model tiny does not load from {tmp_path}, tried 4 times: the worker died: killed by" in (
+        found.stderr
+    )
+    assert len(list((tmp_path / "kills").iterdir())) == 9 - 4

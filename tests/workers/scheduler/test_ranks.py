@@ -1,0 +1,75 @@
+"""The ranks of a base model as one: work is shared out by tokens, and they succeed or fail together."""
+
+import asyncio
+from collections.abc import Coroutine
+
+import pytest
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.tests.workers.parallel.training import reinforced, supervised
+from trainhouse.tests.workers.pools.test_pool import NewPool, new_pool, ray_cluster, ray_in_full
+from trainhouse.workers.pools import children
+from trainhouse.workers.pools.base import PoolSpec, WorkerDied
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Part, Pass
+from trainhouse.workers.scheduler.ranks import Ranks, shared_out
+
+__all__ = ["new_pool", "ray_cluster"]
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 200))
+
+
+def test_data_are_shared_out_by_tokens_each_once_and_in_order() -> None:
+    work = Pass((Part(7, supervised("a", 1, 100, 3, 50, 50, 2)), Part(8, reinforced("b", 1, 99, 1), last=False)))
+    shares = shared_out(work, 3)
+    tokens = [sum(len(datum.tokens) for part in share.parts for datum in part.request.data) for share in shares]
+    assert max(tokens) - min(tokens) <= 6 and sum(tokens) == 305
+    for number, part in enumerate(work.parts):
+        numbers = [one for share in shares for one in share.parts[number].share.numbers]
+        assert sorted(numbers) == list(range(len(part.request.data)))
+        for share in shares:
+            own = share.parts[number]
+            assert list(own.share.numbers) == sorted(own.share.numbers) and own.share.num_data == len(part.request.data)
+            assert [part.request.data[one] for one in own.share.numbers] == list(own.request.data)
+            assert (own.operation_id, own.last, own.request.loss_fn) == (
+                part.operation_id,
+                part.last,
+                part.request.loss_fn,
+            )
+
+
+def test_data_of_a_later_part_keep_their_numbers() -> None:
+    (share, _) = shared_out(Pass((Part(7, supervised("a", 1, 5, 6), first_datum=40),)), 2)
+    assert list(share.parts[0].share.numbers) == [41]
+
+
+@ray_in_full
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("fail_alone", "fail_alone failed on one of its ranks, the others waited for it: KeyError: 'broken'"),
+        ("refuse_and_leave", "refuse_and_leave failed on one of its ranks, the others waited for it: refused"),
+        ("refuse_alone", "rank 1 of 2 failed in refuse_alone, the others did not: refused"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_killed_together(
+    new_pool: NewPool, method: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "GRACE_SECONDS", 2.0)
+
+    async def check() -> None:
+        pool = new_pool(PoolSpec(ECHO, (EchoConfig(0), EchoConfig(1))))
+        await pool.start()
+        ranks = Ranks(pool, ParallelSpec(replicas=2))
+        try:
+            assert await ranks.call("rank", hang_seconds=30) == 0
+            with pytest.raises(WorkerDied, match="so it was killed") as death:
+                await ranks.call(method, 1, hang_seconds=30)
+            assert reason in str(death.value)
+            with pytest.raises(WorkerDied):
+                await ranks.call("rank", hang_seconds=30)
+        finally:
+            await ranks.close()
+
+    run(check())

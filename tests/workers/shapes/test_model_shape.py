@@ -1,0 +1,169 @@
+"""What a config.json says is what transformers makes of it, whatever it leaves out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import try_to_load_from_cache
+from trainhouse.workers.planner.parameters import num_parameters
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.model_shape import (
+    Experts,
+    ModelShape,
+    Rope,
+    longest_context,
+    model_directory,
+    model_of,
+    read_model,
+)
+from transformers import AutoConfig
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+# With other values than any default.
+WHOLE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 777,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "sliding_window": 50,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+}
+NEEDED = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
+CHANGED = [
+    {},
+    {"max_window_layers": 6},
+    {"layer_types": ["full_attention"] * 6},
+    {"layer_types": [*["full_attention"] * 5, "sliding_attention"]},
+    {"sliding_window": None},
+    {"mlp_only_layers": None},
+    {"num_experts": 0},
+]
+OMITTED = [("use_sliding_window", "sliding_window"), *((key,) for key in WHOLE if key not in NEEDED)]
+
+
+def shape_of(config: dict[str, Any]) -> ModelShape:
+    shape = model_of("m", config)
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+@pytest.mark.parametrize("omitted", OMITTED, ids="-".join)
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_left_out_is_as_transformers_has_it(model_type: str, omitted: tuple[str, ...]) -> None:
+    compare(model_type, {key: value for key, value in WHOLE.items() if key not in omitted})
+
+
+@pytest.mark.parametrize("changed", CHANGED, ids=str)
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_said_is_as_transformers_has_it(model_type: str, changed: dict[str, Any]) -> None:
+    compare(model_type, WHOLE | changed)
+
+
+def compare(model_type: str, given: dict[str, Any]) -> None:
+    theirs = AutoConfig.for_model(model_type, **given)
+    ours = shape_of({"model_type": model_type, **given})
+    # Read by the models with these words: not every config has them.
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
+    assert (ours.heads, ours.kv_heads, ours.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
+    assert (ours.hidden, ours.intermediate, ours.vocab) == (
+        theirs.hidden_size,
+        theirs.intermediate_size,
+        theirs.vocab_size,
+    )
+    assert (ours.num_layers, ours.tied, ours.max_positions) == (
+        theirs.num_hidden_layers,
+        theirs.tie_word_embeddings,
+        theirs.max_position_embeddings,
+    )
+    kinds = getattr(theirs, "layer_types", None)
+    which, has_any = FAMILIES[model_type].windows, getattr(theirs, "sliding_window", None)
+    has_one = which == "every" or (which == "by_layer" and kinds is not None and "sliding_attention" in kinds)
+    assert ours.window == (has_any if has_one else None)
+    if model_type == "mixtral" and theirs.num_experts:
+        layers = tuple(range(6))
+        assert ours.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, ours.intermediate, layers)
+    elif model_type == "qwen3_moe" and theirs.num_experts:
+        layers = (i for i in range(6) if i not in theirs.mlp_only_layers and (i + 1) % theirs.decoder_sparse_step == 0)
+        experts = ours.experts
+        assert experts is not None and experts.layers == tuple(layers)
+        assert (experts.num, experts.per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
+        assert experts.intermediate == theirs.moe_intermediate_size
+    else:
+        assert ours.experts is None
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "positions"),
+    [
+        ("Qwen3-30B-A3B", 30_532_122_624, 40960),
+        ("Qwen3-30B-A3B-YaRN", 30_532_122_624, 131072),
+        ("Llama-3.1-8B", 8_030_261_248, 131072),
+        ("Llama-3.1-70B", 70_553_706_496, 131072),
+    ],
+)
+def test_public_models_have_as_many_parameters_as_is_said_of_them(name: str, billions: int, positions: int) -> None:
+    shape = read_model(ServedModel(name, str(CONFIGS / f"{name}.json")))
+    assert isinstance(shape, ModelShape)
+    assert num_parameters(shape) == billions
+    assert shape.max_positions == positions
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (None, 1000),
+        ({"rope_type": "default"}, 1000),
+        ({"rope_type": "linear", "factor": 2.0}, 1000),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}, 3200),
+        ({"rope_type": "yarn", "factor": 2.0}, 1000),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 500}, 1000),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 250}, 250),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_longest_context_is_what_rope_scaling_reaches(key: str, rope: dict[str, Any] | None, longest: int) -> None:
+    shape = shape_of({"model_type": "llama", **WHOLE, "max_position_embeddings": 1000, key: rope})
+    assert shape.max_positions == longest
+    assert shape.rope.kind in str(shape.rope) or shape.rope == Rope()
+
+
+def test_a_model_of_images_has_the_context_of_its_part_for_text() -> None:
+    text = WHOLE | {"model_type": "gemma3_text", "max_position_embeddings": 500}
+    assert model_of("m", {"model_type": "gemma3", "text_config": text}).max_positions == 500
+
+
+def test_no_length_is_made_up() -> None:
+    assert longest_context(None, Rope()) is None
+    assert longest_context(None, Rope("yarn", 4.0, 100)) == 400
+
+
+def test_the_cache_of_the_hub_is_found_as_the_hub_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    directory = tmp_path / "models--some--model" / "snapshots" / "abc"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", **WHOLE}))
+    refs = tmp_path / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    found = try_to_load_from_cache("some/model", "config.json", cache_dir=tmp_path)
+    assert isinstance(found, str) and model_directory("some/model") == Path(found).parent
+    assert read_model(ServedModel("m", "some/model")).model_type == "llama"
+    assert model_directory("some/other") is None and model_directory("/some/model") is None

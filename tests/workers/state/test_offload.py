@@ -1,0 +1,268 @@
+"""A rank that leaves its device: all comes back, bit-equal, when it is needed, and nothing stays behind."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import FullConfig, LoraConfig
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Slice
+from trainhouse.workers.state.offload import Offload
+from trainhouse.workers.worker import rank_memory
+from trainhouse.workers.worker.worker import Worker
+
+from ...tiny import tiny_model
+from ..jobs import answers, job
+from ..training.test_full import run, some_data, stepped, supervised
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    ),
+]
+KINDS = ["llama", "qwen3", "qwen3_moe", "gemma3"]
+
+
+def a_worker(directory: Path, device: str = "cpu", **knobs: Any) -> Worker:
+    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs))
+
+
+def with_runs(worker: Worker) -> Worker:
+    """One of each kind, with gradients."""
+    worker.create_run(RunSpec("lora", LoraConfig(rank=4, seed=1)))
+    worker.create_run(RunSpec("full", FullConfig(seed=2)))
+    for run_id in ("lora", "full"):
+        run(worker, supervised(run_id, some_data(1)))
+    return worker
+
+
+def numbers(output: ForwardBackwardOutput) -> list[Any]:
+    return [output.metrics, [each["logprobs"].tolist() for each in output.loss_fn_outputs]]
+
+
+def tokens_and_logprobs(response: SampleResponse) -> list[Any]:
+    return [(each.tokens.tolist(), np.asarray(each.logprobs).tolist()) for each in response.sequences]
+
+
+# Each verb, and what is to be on the device behind it: the base's weights, and the sampler's cache.
+VERBS: list[tuple[str, Callable[[Worker], Any], tuple[bool, bool]]] = [
+    ("forward_backward", lambda worker: numbers(run(worker, supervised("lora", some_data(2)))[0]), (True, False)),
+    ("optim_step", lambda worker: stepped(worker, "lora"), (False, False)),
+    ("optim_step of a full model", lambda worker: stepped(worker, "full"), (False, False)),
+    (
+        "forward of a full model",
+        lambda worker: numbers(run(worker, supervised("full", some_data(3)))[0]),
+        (True, False),
+    ),
+    ("export", lambda worker: worker.export_adapter("full").weights.tolist(), (False, False)),
+    ("clear_gradients", lambda worker: worker.clear_gradients("lora"), (False, False)),
+    ("sample", lambda worker: sampled(worker, "lora"), (True, True)),
+    ("sample a full model", lambda worker: sampled(worker, "full"), (True, True)),
+    ("sample the base", lambda worker: sampled(worker, None), (True, True)),
+    ("create", lambda worker: worker.create_run(RunSpec("new", FullConfig(seed=3))).num_parameters, (True, False)),
+    ("drop", lambda worker: worker.drop_run("new"), (False, False)),
+]
+
+
+def sampled(worker: Worker, adapter_id: str | None) -> list[Any]:
+    found = answers(worker.sample_slice, job("job", [*range(3, 60)], adapter_id, max_tokens=9))
+    return tokens_and_logprobs(found["job"])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_verb_brings_back_what_it_needs(kind: str, device: str, tmp_path: Path) -> None:
+    directory = tiny_model(kind, tmp_path / "base")
+    moving, staying = with_runs(a_worker(directory, device)), with_runs(a_worker(directory, device))
+    for name, act, wanted in VERBS:
+        moving.offload()
+        memory = moving.memory()
+        assert memory["base_weights_on_device"] == memory["kv_cache_on_device"] == 0, name
+        assert memory["base_weights"] == staying.memory()["base_weights"], name
+        assert memory["num_adapters_on_device"] == memory["num_full_models_on_device"] == 0, name
+        assert act(moving) == act(staying), name
+        memory = moving.memory()
+        has_base, has_cache = memory["base_weights_on_device"] > 0, memory["kv_cache_on_device"] > 0
+        assert (has_base, has_cache) == wanted, name
+        assert memory["base_weights_on_device"] in (0, memory["base_weights"]), name
+    assert moving.memory()["offloads"] == len(VERBS)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_samples_go_on_in_the_middle(device: str, tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    moving, staying = with_runs(a_worker(directory, device)), with_runs(a_worker(directory, device))
+    jobs = [
+        job(f"{adapter_id} {number}", [*range(3, 40 + number)], adapter_id, num_samples=2, max_tokens=20)
+        for adapter_id in (None, "lora", "full")
+        for number in range(3)
+    ]
+    expected = answers(staying.sample_slice, *jobs)
+    found, joining, held = {}, tuple(jobs), []
+    for _ in range(400):
+        result = moving.sample_slice(Slice(joining, (), 0.0))
+        found |= result.finished
+        joining = ()
+        if not result.num_active:
+            break
+        held.append(moving.memory()["kv_cache_held"])
+        moving.offload()
+    assert {name: tokens_and_logprobs(each) for name, each in found.items()} == {
+        name: tokens_and_logprobs(each) for name, each in expected.items()
+    }
+    assert len(held) > 15 and max(held) > 0
+
+
+def test_the_memory_is_given_to_others_and_ten_switches_take_no_more(tmp_path: Path) -> None:
+    """Of the process: its anonymous memory, by the kernel's count."""
+    directory = tiny_model("llama", tmp_path / "base", vocab_size=40_000, hidden_size=256)
+    worker = with_runs(a_worker(directory))
+    base = worker.memory()["base_weights"]
+    assert base > 40_000_000
+    there, away = [], []
+    for step in range(12):
+        for run_id in ("lora", "full"):
+            stepped(worker, run_id)
+            run(worker, supervised(run_id, some_data(step)))
+        there.append(_resident_bytes())
+        worker.offload()
+        away.append(_resident_bytes())
+    there, away = there[2:], away[2:]  # before the first time the weights were in a mapped file
+    assert min(there) - max(away) > 0.9 * base
+    assert max(away) - min(away) < 0.5 * base and max(there) - min(there) < 0.5 * base
+    worker.clear_gradients("full")
+    worker.offload()
+    of_full = 3 * base  # weights, and what the optimizer keeps
+    assert min(away) - _resident_bytes() > 0.9 * of_full
+
+
+def _resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def broken(call: str, monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """From the call of this number on it fails; what is returned grows with each."""
+    works, calls = getattr(os, call), []
+
+    def break_down(*arguments: Any) -> int:
+        calls.append(1)
+        if len(calls) >= number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return works(*arguments)
+
+    monkeypatch.setattr(os, call, break_down)
+    return calls
+
+
+def test_what_has_no_room_elsewhere_stays_and_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    worker, staying = with_runs(a_worker(directory)), with_runs(a_worker(directory))
+    with monkeypatch.context() as patch:
+        broken("pwrite", patch, 2)
+        with pytest.raises(OperationError, match=r"cannot leave the device: .*Input/output error"):
+            worker.offload()
+    memory = worker.memory()
+    assert memory["base_weights_on_device"] == memory["base_weights"] and memory["offloads"] == 0
+    for name, act, _ in VERBS:
+        assert act(worker) == act(staying), name
+    worker.offload()
+    assert worker.memory()["base_weights_on_device"] == 0
+
+
+def test_what_cannot_come_back_stays_away_and_comes_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    worker, staying = with_runs(a_worker(directory)), with_runs(a_worker(directory))
+    monkeypatch.setattr(rank_memory, "_TRIES_AFTER", (0.0, 0.0))
+    first = job("job", [*range(3, 60)], "lora", max_tokens=9)
+    for each in (worker, staying):
+        each.sample_slice(Slice((first,), (), 0.0))
+    worker.offload()
+    with monkeypatch.context() as patch:
+        calls = broken("preadv", patch, 2)
+        with pytest.raises(OperationError, match="the base model cannot be brought back to the device") as raised:
+            worker.run_pass(Pass((Part(0, supervised("lora", some_data(2))),)))
+        assert len(calls) > 3 and raised.value.category == "server"
+        assert worker.memory()["base_weights_on_device"] == 0
+        with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
+            worker.sample_slice(Slice((), (), 0.0))
+    # The caller has failed all jobs then: nothing goes on for nobody, and holds room.
+    assert worker.memory()["kv_cache"] == 0 and not answers(worker.sample_slice)
+    staying.sample_slice(Slice((), ("job",), 0.0))
+    for name, act, _ in VERBS:
+        assert act(worker) == act(staying), name
+
+
+def test_it_is_tried_again_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = with_runs(a_worker(tiny_model("qwen3", tmp_path / "base")))
+    worker.offload()
+    works = os.preadv
+
+    def broken_for_now(*arguments: Any) -> int:
+        if threading.current_thread() is threading.main_thread() and not has_room:
+            has_room.append(1)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return works(*arguments)
+
+    has_room: list[int] = []
+    monkeypatch.setattr(rank_memory, "_TRIES_AFTER", (0.0,))
+    monkeypatch.setattr(os, "preadv", broken_for_now)
+    run(worker, supervised("lora", some_data(2)))
+    assert has_room
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_stay_valid_whoever_has_them(device: str) -> None:
+    whole = torch.randn(50, 40, device=device)
+    views: Sequence[Tensor] = [whole[10:20].t(), whole.flatten()[7:], whole[:, 3]]
+    expected = [each.clone() for each in (whole, *views)]
+    frozen = Offload("weights", torch.device(device), is_frozen=True)
+    for _ in range(3):
+        frozen.leave([views[0], whole, *views])
+        assert frozen.num_bytes_away == whole.nbytes and whole.untyped_storage().nbytes() == 0
+        frozen.come_back()
+        assert all(torch.equal(one, other) for one, other in zip((whole, *views), expected, strict=True))
+    assert frozen.moved_bytes == 4 * whole.nbytes  # it is copied once, and read three times
+
+
+def test_an_optimizer_that_was_cleared_elsewhere_does_not_come_back(tmp_path: Path) -> None:
+    """Of a run that has ended, whose weights samplers go on with."""
+    worker = with_runs(a_worker(tiny_model("qwen3", tmp_path / "base"), full_sampling="inflight"))
+    stepped(worker, "full")
+    worker.copy_adapter("full", "sampler")
+    expected = sampled(worker, "sampler")
+    worker.offload()
+    worker.drop_run("full")
+    assert sampled(worker, "sampler") == expected
+    memory = worker.memory()
+    assert memory["full_models"] == 4 * worker._models.get("sampler").vector_size
+
+
+def test_what_changes_is_copied_each_time() -> None:
+    tensor = torch.zeros(3000)
+    changing = Offload("cache", torch.device("cpu"))
+    for value in range(3):
+        tensor.fill_(value)
+        changing.leave([tensor])
+        changing.come_back()
+        assert (tensor == value).all()
+        changing.may_change()
+    tensor.fill_(5)
+    changing.leave([tensor])
+    changing.come_back()
+    changing.leave([tensor])  # nobody has used it
+    changing.come_back()
+    assert (tensor == 5).all() and changing.moved_bytes == 9 * tensor.nbytes

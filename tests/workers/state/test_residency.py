@@ -1,0 +1,472 @@
+"""Adapters that give way to others: from the device to host memory to disk and back, bit-equal."""
+
+import errno
+import logging
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse, SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.lora import Adapter, Adapters
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.state.optim import apply_steps
+from trainhouse.workers.state.page_file import Page, PageFile
+from trainhouse.workers.state.residency import Residency
+from trainhouse.workers.worker.worker import Worker
+
+from ..adapted import copied, created
+
+LORA = LoraConfig(rank=8, train_mlp=False, train_unembed=False)
+CPU = torch.device("cpu")
+
+
+def config(directory: Path, device: str = "cpu", **knobs: object) -> WorkerConfig:
+    return WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs)  # pyright: ignore[reportArgumentType]
+
+
+def adapters_of(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> Adapters:
+    """Room for so many adapters that have taken steps on the device and in host memory, each."""
+    base = BaseModel(config(directory, device))
+    size = Adapters(base, 64).build(LORA).weights.nbytes
+    # Wrapped a second time, the base has no targets left.
+    base = BaseModel(config(directory, device))
+    return Adapters(base, 64, Residency(base.device, slots, 3 * size * host_adapters))
+
+
+def accumulate(adapter: Adapter, seed: int) -> None:
+    adapter.begin_operation()
+    adapter.scratch.copy_(torch.randn(adapter.vector_size, generator=torch.Generator().manual_seed(seed)))
+    adapter.commit(num_tokens=3, weight_sum=2.0, losses={"loss": float(seed)})
+
+
+def train(adapters: Adapters, adapter_id: str, seed: int) -> None:
+    with adapters.resident([adapter_id]) as (adapter,):
+        accumulate(adapter, seed)
+        (metrics,) = apply_steps([adapter], [Step(adapter_id, AdamParams(learning_rate=1e-2))])
+    assert isinstance(metrics, dict)
+
+
+def state(adapters: Adapters, adapter_id: str) -> tuple[object, ...]:
+    """All that must survive, in a form that compares bit by bit."""
+    with adapters.resident([adapter_id]) as (adapter,):
+        vectors = {name: vector.cpu().numpy().tobytes() for name, vector in adapter.live().items()}
+        return vectors, adapter.num_steps, adapter.window
+
+
+def places(adapters: Adapters) -> list[int]:
+    memory = adapters.memory()
+    return [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")]
+
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adapters_come_back_from_disk_bit_equal(device: str, tiny_models: dict[str, Path]) -> None:
+    paged = adapters_of(tiny_models["llama"], slots=1, host_adapters=1, device=device)
+    unpaged = adapters_of(tiny_models["llama"], slots=9, host_adapters=0, device=device)
+    for i in range(6):
+        for adapters in (paged, unpaged):
+            created(adapters, f"run-{i}", LORA.model_copy(update={"seed": i}))
+            train(adapters, f"run-{i}", i)
+            train(adapters, f"run-{i}", i + 10)
+    assert places(paged) == [1, 1, 4]
+    assert places(unpaged) == [6, 0, 0]
+    for i in range(6):
+        assert state(paged, f"run-{i}") == state(unpaged, f"run-{i}")
+    train(paged, "run-3", 20)
+    assert state(paged, "run-3") != state(unpaged, "run-3")
+
+
+@contextmanager
+def all_of(adapters: Adapters, adapter_id: str) -> Iterator[Adapter]:
+    with adapters.resident([adapter_id]) as (adapter,):
+        yield adapter
+
+
+def begin_and_commit(adapters: Adapters, adapter_id: str, seed: int) -> None:
+    with all_of(adapters, adapter_id) as adapter:
+        accumulate(adapter, seed)
+
+
+def clear(adapters: Adapters, adapter_id: str, _seed: int) -> None:
+    with all_of(adapters, adapter_id) as adapter:
+        adapter.clear_window()
+
+
+def forget_moments(adapters: Adapters, adapter_id: str, _seed: int) -> None:
+    with all_of(adapters, adapter_id) as adapter:
+        adapter.clear_optimizer()
+
+
+def scale(adapters: Adapters, adapter_id: str, seed: int) -> None:
+    with all_of(adapters, adapter_id) as adapter:
+        adapter.pairs[adapter.targets[0].name].a.mul_(1 + 1 / (seed + 2))
+
+
+def copy(adapters: Adapters, adapter_id: str, seed: int) -> None:
+    copied(adapters, adapter_id, f"run-{seed % 8}")
+
+
+def renew(adapters: Adapters, adapter_id: str, seed: int) -> None:
+    adapters.drop(adapter_id)
+    created(adapters, adapter_id, LORA.model_copy(update={"seed": seed}))
+
+
+def look(adapters: Adapters, adapter_id: str, _seed: int) -> None:
+    state(adapters, adapter_id)
+
+
+ACTIONS: list[Callable[[Adapters, str, int], None]] = [
+    train, begin_and_commit, clear, forget_moments, scale, copy, renew, look, look,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whatever_is_done_with_them_paged_adapters_are_those_that_never_moved(
+    device: str, tiny_models: dict[str, Path]
+) -> None:
+    paged = adapters_of(tiny_models["llama"], slots=2, host_adapters=2, device=device)
+    unpaged = adapters_of(tiny_models["llama"], slots=8, host_adapters=0, device=device)
+    draw = random.Random(4)
+    for i in range(8):
+        for adapters in (paged, unpaged):
+            created(adapters, f"run-{i}", LORA)
+    seen = set()
+    for seed in range(600):
+        action, adapter_id = draw.choice(ACTIONS), f"run-{draw.randrange(8)}"
+        for adapters in (paged, unpaged):
+            action(adapters, adapter_id, seed)
+        seen.add(tuple(places(paged)))
+        assert state(paged, adapter_id) == state(unpaged, adapter_id), (seed, action.__name__)
+    assert len(seen) > 4 and max(on_disk for *_, on_disk in seen) >= 4
+
+
+def test_a_few_adapters_never_touch_the_disk(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(config(tiny_models["llama"]))
+    monkeypatch.setattr(PageFile, "write", lambda *_: pytest.fail("a page was written"))
+    for i in range(80):
+        worker.create_run(RunSpec(f"run-{i}", LORA))
+    memory = worker.memory()
+    assert (memory["num_adapters_on_device"], memory["num_adapters_on_host"]) == (64, 16)
+
+
+def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, Path]) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    for adapter_id in ("window", "open", "idle"):
+        created(adapters, adapter_id, LORA)
+    begin_and_commit(adapters, "window", 1)
+    with adapters.resident(["open"]) as (opened,):
+        opened.begin_operation()
+        opened.scratch.fill_(2.0)
+    state(adapters, "idle")
+    assert places(adapters) == [1, 2, 0]
+    with adapters.resident(["open"]):
+        assert (opened.scratch == 2.0).all()
+        opened.abandon_operation()
+    train(adapters, "idle", 1)
+    assert places(adapters) == [1, 1, 1]
+    with adapters.resident(["window"]) as (kept,):
+        assert kept.accumulator.norm() > 1
+        assert kept.window.losses == {"loss": 1.0}
+
+
+def test_only_what_was_learned_is_paged(tiny_models: dict[str, Path]) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    size = created(adapters, "fresh", LORA).weights.nbytes
+    created(adapters, "trained", LORA)
+    assert adapters.memory()["adapters_on_disk"] == size
+    train(adapters, "trained", 1)
+    state(adapters, "fresh")
+    assert adapters.memory()["adapters_on_disk"] == 3 * size
+    assert not adapters.get("fresh").has_moments
+
+
+def test_an_unchanged_adapter_is_not_written_again(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    for adapter_id in ("one", "other"):
+        created(adapters, adapter_id, LORA)
+    state(adapters, "one")
+    written: list[Page] = []
+    write = PageFile.write
+    monkeypatch.setattr(PageFile, "write", lambda *args: written.append(write(*args)) or written[-1])
+    for _ in range(3):
+        for adapter_id in ("one", "other"):
+            state(adapters, adapter_id)
+    assert not written
+    train(adapters, "one", 1)
+    state(adapters, "other")
+    assert len(written) == 1
+
+
+def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    for i in range(5):
+        created(adapters, f"run-{i}", LORA)
+    assert adapters.memory()["adapters_on_disk"] > 0
+    for adapter_id in adapters:
+        adapters.drop(adapter_id)
+    assert {value for name, value in adapters.memory().items() if "moved" not in name} == {0}
+
+
+def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=9)
+    first, _second = (created(adapters, adapter_id, LORA) for adapter_id in ("first", "second"))
+    with pytest.raises(AssertionError, match="the model is on host"):
+        _ = first.weights
+    with pytest.raises(AssertionError, match="the model is on host"):
+        _ = first.pairs[first.targets[0].name].a
+    with (
+        pytest.raises(AssertionError, match="2 models wanted on the device at a time, more than its 1 slots"),
+        adapters.resident(["first", "second"]),
+    ):
+        pass
+    with pytest.raises(KeyError, match="no model 'third'"), adapters.resident(["third"]):
+        pass
+
+
+def test_held_adapters_do_not_give_way_to_others_that_are_brought_meanwhile(tiny_models: dict[str, Path]) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=2, host_adapters=0)
+    for i in range(4):
+        created(adapters, f"run-{i}", LORA)
+    with adapters.resident(["run-0"]) as (held,):
+        for i in range(1, 4):
+            with adapters.resident([f"run-{i}"]) as (other,):
+                assert held.place == other.place == "device"
+
+
+def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, Path]) -> None:
+    base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device="cpu", dtype="bfloat16"))
+    adapters = Adapters(base, 64, Residency(CPU, slots=1, host_bytes=0))
+    for adapter_id in ("one", "other"):
+        created(adapters, adapter_id, LORA)
+        train(adapters, adapter_id, 1)
+        with adapters.resident([adapter_id]) as (adapter,):
+            adapter.all_factors()
+    train(adapters, "one", 2)
+    with adapters.resident(["one"]) as (adapter,):
+        name = adapter.targets[0].name
+        assert torch.equal(adapter.all_factors()[name][1].t(), adapter.pairs[name].b.bfloat16())
+        assert adapter.all_factors()[name][1].any()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process may have more than a block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_the_disk_has_no_room_for_stays_in_memory(
+    tiny_models: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    with full_disk(), caplog.at_level(logging.WARNING):
+        for i in range(3):
+            created(adapters, f"run-{i}", LORA)
+    assert places(adapters) == [1, 2, 0]
+    assert "stays in host memory: [Errno 27] File too large" in caplog.text
+    state(adapters, "run-0")
+    assert places(adapters) == [1, 0, 2]
+
+
+def test_pages_have_no_name_that_could_outlive_the_process(tmp_path: Path) -> None:
+    pages = PageFile(str(tmp_path / "new"))
+    pages.write([torch.ones(5000)])
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_page_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, tiny_models: dict[str, Path]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"page_directory .*/file/pages cannot be written to"):
+        Worker(config(tiny_models["llama"], page_directory=str(tmp_path / "file" / "pages")))
+
+
+def test_pages_of_any_size_keep_their_content_in_a_file_that_does_not_grow_without_end() -> None:
+    pages, draw = PageFile(None), random.Random(1)
+    kept: dict[int, tuple[Page, list[Tensor]]] = {}
+    most_bytes = most_end = 0
+    for i in range(2000):
+        if len(kept) > 20:
+            pages.free(kept.pop(draw.choice(list(kept)))[0])
+        vectors = [torch.randn(draw.randrange(1, 5000)) for _ in range(draw.randrange(1, 4))]
+        kept[i] = pages.write(vectors), vectors
+        most_bytes = max(most_bytes, sum(page.num_bytes for page, _ in kept.values()))
+        most_end = max(most_end, max(page.stop for page, _ in kept.values()))
+    for page, vectors in kept.values():
+        found = [torch.empty_like(vector) for vector in vectors]
+        pages.read(page, found)
+        assert all(map(torch.equal, found, vectors))
+    assert most_end < 2 * most_bytes
+    for page, _ in kept.values():
+        pages.free(page)
+    assert pages.write([torch.ones(1)]).offset == 0
+
+
+def test_more_jobs_adapters_than_slots_take_turns_and_sample_the_same(tiny_models: dict[str, Path]) -> None:
+    answers = []
+    for slots in (2, 64):
+        worker = Worker(config(tiny_models["qwen3"], adapter_slots=slots, host_adapter_bytes=0))
+        for i in range(5):
+            worker.create_run(RunSpec(f"run-{i}", LORA.model_copy(update={"seed": i})))
+            assert isinstance(stepped(worker, [f"run-{i}"])[0], dict)
+            worker.copy_adapter(f"run-{i}", f"sampler-{i}")
+        jobs = [sample_job(i, adapter_id) for i, adapter_id in enumerate([*(f"sampler-{i}" for i in range(5)), None])]
+        answers.append(finished(worker, [*jobs, sample_job(6, "sampler-1")]))
+    few, all_at_once = answers
+    assert few == all_at_once
+    assert len({tuple(tokens) for tokens in few.values()}) == 7
+
+
+def sample_job(number: int, adapter_id: str | None) -> SampleJob:
+    params = SamplingParams(seed=number, max_tokens=8)
+    return SampleJob(f"job-{number}", adapter_id, np.arange(3, 9, dtype=np.int32), params, (), ())
+
+
+def finished(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
+    """The tokens by job, sampled in slices of one iteration."""
+    result = worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    found = dict(result.finished)
+    for _ in range(200):
+        if not result.num_active:
+            break
+        result = worker.sample_slice(Slice((), (), 0.0))
+        found |= result.finished
+    assert all(isinstance(response, SampleResponse) for response in found.values())
+    return {job_id: response.sequences[0].tokens.tolist() for job_id, response in sorted(found.items())}
+
+
+def stepped(worker: Worker, run_ids: list[str]) -> tuple[dict[str, float] | Failure, ...]:
+    """One training step of each run, all in one pass."""
+    run_pass(worker, run_ids)
+    return worker.apply_steps(tuple(Step(run_id, AdamParams(learning_rate=1e-2)) for run_id in run_ids))
+
+
+def run_pass(worker: Worker, run_ids: list[str]) -> None:
+    parts = [
+        Part(i, ForwardBackwardRequest(run_id, 1, (datum(run_id),), "cross_entropy"))
+        for i, run_id in enumerate(run_ids)
+    ]
+    outputs = worker.run_pass(Pass(tuple(parts)))
+    assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
+
+
+def datum(run_id: str) -> Datum:
+    tokens = np.random.default_rng(int(run_id.rpartition("-")[2])).integers(3, 512, 7)
+    weights = np.ones(6, np.float32)
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:], "weights": weights})
+
+
+def test_steps_of_more_runs_than_slots_are_applied(tiny_models: dict[str, Path]) -> None:
+    worker = Worker(config(tiny_models["llama"], adapter_slots=2, host_adapter_bytes=0))
+    for i in range(5):
+        worker.create_run(RunSpec(f"run-{i}", LORA))
+    for i in range(5):
+        run_pass(worker, [f"run-{i}"])
+    step_ids = ["run-3", "run-0", "gone", "run-0", "run-1", "run-2", "run-4"]
+    answers = worker.apply_steps(tuple(Step(run_id, AdamParams()) for run_id in step_ids))
+    assert [isinstance(answer, dict) for answer in answers] == [True, True, False, False, True, True, True]
+    assert isinstance(answers[2], Failure) and "run gone is not on this worker" in answers[2].message
+    assert isinstance(answers[3], Failure) and "no gradients since the last step" in answers[3].message
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError("no room")], ids=repr)
+def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken_disk(*_: object) -> int:
+        raise error
+
+    worker = Worker(config(tiny_models["llama"], adapter_slots=3, host_adapter_bytes=0))
+    for i in range(4):
+        worker.create_run(RunSpec(f"run-{i}", LORA))
+    run_pass(worker, ["run-1", "run-3"])
+    assert worker._models.get("run-0").place == "disk"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken_disk)
+        answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
+    assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
+    assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
+    assert f"what a model has learned cannot be brought back from disk: {error}" in answers[1].message
+    assert isinstance(stepped(worker, ["run-0"])[0], dict)
+
+
+def cut_off_page(adapters: Adapters, adapter_id: str) -> None:
+    """The file ends before it; the pages of others are whole."""
+    residency = adapters._residency
+    page = residency._saved[adapters.get(adapter_id)].page
+    assert adapters.get(adapter_id).place == "disk" and page.stop == residency._pages._size
+    os.ftruncate(residency._pages._file, page.offset)
+
+
+def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_models: dict[str, Path]) -> None:
+    worker = Worker(config(tiny_models["llama"], adapter_slots=2, host_adapter_bytes=0))
+    for i in range(4):
+        worker.create_run(RunSpec(f"run-{i}", LORA.model_copy(update={"seed": i})))
+    for run_id in ("run-1", "run-2", "run-3", "run-0"):
+        stepped(worker, [run_id])
+    jobs = [sample_job(i, adapter_id) for i, adapter_id in enumerate(["run-0", "run-1", None, "run-2"])]
+    expected = finished(worker, jobs)
+    # Both adapters of samples under way leave the device, and one does not come back.
+    worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    for run_id in ("run-2", "run-3"):
+        state(worker._models, run_id)
+    cut_off_page(worker._models.adapters, "run-0")
+    result = worker.sample_slice(Slice((sample_job(4, "run-0"),), (), 0.0))
+    assert set(result.finished) == {"job-0", "job-4"}
+    for failure in result.finished.values():
+        assert isinstance(failure, Failure) and failure.category == "server", failure
+        assert "what a model has learned cannot be brought back from disk: the page file ends" in failure.message
+    assert finished(worker, []) == {job_id: tokens for job_id, tokens in expected.items() if job_id != "job-0"}
+
+
+NUM_RUNS, NUM_SLOTS = 1000, 16
+
+
+@pytest.mark.full
+def test_a_thousand_runs_on_sixteen_slots_train_as_if_there_were_room_for_all(tiny_models: dict[str, Path]) -> None:
+    unpaged = Worker(config(tiny_models["llama"], adapter_slots=NUM_RUNS))
+    unpaged.create_run(RunSpec("run-0", LORA))
+    page_bytes = 3 * unpaged.memory()["adapters"]
+    paged = Worker(config(tiny_models["llama"], adapter_slots=NUM_SLOTS, host_adapter_bytes=100 * page_bytes))
+    turns = [
+        [f"run-{i}" for i in range(start, min(start + NUM_SLOTS, NUM_RUNS))] for start in range(0, NUM_RUNS, NUM_SLOTS)
+    ]
+    compared = turns[::20]
+    for run_id in (run_id for turn in turns for run_id in turn):
+        paged.create_run(RunSpec(run_id, LORA))
+    for run_id in (run_id for turn in compared for run_id in turn if run_id != "run-0"):
+        unpaged.create_run(RunSpec(run_id, LORA))
+    for _ in range(2):
+        for turn in turns:
+            answers = stepped(paged, turn)
+            assert all(isinstance(answer, dict) for answer in answers), answers
+            if turn in compared:
+                assert answers == stepped(unpaged, turn)
+    memory = paged.memory()
+    assert [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")] == [NUM_SLOTS, 100, 884]
+    assert memory["adapters_on_host"] == 100 * page_bytes and memory["adapters_on_disk"] >= 884 * page_bytes
+    for run_id in (run_id for turn in compared for run_id in turn):
+        assert state(paged._models.adapters, run_id) == state(unpaged._models.adapters, run_id)

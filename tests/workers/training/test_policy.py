@@ -1,0 +1,310 @@
+"""Passes of policies: sums whatever the split, all or nothing, and plain transformers as the reference."""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.lora import Adapter, Adapters
+from trainhouse.workers.losses import LOSSES
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part
+from trainhouse.workers.registry.models import Models
+from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.training.runner import PassRunner
+from transformers import AutoModelForCausalLM
+
+from ...tiny import KINDS
+from ..adapted import created
+
+LENGTHS = (5, 30, 5, 12, 1, 17)
+
+
+class Bench:
+    """A program over a tiny model, with one run's adapter whose B is not zero."""
+
+    def __init__(self, directory: Path, **knobs: int | str) -> None:
+        self.config = WorkerConfig(ServedModel("tiny", str(directory)), **knobs)
+        self.base = BaseModel(self.config)
+        self.adapters = Adapters(self.base, max_rank=8)
+        self.adapter = self.new_adapter("run")
+
+    def new_adapter(self, run_id: str) -> Adapter:
+        adapter = created(self.adapters, run_id, LoraConfig(rank=4, seed=1))
+        adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
+        return adapter
+
+    def program(self, **knobs: int) -> PassRunner:
+        models = Models(self.base, self.adapters)
+        return PassRunner(self.base, models, ModelLimits(512, 1024), replace(self.config, **knobs))
+
+    def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
+        """What the requests accumulate."""
+        self.adapter.clear_window()
+        for request in requests:
+            succeeded(run(self.program(**knobs), request))
+        return self.adapter.accumulator.clone()
+
+
+@pytest.fixture(scope="module")
+def module_bench(tiny_models: dict[str, Path]) -> Bench:
+    return Bench(tiny_models["qwen3"])
+
+
+@pytest.fixture
+def bench(module_bench: Bench) -> Iterator[Bench]:
+    yield module_bench
+    module_bench.adapter.clear_window()
+
+
+def run(program: PassRunner, request: ForwardBackwardRequest) -> Answer:
+    """In a pass of its own."""
+    (answer,) = program.run_pass((Part(0, request),))
+    return answer
+
+
+def succeeded(result: Answer) -> ForwardBackwardOutput:
+    assert isinstance(result, ForwardBackwardOutput), result
+    return result
+
+
+def failed(result: Answer) -> Failure:
+    assert isinstance(result, Failure)
+    return result
+
+
+def some_data(loss_name: str, lengths: tuple[int, ...] = LENGTHS) -> tuple[Datum, ...]:
+    random = np.random.default_rng(5)
+    return tuple(some_datum(loss_name, length, random) for length in lengths)
+
+
+def some_datum(loss_name: str, length: int, random: np.random.Generator) -> Datum:
+    tokens = random.integers(0, 512, length + 1)
+    inputs = {
+        "weights": random.normal(size=length),
+        "advantages": random.normal(size=length) * (np.arange(length) >= length // 3),
+        "logprobs": -6 + 0.3 * random.normal(size=length),
+        "sampled_mask": np.ones(length),
+    }
+    loss = LOSSES[loss_name]
+    names = (*loss.required, *(("weights",) if "weights" in loss.optional else ()))
+    given = {name: inputs[name].astype(np.float32) for name in names}
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:]} | given)
+
+
+def request(data: tuple[Datum, ...], loss_name: str = "cross_entropy", **fields: object) -> ForwardBackwardRequest:
+    return replace(ForwardBackwardRequest("run", 1, data, loss_name), **fields)
+
+
+def with_inputs(datum: Datum, **inputs: np.ndarray) -> Datum:
+    return Datum(datum.tokens, {**datum.loss_fn_inputs, **inputs})
+
+
+def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
+    """Float32 sums in another order: measured below 6e-7 of the norm on these sizes."""
+    assert float((found - expected).norm() / expected.norm()) < 5e-6
+
+
+@pytest.mark.parametrize("loss_name", LOSSES)
+def test_any_split_of_a_batch_accumulates_the_same_gradient(loss_name: str, bench: Bench) -> None:
+    data = some_data(loss_name)
+    whole = bench.gradient(request(data, loss_name))
+    splits = {
+        "calls": bench.gradient(*(request((datum,), loss_name) for datum in data)),
+        "micro-batches": bench.gradient(request(data, loss_name), micro_batch_tokens=20),
+        "one sequence a micro-batch": bench.gradient(request(data, loss_name), micro_batch_tokens=1),
+        "chunks of the head": bench.gradient(request(data, loss_name), head_chunk_tokens=7),
+        "order": bench.gradient(request(data[::-1], loss_name)),
+    }
+    for gradient in splits.values():
+        assert_same_gradient(gradient, whole)
+    mean_of_calls = splits["calls"] / len(data)
+    with pytest.raises(AssertionError):
+        assert_same_gradient(mean_of_calls, whole)
+    with pytest.raises(AssertionError):
+        assert_same_gradient(bench.gradient(request(data[1:], loss_name)), whole)
+
+
+def reference_logprobs(directory: Path, datum: Datum) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.from_numpy(datum.tokens.astype(np.int64))[None]).logits[0]
+    targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
+    return torch.log_softmax(logits.double(), dim=-1).gather(1, targets[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_loss_is_that_of_plain_transformers(kind: str, tiny_models: dict[str, Path]) -> None:
+    bench = Bench(tiny_models[kind])
+    bench.adapter.initialize()
+    data = some_data("cross_entropy")
+    output = succeeded(run(bench.program(micro_batch_tokens=40, head_chunk_tokens=8), request(data)))
+    references = [reference_logprobs(tiny_models[kind], datum) for datum in data]
+    for outputs, reference in zip(output.loss_fn_outputs, references, strict=True):
+        np.testing.assert_allclose(outputs["logprobs"], reference.numpy(), rtol=1e-5, atol=1e-5)
+    weights = torch.cat([torch.from_numpy(datum.loss_fn_inputs["weights"]) for datum in data])
+    losses = -weights * torch.cat(references)
+    # Weights of both signs cancel out, so the rounding is that of a sum of sizes.
+    rounding = 1e-7 * float(losses.abs().sum())
+    assert output.metrics["loss:sum"] == pytest.approx(float(losses.sum()), abs=rounding)
+    assert output.metrics["loss:sum"] != pytest.approx(float(losses.sum()) + 10 * rounding, abs=rounding)
+    assert output.metrics["num_tokens:sum"] == sum(LENGTHS)
+    assert bench.adapter.accumulator.any()
+
+
+def test_at_learning_rate_zero_ten_passes_are_bit_identical(bench: Bench) -> None:
+    data = some_data("ppo")
+    gradients, outputs = [], []
+    for _ in range(10):
+        bench.adapter.clear_window()
+        outputs.append(succeeded(run(bench.program(micro_batch_tokens=40), request(data, "ppo"))))
+        gradients.append(bench.adapter.accumulator.clone())
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    assert all(output.metrics == outputs[0].metrics for output in outputs)
+    for output in outputs:
+        for found, first in zip(output.loss_fn_outputs, outputs[0].loss_fn_outputs, strict=True):
+            assert found["logprobs"].tobytes() == first["logprobs"].tobytes()
+
+
+def test_every_metric_has_one_colon_and_means_are_over_counted_positions(bench: Bench) -> None:
+    data = some_data("ppo")
+    metrics = succeeded(run(bench.program(head_chunk_tokens=7), request(data, "ppo"))).metrics
+    assert set(metrics) == {"loss:sum", "num_tokens:sum", "kl:mean", "clip_fraction:mean"}
+    counted = sum(int(np.count_nonzero(datum.loss_fn_inputs["advantages"])) for datum in data)
+    assert metrics["num_tokens:sum"] == counted
+    assert bench.adapter.window.weight_sum == counted
+    assert 0 < metrics["clip_fraction:mean"] < 1
+
+
+def test_forward_only_gives_the_outputs_and_leaves_the_gradients(bench: Bench) -> None:
+    data = some_data("cross_entropy")
+    trained = succeeded(run(bench.program(), request(data)))
+    accumulated, operations = bench.adapter.accumulator.clone(), bench.adapter.window.num_operations
+    output = succeeded(run(bench.program(), request(data, forward_only=True)))
+    assert output.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
+    assert torch.equal(bench.adapter.accumulator, accumulated)
+    assert bench.adapter.window.num_operations == operations
+
+
+def test_loss_weight_scales_the_loss_and_the_gradient(bench: Bench) -> None:
+    data = some_data("ppo")
+    gradient = bench.gradient(request(data, "ppo"))
+    assert_same_gradient(bench.gradient(request(data, "ppo", loss_weight=0.25)), 0.25 * gradient)
+    whole = succeeded(run(bench.program(), request(data, "ppo"))).metrics["loss:sum"]
+    quarter = succeeded(run(bench.program(), request(data, "ppo", loss_weight=0.25))).metrics["loss:sum"]
+    assert quarter == pytest.approx(0.25 * whole)
+
+
+FAILURES = {
+    "NaN input": (
+        {"weights": np.where(np.arange(12) == 1, np.nan, 1.0)},
+        ["datum 2", "weights is nan", "position 1"],
+    ),
+    "loss that overflows": (
+        {"weights": np.where(np.arange(12) == 7, 3e38, 1.0)},
+        ["datum 2", "position 7", "log-probability is -"],
+    ),
+    "gradient that overflows": (
+        {"target_tokens": np.arange(12 * 100).reshape(12, 100) % 512, "weights": np.full((12, 100), 2.5e37)},
+        ["gradient of cross_entropy is not finite"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_an_operation_that_fails_contributes_nothing(case: str, bench: Bench) -> None:
+    """It fails after other micro-batches of its own have succeeded."""
+    inputs, fragments = FAILURES[case]
+    good = some_data("cross_entropy", (30, 20, 12))
+    bad = (*good[:2], with_inputs(good[2], **inputs))
+    before = bench.gradient(request(good))
+    failure = failed(run(bench.program(micro_batch_tokens=30), request(bad)))
+    assert failure.category == "user"
+    assert all(fragment in failure.message for fragment in fragments), failure.message
+    assert torch.equal(bench.adapter.accumulator, before)
+    assert bench.adapter.window.num_operations == 1
+    assert bench.adapter.window.refused == failure.message
+    assert torch.equal(bench.gradient(request(good)), before)
+
+
+def test_a_failed_forward_leaves_the_window_whole(bench: Bench) -> None:
+    bad = with_inputs(some_data("cross_entropy", (3,))[0], weights=np.array([1.0, np.nan, 1.0]))
+    failed(run(bench.program(), request((bad,), forward_only=True)))
+    assert bench.adapter.window.refused is None
+
+
+def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
+    before = bench.gradient(request(some_data("cross_entropy")))
+    diverged = bench.new_adapter("diverged")
+    diverged.weights[10] = float("nan")
+    failure = failed(run(bench.program(), request(some_data("cross_entropy"), model_id="diverged")))
+    bench.adapters.drop("diverged")
+    assert "not finite" in failure.message
+    assert "earlier checkpoint" in failure.message
+    assert torch.equal(bench.gradient(request(some_data("cross_entropy"))), before)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(forward_only: bool, bench: Bench) -> None:
+    """So a pass needs the memory of its largest micro-batch, however many there are."""
+    hidden_states, made, alive = bench.base.hidden_states, [], []
+
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
+        alive.append(sum(each() is not None for each in made))
+        hidden = hidden_states(*arguments, **options)
+        made.append(weakref.ref(hidden))
+        return hidden
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.base, "hidden_states", recorded)
+        everything = request(some_data("ppo"), "ppo", forward_only=forward_only)
+        succeeded(run(bench.program(micro_batch_tokens=20), everything))
+    assert alive == [0] * len(made)
+    assert len(made) > 3
+
+
+def without_advantage(datum: Datum, garbage: float) -> np.ndarray:
+    """The sampler's log-probabilities with garbage wherever the advantage is 0."""
+    inputs = datum.loss_fn_inputs
+    return np.where(inputs["advantages"] == 0, garbage, inputs["logprobs"])
+
+
+def test_positions_without_advantage_change_nothing_whatever_the_sampler_said(bench: Bench) -> None:
+    data = some_data("ppo")
+    expected = bench.gradient(request(data, "ppo"))
+    for garbage in (-np.inf, np.nan, 1e30):
+        broken = tuple(with_inputs(datum, logprobs=without_advantage(datum, garbage)) for datum in data)
+        assert torch.equal(bench.gradient(request(broken, "ppo")), expected)
+
+
+def test_data_with_several_targets_come_back_in_their_shapes(bench: Bench) -> None:
+    one, two = some_data("cross_entropy", (4, 6))
+    targets = np.stack([two.loss_fn_inputs["target_tokens"], np.full(6, 9)], axis=1)
+    both = Datum(two.tokens, {"target_tokens": targets, "weights": np.ones((6, 2), np.float32)})
+    output = succeeded(run(bench.program(), request((one, both))))
+    assert [outputs["logprobs"].shape for outputs in output.loss_fn_outputs] == [(4,), (6, 2)]
+    single = succeeded(run(bench.program(), request((two,)))).loss_fn_outputs[0]["logprobs"]
+    np.testing.assert_allclose(output.loss_fn_outputs[1]["logprobs"][:, 0], single, rtol=1e-5)
+
+
+def test_an_adapter_of_the_head_alone_trains(bench: Bench) -> None:
+    lora = LoraConfig(rank=4, seed=1, train_attn=False, train_mlp=False)
+    adapter = created(bench.adapters, "head", lora)
+    succeeded(run(bench.program(), request(some_data("cross_entropy"), model_id="head")))
+    bench.adapters.drop("head")
+    assert adapter.accumulator.any()
+
+
+def test_a_run_that_is_not_here_fails(bench: Bench) -> None:
+    failure = failed(run(bench.program(), request(some_data("cross_entropy"), model_id="gone")))
+    assert failure.category == "server"
+    assert "gone" in failure.message

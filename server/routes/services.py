@@ -14,8 +14,8 @@ from ..journal.journal import Journal
 from ..journal.recordings import Recordings
 from ..replication.leases import Tenure
 from ..runs.runs import Runs
-from ..sampling.adapters import Adapters
 from ..sampling.drafts import Drafts
+from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling import Sampling
 from ..store.base import Store
@@ -34,7 +34,7 @@ class Services:
     sessions: Sessions
     checkpoints: Checkpoints
     runs: Runs
-    adapters: Adapters
+    adapters: SamplerWeights
     drafts: Drafts
     features: Features
     samplers: Samplers

@@ -1,7 +1,7 @@
-"""Samplers: sampling sessions, made, found and ended. What they are asked for is Sampling's.
+"""Creates, finds and ends samplers (sampling sessions); sampling.py handles the requests to them.
 
-A sampler has the weights of the bare base model, of a checkpoint, or of a run (an ephemeral one: a copy made at a
-moment, or one that moves with the run's "inflight" saves). It goes with its session.
+A sampler has the weights of the bare base model, of a checkpoint, or of a run. The last kind is ephemeral: either a
+copy of the run's weights at one moment ("snapshot"), or weights that each later "inflight" save of the run replaces.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from ..journal.completions import Completions
 from ..store import RunRecord, SamplerRecord, Store
 from ..tenants.auth import Tenant
 from ..tenants.sessions import Sessions
-from .adapters import Adapters
 from .drafts import Drafts
 from .sampler import Sampler
+from .sampler_weights import SamplerWeights
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """What a one-shot request samples."""
+    """Identifies the weights that a one-shot request samples."""
 
     tenant_id: str
     base_model: str
@@ -37,7 +37,7 @@ class _Weights:
 
 
 class Samplers:
-    """Those of open sessions. completions: of requests to all of them."""
+    """Owns the samplers of open sessions."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Samplers:
         store: Store,
         sessions: Sessions,
         checkpoints: Checkpoints,
-        adapters: Adapters,
+        adapters: SamplerWeights,
         drafts: Drafts,
         completions: Completions,
     ) -> None:
@@ -61,8 +61,8 @@ class Samplers:
         self._one_shots: dict[_Weights, str] = {}
 
     async def open(self) -> None:
-        """Samplers of sessions that an earlier process left open."""
-        # Microseconds, because results of an earlier process have the numbers that it counted.
+        """Restores the samplers of sessions that an earlier process left open."""
+        # The clock in microseconds exceeds every number that an earlier process gave, so request ids stay unique.
         first_seq_id = int(time.time() * 1e6)
         for record in await self._store.list_open_samplers():
             sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
@@ -72,24 +72,33 @@ class Samplers:
 
     @property
     def is_busy(self) -> bool:
-        """Some of them is being sampled."""
+        """True if any sampler has a job that is loading or sampling."""
         return any(sampler.under_way for sampler in self._samplers.values())
 
-    # Making them
+    # Creation
 
     async def create(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
-        """The sampler's id; the same session and number answer the same. Raises RequestError, also where something else
-        was asked for with them."""
+        """Creates a sampler and returns its id. Idempotent per session and sampling_session_seq_id.
+
+        Raises:
+            RequestError: the request is wrong, or its number belongs to a different sampler.
+        """
         await self._sessions.require_open(tenant, request.session_id)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id not in self._samplers:
             await self._once(sampler_id, lambda: self._create(tenant, sampler_id, request))
-        if (sampler := self._samplers.get(sampler_id)) is not None:  # else its session has ended meanwhile
+        if (sampler := self._samplers.get(sampler_id)) is not None:  # None: its session has ended meanwhile
             _check_same(sampler.record, request)
         return sampler_id
 
     async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
-        """A sampler with the weights that the run has now. seq_id: the request's in the run. Raises OperationError."""
+        """Creates a sampler with the run's current weights and returns its id.
+
+        Args:
+            seq_id: of the save in the run; makes the id if the request names no sampling_session_seq_id.
+        Raises:
+            OperationError: the weights could not be saved or copied.
+        """
         sampler_id = self._ephemeral_id(run, request, seq_id)
         record = SamplerRecord(
             sampler_id=sampler_id,
@@ -103,15 +112,15 @@ class Samplers:
         adapter_id = record.adapter_id
         assert adapter_id is not None
         await self._take(run.run_id, adapter_id)
-        if sampler_id not in self._samplers:  # else a crash took the answer
+        if sampler_id not in self._samplers:  # present: the save is a retry after a crash
             await self._add(record)
         for sampler in self._samplers.values():
-            if sampler.record.adapter_id == adapter_id:  # those of an inflight one share it
+            if sampler.record.adapter_id == adapter_id:  # all inflight samplers of a run share one adapter
                 sampler.adapter_id, sampler.loading = adapter_id, _done()
         return sampler_id
 
     async def _take(self, run_id: str, adapter_id: str) -> None:
-        """What workers have no room for need not be on disk, unless other samplers follow it."""
+        """Takes the weights; if the workers refuse them, deletes the files unless other samplers use the adapter."""
         try:
             await self._adapters.take(run_id, adapter_id)
         except WorkerLost:
@@ -122,7 +131,7 @@ class Samplers:
             raise
 
     async def _once(self, key: str | _Weights, create: Callable[[], Coroutine[None, None, str]]) -> str:
-        """What `create` answers, whoever else asks for the same meanwhile."""
+        """Returns the result of `create`, which concurrent callers with the same key share."""
         if key not in self._creating:
             self._creating[key] = asyncio.create_task(create())
             self._creating[key].add_done_callback(lambda _: self._creating.pop(key))
@@ -145,7 +154,8 @@ class Samplers:
         return sampler_id
 
     async def _add(self, record: SamplerRecord) -> None:
-        """In the store, too, unless an outage took the answer that it is there."""
+        """Adds the sampler to the store and to the open ones."""
+        # A retry may find the row, if the database committed it but its answer was lost.
         if await self._store.get_sampler(record.sampler_id) is None:
             await self._store.insert_sampler(record)
         self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
@@ -156,10 +166,10 @@ class Samplers:
         if model_path:
             checkpoint = await self._checkpoints.resolve(tenant, model_path)
             if checkpoint.role != "policy":
-                raise RequestError(f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which draws no tokens")
+                raise RequestError(f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which cannot sample")
             base_model = base_model_of(checkpoint, base_model)
         if base_model is None:
-            raise RequestError("a sampling session needs base_model or model_path")
+            raise RequestError("a sampling session needs base_model or model_path: send one of them")
         require_served(self._dispatch, base_model)
         return base_model
 
@@ -170,7 +180,10 @@ class Samplers:
         return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
 
     async def _one_shot(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
-        """For requests that name weights and no sampler: one for all of a tenant's, in a session that silence ends."""
+        """Returns the sampler of requests that name weights instead of a sampler.
+
+        All such requests of a tenant for the same weights share it; its session ends when it is idle.
+        """
         weights = _Weights(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
         if weights not in self._one_shots:
             self._one_shots[weights] = await self._once(weights, lambda: self._create_one_shot(tenant, weights))
@@ -182,16 +195,18 @@ class Samplers:
         create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
         return await self.create(tenant, create)
 
-    # Finding them
+    # Lookup
 
     def find(self, sampler_id: str) -> Sampler | None:
-        """Whosever it is, if its session is open."""
+        """Returns the sampler, of any tenant, if its session is open."""
         return self._samplers.get(sampler_id)
 
     async def named(self, tenant: Tenant, name: str) -> Sampler:
-        """Of a base model's name, a checkpoint's path, or a sampling session's id.
+        """Returns a sampler by a base model's name, a checkpoint's path or a sampling session's id.
 
-        Raises RequestError: 400 not a path, 404 nothing of this name, or not for this tenant, 410 it is over.
+        Raises:
+            RequestError: 400 if the path is malformed, 404 if the name is unknown or another tenant's, 410 if the
+                session has ended or its weights are lost.
         """
         if name.startswith("tinker://"):
             sampler_id = await self._one_shot(tenant, None, name)
@@ -202,16 +217,24 @@ class Samplers:
         return self._in_use(await self.get(tenant, sampler_id))
 
     async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
-        """Raises RequestError 404, also for another tenant's, and 410 when its session has ended."""
+        """Returns the tenant's sampler.
+
+        Raises:
+            RequestError: 404 if it is unknown or another tenant's, 410 if its session has ended.
+        """
         sampler = self._samplers.get(sampler_id)
         if sampler is None:
             await self._refuse_unknown(tenant, sampler_id)
         elif sampler.record.tenant_id == tenant.id:
             return sampler
-        raise RequestError(f"there is no sampler {sampler_id}: create one with create_sampling_session", 404)
+        raise RequestError(f"no sampler {sampler_id} exists: create one with create_sampling_session", 404)
 
     async def asked(self, tenant: Tenant, request: SampleRequest) -> Sampler:
-        """That a sampling request is to. Raises RequestError as `named`, and 400 where it names none."""
+        """Returns the sampler that a sampling request addresses.
+
+        Raises:
+            RequestError: see `named`; 400 if the request names neither a sampler nor weights.
+        """
         sampler_id = request.sampling_session_id
         if not sampler_id:
             _check_one_shot(request)
@@ -219,7 +242,8 @@ class Samplers:
         return self._in_use(await self.get(tenant, sampler_id))
 
     def _in_use(self, sampler: Sampler) -> Sampler:
-        """Raises RequestError 410 when its weights are lost."""
+        """Records that the sampler's session is in use, and returns the sampler. Raises RequestError 410 if its weights
+        are lost."""
         self._sessions.heard_of(sampler.record.session_id)
         if sampler.record.is_ephemeral and sampler.adapter_id is None:
             raise RequestError(
@@ -234,10 +258,10 @@ class Samplers:
         if record is not None and record.tenant_id == tenant.id:
             raise RequestError(f"the session of sampler {sampler_id} has ended: create a new one", 410)
 
-    # Ending them
+    # End
 
     async def end_session(self, session_id: str) -> None:
-        """Drops the session's samplers; their requests fail. Their adapters go when the worker comes to it."""
+        """Ends the session's samplers; their requests fail. The workers drop their adapters in the background."""
         ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
@@ -259,14 +283,14 @@ def _done() -> "asyncio.Future[None]":
 
 
 def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> None:
-    """Raises RequestError where they have the number of a sampler in common, and nothing else."""
+    """Raises RequestError if the request has the number of an existing sampler but describes a different one."""
     asked = (request.base_model or known.base_model, _full(request.model_path), _full(request.draft_path))
     if not known.is_ephemeral and asked == (known.base_model, _full(known.model_path), _full(known.draft_path)):
         return
-    # Clients send again what is answered 409.
+    # 400 and not 409, because clients retry after a 409.
     raise RequestError(
         f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} is the number of a"
-        f" sampler {_what_of(known)}: give a new sampler the next number, or send the request as it was"
+        f" sampler {_what_of(known)}: give a new sampler the next number, or repeat the first request unchanged"
     )
 
 
@@ -285,4 +309,4 @@ def _check_one_shot(request: SampleRequest) -> None:
     if request.base_model is None and request.model_path is None:
         raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
     if request.seq_id is not None:
-        raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave it out, or send both")
+        raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave seq_id out, or send both")

@@ -1,4 +1,7 @@
-"""Sampling: requests to samplers: accepted once, journaled, carried out and answered, over deaths of workers, too."""
+"""Accepts each sampling request once, journals it, runs it in the workers, and retries it after a worker crash.
+
+Samplers are found by samplers.py; weights and drafts are loaded by adapters.py and drafts.py.
+"""
 
 import asyncio
 import logging
@@ -27,11 +30,11 @@ from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
 from ..tenants.quotas import UNORDERED, Admission, Quotas
 from ..tenants.sessions import Sessions
-from .adapters import Adapters
 from .drafts import Drafts
 from .sampler import Sampler
 from .samplers import Samplers
 from .sampling_job import SamplingJob, Stops, check_alternatives
+from .weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +43,24 @@ OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 @dataclass(frozen=True)
 class _Held:
-    """What the journal has of a request until its result is stored: itself first, and then its strikes."""
+    """The journal records that a request needs until its result is stored: its submit first, then its strikes."""
 
     header: Header
     places: list[Place]
 
 
 class Sampling:
-    """`submit` answers at once, and futures have the results; `draw` answers with the samples, and keeps nothing."""
+    """Runs sampling requests.
+
+    `submit` returns immediately and the result is retrieved through a future; `draw` waits for the samples and keeps
+    nothing.
+    """
 
     def __init__(
         self,
         dispatch: WorkerDispatch,
         samplers: Samplers,
-        adapters: Adapters,
+        loader: WeightLoader,
         drafts: Drafts,
         sessions: Sessions,
         futures: Futures,
@@ -64,7 +71,7 @@ class Sampling:
     ) -> None:
         self._dispatch = dispatch
         self._samplers = samplers
-        self._adapters = adapters
+        self._loader = loader
         self._drafts = drafts
         self._sessions = sessions
         self._futures = futures
@@ -77,7 +84,11 @@ class Sampling:
         self._is_stopping = False
 
     async def resume(self, journaled: Iterable[Journaled]) -> set[Place]:
-        """Takes up the requests that an earlier process has not answered; returns what of the journal they need."""
+        """Resumes the requests that an earlier process left unanswered.
+
+        Returns:
+            The journal records that they still need.
+        """
         strikes: dict[str, list[Place]] = defaultdict(list)
         waiting: dict[str, Journaled] = {}
         for one in journaled:
@@ -95,7 +106,7 @@ class Sampling:
             try:
                 await self._resume(one, [one.place, *strikes[request_id]])
             except (RequestError, OSError, ValueError) as error:
-                logger.error("%s cannot be taken up again: %s", request_id, error)
+                logger.error("%s cannot be resumed: %s", request_id, error)
             else:
                 held |= {one.place, *strikes[request_id]}
         return held
@@ -108,13 +119,18 @@ class Sampling:
     async def submit(
         self, tenant: Tenant, request: SampleRequest, received: Received, admission: Admission
     ) -> SubmitResponse:
-        """Accepts a sampling request; the same sampler and seq_id answer the same. Raises RequestError."""
+        """Accepts a sampling request. Idempotent per sampler and seq_id.
+
+        Raises:
+            RequestError: the request is wrong, over a limit, or cannot be journaled.
+        """
         sampler = await self._samplers.asked(tenant, request)
         if request.seq_id is not None and request.seq_id < 0:
             raise RequestError(f"seq_id {request.seq_id} must not be negative")
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
-        # A number that is given here is no earlier process's; and it must be taken before anybody else is given one.
+        # Only a seq_id from the client can have a result of an earlier process. For one assigned here nothing is
+        # awaited, so that no concurrent request is assigned the same.
         is_named = sampler.first_seq_id and request.seq_id is not None
         answered_before = is_named and await self._futures.has_result(request_id)
         if seq_id not in sampler.accepted and not answered_before:
@@ -131,7 +147,7 @@ class Sampling:
         )
 
     def _admit(self, job: SamplingJob, received: Received, admission: Admission) -> None:
-        """Claims room for its result before any of it is worked out. Raises RequestError 400, 429."""
+        """Reserves room for the result before the work begins. Raises RequestError 400, 429."""
         check_alternatives(job.request, self._quotas.max_logprobs)
         tenant_id = job.sampler.record.tenant_id
         self._quotas.check_results(tenant_id, self._futures.kept_bytes(tenant_id), job.result_bytes)
@@ -140,13 +156,17 @@ class Sampling:
         admission.keep(num_bytes, len(job.prompt))
 
     def drawing(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
-        """A request to be answered with its samples by `draw`, under `stops` in place of its own. RequestError."""
+        """Returns a job for `draw`, with `stops` in place of the request's own. Raises RequestError."""
         return self._job(sampler, request, sampler.next_drawing_id(), stops)
 
     async def draw(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """Raises OperationError, RequestError. A caller that is cancelled cancels the job. Nothing of it is kept.
+        """Samples and returns the response. Cancelling the call cancels the job; nothing of it is kept.
 
-        on_progress: called with what comes, as it comes; the response has all of it again. The caller charges for it.
+        Args:
+            on_progress: called with each increment; the response contains all of them again. The caller charges the
+                tenant for the tokens.
+        Raises:
+            OperationError, RequestError: the job failed, or the server is stopping.
         """
         end = asyncio.timeout(0 if self._is_stopping else None)
         self._drawing.add(end)
@@ -163,7 +183,7 @@ class Sampling:
             self._drawing.discard(end)
 
     def stop_drawing(self) -> None:
-        """Fails what `draw` has under way, and what it is asked for from now on."""
+        """Fails the running and all future calls of `draw`."""
         self._is_stopping = True
         now = asyncio.get_running_loop().time()
         for end in self._drawing:
@@ -173,7 +193,11 @@ class Sampling:
     async def completed(
         self, tenant: Tenant, request: RetrieveFuturesRequest, seconds: float
     ) -> RetrieveFuturesResponse:
-        """What ended after `prev_cursor`, waiting for something to end. Raises RequestError 404 and 410."""
+        """Returns the requests that ended after `prev_cursor`; waits up to `seconds` if there are none yet.
+
+        Raises:
+            RequestError: 404 if the sampler is unknown or another tenant's, 410 if its session has ended.
+        """
         sampler = await self._samplers.get(tenant, request.target.sampling_session_id)
         self._sessions.heard_of(sampler.record.session_id)
         log = await self._completions.log(sampler.record.sampler_id, request.target.cloned_sampler_id)
@@ -182,7 +206,7 @@ class Sampling:
         return RetrieveFuturesResponse(completions=log.unseen(), cursor=log.cursor)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a sampling request that is under way. Finished, unknown and training requests: no-op."""
+        """Cancels a running sampling request. No-op for finished, unknown and training requests."""
         self._dispatch.cancel(request_id)
 
     async def _resume(self, one: Journaled, held: list[Place]) -> None:
@@ -207,7 +231,7 @@ class Sampling:
     async def _accept(
         self, sampler: Sampler, seq_id: int, job: SamplingJob, received: Received, admission: Admission
     ) -> None:
-        """Journals the request and starts it. What cannot be journaled, or has no such draft, is not accepted."""
+        """Journals the request and starts it. Not accepted if its draft is missing or the journal cannot be written."""
         header = Header(
             kind="sample",
             tenant_id=sampler.record.tenant_id,
@@ -227,11 +251,11 @@ class Sampling:
             raise
         sampler.accepted[seq_id] = None
         performing = self._begin(job, _Held(header, [place]), admission)
-        # A task that is cancelled before its first step releases nothing by itself.
+        # A task that is cancelled before its first step never runs its `finally`.
         performing.add_done_callback(lambda _: admission.release())
 
     def _begin(self, job: SamplingJob, held: _Held, admission: Admission | None) -> asyncio.Task[None]:
-        """admission: None for a request that an earlier process accepted."""
+        """Starts the job and creates its future. admission: None if an earlier process accepted the request."""
         record = job.sampler.record
         job.strikes = Strikes("this request", partial(self._note_strike, held), len(held.places) - 1)
         future = self._futures.create(
@@ -286,7 +310,7 @@ class Sampling:
             return await asyncio.to_thread(encode_sample_response, response, job.target_layout)
 
     async def _sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """Once more when the worker dies, unless it keeps dying of this request or some of it has been told."""
+        """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
         sampler = job.sampler
         sampler.under_way.add(job.request_id)
         telling = _Telling(on_progress)
@@ -307,19 +331,19 @@ class Sampling:
     async def _attempt(self, job: SamplingJob, work: SampleJob, telling: "_Telling") -> SampleResponse:
         sampler = job.sampler
         async with self._draft(job) as draft_id:
-            # Last of what is loaded: a worker that has lost the draft meanwhile samples all the same.
-            loading = await self._adapters.load(sampler)
+            # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
+            loading = await self._loader.load(sampler)
             try:
                 guessed = replace(work, draft_id=draft_id)
                 return await self._dispatch.sample(sampler.record.base_model, guessed, telling.tell)
             except OperationError as error:
                 if error.category == "server":
-                    self._adapters.load_again(sampler, loading)
+                    self._loader.load_again(sampler, loading)
                 raise
 
     @asynccontextmanager
     async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
-        """See Drafts.using."""
+        """Loads the job's draft, see `Drafts.using`; a job that had begun earlier continues without it if that fails."""
         async with AsyncExitStack() as stack:
             try:
                 draft_id = await stack.enter_async_context(self._drafts.using(job.draft))
@@ -331,16 +355,15 @@ class Sampling:
             yield draft_id
 
     async def _note_strike(self, held: _Held) -> None:
-        """Raises RequestError."""
         held.places.append(await self._journal.append(replace(held.header, kind=STRIKE, drawn={})))
 
 
 def _log_without_draft(job: SamplingJob, error: Exception) -> None:
-    logger.warning("%s goes on without its draft: %s", job.request_id, error)
+    logger.warning("%s continues without its draft: %s", job.request_id, error)
 
 
 class _Telling:
-    """Passes on what samples grow by. has_told: whether there was anything."""
+    """Forwards progress to the caller. has_told: True after the first increment; the job is not retried then."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress

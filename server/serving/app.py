@@ -41,11 +41,12 @@ from ..runs.operations import Operations
 from ..runs.pinned_checkpoints import Loaded
 from ..runs.run_services import RunServices
 from ..runs.runs import Runs
-from ..sampling.adapters import Adapters
 from ..sampling.drafts import Drafts
 from ..sampling.ephemeral import EphemeralWeights
+from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling import Sampling
+from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
 from ..store.outages import OUTAGES, words_of
 from ..tenants.auth import Auth
@@ -144,14 +145,10 @@ def _services(
     journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
     weights = EphemeralWeights(directory / "ephemeral", sync)
-    # Runs come last: they make samplers.
-    adapters = Adapters(dispatch, checkpoints, weights, lambda run_id, adapter_id: runs.share(run_id, adapter_id))
+    adapters = SamplerWeights(dispatch, weights)
     completions = Completions(futures)
     drafts = Drafts(dispatch, checkpoints)
     samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
-    of_samplers = Sampling(
-        dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions, quotas
-    )
     loaded = Loaded(directory / "loaded", sync)
     features = Features(directory / "features", config)
     operations = Operations(dispatch, store, sessions, checkpoints, samplers, recordings, loaded, features)
@@ -161,6 +158,10 @@ def _services(
         config, futures, journal, snapshots, loaded, features, operations, sessions, quotas, status, copied
     )
     runs = Runs(store, dispatch, checkpoints, of_runs)
+    loader = WeightLoader(dispatch, checkpoints, weights, live=runs)
+    of_samplers = Sampling(
+        dispatch, samplers, loader, drafts, sessions, futures, journal, recordings, completions, quotas
+    )
     return Services(
         config=config,
         dispatch=dispatch,

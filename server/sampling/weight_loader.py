@@ -1,0 +1,84 @@
+"""Loads the weights of samplers into the workers: at the first request, and again after a worker crash."""
+
+import asyncio
+from typing import Protocol
+
+from ...schemas.errors import OperationError, RequestError
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.verbs import WorkerLost
+from ..checkpoints.checkpoints import Checkpoints, loaded_as
+from ..journal.quarantine import Strikes
+from ..tenants.auth import Tenant
+from .ephemeral import EphemeralWeights
+from .sampler import Sampler
+
+
+class LiveWeights(Protocol):
+    """The training runs, as far as their samplers need them."""
+
+    async def share(self, run_id: str, adapter_id: str) -> bool:
+        """Copies the run's live weights to the adapter; False if that run does not share them.
+
+        Raises:
+            OperationError: the copy failed; WorkerLost if the workers lost the run.
+        """
+        ...
+
+
+class WeightLoader:
+    """Loads a sampler's weights from its live run, its ephemeral files or its checkpoint."""
+
+    def __init__(
+        self, dispatch: WorkerDispatch, checkpoints: Checkpoints, weights: EphemeralWeights, live: LiveWeights
+    ) -> None:
+        self._dispatch = dispatch
+        self._checkpoints = checkpoints
+        self._weights = weights
+        self._live = live
+
+    async def load(self, sampler: Sampler) -> "asyncio.Future[None] | None":
+        """Loads the sampler's weights; concurrent callers share one load. Retries when the worker crashes.
+
+        Returns:
+            The completed load, which a caller passes to `load_again`; None for a bare base model.
+        Raises:
+            OperationError, RequestError: the weights cannot be loaded.
+        """
+        if sampler.record.kind == "base":
+            return None
+        strikes = Strikes(f"load the weights of sampler {sampler.record.sampler_id}")
+        while True:
+            loading = sampler.loading = sampler.loading or asyncio.create_task(self._load_now(sampler))
+            try:
+                await asyncio.shield(loading)
+            except WorkerLost as lost:
+                self.load_again(sampler, loading)
+                await strikes.add(lost)
+            except (OperationError, RequestError):
+                self.load_again(sampler, loading)
+                raise
+            else:
+                return loading
+
+    def load_again(self, sampler: Sampler, loading: "asyncio.Future[None] | None") -> None:
+        """Makes the next request reload the adapter, which a worker crash may have lost.
+
+        No-op if `loading` is outdated: then another caller has already started a new load.
+        """
+        if sampler.loading is loading:
+            sampler.loading = None
+
+    async def _load_now(self, sampler: Sampler) -> None:
+        record = sampler.record
+        assert sampler.adapter_id is not None
+        if record.run_id is not None and await self._live.share(record.run_id, sampler.adapter_id):
+            return
+        if record.model_path is None:
+            directory = self._weights.directory(sampler.adapter_id)
+            with loaded_as(f"sampler {record.sampler_id}", directory):
+                await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
+            return
+        checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
+        async with self._checkpoints.reading(checkpoint) as directory:
+            with loaded_as(checkpoint.tinker_path, directory):
+                await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)

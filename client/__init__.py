@@ -1,4 +1,7 @@
-"""The thin client: httpx, pydantic, numpy and protobuf. It knows batches; micro-batches and ranks are the server's."""
+"""The Python client, which needs only httpx, pydantic, numpy and protobuf.
+
+It sends batches; splitting them into micro-batches and over ranks is the server's task.
+"""
 
 from ..schemas.sampling import ModelInput as ModelInput
 from ..schemas.sampling import SampledSequence as SampledSequence

@@ -1,6 +1,6 @@
-"""One server, one background event loop: HTTP with retries, and the polling of results.
+"""Sends HTTP requests with retries and polls for results, in one background event loop per server.
 
-A submit is sent again with the same body, so with the same seq_id: the server applies it once.
+A retry sends the same body and hence the same seq_id, so the server applies it once.
 """
 
 import asyncio
@@ -32,22 +32,22 @@ JSON = {"Content-Type": "application/json"}
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 ACCEPT_PROTOBUF = {"Accept": "application/x-protobuf"}
 API = "/api/v1/"
-LONG_POLLS = 256  # connections that wait for results; further results wait their turn
+LONG_POLLS = 256  # connections that wait for results at the same time; further polls queue
 FAST_ANSWER_SECONDS = 0.5
 _TIMEOUT_SECONDS, _CONNECT_SECONDS = 60.0, 10.0
-SILENT_SECONDS = 1.0  # a request that fails for longer says that it is being tried again
-QUIET_SECONDS = 60.0  # before a reason to wait is told again, however many results wait
+SILENT_SECONDS = 1.0  # a request that fails for longer logs that it is being retried
+QUIET_SECONDS = 60.0  # a reason for waiting is logged at most once in this time, for all results together
 
 log = logging.getLogger("trainhouse")
 
 
 class Connection:
-    """Coroutines of this class run in its own loop, entered from any thread through `run`."""
+    """Connects to one server. Its coroutines run in its own event loop, which any thread enters through `run`."""
 
     def __init__(self, base_url: str, api_key: str, retry_seconds: float) -> None:
         self.base_url = _checked_url(base_url).rstrip("/").removesuffix(API.rstrip("/"))
         if not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("the API key has characters that no key has, such as a line break: copy it once more")
+            raise ValueError("the API key has characters that no key has, such as a line break: copy it again")
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
@@ -66,7 +66,7 @@ class Connection:
     def run(self, work: Coroutine[object, object, T]) -> APIFuture[T]:
         if self._closed:
             work.close()
-            raise TrainhouseError("this client is closed: make a new ServiceClient")
+            raise TrainhouseError("this client is closed: create a new ServiceClient")
         return APIFuture(asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop))
 
     async def _until_closed(self, work: Coroutine[object, object, T]) -> T:
@@ -75,10 +75,10 @@ class Connection:
         except asyncio.CancelledError:
             raise TrainhouseError("the client was closed before this answer arrived") from None
         except httpx.TransportError as error:
-            raise APIConnectionError(f"{self.base_url} broke off ({_reason(error)}): try again") from None
+            raise APIConnectionError(f"the connection to {self.base_url} was lost ({_reason(error)}): retry") from None
 
     def close(self) -> None:
-        """Ends what is under way; its futures raise TrainhouseError."""
+        """Cancels pending requests, whose futures raise TrainhouseError, and ends the event loop."""
         if self._closed:
             return
         self._closed = True
@@ -111,7 +111,12 @@ class Connection:
         also_good: int = 200,
         timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> httpx.Response:
-        """The answer once it is 2xx or `also_good`; raises APIStatusError or APIConnectionError."""
+        """Sends a request, with retries, and returns the first response with a status of 2xx or `also_good`.
+
+        Raises:
+            APIStatusError: the server refused it, or kept failing until the retries ran out.
+            APIConnectionError: the server could not be reached until the retries ran out.
+        """
         backoff = Backoff(self._retry_seconds)
         while True:
             response = await self._tried(
@@ -130,14 +135,14 @@ class Connection:
             if response.is_success or response.status_code == also_good:
                 return response
             if method == "DELETE" and response.status_code == 404 and backoff.since:
-                return response  # an earlier try did it, and its answer was lost
+                return response  # an earlier attempt succeeded and its response was lost
             failure = status_error(response.status_code, reason_in(response))
             if response.status_code < 500 and response.status_code not in (408, 429):
                 raise failure
             await backoff.pause(failure, seconds_to_wait(response))
 
     async def _tried(self, request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response | APIConnectionError:
-        """Returns a failure that may pass; raises APIConnectionError where trying again would change nothing."""
+        """Returns the response or a transient failure; raises APIConnectionError if a retry cannot help."""
         try:
             return await request()
         except httpx.TransportError as error:
@@ -158,7 +163,12 @@ class Connection:
     async def result(
         self, submitted: SubmitResponse, decode: Callable[[bytes], T], headers: dict[str, str] | None = None
     ) -> T:
-        """Polls until the operation is done; raises RequestFailedError if it failed."""
+        """Polls until the operation is finished and returns its decoded result.
+
+        Raises:
+            RequestFailedError: the operation failed.
+            APIStatusError, APIConnectionError: see `request`.
+        """
         body = to_json(RetrieveFutureRequest(request_id=submitted.request_id))
         while True:
             async with self._polls:
@@ -178,23 +188,29 @@ class Connection:
                 await asyncio.sleep(FAST_ANSWER_SECONDS)
 
     def _tell_wait(self, request_id: str, reason: str) -> None:
-        """Reasons that differ in their numbers are one."""
+        """Logs why a result is waiting, at most once per QUIET_SECONDS; reasons that differ only in numbers are one."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if now >= self._told_at.get(kind, -QUIET_SECONDS) + QUIET_SECONDS:
             self._told_at[kind] = now
             log.warning("%s waits: %s", request_id, reason)
 
     async def once(self, path: str, body: Wire, timeout_seconds: float) -> None:
-        """A request not worth a retry. Raises httpx.TransportError or APIStatusError."""
+        """Sends a request without retries. Raises httpx.TransportError or APIStatusError."""
         response = await self._http.post(API + path, content=to_json(body), headers=JSON, timeout=timeout_seconds)
         if not response.is_success:
             raise status_error(response.status_code, reason_in(response))
 
     async def download(self, url: str, path: Path) -> None:
-        """Writes a file of this server, or of wherever it keeps its files; `url` may be relative to the server."""
+        """Downloads a file to `path`, from this server or from its file storage.
+
+        Args:
+            url: absolute, or relative to the server.
+        Raises:
+            APIStatusError: the download was refused.
+        """
         request = self._http.build_request("GET", url)
         if request.url.netloc != self._http.base_url.netloc:
-            del request.headers["X-API-Key"]  # a signed URL elsewhere needs none
+            del request.headers["X-API-Key"]  # other hosts must not see the key, and a signed URL does not need it
         response = await self._http.send(request, stream=True)
         try:
             if not response.is_success:
@@ -208,7 +224,10 @@ class Connection:
 
 
 class Backoff:
-    """Doubling pauses with jitter, from 0.25 to 10 seconds, until `limit_seconds` after the first failure."""
+    """Exponential backoff with jitter: pauses of 0.25 to 10 seconds, until `limit_seconds` after the first failure.
+
+    since: time of the first failure (monotonic seconds), None before it.
+    """
 
     def __init__(self, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
@@ -217,6 +236,7 @@ class Backoff:
         self.since: float | None = None
 
     async def pause(self, failure: APIConnectionError | APIStatusError, at_least_seconds: float = 0.0) -> None:
+        """Waits before the next attempt; raises `failure` instead if `limit_seconds` would be exceeded."""
         now = time.monotonic()
         self.since = now if self.since is None else self.since
         pause = max(at_least_seconds, self._pause_seconds * random.uniform(0.75, 1.25))
@@ -232,34 +252,34 @@ class Backoff:
 
 
 def _checked_url(text: str) -> str:
-    """Raises APIConnectionError."""
-    words = "it begins with http:// or https://, such as http://127.0.0.1:8000"
+    """Returns the URL unchanged. Raises APIConnectionError if it is not a base URL."""
+    words = "it must begin with http:// or https://, such as http://127.0.0.1:8000"
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
-        raise APIConnectionError(f"{text!r} is no base URL ({error}): {words}") from None
+        raise APIConnectionError(f"{text!r} is not a base URL ({error}): {words}") from None
     if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 1) < 1 << 16:
-        raise APIConnectionError(f"{text!r} is no base URL: {words}")
+        raise APIConnectionError(f"{text!r} is not a base URL: {words}")
     if url.path.rstrip("/") == "/v1":
-        raise APIConnectionError(f"{text!r} is no base URL: leave out {url.path}, which OpenAI's clients want")
+        raise APIConnectionError(f"{text!r} is not a base URL: leave out {url.path}, which is for OpenAI's clients")
     return text
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that have led to it."""
+    """Yields the error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _reason(error: httpx.TransportError) -> str:
-    """The system's words, where it has some; httpx's may be that all attempts failed."""
+    """Prefers the operating system's message: httpx may only say that all connection attempts failed."""
     of_system = [_words(each) for each in _causes(error) if isinstance(each, OSError) and each.strerror]
     return of_system[-1] if of_system else str(error) or type(error).__name__
 
 
 def _words(error: OSError) -> str:
-    """Returns what the system says; the number of an error of TLS is none of the system's."""
+    """Returns the operating system's message. The errno of a TLS error is OpenSSL's, so it keeps its own message."""
     number = error.errno or 0
     is_of_system = number in errno.errorcode and not isinstance(error, ssl.SSLError)
     return os.strerror(number) if is_of_system else str(error.strerror)
@@ -274,7 +294,7 @@ def to_json(body: Wire) -> bytes:
 
 
 def seconds_to_wait(response: httpx.Response) -> float:
-    """That the server asks for; a minute at most."""
+    """Returns the pause that the server requests (Retry-After), in seconds, at most 60."""
     seconds, milliseconds = (response.headers.get(name, "") for name in ("Retry-After", "Retry-After-Ms"))
     if milliseconds.isdecimal():
         return min(int(milliseconds) / 1000, 60.0)
@@ -282,7 +302,7 @@ def seconds_to_wait(response: httpx.Response) -> float:
 
 
 def reason_in(response: httpx.Response) -> str:
-    """The server's own words, wherever in the error body they stand."""
+    """Returns the server's error message: `detail`, `error` or else the body."""
     try:
         body = json.loads(response.content)
     except ValueError:

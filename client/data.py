@@ -1,4 +1,4 @@
-"""What the user hands over, as the schema's arrays; the chunks it is sent in, and their answers as one."""
+"""Converts the user's data into arrays, splits it into chunks for the server, and merges the chunks' outputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -14,10 +14,21 @@ Tokens = ModelInput | Sequence[int] | np.ndarray
 
 
 class Datum(training.Datum):
-    """One training sequence: Datum(model_input=tokens, loss_fn_inputs={"target_tokens": ..., "weights": ...}).
+    """One training sequence, such as Datum(model_input=tokens, loss_fn_inputs={"target_tokens": ..., "weights": ...}).
 
-    Position i of the targets is predicted from `model_input[: i + 1]`: shift them yourself. Inputs may be lists, numpy
-    arrays or CPU torch tensors. feature_ref: see TrainingClient.capture.
+    `target_tokens[i]` is predicted from `model_input[: i + 1]`, so the targets must already be shifted. Inputs can be
+    lists, numpy arrays or CPU torch tensors.
+
+    Args:
+        model_input: token ids, [T]; converted to int32.
+        loss_fn_inputs: name -> numbers, one row per position, [T] or [T, ...]; `target_tokens` is converted to int64,
+            all others to float32.
+        model_input_spans: positions of `model_input` that repeat tokens of an earlier sample.
+        loss_fn_input_spans: positions of `loss_fn_inputs` that repeat tokens of an earlier sample.
+        feature_ref: refers to captured features, see TrainingClient.capture.
+    Raises:
+        TypeError: `loss_fn_inputs` is not a mapping.
+        ValueError: a value is not a number, or a token id is not an integer of its type.
     """
 
     def __init__(
@@ -28,10 +39,9 @@ class Datum(training.Datum):
         loss_fn_input_spans: Sequence[ProvenanceSpan] = (),
         feature_ref: str | None = None,
     ) -> None:
-        """Raises TypeError and ValueError on what is no number, and on token ids that are no integers."""
         if not isinstance(loss_fn_inputs, Mapping):
             kind = type(loss_fn_inputs).__name__
-            raise TypeError(f"loss_fn_inputs is a {kind}: give names and arrays, such as {{'target_tokens': [...]}}")
+            raise TypeError(f"loss_fn_inputs is a {kind}: pass a dict of arrays, such as {{'target_tokens': [...]}}")
         super().__init__(
             tokens=_as_array(as_tokens(model_input), "model_input", np.int32),
             loss_fn_inputs={
@@ -45,10 +55,10 @@ class Datum(training.Datum):
 
 
 class CapturedData(list[Datum]):
-    """What TrainingClient.capture answers: data with a `feature_ref` each.
+    """The result of TrainingClient.capture is this list: the data, each with its `feature_ref`.
 
-    num_bytes: of what they refer to; the same content of one request is counted once. expires_at: when the first of
-    them goes, in seconds since 1970.
+    num_bytes: size of the stored features; equal content within one request counts once. expires_at: when the first of
+    them is deleted, in seconds since 1970.
     """
 
     def __init__(self, data: Sequence[training.Datum], answers: Sequence[CaptureResponse]) -> None:
@@ -64,27 +74,27 @@ def _with_feature_ref(datum: training.Datum, feature_ref: str) -> Datum:
 
 
 def as_tokens(prompt: Tokens) -> list[int]:
-    """Raises ValueError on a text, and on what are no token ids."""
+    """Returns the token ids. Raises ValueError for a string, and for values that are not token ids."""
     if isinstance(prompt, str):
         shown = prompt if len(prompt) <= 40 else f"{prompt[:37]}..."
-        raise ValueError(f"{shown!r} is a text: give its tokens, get_tokenizer().encode(text)")
+        raise ValueError(f"{shown!r} is a string: pass its token ids, get_tokenizer().encode(text)")
     if isinstance(prompt, ModelInput):
         return prompt.to_ints()
     tokens = _as_array(prompt, "tokens", np.int64)
     if tokens.ndim != 1:
-        raise ValueError(f"tokens have the shape {list(tokens.shape)}: give those of one sequence, a flat list")
+        raise ValueError(f"tokens have the shape {list(tokens.shape)}: pass one sequence, a flat list")
     return tokens.tolist()
 
 
 def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.float32]) -> np.ndarray:
-    """Raises ValueError on what is no number, and for integers on fractions and on what the type does not hold."""
+    """Converts the value. Raises ValueError if it is not numeric, or has fractions or overflows in an integer type."""
     try:
         array = np.asarray(value)
     except ValueError as error:  # rows of several lengths
-        raise ValueError(f"{name} is no array of numbers: {error}") from None
+        raise ValueError(f"{name} is not an array of numbers: {error}") from None
     if array.dtype.kind not in "biuf":
         wrong = next((each for each in array.flat if not isinstance(each, int | float)), array.flat[0])
-        raise ValueError(f"{name} has {str(wrong)[:40]!r}, which is no number of at most 64 bits")
+        raise ValueError(f"{name} has {str(wrong)[:40]!r}, which is not a number of at most 64 bits")
     if issubclass(dtype, np.integer) and array.size:
         most = np.iinfo(dtype).max
         if (fractions := array[array != np.trunc(array)]).size:
@@ -95,7 +105,7 @@ def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.
 
 
 def chunks(data: Sequence[training.Datum], max_datums: int, max_bytes: int) -> Iterator[tuple[training.Datum, ...]]:
-    """Consecutive pieces within both limits; a datum larger than max_bytes goes alone."""
+    """Yields consecutive pieces within both limits; a datum larger than max_bytes is a piece by itself."""
     piece: list[training.Datum] = []
     size = 0
     for datum in data:
@@ -113,7 +123,7 @@ def num_bytes(datum: training.Datum) -> int:
 
 
 def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Of the chunks of one call, as though it had been one. Metrics that no known reduction merges are left out."""
+    """Merges the outputs of one call's chunks into one. Metrics without a known reduction are dropped."""
     if len(outputs) == 1:
         return outputs[0]
     sizes = np.asarray([len(output.loss_fn_outputs) for output in outputs], dtype=np.float64)
@@ -129,7 +139,7 @@ def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
 
 
 def _ratios(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of what is told with the sums that it is made of: these know what it is over all chunks, an average does not."""
+    """Recomputes means whose numerator and denominator are reported as sums, because averages of means are wrong."""
     names = [name.removesuffix("/of:sum") for name in metrics if name.endswith("/of:sum")]
     return {
         f"{name}:mean": metrics[f"{name}:sum"] / max(metrics[f"{name}/of:sum"], 1.0)

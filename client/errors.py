@@ -1,18 +1,18 @@
-"""What a call can raise. Every class is a TrainhouseError."""
+"""Defines the errors that the client raises; all derive from TrainhouseError."""
 
 from ..schemas.errors import Category
 
 
 class TrainhouseError(Exception):
-    """Base of all errors of the client."""
+    """Base class of all errors of the client."""
 
 
 class APIConnectionError(TrainhouseError):
-    """The server could not be reached, or broke off, for longer than the retries last."""
+    """The server could not be reached, or the connection was lost, for longer than the retries last."""
 
 
 class RequestFailedError(TrainhouseError):
-    """An accepted operation failed. category: "user" = the request was wrong, "server" = the server failed it."""
+    """An accepted operation failed. category: "user" if the request was wrong, "server" if the server failed."""
 
     def __init__(self, message: str, category: Category) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class RequestFailedError(TrainhouseError):
 
 
 class APIStatusError(TrainhouseError):
-    """The server refused a request with an HTTP status."""
+    """The server refused a request. message: the server's reason. status: the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(f"{message} (HTTP {status})")
@@ -33,27 +33,27 @@ class BadRequestError(APIStatusError):
 
 
 class AuthenticationError(APIStatusError):
-    """401: no API key, or one that the server does not know."""
+    """401: the API key is missing or unknown to the server."""
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: it exists and belongs to someone else."""
+    """403: the key lacks the permission, or the object belongs to another tenant."""
 
 
 class NotFoundError(APIStatusError):
-    """404: no such model, run, checkpoint or endpoint, for this API key."""
+    """404: the model, run, checkpoint or endpoint does not exist for this API key."""
 
 
 class GoneError(APIStatusError):
-    """410: the session has expired, or the result was dropped after its time."""
+    """410: the session has ended, or the result has expired."""
 
 
 class RateLimitError(APIStatusError):
-    """429, and the retries have run out."""
+    """429: a limit was still exceeded when the retries ran out."""
 
 
 class InternalServerError(APIStatusError):
-    """5xx, and the retries have run out."""
+    """5xx: the server was still failing when the retries ran out."""
 
 
 _OF_STATUS: dict[int, type[APIStatusError]] = dict.fromkeys((400, 413, 415, 422), BadRequestError)

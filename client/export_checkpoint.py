@@ -1,4 +1,4 @@
-"""`trainhouse export`: a checkpoint from a running server, as a directory that other programs load."""
+"""`trainhouse export` downloads a checkpoint from a running server into a directory that other programs can load."""
 
 import argparse
 import json
@@ -11,17 +11,17 @@ from typing import Any
 from .errors import TrainhouseError
 from .service import ServiceClient
 
-RETRY_SECONDS = 1.0  # somebody is waiting, and can ask again
+RETRY_SECONDS = 1.0  # short, because a user is waiting and can retry
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Runs the command and returns its exit status."""
     options = _parser().parse_args(arguments)
     directory: Path = options.directory
     try:
         if directory.is_dir() and any(directory.iterdir()):
-            raise ValueError(f"{directory} has files already: name a new directory")
+            raise ValueError(f"{directory} is not empty: name a new directory")
         with ServiceClient(options.base_url, options.api_key, retry_seconds=RETRY_SECONDS) as service:
             files = service.create_rest_client().export_checkpoint(options.path, directory).result()
         if all(file.suffix == ".age" for file in files):
@@ -34,23 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("trainhouse export: interrupted", file=sys.stderr)
         return INTERRUPTED
-    print(f"{directory} is loaded by: {loaded_by(description, directory)}")
+    print(f"load {directory} with: {loaded_by(description, directory)}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trainhouse export", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "path", metavar="CHECKPOINT", help="its path, tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+        "path", metavar="CHECKPOINT", help="tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
     )
-    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new one")
-    parser.add_argument("--base-url", help="of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000)")
-    parser.add_argument("--api-key", help="better in TRAINHOUSE_API_KEY")
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="new or empty directory to write")
+    parser.add_argument("--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL or http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", help="API key; the environment variable TRAINHOUSE_API_KEY is safer")
     return parser
 
 
 def loaded_by(description: dict[str, Any], directory: Path) -> str:
-    """description: of trainhouse.json."""
+    """Returns how to load the exported checkpoint. description: content of its trainhouse.json."""
     base, place = description["base_model"], directory.resolve()
     if description.get("training") == "draft":
         return _with_draft(base, place, description["algorithm"], description.get("block_size"))
@@ -63,7 +63,7 @@ def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) 
     tokens = 3 if block_size is None else block_size - 1
     config = {"method": algorithm, "model": str(place), "num_speculative_tokens": tokens}
     options = shlex.quote(json.dumps(config))
-    return f"vllm serve MODEL --speculative-config {options}, MODEL being where {base} comes from"
+    return f"vllm serve MODEL --speculative-config {options}, where MODEL is the path or hub id of {base}"
 
 
 if __name__ == "__main__":

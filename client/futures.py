@@ -1,4 +1,4 @@
-"""The answer of every verb: to be waited for with `.result()`, or awaited in any event loop."""
+"""Futures of operations: block on `.result()`, or await them in any event loop."""
 
 import asyncio
 import concurrent.futures
@@ -13,17 +13,26 @@ P = ParamSpec("P")
 
 
 class APIFuture(Generic[T]):
-    """The operation is under way whether or not anyone waits: giving up waiting does not take it back."""
+    """The future result of an operation, which runs whether or not the caller waits: a timeout does not cancel it."""
 
     def __init__(self, inner: concurrent.futures.Future[T]) -> None:
         self._inner = inner
 
     def result(self, timeout: float | None = None) -> T:
-        """Blocks; raises TimeoutError after `timeout` seconds, else what the operation raised."""
+        """Blocks until the operation is finished and returns its result.
+
+        Args:
+            timeout: in seconds; None waits forever.
+        Raises:
+            TimeoutError: the operation is not finished in time; it continues.
+            RequestFailedError: the operation failed.
+            APIStatusError: the server refused the request.
+            APIConnectionError: the server could not be reached.
+        """
         try:
             return self._inner.result(timeout)
         except TrainhouseError as error:
-            # The message says it all: where in another thread it was raised is of no use to a reader.
+            # The traceback is that of the client's thread, which does not help the user.
             raise error.with_traceback(None) from None
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -34,7 +43,7 @@ class APIFuture(Generic[T]):
 
 
 def blocking(submit: Callable[P, APIFuture[T]]) -> Callable[P, T]:
-    """The same call, waited for."""
+    """Returns a variant of `submit` that waits for the result."""
 
     @functools.wraps(submit)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""`trainhouse import`: an adapter that peft has saved, from a directory or a URL, to a running server."""
+"""`trainhouse import` uploads an adapter saved by PEFT, from a directory or a URL, to a running server."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from .service import ServiceClient
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Runs the command and returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
         with (
@@ -34,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trainhouse import", description=__doc__, allow_abbrev=False)
-    parser.add_argument("source", metavar="DIRECTORY_OR_URL", help=f"with {' and '.join(PEFT_FILES)}")
-    parser.add_argument("--base-model", help="that is served (the one that adapter_config.json names)")
-    parser.add_argument("--name", default="imported", help="of the checkpoint (%(default)s)")
-    parser.add_argument("--base-url", help="of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000)")
-    parser.add_argument("--api-key", help="better in TRAINHOUSE_API_KEY")
+    parser.add_argument("source", metavar="DIRECTORY_OR_URL", help=f"contains {' and '.join(PEFT_FILES)}")
+    parser.add_argument("--base-model", help="base model on the server (default: the one in adapter_config.json)")
+    parser.add_argument("--name", default="imported", help="name of the new checkpoint (default: %(default)s)")
+    parser.add_argument("--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL or http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", help="API key; the environment variable TRAINHOUSE_API_KEY is safer")
     return parser
 
 
@@ -48,9 +48,9 @@ def _local(source: str) -> Iterator[Path]:
         yield Path(source)
         return
     try:
-        import fsspec  # which a bare install of the client does not have
+        import fsspec  # an optional dependency of the client
     except ModuleNotFoundError:
-        raise ValueError(f"{source} is read with a package that is not installed: pip install fsspec") from None
+        raise ValueError(f"reading {source} needs a package that is not installed: pip install fsspec") from None
     with tempfile.TemporaryDirectory() as directory:
         files, path = fsspec.core.url_to_fs(source)
         for name in PEFT_FILES:

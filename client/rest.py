@@ -1,4 +1,4 @@
-"""RestClient: what the server keeps: training runs, checkpoints, sessions. No session of its own is opened."""
+"""Provides RestClient, which lists and manages stored training runs, checkpoints and sessions without a session."""
 
 import uuid
 from collections.abc import Callable
@@ -20,11 +20,16 @@ from .futures import APIFuture
 
 W = TypeVar("W", bound=Wire)
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
-IMPORT_SECONDS = 600.0  # an upload, and its turn between passes
+IMPORT_SECONDS = 600.0  # time for the upload, and for the worker to finish its current passes
 
 
 class RestClient:
-    """Made by ServiceClient.create_rest_client. Checkpoints are named by their tinker:// path."""
+    """Lists and manages training runs, checkpoints and sessions; ServiceClient.create_rest_client creates it.
+
+    Checkpoints are named by their path, tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME; a malformed
+    path raises ValueError. The futures raise NotFoundError if the object does not exist for this API key, and the other
+    errors of APIFuture.result.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -33,35 +38,39 @@ class RestClient:
         return self._connection.run(self._connection.get(path, answer, **query))
 
     def list_training_runs(self, limit: int = 20, offset: int = 0) -> APIFuture[TrainingRunList]:
+        """Lists the training runs of this API key, the last used first."""
         return self._get("training_runs", TrainingRunList, limit=limit, offset=offset)
 
     def get_training_run(self, training_run_id: str) -> APIFuture[TrainingRun]:
         return self._get(f"training_runs/{training_run_id}", TrainingRun)
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointList]:
-        """Of one training run."""
+        """Lists the checkpoints of one training run, oldest first; only the public ones of another tenant's run."""
         return self._get(f"training_runs/{training_run_id}/checkpoints", CheckpointList)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointList]:
-        """Of all training runs of this API key."""
+        """Lists the checkpoints of this API key, newest first."""
         return self._get("checkpoints", CheckpointList, limit=limit, offset=offset)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        """Returns the base model, the role and, for an adapter, the shape of a checkpoint."""
         request = checkpoints.WeightsInfoRequest(tinker_path=tinker_path)
         return self._connection.run(self._connection.post("weights_info", request, WeightsInfoResponse))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Deletes one of your checkpoints and its files immediately."""
         return self._change("DELETE", checkpoint_address(tinker_path))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
-        """Lets every API key of this server read it."""
+        """Makes one of your checkpoints readable by every API key of this server."""
         return self._change("POST", f"{checkpoint_address(tinker_path)}/publish")
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
+        """Makes a published checkpoint private again; copies that others have made are kept."""
         return self._change("DELETE", f"{checkpoint_address(tinker_path)}/publish")
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
-        """Deletes it after so many seconds (an hour to ten years); None keeps it for good."""
+        """Deletes the checkpoint after `ttl_seconds` from now (an hour to ten years); None keeps it forever."""
         body = to_json(checkpoints.TtlRequest(ttl_seconds=ttl_seconds))
         return self._change("PUT", f"{checkpoint_address(tinker_path)}/ttl", body)
 
@@ -72,7 +81,7 @@ class RestClient:
         return self._connection.run(change())
 
     def copy_weights(self, tinker_path: str, ttl_seconds: int | None = None) -> APIFuture[CopyWeightsResponse]:
-        """A copy of a published (or one's own) checkpoint, owned by this API key."""
+        """Copies a published checkpoint or one of your own; the copy belongs to this API key."""
         request = checkpoints.CopyWeightsRequest(source_path=tinker_path, ttl_seconds=ttl_seconds)
         key = {"X-Idempotency-Key": str(uuid.uuid4())}
         return self._connection.run(self._connection.post("copy_weights", request, CopyWeightsResponse, key))
@@ -80,9 +89,14 @@ class RestClient:
     def import_adapter(
         self, directory: str | Path, base_model: str | None = None, name: str = "imported"
     ) -> APIFuture[ImportWeightsResponse]:
-        """An adapter that peft has saved in a directory, as a checkpoint without optimizer state.
+        """Uploads an adapter saved by PEFT as a checkpoint without optimizer state.
 
-        base_model: else the one that adapter_config.json names.
+        Args:
+            directory: contains adapter_config.json and adapter_model.safetensors.
+            base_model: None for the one that adapter_config.json names.
+            name: of the new checkpoint.
+        Raises:
+            ValueError: a file is missing (raised by the future).
         """
         return self._connection.run(self._import(Path(directory), base_model, name))
 
@@ -105,12 +119,11 @@ class RestClient:
             raise ValueError(f"{path} is missing: name a directory that peft's save_pretrained wrote") from None
 
     def download_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """Fetches the files of a checkpoint (an adapter that loads in PEFT, or a full model) into `directory`."""
+        """Downloads the files of a checkpoint (an adapter that PEFT can load, or a full model); returns their paths."""
         return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True))
 
     def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """As download_checkpoint, without the state of the optimizer: programs that load a directory read all tensors
-        that are in it."""
+        """Downloads a checkpoint without its optimizer state, since other programs load every tensor file they find."""
         return self._connection.run(self._download(tinker_path, Path(directory), _is_for_others))
 
     async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
@@ -133,11 +146,11 @@ class RestClient:
 
 
 def checkpoint_address(tinker_path: str) -> str:
-    """tinker://RUN/weights/NAME -> training_runs/RUN/checkpoints/weights/NAME"""
+    """Converts tinker://RUN/weights/NAME to training_runs/RUN/checkpoints/weights/NAME. Raises ValueError."""
     parts = tinker_path.removeprefix("tinker://").split("/")
     if not tinker_path.startswith("tinker://") or len(parts) != 3:
         raise ValueError(
-            f"{tinker_path!r} is no checkpoint path: it reads tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+            f"{tinker_path!r} is not a checkpoint path: use tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
         )
     return f"training_runs/{parts[0]}/checkpoints/{parts[1]}/{parts[2]}"
 
@@ -147,7 +160,8 @@ def _is_for_others(name: str) -> bool:
 
 
 def inside(directory: Path, name: str) -> Path:
+    """Returns the path of the file. Raises ValueError if a hostile name would leave the directory."""
     path = (directory / name).resolve()
     if not path.is_relative_to(directory.resolve()):
-        raise ValueError(f"the server names a file {name!r} outside of {directory}")
+        raise ValueError(f"the server names a file outside of {directory}, {name!r}: it is not downloaded")
     return path

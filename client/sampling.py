@@ -1,4 +1,4 @@
-"""SamplingClient: draws from, and scores with, one set of weights."""
+"""Provides SamplingClient, which samples from one set of weights and scores prompts with it."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,10 @@ from .wrong_values import refused_in_words
 
 
 class SamplingClient:
-    """Made by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client."""
+    """Samples from one set of weights.
+
+    Created by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
+    """
 
     def __init__(self, connection: Connection, sampler_id: str, base_model: str) -> None:
         self.sampler_id = sampler_id
@@ -38,12 +41,25 @@ class SamplingClient:
         draft_path: str | None = None,
         num_draft_tokens: int | None = None,
     ) -> APIFuture[SampleResponse]:
-        """`num_samples` continuations, which share the work on the prompt.
+        """Samples `num_samples` continuations, which share one prefill of the prompt.
 
-        target_prompt_logprobs: int64 [len(prompt) - 1, K], row i scores position i + 1, -1 = nothing.
-        record_stability_info: keeps what the stable_reinforce loss needs of these samples.
-        draft_path: of a draft that guesses, num_draft_tokens at a time (None = as many as usual), in place of this
-        client's; "" = none. How its guesses fared is in `guesses` of the answer. See docs/drafts.md.
+        Args:
+            prompt: token ids, [T], at least one.
+            sampling_params: temperature, stops, max_tokens and so on; None for the defaults.
+            include_prompt_logprobs: return `prompt_logprobs`, float32 [T], NaN at position 0.
+            prompt_logprobs_last_n: score only the last n positions of the prompt.
+            topk_prompt_logprobs: number of alternatives to return per prompt token.
+            topk_sample_logprobs: number of alternatives to return per sampled token.
+            target_prompt_logprobs: token ids to score, int64 [T - 1, K]; row i scores position i + 1, -1 is skipped.
+            record_stability_info: store what the stable_reinforce loss needs about these samples.
+            draft_path: checkpoint of the draft that speculates, instead of this client's; "" for none. See
+                docs/drafts.md.
+            num_draft_tokens: draft tokens per step; None for the server's default.
+        Returns:
+            The samples, each with int32 tokens [n] and float32 log-probabilities [n] at temperature 1; with a draft,
+            `guesses` counts the draft tokens and the accepted ones.
+        Raises:
+            ValueError: an argument is invalid; other errors are raised by the future, see APIFuture.result.
         """
         targets = None if target_prompt_logprobs is None else tensor_to_json(target_prompt_logprobs)
         with refused_in_words():
@@ -72,7 +88,7 @@ class SamplingClient:
         return dataclasses.replace(response, sequences=tuple(named))
 
     def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
-        """The log-probability of each token after those before it; None for the first."""
+        """Returns the log-probability of each prompt token given those before it, [T]; None for the first."""
         return self._connection.run(self._compute_logprobs(prompt))
 
     async def _compute_logprobs(self, prompt: Tokens) -> list[float | None]:
@@ -81,4 +97,5 @@ class SamplingClient:
         return [None if math.isnan(value) else value for value in response.prompt_logprobs.tolist()]
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
+        """Downloads the base model's tokenizer. Raises TrainhouseError without transformers or tokenizers installed."""
         return self._connection.run(load_tokenizer(self._connection, self.base_model)).result()

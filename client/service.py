@@ -1,4 +1,4 @@
-"""ServiceClient: the way in. It opens a session when one is first needed, and keeps it alive."""
+"""Provides ServiceClient, which creates all other clients. Opens a session at the first need and keeps it alive."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ SDK_VERSION = f"trainhouse-{VERSION}"
 
 
 class Session:
-    """A session of the server: its id, the numbers of its models and samplers, its heartbeat."""
+    """A session on the server: numbers its models and samplers, and sends its heartbeats."""
 
     def __init__(self, session_id: str, limits: ClientConfig, connection: Connection) -> None:
         self.session_id = session_id
@@ -52,11 +52,20 @@ class Session:
 
 
 class ServiceClient:
-    """A server, for one API key. Use it as a context manager, or call `close()`.
+    """Connects to a server with one API key. Use it as a context manager, or call `close()`.
 
-    base_url: else TRAINHOUSE_BASE_URL, else http://127.0.0.1:8000. api_key: else TRAINHOUSE_API_KEY, else "tml-local",
-    which a server on a loopback address without configured keys accepts.
-    retry_seconds: for how long an unreachable or failing server is tried again before a call raises.
+    A method `x` with a variant `x_async` waits for the result; `x_async` returns a future immediately. APIFuture.result
+    lists the errors of both.
+
+    Args:
+        base_url: default TRAINHOUSE_BASE_URL, else http://127.0.0.1:8000.
+        api_key: default TRAINHOUSE_API_KEY, else "tml-local", which a server on a loopback address without configured
+            keys accepts.
+        user_metadata: stored with the session.
+        retry_seconds: how long requests to an unreachable or failing server are retried before a call raises.
+    Raises:
+        APIConnectionError: `base_url` is malformed.
+        ValueError: `api_key` contains characters that no key has.
     """
 
     def __init__(
@@ -74,18 +83,19 @@ class ServiceClient:
         self._session: Session | None = None
 
     def get_server_capabilities_async(self) -> APIFuture[models.ServerCapabilities]:
+        """Lists the base models that the server has loaded, with their context lengths in tokens."""
         return self._connection.run(self._connection.get("get_server_capabilities", models.ServerCapabilities))
 
     get_server_capabilities = blocking(get_server_capabilities_async)
 
     def get_limits_async(self) -> APIFuture[models.Limits]:
-        """What this API key may have queued and send per minute, and what of it is in use."""
+        """Returns the limits on this API key's queued work and requests per minute, and how much is in use."""
         return self._connection.run(self._connection.get("limits", models.Limits))
 
     get_limits = blocking(get_limits_async)
 
     def get_workers_async(self) -> APIFuture[models.Workers]:
-        """What the server's workers have in memory, and where."""
+        """Reports what the server's workers hold in memory."""
         return self._connection.run(self._connection.get("workers", models.Workers))
 
     get_workers = blocking(get_workers_async)
@@ -104,7 +114,14 @@ class ServiceClient:
         user_metadata: Metadata = None,
         model_role: models.Role = "policy",
     ) -> APIFuture[TrainingClient]:
-        """model_role: "critic" is trained by `value_mse`, and its `forward` gives a value for each token."""
+        """Creates a LoRA adapter on a base model.
+
+        Args:
+            rank: of the adapter.
+            seed: for the initial weights; None draws one.
+            train_mlp, train_attn, train_unembed: which linear layers get an adapter.
+            model_role: a "critic" is trained with the loss `value_mse`, and its `forward` returns a value per token.
+        """
         targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
         with refused_in_words():
             lora = models.LoraConfig(rank=rank, seed=seed, **targets)
@@ -121,7 +138,7 @@ class ServiceClient:
         user_metadata: Metadata = None,
         model_role: models.Role = "policy",
     ) -> APIFuture[TrainingClient]:
-        """A model all of whose weights are its own, and are trained. seed: of a critic's head. See docs/full.md."""
+        """Creates a model that trains all weights. seed: for a critic's head. See docs/full.md."""
         fields = {"base_model": base_model, "training": "full", "seed": seed, "user_metadata": user_metadata}
         fields["model_role"] = model_role
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
@@ -131,16 +148,19 @@ class ServiceClient:
     def create_reference_client_async(
         self, base_model: str | None = None, path: str | None = None
     ) -> APIFuture[TrainingClient]:
-        """A model that stays as it is, for `forward` alone: a base model, or a policy's checkpoint by its path.
+        """Creates a reference model, which only runs `forward`, from a base model or from a policy's checkpoint.
 
-        Its `load_state` moves it to another checkpoint of a policy.
+        Its `load_state` replaces the weights by another checkpoint of a policy.
+
+        Raises:
+            ValueError: both or neither of `base_model` and `path` are given.
         """
         if path is not None and base_model is None:
             fields = {"path": path, "optimizer": False, "model_role": "reference"}
             return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
         if base_model is None or path is not None:
             raise ValueError(f"give either base_model or path, not {base_model=} and {path=}")
-        # The least that a run can have; what it is moved to brings its own shape.
+        # The smallest adapter: it is never trained, and `load_state` brings the shape of its checkpoint.
         return self.create_lora_training_client_async(
             base_model, rank=1, train_unembed=False, train_mlp=False, model_role="reference"
         )
@@ -161,9 +181,12 @@ class ServiceClient:
         seed: int | None = None,
         user_metadata: Metadata = None,
     ) -> APIFuture[TrainingClient]:
-        """A small model that guesses what a base model will say, or a policy's checkpoint by its path.
+        """Creates a draft model, which learns to predict the tokens of a target for speculative sampling.
 
-        What is left open depends on the base model: `get_info().draft` tells it. See docs/drafts.md.
+        Defaults depend on the base model; `get_info().draft` returns the resulting configuration. See docs/drafts.md.
+
+        Args:
+            target_path: checkpoint of a policy to predict; None for the base model.
         """
         with refused_in_words():
             draft = models.NewDraft(
@@ -183,14 +206,14 @@ class ServiceClient:
     create_draft_client = blocking(create_draft_client_async)
 
     def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
-        """A new model with the weights of a checkpoint and a fresh optimizer."""
+        """Creates a model with the weights of a checkpoint and a fresh optimizer."""
         fields = {"path": path, "optimizer": False}
         return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
 
     create_training_client_from_state = blocking(create_training_client_from_state_async)
 
     def create_training_client_from_state_with_optimizer_async(self, path: str) -> APIFuture[TrainingClient]:
-        """A new model that continues exactly where `save_state` stood."""
+        """Creates a model with the weights and optimizer of a checkpoint; it continues exactly from `save_state`."""
         fields = {"path": path, "optimizer": True}
         return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
 
@@ -211,7 +234,15 @@ class ServiceClient:
     def create_sampling_client_async(
         self, base_model: str | None = None, model_path: str | None = None, draft_path: str | None = None
     ) -> APIFuture[SamplingClient]:
-        """Of a base model by name, or of saved weights by their tinker:// path. draft_path: of a draft that guesses."""
+        """Creates a client that samples a base model or saved weights.
+
+        Args:
+            base_model: name of a base model; give either this or `model_path`.
+            model_path: tinker:// path of a checkpoint.
+            draft_path: tinker:// path of a draft for speculative sampling.
+        Raises:
+            ValueError: both or neither of `base_model` and `model_path` are given.
+        """
         if (base_model is None) == (model_path is None):
             raise ValueError(f"give either base_model or model_path, not {base_model=} and {model_path=}")
         return self._connection.run(self._create_sampler(base_model, model_path, draft_path))
@@ -236,14 +267,17 @@ class ServiceClient:
             if self._session is None:
                 request = models.CreateSessionRequest(sdk_version=SDK_VERSION, user_metadata=self._user_metadata)
                 limits = await self._connection.post("client/config", request, ClientConfig)
-                # The key makes a repeated request the same session.
+                # With the key, a retry returns the same session instead of a second one.
                 key = {"X-Idempotency-Key": str(uuid.uuid4())}
                 created = await self._connection.post("create_session", request, models.CreateSessionResponse, key)
                 self._session = Session(created.session_id, limits, self._connection)
             return self._session
 
     def close(self, status: Status = "success", detail: str | None = None) -> None:
-        """Tells the server that the session is over and ends the background thread. Models stay checkpointed."""
+        """Ends the session, which releases its models and samplers, and the background thread. Checkpoints are kept.
+
+        Futures that are not finished raise TrainhouseError.
+        """
         if self._session:
             self._connection.run(self._finish(self._session.session_id, status, detail)).result()
             self._session = None

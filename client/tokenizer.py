@@ -1,4 +1,4 @@
-"""The tokenizer of a served model, from the server itself."""
+"""Downloads the tokenizer of a base model from the server."""
 
 import asyncio
 import tempfile
@@ -17,7 +17,11 @@ else:
 
 
 async def load_tokenizer(connection: Connection, model_name: str) -> PreTrainedTokenizer:
-    """As transformers loads it; without transformers, a bare `tokenizers.Tokenizer`, which has no chat template."""
+    """Downloads and loads a tokenizer with transformers; without it, a `tokenizers.Tokenizer` without chat template.
+
+    Raises:
+        TrainhouseError: neither package is installed.
+    """
     if not find_spec("transformers") and not find_spec("tokenizers"):
         raise TrainhouseError("get_tokenizer needs the tokenizers or transformers package: pip install transformers")
     listing = await connection.get(f"models/{model_name}/tokenizer", TokenizerFiles)

@@ -1,6 +1,6 @@
-"""TrainingClient: one model being trained. Its verbs take effect in the order in which they are called.
+"""Provides TrainingClient, which trains one model. Operations take effect in the order of the calls.
 
-Each answers at once with a future; call the next without waiting, and the server is never idle between them.
+Each call returns a future immediately: submit the next operation without waiting, so that the server is never idle.
 """
 
 import asyncio
@@ -39,7 +39,10 @@ class ClientConfig(Wire):
 
 
 class TrainingClient:
-    """Made by ServiceClient.create_lora_training_client and its siblings."""
+    """Trains one model; created by ServiceClient.create_lora_training_client and similar methods.
+
+    Methods return futures, whose errors APIFuture.result lists. Invalid arguments raise ValueError or TypeError.
+    """
 
     def __init__(
         self, connection: Connection, info: GetInfoResponse, sampler_numbers: Iterator[int], limits: ClientConfig
@@ -53,8 +56,8 @@ class TrainingClient:
         self._next_seq_id = 1
         self._num_steps = 0
         self._hooks: list[tuple[int, Callable[[int], object]]] = []
-        self._turn = asyncio.Lock()  # wakes its waiters first come, first served: submits leave in seq order
-        self._referring: dict[asyncio.Event, set[str]] = {}  # of passes that have not left yet: the features they need
+        self._turn = asyncio.Lock()  # a fair lock: submits are sent in the order of their seq_id
+        self._referring: dict[asyncio.Event, set[str]] = {}  # by pass not sent yet: the features that it needs
 
     def forward_backward(
         self,
@@ -64,10 +67,23 @@ class TrainingClient:
         loss_weight: float = 1.0,
         capture_for: "TrainingClient | None" = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`.
+        """Runs a forward and a backward pass, and accumulates the gradients for `optim_step`.
 
-        capture_for: a draft whose target was saved with this policy's weights of now: the answer's `feature_refs` are
-        of this very pass, and for one forward_backward of the draft; see docs/drafts.md.
+        The loss is summed over tokens and data, not averaged.
+
+        Args:
+            data: at least one datum; large batches are split into chunks.
+            loss_fn: name of the loss, such as "cross_entropy", "importance_sampling" or "ppo".
+            loss_fn_config: parameters of the loss.
+            loss_weight: scales the gradients.
+            capture_for: a draft whose target was saved from this policy's current weights. The output's `feature_refs`
+                refer to hidden states of this pass, for one forward_backward of the draft; see docs/drafts.md.
+        Returns:
+            Per datum `logprobs`, float32 of the shape of `target_tokens` (for critics `values`, float32 [T]); and
+            metrics, of which `loss:sum` is always present.
+        Raises:
+            ValueError: `data` is empty.
+            TypeError: `data` contains something other than trainhouse.Datum.
         """
         request = self._request(data, loss_fn, loss_fn_config, loss_weight)
         return self._pass(dataclasses.replace(request, capture_for=_id_of(capture_for)))
@@ -79,21 +95,25 @@ class TrainingClient:
         loss_fn_config: LossConfig | None = None,
         capture_for: "TrainingClient | None" = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """The same outputs, no gradient."""
+        """Runs a forward pass: the outputs of `forward_backward` without gradients."""
         request = self._request(data, loss_fn, loss_fn_config)
         return self._pass(dataclasses.replace(request, forward_only=True, capture_for=_id_of(capture_for)))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
-        """`loss_fn(data, logprobs)` runs here, between a forward pass, which this call waits for, and a backward one.
+        """Trains with a loss that is computed in this process; waits for a forward pass before it submits the backward.
 
-        Exact to first order: the backward pass is a cross-entropy whose weights are minus the gradient.
+        The gradients are exact: the backward pass is a cross-entropy weighted by minus the derivatives of the loss.
+
+        Args:
+            loss_fn: called with the data and, per datum, the log-probabilities of its targets, float32 of the shape of
+                `target_tokens`. Returns the loss and, per datum, its derivative by those log-probabilities.
+        Raises:
+            ValueError: the model is a critic or a draft, or a derivative has the wrong shape.
         """
         if self._info.model_role == "critic":
-            raise ValueError("a critic has no log-probabilities for a loss of yours: it is trained by value_mse")
+            raise ValueError("a critic has no log-probabilities for a custom loss: train it with value_mse")
         if (draft := self._info.draft) is not None:
-            raise ValueError(
-                f"a draft has no log-probabilities for a loss of yours: it is trained by {draft.algorithm}"
-            )
+            raise ValueError(f"a draft has no log-probabilities for a custom loss: train it with {draft.algorithm}")
         _check_kind(data)
         forward = self.forward([with_weights(datum) for datum in data], "cross_entropy").result()
         loss, gradients = loss_fn(data, [output["logprobs"] for output in forward.loss_fn_outputs])
@@ -103,7 +123,7 @@ class TrainingClient:
     def _request(
         self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None = None, loss_weight: float = 1.0
     ) -> ForwardBackwardRequest:
-        """For the whole call; its chunks get their numbers in `_pass`."""
+        """Builds the request for the whole call; `_pass` splits it into chunks and numbers them."""
         if not data:
             raise ValueError("data is empty: a pass needs at least one datum")
         _check_kind(data)
@@ -135,7 +155,7 @@ class TrainingClient:
 
     @contextlib.contextmanager
     def _refers_to(self, refs: set[str]) -> Iterator[None]:
-        """Within the block `release_features` waits, if it is of any of these."""
+        """Makes `release_features` of any of these references wait until the end of the block."""
         left = asyncio.Event()
         if refs:
             self._referring[left] = refs
@@ -146,7 +166,7 @@ class TrainingClient:
             left.set()
 
     async def _submit_chunk(self, body: bytes) -> SubmitResponse | APIStatusError:
-        """A refusal is returned: the chunks after it must still be sent, or the server would wait for their numbers."""
+        """Submits a chunk; returns a refusal, because the chunks behind it must still be sent to fill their seq_ids."""
         try:
             return await self._connection.submit("forward_backward", body, PROTOBUF)
         except APIStatusError as error:
@@ -160,9 +180,11 @@ class TrainingClient:
     def optim_step(
         self, adam_params: AdamParams | None = None, gradient_scale: float | Literal["mean"] | None = None
     ) -> APIFuture[training.OptimStepResponse]:
-        """One AdamW step on the gradients since the last one, then cleared.
+        """Takes one AdamW step on the gradients accumulated since the last step, and clears them.
 
-        gradient_scale: None = the summed gradients as they are, "mean" = divided by the summed weights, or a factor.
+        Args:
+            adam_params: None for the defaults.
+            gradient_scale: a factor; "mean" divides by the sum of the weights; None uses the summed gradients.
         """
         fields = {"adam_params": adam_params or AdamParams(), "gradient_scale": gradient_scale}
         stepped = self._operation("optim_step", training.OptimStepRequest, fields, training.OptimStepResponse)
@@ -173,18 +195,29 @@ class TrainingClient:
         return stepped
 
     def at_steps(self, every: int, hook: Callable[[int], object], num_steps: int | None = None) -> None:
-        """From now on each `every`-th `optim_step` calls hook(number of the step) before it returns: the evaluation or
-        save that the hook asks for comes between that step and whatever is asked next, also by who waits for nothing.
+        """Makes every `every`-th `optim_step` call hook(step number) before it returns.
 
-        num_steps: how many were taken before, of a run that was resumed; None = those of this client.
+        Operations that the hook submits, such as an evaluation or a save, run between that step and the next operation,
+        even if the caller never waits for a future.
+
+        Args:
+            num_steps: steps taken before, for a resumed run; None counts those of this client.
+        Raises:
+            ValueError: `every` is less than 1.
         """
         if every < 1:
-            raise ValueError(f"every is {every}: a number of steps, at least 1")
+            raise ValueError(f"every is {every}: it must be at least 1 step")
         self._num_steps = self._num_steps if num_steps is None else num_steps
         self._hooks.append((every, hook))
 
     def set_target(self, path: str | None) -> APIFuture[drafts.SetTargetResponse]:
-        """From here on this draft guesses a policy's checkpoint, by its tinker:// path; None = the bare base model."""
+        """Makes this draft predict a policy's checkpoint from now on.
+
+        Args:
+            path: tinker:// path of the checkpoint; None for the bare base model.
+        Raises:
+            ValueError: this model is not a draft.
+        """
         self._require_draft("set_target")
         return self._operation("set_target", drafts.SetTargetRequest, {"path": path}, drafts.SetTargetResponse)
 
@@ -194,10 +227,16 @@ class TrainingClient:
         weights: Sequence[Sequence[float] | np.ndarray] | None = None,
         counts: Mapping[int, int] | None = None,
     ) -> APIFuture[drafts.BuildVocabMapResponse]:
-        """Before its first forward_backward: this draft can say the most frequent tokens, as many as draft_vocab_size.
+        """Sets this draft's vocabulary to the draft_vocab_size most frequent tokens.
 
-        Where these are not all of the base model's, nothing is learned without it. tokens: sequences, of which what has
-        a weight other than 0 counts. counts: by token id, instead of these.
+        Required before its first forward_backward if its vocabulary is smaller than the base model's.
+
+        Args:
+            tokens: sequences of token ids to count.
+            weights: one per token; tokens with weight 0 do not count. None counts all.
+            counts: token id -> count, instead of `tokens`.
+        Raises:
+            ValueError: this model is not a draft, or not exactly one of `tokens` and `counts` is given.
         """
         self._require_draft("build_vocab_map")
         fields = {
@@ -211,11 +250,15 @@ class TrainingClient:
     def capture(
         self, data: Sequence[Datum], uses: int | None = None, ttl_seconds: float | None = None
     ) -> APIFuture[CapturedData]:
-        """These data again, each with a `feature_ref` to what the target has inside there, which stays on the server:
-        forward and forward_backward need not run the target for them, until another `set_target`.
+        """Stores the target's hidden states for these data on the server; returns the data with a `feature_ref` each.
 
-        uses: how many times a forward_backward uses each; behind the last one's optim_step they are gone. ttl_seconds:
-        after which they are, too; more than the server lets them be is refused. None: as long as it does.
+        The draft's forward and forward_backward then do not run the target for them, until the next `set_target`.
+
+        Args:
+            uses: how many forward_backwards use each; they are deleted after the optim_step of the last. None: any.
+            ttl_seconds: deletes them after this time; None and at most: the server's limit.
+        Raises:
+            ValueError: this model is not a draft, or `data` is empty.
         """
         self._require_draft("capture")
         if not data:
@@ -238,9 +281,13 @@ class TrainingClient:
         return self._connection.run(captured())
 
     def release_features(self, data: Sequence[Datum] | None = None) -> APIFuture[drafts.ReleaseFeaturesResponse]:
-        """Gives up what this draft has captured: all, or what these data refer to. What was asked before has it yet.
+        """Releases features captured for this draft: those of `data`, or all.
 
-        It waits only for what needs it, and goes ahead of a `capture` that waits for room.
+        Operations submitted earlier still have them. It waits only for passes that use them to be sent, and overtakes a
+        `capture` that waits for room.
+
+        Raises:
+            ValueError: this model is not a draft.
         """
         self._require_draft("release_features")
         return self._connection.run(self._release_features(None if data is None else _refs_of(data)))
@@ -254,27 +301,39 @@ class TrainingClient:
 
     def _require_draft(self, verb: str) -> None:
         if self._info.draft is None:
-            raise ValueError(f"{verb} is of draft models, and this is a {self._info.model_role}: create_draft_client")
+            raise ValueError(f"{verb} is for draft models, and this is a {self._info.model_role}: create_draft_client")
 
     def save_state(
         self, name: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> APIFuture[checkpoints.SaveWeightsResponse]:
-        """Weights and optimizer as of the last step, listed under `name`; `.path` of the answer loads it."""
+        """Saves weights and optimizer as of the last step as a checkpoint; `.path` of the result can be loaded.
+
+        Args:
+            name: of the checkpoint within this run.
+            ttl_seconds: deletes it after this time; None keeps it.
+            overwrite: replace a checkpoint of the same name.
+        """
         fields = {"path": name, "ttl_seconds": ttl_seconds, "overwrite": overwrite}
         return self._operation("save_weights", checkpoints.SaveWeightsRequest, fields, checkpoints.SaveWeightsResponse)
 
     def load_state(self, path: str, optimizer: bool = False) -> APIFuture[checkpoints.LoadWeightsResponse]:
-        """Weights only, with a fresh optimizer, unless `optimizer`; pending gradients are discarded."""
+        """Loads the weights of a checkpoint; accumulated gradients are discarded.
+
+        Args:
+            path: tinker:// path of the checkpoint.
+            optimizer: also load the state of the optimizer, which otherwise starts fresh.
+        """
         fields = {"path": path, "optimizer": optimizer}
         return self._operation("load_weights", checkpoints.LoadWeightsRequest, fields, checkpoints.LoadWeightsResponse)
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
+        """Loads the weights and the optimizer of a checkpoint; accumulated gradients are discarded."""
         return self.load_state(path, optimizer=True)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[checkpoints.SaveWeightsForSamplerResponse]:
-        """Weights alone, listed under `name`, for `create_sampling_client(model_path=...)`."""
+        """Saves the weights alone as a checkpoint for `create_sampling_client(model_path=...)`."""
         return self._save_for_sampler({"path": name, "ttl_seconds": ttl_seconds})
 
     def _save_for_sampler(self, fields: Fields) -> APIFuture[checkpoints.SaveWeightsForSamplerResponse]:
@@ -284,16 +343,18 @@ class TrainingClient:
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[checkpoints.SaveWeightsExternalResponse]:
-        """The adapter in PEFT's format, a full model in Hugging Face's, for RestClient.download_checkpoint."""
+        """Saves an adapter in PEFT's format, or a full model in Hugging Face's, for RestClient.download_checkpoint."""
         request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
         return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
 
     def save_weights_and_get_sampling_client_async(
         self, kind: checkpoints.SamplerKind = "snapshot"
     ) -> APIFuture[SamplingClient]:
-        """A sampler of the weights as they are now: nothing is transferred and nothing is listed.
+        """Creates a sampler of the current weights, without a transfer to the client or a named checkpoint.
 
-        kind: "inflight" = it moves forward with the run's later saves of this kind, which are one copy of the weights.
+        Args:
+            kind: "snapshot" keeps these weights; "inflight" samplers of a run share one copy, which each later save of
+                this kind replaces.
         """
         saved = self._save_for_sampler({"sampling_session_seq_id": next(self._sampler_numbers), "kind": kind})
 
@@ -320,12 +381,14 @@ class TrainingClient:
         return await self._connection.result(submitted, answer.model_validate_json)
 
     def get_info_async(self) -> APIFuture[GetInfoResponse]:
+        """Describes the model: its base model, adapter, role and context length in tokens."""
         request = GetInfoRequest(model_id=self.model_id)
         return self._connection.run(self._connection.post("get_info", request, GetInfoResponse))
 
     get_info = blocking(get_info_async)
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
+        """Downloads the base model's tokenizer. Raises TrainhouseError without transformers or tokenizers installed."""
         return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()
 
 
@@ -338,7 +401,7 @@ def _id_of(draft: TrainingClient | None) -> str | None:
 
 
 def _check_kind(data: Sequence[object]) -> None:
-    """Raises TypeError."""
+    """Raises TypeError if the data is not a sequence of trainhouse.Datum."""
     if isinstance(data, Datum):
         raise TypeError("data is one Datum: give a list of them, [datum]")
     for index, datum in enumerate(data):
@@ -348,9 +411,9 @@ def _check_kind(data: Sequence[object]) -> None:
 
 
 def with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:
-    """For cross_entropy: the targets, and these weights (else the datum's, else zeros, of the targets' shape)."""
+    """Returns a datum for cross_entropy with these weights; by default the datum's own, else zeros."""
     targets = datum.loss_fn_inputs["target_tokens"]
     weights = datum.loss_fn_inputs.get("weights", np.zeros(targets.shape)) if weights is None else weights
     if weights.shape != targets.shape:
-        raise ValueError(f"a gradient of shape {weights.shape} for target_tokens of shape {targets.shape}")
+        raise ValueError(f"a gradient has shape {weights.shape}, but its target_tokens have shape {targets.shape}")
     return Datum(datum.tokens, {"target_tokens": targets, "weights": weights.astype(np.float32)})

@@ -1,4 +1,4 @@
-"""Values that a request does not take, in words."""
+"""Rewrites pydantic's validation errors as readable ValueErrors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,19 +9,19 @@ from pydantic import ValidationError
 
 _MOST_TOLD = 5
 
-# What pydantic puts behind a field that may be of several types.
+# pydantic appends the name of the type to the location of a field that accepts several types.
 _BRANCHES = ("bool", "dict", "float", "int", "list", "str")
 
 
 @contextmanager
 def refused_in_words() -> Iterator[None]:
-    """Raises ValueError where pydantic refuses what the block makes: the first fields, their values and what may be
-    there."""
+    """Converts a ValidationError of the block to a ValueError that names the first wrong fields, their values and the
+    allowed ones."""
     try:
         yield
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        # Where a field may be of several types, each says what is wrong: one that has looked inside says more.
+        # A field that accepts several types yields an error per type; those from inside the value are more helpful.
         places = [_place(each) for each in errors if _is_telling(each)]
         looked_into = {place[:end] for place in places for end in range(len(place) + 1)}
         telling = [each for each in errors if _is_telling(each) or _place(each) not in looked_into]
@@ -45,7 +45,7 @@ def _words(error: Mapping[str, Any]) -> str:
 
 
 def _place(error: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Fields and numbers in lists, without branches of types."""
+    """Returns the location of an error as field names and list indices, without pydantic's type names."""
     return tuple(part for part in error["loc"] if isinstance(part, int) or _is_field(part))
 
 

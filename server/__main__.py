@@ -1,7 +1,7 @@
-"""`trainhouse`, and `python -m trainhouse.server`: finds the program that a command is, and runs it.
+"""Command-line entry point (`trainhouse`, `python -m trainhouse.server`): dispatches each command to its program.
 
-Nothing is imported here that an install of the client alone does not have: `export` and `import` need no more, `plan`
-does not either, and what needs the server's packages says which extra has them.
+It imports nothing that an install of only the client lacks: `export`, `import` and `plan` need no more. Commands that
+need the server's packages name the extra to install if these are missing.
 """
 
 import argparse
@@ -20,14 +20,14 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "run a server",
-    "workers": "keep workers, for servers that come and go",
+    "workers": "keep workers running across restarts of the server",
     "keys": "create, list and revoke API keys",
-    "backup": "copy the state of a server, running or not, so that one can start on it",
-    "verify": "look through the state of a server, running or not, for what is damaged",
-    "plan": "the memory of each rank of a layout, before anything is loaded",
-    "import": "bring an adapter that peft has saved to a running server",
-    "export": "fetch a checkpoint from a running server, as peft, transformers or vLLM loads it",
-    "demo": "fine-tune a small model through a server of its own",
+    "backup": "copy the state of a server, running or not, so that a server can start from the copy",
+    "verify": "check the state of a server, running or not, for damage",
+    "plan": "estimate the memory per rank of a layout without loading anything",
+    "import": "upload an adapter saved by peft to a running server",
+    "export": "download a checkpoint from a running server, in the format of peft, transformers or vLLM",
+    "demo": "start a server and fine-tune a small model through it",
 }
 _OF_THE_CLIENT = {"import": "client.import_adapter", "export": "client.export_checkpoint"}
 
@@ -35,7 +35,7 @@ Program = Callable[[Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 when the command failed, 2 when it was wrongly used, 130 when Ctrl-C ended it."""
+    """Runs the command and returns its exit status: 0; 1 if it failed; 2 for wrong usage; 130 if Ctrl-C ended it."""
     given = sys.argv[1:] if arguments is None else arguments
     command = _parser().parse_args(given[:1]).command
     try:
@@ -65,13 +65,13 @@ def _program(command: str) -> Program:
 
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """No part of the server: a program of its own, in this process."""
+    """Replaces this process with the client's program."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", f"trainhouse.{module}", *arguments])
 
 
 def _of_the_server(command: str, arguments: Sequence[str]) -> int:
-    # Before the server's packages are loaded, which takes seconds.
+    # Refuse before loading the server's packages, which takes seconds.
     if command == "serve" and (status := refused(arguments)):
         return status
     try:
@@ -87,7 +87,7 @@ def _of_the_server(command: str, arguments: Sequence[str]) -> int:
 
 
 def _loaded(command: str) -> Program:
-    """Raises ModuleNotFoundError where a package is missing."""
+    """Raises ModuleNotFoundError if a package is missing."""
     if command == "demo":
         from .cli.demo import run_demo
 

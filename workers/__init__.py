@@ -1,1 +1,3 @@
-"""Compute. Knows nothing of HTTP and never imports the server."""
+"""Holds the compute side: dispatch, rank groups, worker processes and sampling engines. Knows no HTTP and never imports
+the server.
+"""

@@ -1,7 +1,7 @@
-"""What each verb means over the groups that hold runs, one per base model and more for roles apart, and the engines
-that sample.
+"""Routes each operation on a run, adapter or base model to the rank group or sampling engine that executes it.
 
-Knows no HTTP, no seq_id, no futures of users. Imports neither torch nor ray.
+Each base model has one group, plus groups for roles with ranks of their own, plus its sampling engine. Knows no HTTP,
+no seq_id and no user-facing futures. Imports neither torch nor ray.
 """
 
 import asyncio
@@ -40,7 +40,10 @@ _MOST_WEIGHT_RATIO = 1000
 
 
 class WorkerDispatch:
-    """The verbs, by run, adapter or base model. All raise OperationError, which is WorkerLost when a worker died."""
+    """Executes operations by run, adapter or base model.
+
+    Every method may raise OperationError; its subclass WorkerLost means that a worker died.
+    """
 
     models: Mapping[str, ModelInfo]
 
@@ -57,14 +60,17 @@ class WorkerDispatch:
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role
         self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
-        # Each name that is served -> that of its groups.
+        # Served name -> name of its groups; aliases map to another name.
         self._names = {name: name for name in self._groups} | dict(config.aliases)
-        self._homes: dict[str, _Home] = {}  # by id of the run
-        self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
+        self._homes: dict[str, _Home] = {}  # by run id
+        self._adapters: dict[str, Engine] = {}  # by adapter id
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Loads every base model. Raises ValueError: no such model, a bad one, a layout that it cannot have, or not
-        enough memory."""
+        """Loads every base model.
+
+        Raises:
+            ValueError: a model is missing or unusable, its layout is impossible, or memory does not suffice.
+        """
         try:
             await self._source.open()
             for name in self._groups:
@@ -79,40 +85,45 @@ class WorkerDispatch:
         self.models = {name: replace(self._groups[own].info, name=name) for name, own in self._names.items()}
 
     async def close(self) -> None:
-        """Ends the workers; what still waits for them fails."""
+        """Stops the workers; operations still waiting for them fail."""
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
         await asyncio.gather(*(group.close() for group in self._all_groups()))
         await self._source.close()
 
     def status(self, base_model: str, role: str | None = None) -> str | None:
-        """What work on this base model waits for, in words; None when nothing waits. role: of whose runs; None: of
-        those that are sampled."""
+        """Describes for the user why work on this base model is waiting; None if nothing waits.
+
+        Args:
+            role: selects the group that holds runs of this role; None selects the group that is sampled.
+        """
         group = self._group(base_model, role)
         is_sampled = group is self._group(base_model)
         return group.status() or (self._engine(base_model).status() if is_sampled else None)
 
     def is_up(self, base_model: str) -> bool:
-        """Whether its workers are, but for those that only sample; else some of them are being started again."""
+        """True unless some worker of the base model is restarting; workers that only sample do not count."""
         return not any(group.restarting for group in self._groups_of(base_model))
 
     def pids(self, base_model: str) -> list[int]:
-        """Process ids of the base model's ranks: of its policies, of roles apart, and then of what only samples it."""
+        """Returns the process ids of the base model's ranks: first its own group, next groups of roles, next
+        samplers.
+        """
         of_groups = [pid for group in self._groups_of(base_model) for pid in group.pids()]
         return of_groups + self._engine(base_model).pids()
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
-        """tenant_id: whose share of the base model's passes it takes part in."""
-        # Before it is there: who gives up waiting for it has to drop it.
+        """Creates the run on the workers; `tenant_id` decides whose share of the base model's passes it uses."""
+        # Registered before it exists, so that a caller that stops waiting can still drop it.
         is_apart = not isinstance(spec.training, LoraConfig)
         home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model, is_apart)
         spec = replace(spec, base_name=self._alias(base_model))
         return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
-        """Unknown and lost runs: no-op."""
+        """Frees the run; does nothing if it is unknown or lost."""
         home = self._homes.get(run_id)
         if home is not None and not home.group.forget_lost(run_id):
-            # Whoever gives up waiting for it has to ask again.
+            # If the caller stops waiting, the run stays registered and the caller must drop it again.
             await home.submit(run_id, Verb("drop_run", (run_id,), drops=run_id))
         self._homes.pop(run_id, None)
 
@@ -126,17 +137,27 @@ class WorkerDispatch:
         await self._submit_verb(run_id, "clear_gradients")
 
     async def set_target(self, run_id: str, directory: Path | None) -> None:
-        """What a draft model guesses from now on: the policy that was saved there, or the bare base model. Pending
-        gradients stay where they are, and the directory is not read any more behind it."""
+        """Sets the target model that a draft run learns to predict: the policy saved in `directory`, or the bare base
+        model if None.
+
+        Pending gradients stay. The directory is not read after this returns.
+        """
         await self._submit_verb(run_id, "set_target", None if directory is None else str(directory))
 
     async def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
-        """What a draft model can say, before it learns. token_ids: int64 [draft_vocab_size], ascending."""
+        """Sets the tokens that a draft model can propose, before its training starts.
+
+        Args:
+            token_ids: int64 [draft_vocab_size], ascending.
+        """
         await self._submit_verb(run_id, "set_vocabulary", token_ids)
 
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
-        """Into an existing empty directory, as of the last step. A run with weights of its own is written while the
-        workers go on with other work; an adapter takes no longer than a pass."""
+        """Writes the run as of its last optimizer step into an existing empty directory.
+
+        A run with its own full weights is written while the workers do other work; saving an adapter blocks them no
+        longer than a pass.
+        """
         home = self._home_of_run(run_id)
         if home.has_own_weights:
             await home.submit(run_id, Snapshot(str(directory), "state" if optimizer else "weights"))
@@ -147,22 +168,23 @@ class WorkerDispatch:
         await self._submit_verb(run_id, "load_run", str(directory), optimizer)
 
     async def snapshot_run(self, run_id: str, directory: Path) -> None:
-        """The run as it is when the operations submitted before have ended, with optimizer and pending gradients.
+        """Writes the run with its optimizer state and pending gradients, as of the operations submitted before this
+        call.
 
-        Into an existing empty directory, while the worker goes on with other work. Where writing fails, what is in the
-        directory is of no use.
+        The worker writes into an existing empty directory while it does other work. If writing fails, the directory's
+        contents are useless.
         """
         await self._home_of_run(run_id).submit(run_id, Snapshot(str(directory)))
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
-        """The run's weights as they are now, for sampling; the same id again moves its samplers forward.
+        """Copies the run's current weights for sampling; reusing an id moves that sampler to the new weights.
 
-        Held until `drop_adapter`; by the training workers, where they sample, until the worker dies.
+        The copy is held until `drop_adapter`. If the training workers sample, it is also lost when their worker dies.
         """
         home = self._home_of_run(run_id)
         engine = self._engine(home.base_model)
         if home.group is not self._group(home.base_model):
-            raise OperationError(f"run {run_id} lives in {home.group.name}, which is not sampled: sample from a policy")
+            raise OperationError(f"run {run_id} is in {home.group.name}, which does not sample: sample from a policy")
         await engine.copy_adapter(run_id, home.tenant_id, adapter_id)
         self._adapters[adapter_id] = engine
 
@@ -174,42 +196,54 @@ class WorkerDispatch:
     async def convert_adapter(
         self, base_model: str, source: Path, lora: LoraConfig, directory: Path, tenant_id: str
     ) -> LoraConfig:
-        """An adapter_model.safetensors of peft's as a checkpoint in an existing empty directory; what it adapts.
+        """Converts a peft adapter_model.safetensors into a checkpoint in an existing empty directory; returns what it
+        adapts.
 
-        lora: its rank and alpha. Raises OperationError (user) where it is none of this base model.
+        Args:
+            lora: the adapter's rank and alpha.
+        Raises:
+            OperationError: category "user", if the file does not fit this base model.
         """
         verb = Verb("convert_adapter", (str(source), lora, str(directory), *filter(None, [self._alias(base_model)])))
         return await self._group(base_model).submit(str(directory), tenant_id, verb)
 
     async def drop_adapter(self, adapter_id: str) -> None:
-        """Unknown and lost adapters: no-op."""
+        """Frees the adapter; does nothing if it is unknown or lost."""
         engine = self._adapters.pop(adapter_id, None)
         if engine is not None:
             await engine.drop_adapter(adapter_id)
 
     def has_draft(self, base_model: str, draft_id: str) -> bool:
-        """Whether samples may be guessed by it; not any more once a worker died that had it."""
+        """True if samples may use this draft model; turns False when a worker that held it dies."""
         return self._engine(base_model).has_draft(draft_id)
 
     async def load_draft(self, base_model: str, draft_id: str, directory: Path) -> None:
-        """A checkpoint of a draft, for samples of this base model: see SampleJob."""
+        """Loads a draft model's checkpoint for samples of this base model; see SampleJob."""
         await self._engine(base_model).load_draft(draft_id, directory)
 
     async def drop_draft(self, base_model: str, draft_id: str) -> None:
-        """Unknown and lost drafts: no-op."""
+        """Frees the draft model; does nothing if it is unknown or lost."""
         await self._engine(base_model).drop_draft(draft_id)
 
     async def sample(self, base_model: str, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """A caller that is cancelled cancels the job. on_progress: of a job that streams, as it grows."""
+        """Samples; cancelling the caller cancels the job.
+
+        Args:
+            on_progress: called with new tokens as they are generated, if the job streams.
+        """
         return await self._engine(base_model).sample(job, on_progress)
 
     def cancel(self, job_id: str) -> None:
-        """The job's caller gets an OperationError that says so. Unknown or finished jobs: no-op."""
+        """Cancels the job: its caller gets an OperationError that says so. Does nothing if the job is unknown or
+        finished.
+        """
         for engine in self._engines.values():
             engine.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        """Name of a group (the served one, where it has policies) -> bytes by purpose, of those that are up."""
+        """Returns bytes by purpose for every group that is up, by group name (the group of policies has the served
+        name).
+        """
         groups = [group for group in self._all_groups() if not group.restarting]
         answers = await asyncio.gather(*(group.memory() for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines.values()))
@@ -222,18 +256,17 @@ class WorkerDispatch:
         await self._home_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
 
     def _group(self, base_model: str, role: str | None = None) -> Group:
-        """Where runs of this role live; None: those that are sampled."""
+        """Returns the group that holds runs of this role; None selects the group that is sampled."""
         if base_model not in self._names:
             raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._names)}")
         name = self._names[base_model]
         return self._apart[name].get(role, self._groups[name])
 
     def _alias(self, base_model: str) -> str | None:
-        """The name, where the workers have another one."""
         return base_model if base_model in self._config.aliases else None
 
     def _groups_of(self, base_model: str) -> list[Group]:
-        """That of its policies is the first."""
+        """Returns the base model's groups; the group of its policies is first."""
         group = self._group(base_model)
         return list(dict.fromkeys([group, *self._apart[group.name].values()]))
 
@@ -266,14 +299,14 @@ class WorkerDispatch:
         return apart
 
     def _new_engine(self, number: int, model: WorkerConfig) -> Engine:
-        """number: the model's, in the order of the config."""
+        """Builds the sampling engine; `number` is the model's position in the config."""
         training, sampling = self._groups[model.model.name], self._config.sampling
         directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
         if sampling.vllm is not None and sampling.vllm.urls:
             return Vllm(training, VllmAt(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
         if sampling.vllm is not None:
             return Vllm(training, VllmProcess(samplers(model, sampling)[0], sampling.vllm, directory), directory)
-        # A request of which one died may come to another one.
+        # A request that killed one sampler may be retried on another one, so they share their suspects.
         suspects = Suspects(JOBS_SHRINK)
         groups = [self._new_group(each, name, suspects) for name, each in named_samplers(model, sampling)]
         if not groups:
@@ -283,8 +316,6 @@ class WorkerDispatch:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a run lives, whose it is, of which base model, and whether it has weights of its own."""
-
     group: Group
     tenant_id: str
     base_model: str
@@ -297,11 +328,11 @@ class _Home:
 def _check_weights(weights: Mapping[str, float]) -> None:
     for tenant_id, weight in weights.items():
         if not 0 < weight < math.inf:
-            raise ValueError(f"the weight {weight} of tenant {tenant_id} is no positive number")
-    # Tenants that are not named have 1.
+            raise ValueError(f"the weight {weight} of tenant {tenant_id} must be positive and finite")
+    # Tenants that are not named have weight 1.
     lightest, heaviest = min(1.0, *weights.values(), 1.0), max(1.0, *weights.values(), 1.0)
     if heaviest > _MOST_WEIGHT_RATIO * lightest:
         raise ValueError(
-            f"tenant weights go from {lightest:g} to {heaviest:g}: the heaviest may have {_MOST_WEIGHT_RATIO} times "
-            "the lightest, where 1 is that of tenants not named"
+            f"tenant weights range from {lightest:g} to {heaviest:g}: the heaviest may be {_MOST_WEIGHT_RATIO} times "
+            "the lightest at most (a tenant that is not named has weight 1)"
         )

@@ -1,1 +1,1 @@
-"""Checkpoints: their names, files, copies and imports."""
+"""Names, files, copies and imports of checkpoints."""

@@ -1,7 +1,7 @@
-"""Checkpoints: names <-> files. Written aside, published by one row, aged, copied, given access to.
+"""Manages checkpoints: names, publication, expiry, copies and access rights.
 
-A directory without a row is nothing and is swept at start: a torn checkpoint is never listed, and one saved over
-another is the new one or the old one. Where the files lie is CheckpointFiles', their copies are the Mirror's.
+A checkpoint exists only with its row; directories without one are swept at start. So a torn checkpoint is never listed,
+and one that is overwritten is either the old or the new one. CheckpointFiles stores the files, Mirror the copies.
 """
 
 import asyncio
@@ -63,7 +63,9 @@ _SECRET_BYTES = 32
 
 
 class Checkpoints:
-    """The owner may do everything; everyone reads what is public, and whoever shows the owner's key as access token."""
+    """The checkpoints of all tenants. The owner may do everything. Public ones can be read by every tenant, others also
+    by a caller that presents the owner's key as access token.
+    """
 
     def __init__(
         self,
@@ -84,9 +86,9 @@ class Checkpoints:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Sweeps what a crash left behind, and from now on deletes what expires."""
+        """Sweeps what a crash left behind and starts the background tasks, such as deleting expired checkpoints."""
         self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
-        # Before the rows are read: what is published meanwhile has a row that is not among them.
+        # Listed before the rows are read: a checkpoint published in between must not look like one without a row.
         found = await self._files.found()
         published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
         published |= await self._take_back(await self._files.unlisted(found, published))
@@ -96,9 +98,9 @@ class Checkpoints:
         self._tasks = [asyncio.create_task(self._expire_in_time()), asyncio.create_task(self._sweep_url(runs))]
 
     def let_go(self) -> None:
-        """Of what is on its way to and from URLs: after a moment whoever waits for it is cancelled.
+        """Cancels transfers to and from URLs, and those that wait for them, CLOSING_SECONDS from now.
 
-        At the end of a process; the next one takes up what was not done.
+        Used at the end of a process; the next one resumes unfinished work.
         """
         asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._places.close)
 
@@ -120,10 +122,14 @@ class Checkpoints:
         has_optimizer: bool = False,
         request_id: str | None = None,
     ) -> AsyncIterator[Path]:
-        """An empty directory to write into; leaving the block publishes it, an exception leaves nothing.
+        """Yields an empty directory to write into. Leaving the block publishes it; an exception discards it.
 
-        request_id: of the save. Raises OperationError (user): a bad name, or one in use without `overwrite`. The run
-        must be in the store.
+        Args:
+            run: must be in the store.
+            request_id: of the save, for `was_saved`.
+        Raises:
+            OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be
+                saved.
         """
         draft = self._draft(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
@@ -136,15 +142,19 @@ class Checkpoints:
             await _to_the_end(self._publish(draft, bring, partial(self._insert, overwrite)))
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
-        """Whether this very save published it, before a crash took its answer. Raises OperationError (server)."""
+        """True if this very save published the checkpoint before a crash lost its response.
+
+        Raises:
+            OperationError: (server) the manifest cannot be read.
+        """
         record = await self._find(run.run_id, kind, name)
         return record is not None and (await self._manifest(record)).get("request_id") == request_id
 
     @asynccontextmanager
     async def reading(self, checkpoint: CheckpointRecord) -> AsyncIterator[Path]:
-        """Its files in a local directory, as its manifest says, for as long as the block lasts.
+        """Yields a local directory with the checkpoint's verified files, kept while the block runs.
 
-        Entering raises OperationError (server) where they are lost or damaged, and so is every copy.
+        Entering raises OperationError (server) if the files and all copies are lost or damaged.
         """
         async with AsyncExitStack() as held:
             async with self._read_in_words(checkpoint):
@@ -152,36 +162,43 @@ class Checkpoints:
             yield here
 
     async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
-        """Directory -> its copies at mirrors."""
+        """Returns directory -> its copies at mirrors."""
         found: dict[str, list[CheckpointCopyRecord]] = defaultdict(list)
         for copy in await self._store.list_copies([checkpoint.directory for checkpoint in checkpoints]):
             found[copy.directory].append(copy)
         return found
 
     async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
-        """The checkpoint, for reading. Raises RequestError: 400 not a path, 404 not there or not for this tenant."""
+        """Returns a checkpoint that the tenant may read.
+
+        Raises:
+            RequestError: 400 if `path` is not a checkpoint path, 404 if it does not exist or may not be read.
+        """
         return await self.readable(path, {tenant.id, await self.reader(access_token)})
 
     async def reader(self, access_token: str | None) -> str | None:
-        """The id of the tenant whose checkpoints may be read by whoever shows this."""
+        """Returns the id of the tenant whose key this is, or None."""
         shown = await self._auth.tenant_of(access_token) if access_token else None
         return None if shown is None else shown.id
 
     async def readable(self, path: str, readers: Collection[str | None]) -> CheckpointRecord:
-        """As `resolve`, for whoever may read the checkpoints of these tenants, by id."""
+        """Like `resolve`, for a caller that may read the checkpoints of the tenants with these ids."""
         record = await self._find(*parse_path(path))
         if record is None or not (record.public or record.tenant_id in readers):
             raise _missing(path)
         return record
 
     async def known(self, path: str) -> CheckpointRecord | None:
-        """For whoever was allowed to read it before."""
+        """Returns the checkpoint without an access check, for a caller that passed it before."""
         return await self._find(*parse_path(path))
 
     async def owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
-        """The tenant's own, for changing it. checkpoint_id: KIND/NAME.
+        """Returns a checkpoint that the tenant may change.
 
-        Raises RequestError 400, 404, and 403 for another tenant's that is public.
+        Args:
+            checkpoint_id: KIND/NAME.
+        Raises:
+            RequestError: 400 and 404 as in `resolve`, 403 for a public checkpoint of another tenant.
         """
         path = f"tinker://{run_id}/{checkpoint_id}"
         record = await self.resolve(tenant, path)
@@ -190,7 +207,7 @@ class Checkpoints:
         return record
 
     async def delete(self, checkpoint: CheckpointRecord) -> None:
-        """Its copies at mirrors go behind it."""
+        """Deletes the checkpoint. Its copies at mirrors are deleted later, in the background."""
         await self._files.condemn(checkpoint.directory)
         async with self._mirror.forgetting(checkpoint.directory):
             await self._store.delete_checkpoint(checkpoint)
@@ -200,14 +217,19 @@ class Checkpoints:
         await self._store.set_checkpoint_public(checkpoint, public)
 
     async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
-        """From now on; None = for ever."""
+        """Sets when the checkpoint expires, counted from now; None means never."""
         await self._store.set_checkpoint_expiry(checkpoint, self._expiry(ttl_seconds))
 
     async def copy(self, source: CheckpointRecord, to: SessionRecord, ttl_seconds: int | None) -> CheckpointRecord:
-        """A copy whose run is new and cannot be trained on: `to`, not in the store yet, has ended already.
+        """Copies the checkpoint into a new run that cannot be trained.
 
-        The files are shared with the source where the file system can. The same idempotency key of the same tenant
-        answers the same copy. Raises RequestError 503 where the source cannot be read or the copy not be written.
+        The files are shared with the source if the file system supports it. A repeated idempotency key of the same
+        tenant returns the same copy.
+
+        Args:
+            to: session of the new run; already ended, and not yet in the store.
+        Raises:
+            RequestError: 503 if the source cannot be read or the copy cannot be written.
         """
         if known := await self._store.find_copy(to):
             return known
@@ -237,10 +259,14 @@ class Checkpoints:
         ttl_seconds: int | None,
         write: Callable[[Path], Awaitable[TrainingConfig]],
     ) -> CheckpointRecord:
-        """A checkpoint, without optimizer, of a run that cannot be trained on: neither it nor its session, which has
-        ended already, is in the store yet. write: fills an empty directory, and answers what of a model that is.
+        """Creates a checkpoint, without optimizer state, of a new run that cannot be trained. Idempotent like `copy`.
 
-        Idempotent as `copy`. Raises OperationError, also where `write` does.
+        Args:
+            run: not yet in the store.
+            session: already ended, and not yet in the store.
+            write: fills an empty directory and returns the training configuration of its content.
+        Raises:
+            OperationError: the name is not allowed, the checkpoint could not be saved, or `write` raised it.
         """
         if known := await self._store.find_copy(session):
             return known
@@ -258,20 +284,28 @@ class Checkpoints:
         return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
 
     async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
-        """What can be downloaded without a key for the next URL_LIFETIME_SECONDS. RequestError 503."""
+        """Returns the files with signatures that allow downloads without a key for URL_LIFETIME_SECONDS.
+
+        Raises:
+            RequestError: 503 if the manifest cannot be read.
+        """
         expires = int(self._clock()) + URL_LIFETIME_SECONDS
         with _refusing():
             files = (await self._manifest(checkpoint))["files"]
         return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
 
     async def signed_file(self, path: str, signed: "SignedFile") -> Path:
-        """The file of a checkpoint that `sign_files` has signed, to be opened at once. Raises RequestError 403, 503."""
+        """Returns the local path of a file that `sign_files` signed. Open it at once: a cached one may be evicted.
+
+        Raises:
+            RequestError: 403 if the signature is wrong or expired, 503 if the file cannot be read.
+        """
         record = await self._find(*parse_path(path))
         expected = "" if record is None else self._signature(record, signed.name, signed.expires)
         if record is None or not hmac.compare_digest(expected.encode(), signed.signature.encode()):
-            raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
+            raise RequestError("this download URL is not valid, or its checkpoint was deleted: request a new URL", 403)
         if signed.expires <= self._clock():
-            raise RequestError("this download URL has expired: ask for new URLs", 403)
+            raise RequestError("this download URL has expired: request a new URL", 403)
         with _refusing():
             async with self._read_in_words(record):
                 return await self._files.file(record.directory, signed.name)
@@ -282,13 +316,13 @@ class Checkpoints:
 
     @asynccontextmanager
     async def _read_in_words(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
-        """Where its files are is for the log alone."""
+        """Replaces the message of an OperationError by one that names no local path; the original goes to the log."""
         try:
             yield
         except OperationError as error:
             now = await self._store.get_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
             if now is None or now.directory != checkpoint.directory:
-                words = f"{checkpoint.tinker_path} was deleted or replaced while it was read: send this again"
+                words = f"{checkpoint.tinker_path} was deleted or replaced while it was read: send the request again"
                 raise OperationError(words, "user") from None
             logger.error("%s: %s", checkpoint.tinker_path, error)
             raise OperationError(
@@ -298,19 +332,20 @@ class Checkpoints:
             ) from None
 
     async def expire(self) -> None:
-        """Deletes what has outlived its time to live; none of it was to be seen any more."""
+        """Deletes expired checkpoints. Readers no longer see them even before that."""
         for checkpoint in await self._store.list_expired_checkpoints(self._clock()):
             logger.info("checkpoint %s has expired", checkpoint.tinker_path)
             await self.delete(checkpoint)
 
     def now(self) -> float:
-        """What is expired at this time is not there, deleted or not."""
+        """Returns the time that decides expiry: what has expired by then is hidden, deleted or not."""
         return self._clock()
 
     async def _take_back(self, unlisted: Sequence[Path]) -> Set[str]:
-        """The directories of those that have their rows again.
+        """Restores lost rows and returns the directories of those checkpoints.
 
-        Only those that say whose they are: versions that did not write that did not mark what they deleted, either.
+        Only for manifests that name their tenant: versions that did not write it did not mark deleted checkpoints
+        either.
         """
         taken = set()
         for directory in unlisted:
@@ -318,12 +353,14 @@ class Checkpoints:
             path = await lost_path(self._store, str(directory), about, self._files.is_ours_alone(directory))
             if path is not None and "tenant_id" in about:
                 await take_back(self._store, str(directory), about)
-                logger.warning("the database had lost %s, which is in %s: its row is made again", path, directory)
+                logger.warning("the database had lost %s, which is in %s: its row is restored", path, directory)
                 taken.add(str(directory))
         return taken
 
     async def _follow_moved_root(self, directories: Collection[str]) -> Set[str]:
-        """The state directory may lie elsewhere than when the rows were written. Answers the directories as of now."""
+        """Updates the rows if the state directory has moved since they were written. Returns the current
+        directories.
+        """
         moves = await self._files.follow_moved_root(directories)
         await self._mirror.follow(moves)
         if moves:
@@ -334,14 +371,14 @@ class Checkpoints:
         try:
             await self._files.sweep_url(runs, self._store.list_checkpoint_directories)
         except PlaceError as error:
-            logger.warning("what a crash may have left there could not be looked for: %s", error)
+            logger.warning("could not look for unfinished uploads that a crash may have left: %s", error)
 
     async def _expire_in_time(self) -> None:
         trouble = Trouble(logger, "deleting expired checkpoints")
         while True:
             try:
                 await self.expire()
-            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+            except SQLAlchemyError as error:  # possibly temporary, such as a full disk
                 trouble.failed(error)
             else:
                 trouble.passed()
@@ -365,7 +402,7 @@ class Checkpoints:
             await _to_the_end(self._publish(draft, bring, insert))
 
     async def _insert(self, overwrite: bool, record: CheckpointRecord) -> None:
-        """In place of one of the same name."""
+        """Inserts the row, replacing a checkpoint of the same name if `overwrite`."""
         known = await self._store.get_checkpoint(record.run_id, record.kind, record.name) if overwrite else None
         if known is not None:
             await self._files.condemn(known.directory)
@@ -380,7 +417,11 @@ class Checkpoints:
         bring: Callable[[], Awaitable[int]],
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
-        """bring: the files to where the draft says, answering their bytes."""
+        """Brings the files into place, then inserts the row; removes the files if that fails.
+
+        Args:
+            bring: moves the files to the draft's directory and returns their bytes.
+        """
         try:
             record = replace(draft, size_bytes=await bring())
             await insert(record)
@@ -391,7 +432,7 @@ class Checkpoints:
             await self._files.remove(draft.directory)
             raise _taken(draft) from None
         except DatabaseUnreachable:
-            raise  # the row may be there; the files of one that is not are swept
+            raise  # the row may have been committed; if not, the files are swept
         except Exception:
             await self._files.remove(draft.directory)
             raise
@@ -425,7 +466,9 @@ class Checkpoints:
         )
 
     async def _about(self, draft: CheckpointRecord, request_id: str | None = None) -> Mapping[str, object]:
-        """What the manifest says beside the files: all that the row does, in case that is lost."""
+        """Returns what the manifest records in addition to the files: the content of the row, in case the row is
+        lost.
+        """
         tenant = await self._store.get_tenant(draft.tenant_id)
         return {
             "format": MANIFEST_FORMAT,
@@ -459,16 +502,17 @@ class Checkpoints:
         return None if ttl_seconds is None else self._clock() + ttl_seconds
 
     def _signature(self, checkpoint: CheckpointRecord, file: str, expires: int) -> str:
-        """Holds for this version of the checkpoint alone: a directory is never used twice."""
+        """Signs a file of this version of the checkpoint only, since a directory is never reused."""
         message = "\n".join((checkpoint.directory, file, str(expires)))
         return hmac.new(self._secret, message.encode(), "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
 class SignedFile:
-    """A file of a checkpoint, and what a download URL must carry to be answered without a key.
+    """A file of a checkpoint, with what a download URL must carry to be served without a key.
 
-    name: relative to the checkpoint. expires: seconds since the epoch.
+    name: relative to the checkpoint.
+    expires: seconds since the epoch.
     """
 
     name: str
@@ -477,16 +521,16 @@ class SignedFile:
 
 
 def check_name(name: str) -> str:
-    """Raises OperationError (user)."""
+    """Returns the name. Raises OperationError (user) if it is not allowed."""
     if not _NAME.fullmatch(name):
         raise OperationError(
-            f"checkpoint name {name!r} is not allowed: use 1 to 128 of A-Z a-z 0-9 . _ - and no dot in front"
+            f"checkpoint name {name!r} is not allowed: use 1 to 128 of A-Z a-z 0-9 . _ - without a leading dot"
         )
     return name
 
 
 def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """Run id, kind, name. Raises RequestError 400."""
+    """Returns run id, kind and name. Raises RequestError 400 if `path` is not a checkpoint path."""
     match path.removeprefix("tinker://").split("/"):
         case [run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name] if run_id and name:
             return run_id, kind, name
@@ -496,7 +540,7 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
 
 
 def full_path(path: str) -> str:
-    """With its scheme, which may be left out."""
+    """Adds the scheme tinker://, which callers may leave out."""
     return f"tinker://{path.removeprefix('tinker://')}"
 
 
@@ -512,8 +556,9 @@ def _taken(checkpoint: CheckpointRecord) -> OperationError:
 
 @contextmanager
 def loaded_as(name: str, directory: Path) -> Iterator[None]:
-    """For what workers do with files: what they say of these is told under the name that whoever asked knows. Where
-    the files are is for the log alone."""
+    """Rewrites errors of workers that load files: the tenant sees the name it used, and only the log has the
+    directory.
+    """
     try:
         yield
     except WorkerLost:
@@ -526,7 +571,7 @@ def loaded_as(name: str, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """For requests that are answered at once."""
+    """Turns OperationError into RequestError: 409 for the user's errors, 503 for the server's."""
     try:
         yield
     except OperationError as error:
@@ -534,8 +579,10 @@ def _refusing() -> Iterator[None]:
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
-    """A caller that is cancelled, however often, learns of it after `work` is done: it needs what the caller has made,
-    and a row and its directory come and go together."""
+    """Runs `work` to its end even if the caller is cancelled, and only then raises CancelledError.
+
+    `work` needs what the caller has made, and a row and its directory must be created and removed together.
+    """
     task, is_cancelled = asyncio.create_task(work), False
     while not task.done():
         try:
@@ -543,18 +590,21 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled and not task.cancelled():
-        logger.info("what a save was cancelled in the midst of is done: %s", task.exception() or "published")
+        logger.info("a save was cancelled while publishing; its outcome: %s", task.exception() or "published")
         raise asyncio.CancelledError
     task.result()
 
 
 async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
-    """The path of a whole checkpoint of which the database has lost the row, and which `take_back` brings back.
+    """Returns the path of a complete checkpoint whose row the database has lost, so that `take_back` can restore it.
 
-    directory: or its URL. about: its manifest.
+    None if the manifest does not name the owner, if the name is in use, or if the run is unknown and other servers use
+    the same place.
 
-    None where that does not say whose it is, where its name is another's now, and where it is of a run that is
-    unknown, in a place that others use, too (not is_ours_alone).
+    Args:
+        directory: a path or a URL.
+        about: the manifest.
+        is_ours_alone: no other server uses the place.
     """
     try:
         run_id, kind, name = parse_path(about["tinker_path"])
@@ -568,9 +618,9 @@ async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_o
 
 
 async def take_back(store: Store, directory: str, about: Mapping[str, Any]) -> str:
-    """Makes the row of a checkpoint that has a `lost_path`, and those that it needs; answers that path.
+    """Restores the row of a checkpoint that has a `lost_path`, and the rows it depends on. Returns that path.
 
-    Nothing says whether it was public, so it is not.
+    The manifest does not record whether it was public, so it is private now.
     """
     run_id, kind, name = parse_path(about["tinker_path"])
     run = await store.get_run(run_id) or await _take_run_back(store, run_id, about)
@@ -596,7 +646,7 @@ async def take_back(store: Store, directory: str, about: Mapping[str, Any]) -> s
 
 
 async def _take_run_back(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
-    """Of a run that cannot be trained on any more, with its session and its tenant."""
+    """Restores a run that can no longer be trained, with its session and its tenant."""
     created_at = about["created_at"]
     named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
     tenant = await store.get_tenant(named.tenant_id) or await store.find_tenant(named.name)
@@ -617,7 +667,9 @@ async def _take_run_back(store: Store, run_id: str, about: Mapping[str, Any]) ->
 
 
 def _load_secret(file: Path) -> bytes:
-    """Made once, readable by this user alone: URLs handed out stay valid over a restart."""
+    """Returns the key that signs URLs. It is created once, readable by this user only, so URLs stay valid over
+    restarts.
+    """
     if not file.exists():
         new = file.with_suffix(".new")
         new.unlink(missing_ok=True)
@@ -626,5 +678,5 @@ def _load_secret(file: Path) -> bytes:
         new.rename(file)
     secret = file.read_bytes()
     if len(secret) != _SECRET_BYTES:
-        raise ValueError(f"{file} is damaged: delete it (download URLs handed out before become invalid)")
+        raise ValueError(f"{file} is damaged: delete it (download URLs issued before become invalid)")
     return secret

@@ -11,16 +11,20 @@ Recipient = pyrage.x25519.Recipient | pyrage.ssh.Recipient
 
 
 def parse_recipients(texts: Sequence[str]) -> list[Recipient]:
-    """Returns the public keys. Raises OperationError (user) that names the one that is none."""
+    """Parses age public keys.
+
+    Raises:
+        OperationError: (user) one of the texts is not a public key; the message names it.
+    """
     return [_parse(text) for text in texts]
 
 
 def encrypt_files(directory: Path, recipients: Sequence[Recipient]) -> None:
-    """Replaces each file by NAME.age, which any of the recipients can decrypt; no recipients: leaves all as it is."""
+    """Replaces each file with NAME.age, which any of the recipients can decrypt. Does nothing without recipients."""
     if not recipients:
         return
     for plain in [path for path in directory.rglob("*") if path.is_file()]:
-        # Not encrypt_file, which keeps the interpreter locked until the whole file is done.
+        # pyrage.encrypt_file would hold the GIL for the whole file.
         with plain.open("rb") as reader, plain.with_name(f"{plain.name}.age").open("xb") as writer:
             pyrage.encrypt_io(reader, writer, list(recipients))
         plain.unlink()
@@ -32,6 +36,6 @@ def _parse(text: str) -> Recipient:
         return kind.from_str(text)
     except pyrage.RecipientError as error:
         raise OperationError(
-            f"age_encryption_recipients: {text[:80]!r} is no public key of age ({error}): give age1... of age-keygen,"
-            " or ssh-ed25519 ... or ssh-rsa ... of ssh-keygen"
+            f"age_encryption_recipients: {text[:80]!r} is not an age public key ({error}): give an age1... key from"
+            " age-keygen, or an ssh-ed25519 or ssh-rsa public key from ssh-keygen"
         ) from None

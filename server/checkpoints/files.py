@@ -1,8 +1,9 @@
-"""CheckpointFiles: where the files of checkpoints lie, how they get there, and how they are read back whole.
+"""Stores the files of checkpoints, locally or at a URL, and reads them back complete and verified.
 
-Below a place, a local directory or a URL, as RUN/KIND/NAME.VERSION. Locally they are written beside that, as
-.staging-*, and come by one rename; to a URL they are carried, the manifest last. Whoever reads is given a local
-directory that matches its manifest: the checkpoint's own, or a cached one; what is lost or damaged comes from a copy.
+A checkpoint is stored below the configured directory or URL as RUN/KIND/NAME.VERSION. Locally it is written to a
+sibling .staging-* directory and published by one rename; to a URL the files are uploaded, the manifest last. Readers
+get a local directory that matches its manifest: the checkpoint's own or a cached one. Lost or damaged files are
+restored from a copy.
 """
 
 import asyncio
@@ -32,16 +33,20 @@ logger = logging.getLogger(__name__)
 Copies = Callable[[str], Awaitable[Collection[str]]]
 UNLISTED_DAYS = 30
 _UNLISTED = ".unlisted"
-"""In a checkpoint, whole but without a row, since when that is known."""
+"""Marks a complete checkpoint without a row; the file's mtime is when that was first noticed."""
 _DELETED = ".deleted"
-"""In a checkpoint whose row is about to go: what is left of it then is not taken back."""
+"""Marks a checkpoint whose row is about to be deleted, so that leftovers are not restored after a crash."""
 _NEW_RUN = ".new"
 CLOSING_SECONDS = 3.0
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
 class CheckpointFiles:
-    """A checkpoint's `directory` is a path or a URL, and never used twice. copies: URLs where one is, too."""
+    """Reads, writes and deletes the files of checkpoints. A checkpoint's `directory` is a path or a URL and is never
+    reused.
+
+    copies: returns the URLs of a directory's complete copies.
+    """
 
     def __init__(self, state_dir: Path, config: PlaceConfig, places: Places, copies: Copies) -> None:
         self._own_root = state_dir.absolute() / "checkpoints"
@@ -59,12 +64,12 @@ class CheckpointFiles:
         self._seen_whole: dict[Path, _Signature] = {}
 
     def directory(self, run_name: str, kind: str, name: str) -> str:
-        """A new one, at which there is nothing yet."""
+        """Returns a new, unused directory or URL for a checkpoint."""
         return f"{self._root}/{run_name}/{kind}/{name}.{secrets.token_hex(4)}"
 
     @asynccontextmanager
     async def staging(self, directory: str) -> AsyncIterator[Path]:
-        """An empty local directory to write into, for as long as the block lasts. Raises OSError."""
+        """Yields an empty local directory to write into and removes it afterwards. Raises OSError."""
         beside = self._staging if is_url(directory) else Path(directory).parent
         staging = staging_in(beside)
         self._being_written.add(directory)
@@ -77,7 +82,10 @@ class CheckpointFiles:
 
     @asynccontextmanager
     async def new_run(self, directory: str) -> AsyncIterator[None]:
-        """To publish in, and to insert its row and its run's: else nobody would know whose it is, were it left over."""
+        """Marks the run's directory as new while its first checkpoint is published and the rows are inserted.
+
+        After a crash, the mark shows that the directory may be deleted although the database does not have the run.
+        """
         mark = Path(directory).parents[1] / _NEW_RUN
         if is_url(directory):
             yield
@@ -87,14 +95,17 @@ class CheckpointFiles:
         await asyncio.to_thread(_remove, mark)
 
     async def drop_new_run(self, directory: str) -> None:
-        """Of which nothing is to be published."""
+        """Removes the directory of a new run that will not be published."""
         if not is_url(directory):
             await asyncio.to_thread(_remove, Path(directory).parents[1])
 
     async def publish(self, staging: Path, directory: str, about: Mapping[str, object]) -> int:
-        """Hashes the files, writes the manifest and brings all of it to its place, durably; returns their bytes.
+        """Hashes the files, writes the manifest and moves everything into place, durably. Returns the bytes of the
+        files.
 
-        Raises OSError, PlaceError.
+        Raises:
+            OSError: the local disk failed.
+            PlaceError: the upload failed.
         """
         if not is_url(directory):
             return await asyncio.to_thread(self._seal_and_rename, staging, Path(directory), about)
@@ -103,28 +114,32 @@ class CheckpointFiles:
         return size_bytes
 
     def may_copy_there(self, source: str, directory: str) -> bool:
-        """Whether both are in one place that copies by itself."""
+        """True if source and target are in the same object store, which can copy without a download."""
         return is_url(directory) and source.startswith(f"{self._root}/")
 
     async def copy_there(self, source: str, directory: str, about: Mapping[str, object]) -> int:
-        """In place of `publish`. Raises PlaceError."""
+        """Copies within the object store, instead of `publish`. Returns the bytes of the files. Raises PlaceError."""
         return await self._places.copy(source, directory, about)
 
     async def condemn(self, directory: str) -> None:
-        """Before its row goes: else a crash would leave what looks like a checkpoint whose row was lost."""
+        """Marks the checkpoint as deleted. Must run before its row is deleted: after a crash in between, the files
+        would look like a checkpoint whose row was lost.
+        """
         if not is_url(directory):
             await asyncio.to_thread(_mark, Path(directory) / _DELETED)
 
     async def unlisted(self, found: Collection[Path], published: Collection[str]) -> list[Path]:
-        """Those of the found that are whole and without a row, and that nobody has deleted; the oldest first."""
+        """Returns those found that are complete, have no row and were not deleted; oldest first."""
         return await asyncio.to_thread(_unlisted, found, published)
 
     def is_ours_alone(self, directory: Path) -> bool:
-        """True below the state directory, where no other server has anything."""
+        """True below the state directory, which no other server uses."""
         return directory.is_relative_to(self._own_root)
 
     async def remove(self, directory: str) -> None:
-        """At a URL in the background. What is not removed is found by the next start, or by `trainhouse verify`."""
+        """Removes the files; at a URL in the background. What remains is found by the next start or by `trainhouse
+        verify`.
+        """
         here = self._here(directory)
         self._seen_whole.pop(here, None)
         await asyncio.to_thread(_remove, here)
@@ -134,14 +149,18 @@ class CheckpointFiles:
             removing.add_done_callback(self._removing.discard)
 
     async def close(self) -> None:
-        """Gives what is being removed a moment."""
+        """Waits up to CLOSING_SECONDS for removals, then cancels them."""
         if self._removing:
             await asyncio.wait(self._removing, timeout=CLOSING_SECONDS)
         for removing in self._removing:
             removing.cancel()
 
     async def manifest(self, directory: str) -> Mapping[str, Any]:
-        """Raises OperationError (server)."""
+        """Returns the checkpoint's manifest.
+
+        Raises:
+            OperationError: (server) it can be read neither from the checkpoint nor from a copy.
+        """
         try:
             if is_url(directory):
                 return await self._places.manifest(directory)
@@ -153,7 +172,9 @@ class CheckpointFiles:
 
     @asynccontextmanager
     async def reading(self, directory: str) -> AsyncIterator[Path]:
-        """Its files in a local directory, for as long as the block lasts. Raises OperationError (server)."""
+        """Yields a local directory with the verified files, kept while the block runs. Raises OperationError
+        (server).
+        """
         here = self._here(directory)
         with self._cache.held(here):
             self._seen_whole.pop(here, None)
@@ -161,44 +182,48 @@ class CheckpointFiles:
             yield here
 
     async def file(self, directory: str, name: str) -> Path:
-        """To be opened at once. Raises OperationError (server)."""
+        """Returns the local path of one file. Open it at once: a cached one may be evicted. Raises OperationError
+        (server).
+        """
         here = self._here(directory)
         await self._make_whole(directory, here)
         return here / name
 
     async def follow_moved_root(self, directories: Collection[str]) -> Mapping[str, str]:
-        """Old -> new directory of those that lie elsewhere now than when their rows were written; some may be lost."""
+        """Returns old -> new directory of checkpoints that have moved since their rows were written; some may be
+        lost.
+        """
         return await asyncio.to_thread(self._moves, directories)
 
     async def found(self) -> Collection[Path]:
-        """What lies here: checkpoints, published or not."""
+        """Returns all local checkpoint directories, published or not."""
         return await asyncio.to_thread(lambda: list(self.local_root.glob("*/*/*")))
 
     async def sweep(self, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
-        """At start: what of the found was never published, or was deleted.
+        """Removes, at start, those found that were never published or were deleted.
 
-        Somebody may have put in an older database: runs that it does not know are left alone, and what is whole stays
-        for UNLISTED_DAYS from when it was first found to have no row.
+        An operator may have restored an older database, so directories of unknown runs are left alone, and complete
+        checkpoints stay for UNLISTED_DAYS after they were first found to have no row.
         """
         await asyncio.to_thread(_remove, self._staging)
         await asyncio.to_thread(self._cache.sweep)
         await asyncio.to_thread(_sweep, self.local_root, found, runs, published)
 
     async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
-        """The same at a URL, beside everything else. Raises PlaceError.
+        """Removes unfinished uploads at the configured URL. Raises PlaceError.
 
-        What is whole stays, however long: there it is others' business, too. `trainhouse verify` tells of it.
+        Complete checkpoints stay for ever, since other servers may use the same URL. `trainhouse verify` reports them.
         """
         if not is_url(self._root):
             return
         found = await self._places.list(self._root)
-        # Before the rows are read: what was being written has its row by then, or is among these.
+        # Taken before the rows are read: an upload that was running either has its row by then or is in this set.
         kept = set(self._being_written)
         kept |= set(await published())
         for key, names in found.items():
             directory = f"{self._root}/{key}"
             if key.partition("/")[0] in runs and MANIFEST not in names and directory not in kept:
-                logger.info("removing %s: it was never published, or was deleted", directory)
+                logger.info("removing %s: it was never published, or it was deleted", directory)
                 await self._places.remove(directory)
 
     def _here(self, directory: str) -> Path:
@@ -211,7 +236,7 @@ class CheckpointFiles:
             logger.warning("a checkpoint could not be removed: %s", error)
 
     async def _make_whole(self, directory: str, here: Path) -> None:
-        """Once, however many ask for it meanwhile."""
+        """Verifies or restores the files; concurrent callers share one run of it."""
         if here not in self._being_made_whole:
             making = self._being_made_whole[here] = asyncio.create_task(self._make_whole_now(directory, here))
             making.add_done_callback(lambda _: self._being_made_whole.pop(here))
@@ -230,7 +255,7 @@ class CheckpointFiles:
                 await asyncio.to_thread(self._cache.used, here)
 
     def _check(self, here: Path) -> None:
-        """Its hashes, unless its files are those that were seen to have them. Raises ValueError."""
+        """Verifies the hashes, unless the same files passed before. Raises ValueError."""
         signature = _signature(here)
         if signature and self._seen_whole.get(here) == signature:
             return
@@ -238,7 +263,11 @@ class CheckpointFiles:
         self._seen_whole[here] = signature
 
     async def _bring(self, directory: str, here: Path, sources: Collection[str], reason: str) -> None:
-        """From the first source that has it whole."""
+        """Downloads the checkpoint from the first source that has it complete.
+
+        Raises:
+            OperationError: (server) no source has it; the message says why each one failed.
+        """
         staging = staging_in(here.parent)
         reasons = [] if is_url(directory) else [reason]
         for source in sources:
@@ -250,12 +279,12 @@ class CheckpointFiles:
                 reasons.append(str(error))
             else:
                 if source != directory:
-                    done = "is read from its copy at" if is_url(directory) else "was brought back from"
+                    done = "is read from its copy at" if is_url(directory) else "was restored from"
                     logger.warning("%s %s %s (%s)", directory, done, source, "; ".join(reasons))
                 return
             finally:
                 await asyncio.to_thread(_remove, staging)
-        remedy = "" if sources else "; it has no copy: start the server with --mirror to have them"
+        remedy = "" if sources else "; it has no copy: start the server with --mirror to keep copies"
         raise OperationError(f"the checkpoint's files cannot be read: {'; '.join(reasons)}{remedy}", "server")
 
     def _seal_and_rename(self, staging: Path, directory: Path, about: Mapping[str, object]) -> int:
@@ -267,19 +296,24 @@ class CheckpointFiles:
         found = moves(directories, (self.local_root, self._own_root))
         if lost := [old for old, new in found.items() if not Path(new).exists()]:
             logger.warning(
-                "%d checkpoints of this database lie in another state directory and are that server's, such as %s: to "
-                "have them here, too, stop this server and copy them to where they are looked for now, such as %s",
+                "%d checkpoints of this database are stored in another server's state directory, such as %s: to use "
+                "them here as well, stop this server and copy them to where it looks for them, such as %s",
                 *(len(lost), lost[0], found[lost[0]]),
             )
         return found
 
 
 def moves(directories: Collection[str], roots: Sequence[Path]) -> Mapping[str, str]:
-    """Old -> new directory of checkpoints whose rows are of when the state directory, or --checkpoints, was another.
+    """Returns old -> new directory of checkpoints whose rows were written under another state directory or
+    --checkpoints.
 
-    roots: where they may lie now, the last one the state directory's own. Where --checkpoints was changed, what was
-    saved before is where it was. But what lies in another state directory is that server's, and not ours to read or to
-    delete: where a state directory was copied without some of its files, they are lost here.
+    If --checkpoints was changed, earlier checkpoints are still where they were. A checkpoint in another server's state
+    directory belongs to that server, and this one must neither read nor delete it: if a state directory was copied
+    without some of its files, those checkpoints are lost here.
+
+    Args:
+        directories: of all checkpoints, as in their rows.
+        roots: where they may be now; the last one is the state directory's own.
     """
     local = {one: Path(one).parents[KEY_PARTS - 1] for one in directories if not is_url(one)}
     of_others = {root for root in set(local.values()) if _is_of_another_state(root, roots[-1].parent)}
@@ -293,17 +327,17 @@ def moves(directories: Collection[str], roots: Sequence[Path]) -> Mapping[str, s
 
 
 def _is_of_another_state(root: Path, state_dir: Path) -> bool:
-    """Whether a root of checkpoints is that of another state directory."""
+    """True if `root` holds the checkpoints of another state directory."""
     state = root.parent
     try:
         has_state = (state / DATABASE_NAME).exists() or live_directory(state) != state
         return root.name == "checkpoints" and has_state and not state.samefile(state_dir)
-    except OSError:  # there is nothing, or nothing that may be read
+    except OSError:  # missing or not readable
         return False
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Those of the manifest. Published files never change, so two checkpoints may share them."""
+    """Links or copies the files of the manifest. Published files never change, so two checkpoints may share them."""
     for name in listed_files(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(source / name, target / name)
@@ -312,12 +346,14 @@ def link_files(source: Path, target: Path) -> None:
 def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links, or two of them
+    except OSError:  # a file system without hard links, or two different ones
         shutil.copyfile(source, target)
 
 
 def _put_in_place(staging: Path, here: Path) -> None:
-    """Of what was there before. Between the two renames there is neither: who comes then brings it once more."""
+    """Replaces `here` with the staging directory. Between the two renames neither exists; a reader that meets this
+    downloads again.
+    """
     before = staging.with_name(f"{staging.name}-before")
     if here.exists():
         here.rename(before)
@@ -331,7 +367,7 @@ def _signature(directory: Path) -> _Signature:
 
 
 def _remove(*directories: Path) -> None:
-    """What cannot be removed now (a worker still writes into it) is swept at the next start."""
+    """Removes what can be removed now. The rest (a worker may still be writing) is swept at the next start."""
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -364,21 +400,21 @@ def _unlisted(found: Collection[Path], published: Collection[str]) -> list[Path]
 def _mark(mark: Path) -> None:
     try:
         mark.touch()
-    except OSError as error:  # files that are lost, or a full disk: no reason to keep the rest
+    except OSError as error:  # lost files or a full disk: the deletion continues
         logger.info("%s cannot be written: %s", mark, error)
 
 
 def _unmark(mark: Path) -> None:
-    """Of a checkpoint that has a row again."""
+    """Removes the mark of a checkpoint that has a row again."""
     try:
-        if mark.exists():  # else nothing is written: the file system may be read-only
+        if mark.exists():  # checked first, since the file system may be read-only
             mark.unlink(missing_ok=True)
     except OSError as error:
         logger.error("%s cannot be removed: %s", mark, error)
 
 
 def _stays(unlisted: Path) -> bool:
-    """A checkpoint without a row."""
+    """True if a checkpoint without a row must be kept for now. The first call starts its UNLISTED_DAYS."""
     if (unlisted / _DELETED).exists() or not is_whole(unlisted):
         return False
     mark = unlisted / _UNLISTED
@@ -392,8 +428,8 @@ def _stays(unlisted: Path) -> bool:
     if days > UNLISTED_DAYS:
         return False
     logger.warning(
-        "%s is whole, but has no row in the database: if that is not an older one, a crash has left it. `trainhouse "
-        "verify --repair` takes it back where it says whose it is; a start in %d days removes it",
+        "%s is complete but has no row in the database: an older database was restored, or a crash left it. "
+        "`trainhouse verify --repair` restores its row if its manifest names the owner; a start in %d days removes it",
         unlisted,
         math.ceil(UNLISTED_DAYS - days),
     )
@@ -401,7 +437,7 @@ def _stays(unlisted: Path) -> bool:
 
 
 def is_whole(directory: Path) -> bool:
-    """By the sizes of its files."""
+    """True if all files of the manifest have the right size. Hashes are not checked."""
     try:
         check(directory, hashes=False)
     except ValueError:

@@ -1,4 +1,6 @@
-"""Adapters that PEFT has saved, uploaded in one body, as checkpoints. Their matrices are read by the workers alone."""
+"""Imports uploaded PEFT adapters as checkpoints. The server never parses the matrices: workers read and convert
+them.
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ _UPLOADED = "uploaded.safetensors"
 
 @dataclass(frozen=True)
 class Upload:
-    """weights: adapter_model.safetensors."""
+    """A PEFT adapter as uploaded.
+
+    weights: content of adapter_model.safetensors.
+    """
 
     config: PeftConfig
     weights: memoryview
@@ -28,7 +33,11 @@ class Upload:
 
 @dataclass(frozen=True)
 class Import:
-    """base_model: None = the one that the adapter's configuration names. name: of the checkpoint."""
+    """A request to import an adapter.
+
+    base_model: None for the one that the adapter's configuration names.
+    name: of the new checkpoint.
+    """
 
     upload: Upload
     base_model: str | None
@@ -37,24 +46,32 @@ class Import:
 
 
 def read_upload(body: bytes, config_bytes: int) -> Upload:
-    """adapter_config.json and adapter_model.safetensors, one behind the other. Raises RequestError."""
+    """Splits a body of adapter_config.json followed by adapter_model.safetensors.
+
+    Raises:
+        RequestError: the configuration cannot be read or is not supported, or the weights are missing.
+    """
     try:
         config = parse_json(body[:config_bytes])
     except ValueError as error:
         raise RequestError(
-            f"the first {config_bytes} bytes of the body (config_bytes) are no adapter_config.json: {error}"
+            f"the first {config_bytes} bytes of the body (config_bytes) are not valid JSON: {error}"
         ) from None
     if not isinstance(config, dict):
-        raise RequestError("adapter_config.json is not an object: send it as peft saved it")
+        raise RequestError("adapter_config.json is not a JSON object: send it as PEFT saved it")
     if len(body) == config_bytes:
-        raise RequestError("the body ends with adapter_config.json: send adapter_model.safetensors behind it")
+        raise RequestError("the body ends with adapter_config.json: append adapter_model.safetensors")
     return Upload(PeftConfig.read(config), memoryview(body)[config_bytes:])
 
 
 async def import_checkpoint(
     dispatch: WorkerDispatch, checkpoints: Checkpoints, tenant: Tenant, wanted: Import, session: SessionRecord
 ) -> CheckpointRecord:
-    """session: of which it is to be, with a run of its own; neither is in the store yet. Raises RequestError."""
+    """Creates the checkpoint, in a new run of `session`. Neither the run nor the session may be in the store yet.
+
+    Raises:
+        RequestError: 400 if the adapter or the base model is refused, 503 if it could not be saved.
+    """
     config, base_model = wanted.upload.config, _base_model(dispatch, wanted)
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
     run = RunRecord(
@@ -86,8 +103,8 @@ def _base_model(dispatch: WorkerDispatch, wanted: Import) -> str:
     named = wanted.upload.config.base_model
     if wanted.base_model is None and named not in dispatch.models:
         raise RequestError(
-            f"adapter_config.json names {named!r} as base model, which is not served here by that name: name one of "
-            f"{', '.join(dispatch.models)} with base_model"
+            f"adapter_config.json names {named!r} as base model, which this server does not serve under that name: "
+            f"set base_model to one of {', '.join(dispatch.models)}"
         )
     base_model = wanted.base_model or named or ""
     require_served(dispatch, base_model)

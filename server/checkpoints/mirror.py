@@ -1,8 +1,8 @@
-"""Mirror: copies of every published checkpoint at other URLs, made in the background and known to the store.
+"""Copies every published checkpoint to the configured mirror URLs, in the background. The store records the copies.
 
-A copy that fails is tried again, ever less often, over restarts, for as long as its mirror is named. What is deleted
-goes from its mirrors, too, named or not: a copy that waits and whose checkpoint is not there any more is one to be
-removed.
+A failed copy is retried with growing pauses, across restarts, as long as its mirror is configured. Deleting a
+checkpoint also deletes its copies, including those at mirrors that are no longer configured: a copy that is waiting and
+whose checkpoint no longer has a row must be removed.
 """
 
 import asyncio
@@ -31,11 +31,13 @@ logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_SECONDS = 3600.0
 _MOST_PER_QUERY = 500
 _MOST_TRIES_ELSEWHERE = 34
-"""To remove what is at a mirror that is not named any more: a day."""
+"""Attempts to remove a copy at a mirror that is no longer configured: about a day's worth."""
 
 
 class Mirror:
-    """config.mirrors: each is worked on by itself, so that one that is away holds up no other."""
+    """Keeps one copy of each checkpoint at each mirror. Mirrors are served independently, so an unreachable one does
+    not delay the others.
+    """
 
     def __init__(
         self, store: Store, places: Places, config: PlaceConfig, clock: Callable[[], float] = time.time
@@ -47,15 +49,19 @@ class Mirror:
         self._clock = clock
         self._changes: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
-        # None is in two of them: a copy that is made while its row goes would stay where nobody knows of it.
+        # A directory is in at most one of these: a copy made while its row is deleted would be left over unrecorded.
         self._being_copied: Counter[str] = Counter()
         self._being_removed: set[str] = set()
         self._forgotten: set[str] = set()
-        # Of a mirror, or of a checkpoint that cannot be read: the reasons that are in the log, until it goes again.
+        # Keyed by mirror, or by the directory of an unreadable checkpoint: the reasons already logged, until it works.
         self._told: defaultdict[str, set[str]] = defaultdict(set)
 
     async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
-        """directories: of all checkpoints; those that have no copy yet get one."""
+        """Starts the background tasks.
+
+        Args:
+            directories: those of all checkpoints; each gets the copies that it lacks.
+        """
         await self._forget_others()
         if self._urls:
             await self._add_missing(sorted(directories))
@@ -68,17 +74,21 @@ class Mirror:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def add(self, directory: str) -> None:
-        """A checkpoint that is published. It is, whatever becomes of its copies."""
+        """Schedules the copies of a checkpoint that has just been published. Errors are only logged: it stays
+        published.
+        """
         try:
             await self._add_missing([directory])
         except SQLAlchemyError:
-            logger.exception("%s gets its copies at the next start", directory)
+            logger.exception("%s: its copies could not be scheduled; the next start schedules them", directory)
         self._notice()
 
     @asynccontextmanager
     async def forgetting(self, directory: str) -> AsyncIterator[None]:
-        """To delete the checkpoint's row in. Its copies go after that, and stay if the row does."""
-        # From here on they wait, whatever is under way: a crash behind the row must find them so.
+        """Wraps the deletion of the checkpoint's row: its copies are removed afterwards, and kept if the block
+        raises.
+        """
+        # Mark the copies as waiting before the row is deleted: after a crash in between they must be found for removal.
         self._forgotten.add(directory)
         has_copies = False
         try:
@@ -88,19 +98,21 @@ class Mirror:
             has_copies = False
             raise
         finally:
-            if not has_copies:  # else with the last of them
+            if not has_copies:  # else when the last copy is removed
                 self._forgotten.discard(directory)
             self._notice()
 
     async def follow(self, moves: Mapping[str, str]) -> None:
-        """Old -> new directory of checkpoints whose rows are about to say so."""
+        """Moves the copies of checkpoints to new directories (old -> new), before the checkpoints' own rows are
+        changed.
+        """
         for directories in _parts(list(moves)):
             for copy in await self._store.list_copies(directories):
                 await self._store.put_copy(replace(copy, directory=moves[copy.directory]))
             await self._store.delete_copies(directories)
 
     async def copies(self, directory: str) -> list[str]:
-        """The URLs of those that are complete."""
+        """Returns the URLs of the complete copies."""
         return [copy.url for copy in await self._store.list_copies([directory]) if copy.state == "copied"]
 
     async def _add_missing(self, directories: Sequence[str]) -> None:
@@ -113,14 +125,14 @@ class Mirror:
                     await self._store.put_copy(waiting)
 
     async def _forget_others(self) -> None:
-        """What was never copied to a mirror that is not named any more."""
+        """Deletes the rows of copies that were never made and whose mirror is no longer configured."""
         there, _ = await self._unfinished()
         for copy in there:
             if copy.mirror not in self._urls:
                 await self._store.delete_copy(copy)
 
     async def _let_wait(self, directory: str) -> bool:
-        """Whether there are any."""
+        """Marks all copies of the checkpoint as waiting. True if it has any."""
         copies = await self._store.list_copies([directory])
         for copy in copies:
             await self._store.put_copy(replace(copy, state="waiting", error=None, num_tries=0))
@@ -131,14 +143,14 @@ class Mirror:
             change.set()
 
     async def _repeat(self, work: Callable[[], Awaitable[float | None]]) -> None:
-        """work: answers in how many seconds there is more of it, None when only a change brings more."""
+        """Runs `work` for ever. It returns the seconds until more work is due, or None if only a change brings more."""
         change, trouble = asyncio.Event(), Trouble(logger, "keeping up the copies of checkpoints")
         self._changes.append(change)
         while True:
             change.clear()
             try:
                 seconds = await work()
-            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+            except SQLAlchemyError as error:  # possibly temporary, such as a full disk
                 trouble.failed(error)
                 seconds = self._first_pause_seconds
             else:
@@ -147,9 +159,9 @@ class Mirror:
                 await asyncio.wait_for(change.wait(), seconds)
 
     async def _unfinished(self) -> tuple[list[CheckpointCopyRecord], list[CheckpointCopyRecord]]:
-        """Of checkpoints that are there, and of those that are gone."""
+        """Returns the unfinished copies of existing checkpoints, and those of deleted ones."""
         unfinished = await self._store.list_unfinished_copies()
-        # Behind that, since a checkpoint's row comes before those of its copies.
+        # Read after the copies, since a checkpoint's row is inserted before the rows of its copies.
         published = await self._store.list_checkpoint_directories()
         there = [copy for copy in unfinished if copy.directory in published]
         return there, [copy for copy in unfinished if copy.directory not in published]
@@ -164,7 +176,7 @@ class Mirror:
         return min((self._seconds_until(copy) for copy in unfinished), default=None)
 
     async def _copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord | None:
-        """How it stands then; None where it is not to be made any more."""
+        """Makes the copy and returns its new record, or None if it is no longer wanted."""
         if copy.directory in self._being_removed | self._forgotten:
             return None
         self._being_copied[copy.directory] += 1
@@ -189,7 +201,7 @@ class Mirror:
             return self._failed(copy, error)
         self._told.pop(copy.directory, None)
         if self._told.pop(copy.mirror, None):
-            logger.info("%s: copies are made there again", copy.mirror)
+            logger.info("%s: copying to this mirror works again", copy.mirror)
         return replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
 
     async def _is_there(self, url: str, here: Path) -> bool:
@@ -209,7 +221,9 @@ class Mirror:
         return min((seconds for seconds in pauses if seconds > 0), default=None)
 
     async def _remove(self, directory: str) -> float:
-        """All of one checkpoint's, when they are due; in how many seconds to try again, 0 when they are gone."""
+        """Removes all copies of one checkpoint if they are due. Returns the seconds until the next try, 0 if they are
+        gone.
+        """
         self._being_removed.add(directory)
         try:
             copies = await self._store.list_copies([directory])
@@ -225,7 +239,7 @@ class Mirror:
                 await self._places.remove(copy.url)
             except PlaceError as error:
                 if copy.mirror not in self._urls and copy.num_tries >= _MOST_TRIES_ELSEWHERE:
-                    logger.warning("%s; it stays there, since that is no mirror any more: delete it by hand", error)
+                    logger.warning("%s; giving up, since this mirror is no longer configured: delete it by hand", error)
                     continue
                 failed.append(self._failed(copy, error))
                 await self._store.put_copy(failed[-1])
@@ -240,18 +254,20 @@ class Mirror:
         return failed
 
     def _tell(self, copy: CheckpointCopyRecord, error: Exception) -> None:
-        """Why copies fail, once for all that fail for the same reason."""
+        """Logs why copies fail, once per reason."""
         about, reason = copy.directory, str(error)
         if isinstance(error, PlaceError):
             about, reason = copy.mirror, error.reason.replace(key_of(copy.url), "...")
         if reason not in self._told[about]:
             self._told[about].add(reason)
             logger.warning(
-                "%s: no copies (%s); tried again, ever less often, and told once more if that changes", about, reason
+                "%s: copying failed (%s); retrying with growing pauses, logged again only for a new reason",
+                about,
+                reason,
             )
 
     def _seconds_until(self, copy: CheckpointCopyRecord) -> float:
-        """Its next try; not above 0 when that is due."""
+        """Returns the seconds until the copy's next try; at most 0 if it is due."""
         if copy.state == "waiting":
             return 0.0
         pause = min(self._first_pause_seconds * 2 ** (copy.num_tries - 1), _LONGEST_PAUSE_SECONDS)
@@ -259,6 +275,6 @@ class Mirror:
 
 
 def _parts(directories: Sequence[str]) -> Iterator[Sequence[str]]:
-    """As many as a query may name."""
+    """Yields the directories in parts that are small enough for one query."""
     for first in range(0, len(directories), _MOST_PER_QUERY):
         yield directories[first : first + _MOST_PER_QUERY]

@@ -1,5 +1,6 @@
-"""PeftConfig: what an adapter_config.json says that decides what an adapter computes. What we do not do is refused by
-name: ignored, it would make other numbers of the same matrices.
+"""Reads an adapter_config.json. Settings that change what the adapter computes and that are not supported are refused
+    by
+name: if they were ignored, the same matrices would give other numbers.
 """
 
 import math
@@ -13,27 +14,31 @@ _NEUTRAL = frozenset(
     {
         *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
         *("inference_mode", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights"),
-        # Which layers have matrices is seen from the file of these.
+        # The weights file shows which layers have matrices.
         *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        # Without effect but beside settings that are refused.
+        # These only have an effect together with settings that are refused.
         *("megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
     }
 )
 _REMEDIES = {
     "use_dora": "train without DoRA, or merge it into the base model",
     "bias": 'train with bias="none"',
-    "modules_to_save": "train without: whole modules beside the adapter are no part of it here",
+    "modules_to_save": "train without it: only the LoRA matrices are imported, no whole modules",
     "fan_in_fan_out": "the base models served here have no such layers",
-    "rank_pattern": "give all layers one rank (rows of zeros fill a lower one up)",
-    "alpha_pattern": "give all layers one alpha (its ratio can go into lora_B)",
+    "rank_pattern": "give all layers the same rank (pad lower ones with rows of zeros)",
+    "alpha_pattern": "give all layers the same alpha (scale lora_B by the ratio)",
 }
 _KEEPING_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin that leave the base model as it is; PiSSA, OLoRA, LoftQ and others change it."""
+"""Initializations that leave the base model unchanged; PiSSA, OLoRA, LoftQ and others change it."""
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """alpha: so that the scale is alpha / rank. base_model: as whoever trained it called it."""
+    """The supported settings of an adapter.
+
+    alpha: such that the scale is alpha / rank, also for rsLoRA.
+    base_model: the name it was trained under.
+    """
 
     rank: int
     alpha: float
@@ -41,17 +46,21 @@ class PeftConfig:
 
     @staticmethod
     def read(config: Mapping[str, object]) -> "PeftConfig":
-        """Raises RequestError naming what is not supported."""
+        """Validates a parsed adapter_config.json.
+
+        Raises:
+            RequestError: a setting is not supported; the message names it and the remedy.
+        """
         if config.get("peft_type") != "LORA":
-            raise _refused("peft_type", config.get("peft_type"), "LORA is all that can be imported")
+            raise _refused("peft_type", config.get("peft_type"), "only LORA can be imported")
         if config.get("task_type") not in (None, "CAUSAL_LM"):
-            raise _refused("task_type", config["task_type"], "CAUSAL_LM is all that can be imported")
+            raise _refused("task_type", config["task_type"], "only CAUSAL_LM can be imported")
         if (init := config.get("init_lora_weights", True)) not in _KEEPING_BASE:
             remedy = "it changes the base model: save with path_initial_model_for_weight_conversion"
             raise _refused("init_lora_weights", init, f"{remedy}, and set it to true")
         for key, value in config.items():
             if value and key not in _NEUTRAL and (key, value) != ("bias", "none") and not _is_of_experts(key, config):
-                raise _refused(key, value, _REMEDIES.get(key, "it is not supported: train without it"))
+                raise _refused(key, value, _REMEDIES.get(key, "not supported: train without it"))
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise _refused("r", rank, "expected a whole number of at least 1")
@@ -64,7 +73,9 @@ class PeftConfig:
 
 
 def _is_of_experts(key: str, config: Mapping[str, object]) -> bool:
-    """True if a pattern says no more than that gate and up of an expert, as exported here, have a pair each."""
+    """True if the pattern only gives the fused gate_up projection of experts twice the rank and alpha, as our exports
+    do.
+    """
     of_all = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(key, ""))
     return isinstance(of_all, int | float) and config[key] == {GATE_UP_PATTERN: 2 * of_all}
 

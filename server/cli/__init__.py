@@ -1,1 +1,1 @@
-"""The commands of `trainhouse`."""
+"""Implements the commands of `trainhouse`."""

@@ -1,9 +1,10 @@
-"""backup: a copy of a state directory that a server can be started on, of one that runs or of one that does not.
+"""`trainhouse backup`: copies a state directory so that a server can start on the copy, even while a server runs.
 
-Files are shared with the original where the file system can: none of them is ever changed but the segment that is being
-written, which is copied. What the copy holds is ordered: the journal comes first and last, snapshots before results,
-results before the database, and what the database names behind it, beside what was there before. So whatever a part
-says of another is there, and what is too new to be known of is swept when a server starts.
+Files are hard-linked if the file system supports it: only the segment that is being written ever changes, and that is
+copied. The order of copying makes the copy consistent: the journal first and last, snapshots before results, results
+before the database, and the checkpoints that the database names after it, in addition to those copied earlier. So
+everything that a part of the copy refers to exists, and what is too new to be referred to is removed when a server
+starts.
 """
 
 import shutil
@@ -35,7 +36,12 @@ class BackupError(ValueError):
 
 @dataclass(frozen=True)
 class Backup:
-    """source: the state directory. target: the copy. has_database: else that is a PostgreSQL."""
+    """One backup of a state directory.
+
+    source: the state directory.
+    target: the copy.
+    has_database: the state directory holds the SQLite database; otherwise the server uses PostgreSQL.
+    """
 
     source: Path
     target: Path
@@ -46,7 +52,7 @@ class Backup:
         return live_directory(self.source)
 
     def run(self, say: Callable[[str], None]) -> None:
-        """Blocking. Raises BackupError."""
+        """Makes the copy, blocking, and says what the user must know about it. Raises BackupError."""
         self._prepare()
         for _ in range(_MOST_ROUNDS):
             newest, began_at = _numbers(self._live / "journal")[-1:], time.time()
@@ -57,10 +63,12 @@ class Backup:
                 return
             for path in self.target.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise BackupError("operations leave the journal faster than they can be copied: try again in a calmer moment")
+        raise BackupError(
+            "operations leave the journal faster than they can be copied: try again when the server is less busy"
+        )
 
     def _take_all(self) -> Collection[str]:
-        """Answers the directories of the checkpoints in it."""
+        """Copies everything; returns the directories of the checkpoints in the copy."""
         named = self._named(self.source)
         self._take_segments("journal")
         self._take_named(named)
@@ -75,7 +83,7 @@ class Backup:
         return named
 
     def _has_all_since(self, newest: list[int]) -> bool:
-        """Whether no segment of the journal can have come and gone, from this one on."""
+        """True if the copy has every journal segment since `newest`: none was added and deleted in between."""
         taken = _numbers(self._taken(self._live / "journal"))
         return not newest or (
             set(newest) <= set(_numbers(self._live / "journal"))
@@ -84,27 +92,30 @@ class Backup:
 
     def _prepare(self) -> None:
         if not (self.source / _SECRET).is_file():
-            raise BackupError(f"{self.source} is no state directory of a server that has run: name it with --state-dir")
+            raise BackupError(
+                f"{self.source} is not the state directory of a server that has run: name that with --state-dir"
+            )
         if self.has_database and not (self.source / DATABASE_NAME).is_file():
             raise BackupError(f"{self.source} has no {DATABASE_NAME}: name the server's database with --database-url")
         if self.target.resolve().is_relative_to(self.source.resolve()):
-            raise BackupError(
-                f"{self.target} is inside of the state directory {self.source}: name a directory outside of it"
-            )
+            raise BackupError(f"{self.target} is inside the state directory {self.source}: name a directory outside it")
         self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
         keep_private(self.target, OF_STATE)
         if self.has_database and any(self.target.iterdir()):
-            raise BackupError(f"{self.target} is not empty: name a directory that is not there yet")
+            raise BackupError(f"{self.target} is not empty: name a directory that does not exist yet")
 
     def _named(self, state_dir: Path) -> Collection[str]:
-        """The directories of the checkpoints that a database has."""
+        """Returns the checkpoint directories in the database, or on disk if the database is a PostgreSQL."""
         if not self.has_database:
             return [str(path) for path in (state_dir / "checkpoints").glob("*/*/*")]
         with closing(sqlite3.connect(state_dir / DATABASE_NAME)) as database:
             return [directory for (directory,) in database.execute("SELECT directory FROM checkpoints")]
 
     def _take_database(self) -> Collection[str]:
-        """Until the copy has all that it names: what is made and deleted between two steps might be missing."""
+        """Copies the database, repeatedly, until the copy has every checkpoint directory that it names.
+
+        A checkpoint that is saved and deleted between two steps might be missing.
+        """
         named = self._copy_database()
         for _ in range(_MOST_ROUNDS):
             self._take_named(named)
@@ -123,7 +134,7 @@ class Backup:
         return self._named(self.target)
 
     def _drop_newer_results(self) -> None:
-        """Those that came behind the copy of their files: their operations are carried out again."""
+        """Drops rows of results newer than the copied segments; the operations run again when a server starts."""
         results = self._taken(self._live / "results")
         sizes = {path.stem: path.stat().st_size for path in results.glob("*.segment")}
         with closing(sqlite3.connect(self.target / DATABASE_NAME)) as database, database:
@@ -133,7 +144,8 @@ class Backup:
             database.executemany("DELETE FROM results WHERE request_id = ?", newer)
 
     def _take_named(self, named: Collection[str]) -> None:
-        """From where they lie, though their rows may say it only once a server has started there."""
+        """Copies checkpoints from their present directories; after a move of the state directory, the rows name the old
+        ones until a server has started."""
         moved = moves(named, (self.source.absolute() / "checkpoints",))
         for directory in named:
             if not is_url(directory):
@@ -161,20 +173,20 @@ class Backup:
                 elif not (taken.exists() and taken.stat().st_size == segment.stat().st_size):
                     taken.unlink(missing_ok=True)
                     link_or_copy(segment, taken)
-            except FileNotFoundError:  # it was not needed any more
+            except FileNotFoundError:  # the server has deleted it meanwhile
                 continue
 
     def _tell(self, named: Collection[str], say: Callable[[str], None]) -> None:
         afar = [directory for directory in named if is_url(directory)]
         if afar:
-            words = f"{len(afar)} checkpoints lie at URLs, such as {afar[0]}, and are not in the copy"
-            say(f"{words}: a server on it reads and deletes those very ones")
+            words = f"{len(afar)} checkpoints are at URLs, such as {afar[0]}, and are not in the copy"
+            say(f"{words}: a server on the copy reads and deletes the originals")
         if self.has_database:
-            say(f"copied to {self.target}: whether it is whole says trainhouse verify --state-dir {self.target}")
+            say(f"copied to {self.target}: check it with trainhouse verify --state-dir {self.target}")
         else:
             say(
-                f"the database is not in {self.target}: pg_dump it now, then call this once more with the same "
-                "directory, so that the files that the dump names are there"
+                f"the database is not in {self.target}: pg_dump it now, then run this again with the same directory, "
+                "to copy all files that the dump names"
             )
 
 
@@ -183,7 +195,7 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _copy_whole_records(segment: Path, taken: Path) -> None:
-    """One that may be written right now: without the record that is half there."""
+    """Copies a segment that may be written at the moment, without an incomplete last record."""
     taken.unlink(missing_ok=True)
     shutil.copyfile(segment, taken)
     num_bytes = whole_bytes(taken)
@@ -192,7 +204,7 @@ def _copy_whole_records(segment: Path, taken: Path) -> None:
 
 
 def _take_directory(source: Path, target: Path) -> None:
-    """Whole or not at all: one that goes or is replaced meanwhile is tried again."""
+    """Copies a directory whole or not at all; retries if it is deleted or replaced meanwhile."""
     if source.name.startswith(STAGING) or target.exists():
         return
     staging = target.with_name(f"{STAGING}{target.name}")

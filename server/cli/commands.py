@@ -1,5 +1,4 @@
-"""The command line of the server's commands: `trainhouse serve`, `workers`, `keys`, `backup` and `verify`. Parses,
-calls, says errors."""
+"""The command line of `trainhouse serve`, `workers`, `keys`, `backup` and `verify`: parses, calls, prints errors."""
 
 import argparse
 import asyncio
@@ -41,13 +40,13 @@ FAILED = 1
 WRONGLY_USED = 2
 
 _OF_ITS_USER = ("plan", "import", "export")
-"""Commands whose files are for whoever called them, not for a server."""
+"""Commands that write files for their user, so that the umask for private server files does not apply."""
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 0, 1 when the command failed, 2 when it was wrongly used."""
+    """Returns the exit status: 0, 1 if the command failed, 2 if it was used wrongly."""
     options, unknown = _parser().parse_known_args(arguments)
     try:
         if unknown:
@@ -98,7 +97,7 @@ def _add_serve(commands: _Commands) -> None:
 
 
 class _Print(argparse.Action):
-    """A flag that prints a text and ends the program."""
+    """A flag that prints a text and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -110,14 +109,14 @@ class _Print(argparse.Action):
 
 
 def serve_help() -> str:
-    """One screen: 24 lines of 80 columns."""
+    """Returns the common knobs' help, which fits one screen of 24 lines and 80 columns."""
     common = [entry for entry in fields(ServerConfig) if knob_of(entry).common]
     return f"""\
 usage: {_SERVE_USAGE}
 
 {_knob_table(common, ("--help-all", "every knob"))}
 
-A flag wins over TRAINHOUSE_<KNOB> in the environment, that over --config.
+A flag overrides TRAINHOUSE_<KNOB> in the environment, which overrides --config.
 Example: trainhouse serve --base-model Qwen/Qwen3-0.6B=/models/Qwen3-0.6B"""
 
 
@@ -128,8 +127,8 @@ usage: {_SERVE_USAGE}
 {_knob_table(fields(ServerConfig))}
 
 Every knob is a flag, a key of the file with _ for - (base_models: a list), and an environment variable
-TRAINHOUSE_<KEY> (base models with commas between). A flag wins over the environment, that over the file.
-Sizes in bytes may be written 256MiB."""
+TRAINHOUSE_<KEY> (base models separated by commas). A flag overrides the environment, which overrides the file.
+Sizes in bytes may be written as 256MiB."""
 
 
 def _knob_table(entries: Sequence[Field], *more: tuple[str, str]) -> str:
@@ -155,7 +154,7 @@ def _metavar(entry: Field) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from ..serving.process import serve  # the whole application, which no other command needs
+    from ..serving.process import serve  # imports the whole application, which no other command needs
 
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
     configure_logging(config.log_level)
@@ -187,7 +186,7 @@ usage: {_WORKERS_USAGE}
 
 {_knob_table(worker_knobs(), listen)}
 
-Knobs are those of `trainhouse serve`, from its file and environment, too: the same file may be given to both."""
+The knobs are those of `trainhouse serve`, also from its file and environment: both may share one file."""
 
 
 def _workers(options: argparse.Namespace) -> int:
@@ -221,15 +220,15 @@ def _config_file(options: argparse.Namespace) -> Path | None:
 def _add_keys(commands: _Commands) -> None:
     parser = commands.add_parser("keys", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    create = verbs.add_parser("create", help="make a key and print it, this once")
-    create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
+    create = verbs.add_parser("create", help="make a key and print it; it cannot be printed again")
+    create.add_argument("name", help="tenant of the key; keys with the same name share runs and checkpoints")
     create.add_argument("--scopes", metavar="A,B", help=f"what it may do: {','.join(SCOPES)} (all but operator)")
-    create.add_argument("--requests-per-minute", metavar="N", help="beyond them it is answered 429 (any number)")
-    revoke = verbs.add_parser("revoke", help="refuse a key from now on")
+    create.add_argument("--requests-per-minute", metavar="N", help="limit, beyond which requests get 429 (unlimited)")
+    revoke = verbs.add_parser("revoke", help="revoke a key")
     revoke.add_argument("key_id", help="its number in `trainhouse keys list`")
     for verb, command in (
         (create, _create_key),
-        (verbs.add_parser("list", help="all keys"), _list_keys),
+        (verbs.add_parser("list", help="list all keys"), _list_keys),
         (revoke, _revoke_key),
     ):
         _add_place(verb, _with_store(command, makes=verb is create))
@@ -238,7 +237,11 @@ def _add_keys(commands: _Commands) -> None:
 def _with_store(
     command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]], makes: bool
 ) -> Callable[[argparse.Namespace], int]:
-    """makes: the database where there is none."""
+    """Returns a command that runs `command` on the opened store.
+
+    Args:
+        makes: the command creates the database if there is none.
+    """
 
     def run(options: argparse.Namespace) -> int:
         config = _store_config(options)
@@ -266,7 +269,7 @@ async def _create_key(store: Store, options: argparse.Namespace) -> None:
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
     if is_first:
         where = "database" if _store_config(options).database_url else "state directory"
-        print(f"it is the first: on this {where} made-up tml- keys no longer work", file=sys.stderr)
+        print(f"it is the first key: on this {where} made-up tml- keys no longer work", file=sys.stderr)
 
 
 def _scopes(text: str) -> tuple[str, ...]:
@@ -312,22 +315,24 @@ def _key_id(text: str) -> int:
 
 def _add_backup(commands: _Commands) -> None:
     parser = commands.add_parser("backup", allow_abbrev=False)
-    parser.add_argument("target", metavar="DIR", type=Path, help="the copy; on the same file system it takes no time")
+    parser.add_argument(
+        "target", metavar="DIR", type=Path, help="directory of the copy; fast on the same file system, by hard links"
+    )
     _add_place(parser, _backup)
 
 
 def _add_verify(commands: _Commands) -> None:
     parser = commands.add_parser("verify", allow_abbrev=False)
-    parser.add_argument("--repair", action="store_true", help="what is safe to; not beside a running server")
-    parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="that of the server, where it has one")
+    parser.add_argument("--repair", action="store_true", help="repair what is safe to; needs the server stopped")
+    parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="the server's --checkpoints, if it has one")
     _add_place(parser, _verify)
 
 
 def _add_place(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
-    """Where a command finds the state of a server."""
-    parser.add_argument("--state-dir", default=argparse.SUPPRESS, help="that of the server (.trainhouse)")
-    parser.add_argument("--database-url", default=argparse.SUPPRESS, help="that of the server, where it has one")
-    parser.add_argument("--config", type=Path, help="the server's TOML file, where that names the directory")
+    """Adds the flags that locate a server's state."""
+    parser.add_argument("--state-dir", default=argparse.SUPPRESS, help="the server's --state-dir (.trainhouse)")
+    parser.add_argument("--database-url", default=argparse.SUPPRESS, help="the server's --database-url, if it has one")
+    parser.add_argument("--config", type=Path, help="the server's TOML file, if that sets them")
     parser.set_defaults(run=command)
 
 
@@ -347,7 +352,7 @@ def _verify(options: argparse.Namespace) -> int:
     store_config, place_config = store_config_of(*given), place_config_of(*given)
     check_kind(store_config)
     check_database(store_config)
-    logging.disable()  # whatever it finds is said once, by itself
+    logging.disable()  # verify itself reports what it finds
     try:
         with lock_to_verify(store_config.state_dir, options.repair) as is_running:
             store = open_store(store_config)

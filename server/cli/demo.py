@@ -1,6 +1,6 @@
 """`trainhouse demo`: converts the demo's model, serves it on a free port, and runs the client program against it.
 
-The three are processes of their own, each the command that a user would type. All of them end with this one.
+Each of the three is a separate process, with the command that a user would type. All of them end with this one.
 """
 
 import argparse
@@ -20,10 +20,10 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
 CLIENT_FLAGS = {
     "--steps": "optimizer steps (default: 30)",
-    "--batch-size": "rows of a step (default: 8)",
-    "--max-tokens": "of the completions shown (default: 30)",
+    "--batch-size": "examples per step (default: 8)",
+    "--max-tokens": "tokens of each completion shown (default: 30)",
 }
-"""Of the client program; known here, so that a mistake is told before the model is loaded."""
+"""Flags of the client program, declared here so that a mistake is reported before the model is loaded."""
 INTERRUPTED = 130
 LOAD_SECONDS = 300
 STOP_SECONDS = 20
@@ -34,9 +34,9 @@ class DemoError(Exception):
 
 
 def run_demo(arguments: Sequence[str]) -> int:
-    """The exit status: 0 only if the held-out loss fell."""
+    """Returns the exit status, 0 only if the held-out loss fell."""
     options = parser().parse_args(arguments)
-    # A closed terminal or a polite kill ends the parts just as Ctrl-C does.
+    # A closed terminal or SIGTERM ends the parts just as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--state-dir",
         type=Path,
         default=cache_directory() / "demo",
-        help="keeps the checkpoint and the server's log (default: %(default)s)",
+        help="directory for the checkpoint and the server's log (default: %(default)s)",
     )
     for flag, help in CLIENT_FLAGS.items():
         options.add_argument(flag, type=int, help=help)
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def client_arguments(options: argparse.Namespace) -> list[str]:
-    """Those that were given."""
+    """Returns the client program's flags that were given."""
     values = {flag: getattr(options, flag.strip("-").replace("-", "_")) for flag in CLIENT_FLAGS}
     return [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
@@ -140,7 +140,7 @@ def run_client(server: Server, arguments: list[str]) -> int:
 
 @contextmanager
 def running(command: list[str], output: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, which Ctrl-C does not reach: leaving the block is what ends it."""
+    """Runs a process in its own session, which Ctrl-C does not reach; leaving the block ends it."""
     errors = None if output is None else subprocess.STDOUT
     process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
     try:
@@ -163,12 +163,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def own_command() -> str:
-    """What this was started with, for a user to type."""
+    """Returns the command that started this process, for a user to type."""
     return sys.argv[0] if Path(sys.argv[0]).name == "trainhouse" else "trainhouse"
 
 
 def newest_adapter(state_dir: Path) -> list[Path]:
-    """The file saved last, if any."""
+    """Returns the adapter file saved last, or an empty list."""
     found = state_dir.rglob("adapter_model.safetensors")
     return sorted(found, key=lambda path: path.stat().st_mtime)[-1:]
 

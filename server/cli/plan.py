@@ -1,6 +1,6 @@
-"""`trainhouse plan`: what each rank of a layout would have in memory, from a model's config.json alone.
+"""`trainhouse plan`: estimates the memory of each rank of a layout, from a model's config.json alone.
 
-Loads neither weights nor torch nor the server, so that what is impossible is said at once.
+Loads neither weights nor torch nor the server, so that an impossible layout is reported at once.
 """
 
 import argparse
@@ -37,20 +37,24 @@ _LEAST_DEVICE_BYTES = 1 << 20
 
 _NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "full_slots", "lora_rank")
 
-# By what is trained: knobs that say nothing then, and what they are about.
+# By what is trained: knobs that have no effect then, and the things that they configure.
 _OF_OTHERS = {
-    "lora": (("full_slots", "optimizer_states"), "models with weights of their own"),
+    "lora": (("full_slots", "optimizer_states"), "full models"),
     "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
 }
 
 
 class NotPlanned(Exception):
-    """A model that is served with this layout, and of which nothing more is known."""
+    """The model can be served with this layout, but its memory cannot be estimated."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """device_bytes: None = not compared with any. choice: of `--parallel auto`."""
+    """The estimate for one layout.
+
+    device_bytes: memory of each device; None if the estimate is not compared with one.
+    choice: set for `--parallel auto`.
+    """
 
     shape: ModelShape
     spec: ParallelSpec
@@ -62,12 +66,12 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """None where no device is given."""
+        """True if a rank's memory fits its device; None if no device is given."""
         return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
 
     @property
     def micro_batch_tokens(self) -> int | None:
-        """Those of serve's default, once the base is on the device."""
+        """The default that `trainhouse serve` would choose with the base model on the device; None without a device."""
         if self.device_bytes is None:
             return None
         free = max(0, self.device_bytes - self.memory.base)
@@ -75,12 +79,12 @@ class Plan:
 
     @property
     def least(self) -> int:
-        """Bytes that a rank has with one slot in use and no pass running."""
+        """Bytes in a rank's memory with one slot in use and no pass running."""
         return self.memory.base + estimate(self.shape, self.spec, self.load.with_slots(1)).learned.total
 
     @property
     def filling(self) -> ParallelSpec | None:
-        """The same with as many replicas as there are devices for."""
+        """The layout with as many replicas as the devices allow, if that is more than one."""
         num_copies = (self.num_devices or 0) // self.spec.num_ranks
         return replace(self.spec, replicas=self.spec.replicas * num_copies) if num_copies > 1 else None
 
@@ -92,7 +96,7 @@ class Plan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 0, 1 where the layout is impossible or does not fit, 2 when the command was wrongly used."""
+    """Returns the exit status: 0, 1 if the layout is impossible or does not fit, 2 if the command was used wrongly."""
     options = _parser().parse_args(arguments)
     try:
         plan = plan_of(options)
@@ -111,41 +115,47 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "trainhouse plan",
-        description="What each rank of a layout has in memory, from a model's config.json alone.",
+        description="Estimates the memory of each rank of a layout, from a model's config.json alone.",
         usage="trainhouse plan --base-model NAME[=SOURCE] [--parallel LAYOUT] [--device-memory BYTES] [FLAGS]",
         allow_abbrev=False,
     )
     knobs = (
-        ("base-model", "NAME[=SOURCE]", "as of serve; SOURCE, or what lies at a URL, may be a config.json"),
+        ("base-model", "NAME[=SOURCE]", "as for serve; SOURCE, also at a URL, may be a config.json"),
         ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
-        ("shard", "PATTERN=STYLE", "of weights, otherwise than by the layout: replicate; repeatable"),
-        ("device-memory", "BYTES", "of each device, such as 80GB"),
-        ("num-devices", "N", "that there are, one for each rank"),
-        ("max-context-length", "N", "longest sequence in tokens (the model's)"),
-        ("micro-batch-tokens", "N", f"as of serve ({Load.micro_batch_tokens})"),
-        ("head-chunk-tokens", "N", f"as of serve ({Load.head_chunk_tokens})"),
+        ("shard", "PATTERN=STYLE", "overrides the layout for matching weights: replicate; repeatable"),
+        ("device-memory", "BYTES", "memory of each device, such as 80GB"),
+        ("num-devices", "N", "number of devices, one for each rank"),
+        ("max-context-length", "N", "longest sequence, in tokens (the model's)"),
+        ("micro-batch-tokens", "N", f"as for serve ({Load.micro_batch_tokens})"),
+        ("head-chunk-tokens", "N", f"as for serve ({Load.head_chunk_tokens})"),
         ("training", "lora|full", f"what is trained: adapters, or all weights ({Load.training})"),
         ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
         ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
         ("adapter-slots", "N", f"adapters in use at a time ({Load.adapter_slots})"),
-        ("full-slots", "N", f"as of serve, with --training full ({Load.full_slots})"),
-        ("base-quantization", "none|nf4", f"as of serve ({Load.base_quantization})"),
-        ("optimizer-states", "float32|8bit", f"as of serve, with --training full ({Load.optimizer_states})"),
-        ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
-        ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
-        ("zero-stage", "3|2", f"as of serve ({Load.zero_stage})"),
-        ("activations", "keep|recompute|offload", f"as of serve ({Load.activations})"),
+        ("full-slots", "N", f"as for serve, with --training full ({Load.full_slots})"),
+        ("base-quantization", "none|nf4", f"as for serve ({Load.base_quantization})"),
+        ("optimizer-states", "float32|8bit", f"as for serve, with --training full ({Load.optimizer_states})"),
+        ("kv-cache-bytes", "BYTES", f"as for serve ({Load.kv_cache_bytes >> 20}MiB)"),
+        ("tp-activations", "sharded|whole", f"as for serve ({Load.tp_activations})"),
+        ("zero-stage", "3|2", f"as for serve ({Load.zero_stage})"),
+        ("activations", "keep|recompute|offload", f"as for serve ({Load.activations})"),
     )
     for name, metavar, words in knobs:
         action = "append" if name in ("base-model", "shard") else "store"
         parser.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
-    parser.add_argument("--train-only", action="store_true", help="samples are drawn elsewhere (docs/samplers.md)")
-    parser.add_argument("--json", action="store_true", help="for programs: one object, sizes in bytes")
+    parser.add_argument("--train-only", action="store_true", help="sampling happens elsewhere (docs/samplers.md)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")
     return parser
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Raises ConfigError on a value that is none, ValueError on a layout that cannot work, and NotPlanned."""
+    """Returns the plan.
+
+    Raises:
+        ConfigError: a value is malformed.
+        ValueError: the layout is impossible.
+        NotPlanned: the model's memory cannot be estimated.
+    """
     if options.base_model is None:
         raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
     if len(options.base_model) > 1:
@@ -166,12 +176,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
         if is_auto:
             raise ValueError(nothing_known(model))
         raise NotPlanned(
-            f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas alone; memory is "
+            f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas only; memory is "
             f"planned for models of type {', '.join(FAMILIES)}"
         )
     load = _load(options, model, longest, dtype)
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
-        raise ConfigError(f"--zero-stage 2 is about fsdp, which the layout {spec} has none of: leave it out")
+        raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
     choice = None
     if is_auto:
         loads = [load] if options.activations else [load, *lighter(load)]
@@ -183,10 +193,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def _model(served: ServedModel) -> Model:
     if not is_url(served.source):
         return read_model(served)
-    try:  # it takes time to load, and for most models nothing is needed
+    try:  # imported late, as it is slow and rarely needed
         from ...workers.models.model_cache import read_config
     except ModuleNotFoundError as error:
-        raise ValueError(f"{served.source} is read with the package {error.name}: pip install fsspec") from None
+        raise ValueError(f"{served.source} needs the package {error.name}: pip install fsspec") from None
     return model_of(served.name, read_config(served.source))
 
 
@@ -229,7 +239,7 @@ def as_json(plan: Plan) -> dict[str, object]:
 def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Load:
     length = longest or shape.max_positions
     if length is None:
-        raise ConfigError(f"the config.json of {shape.name} names no longest context: give --max-context-length")
+        raise ConfigError(f"the config.json of {shape.name} has no context length: give --max-context-length")
     given = {name: _number(options, name) for name in _NUMBERS}
     given["kv_cache_bytes"] = _bytes(options, "kv_cache_bytes")
     return Load(
@@ -251,12 +261,14 @@ def _training(options: argparse.Namespace) -> Training:
     knobs, things = _OF_OTHERS[training]
     for knob in knobs:
         if getattr(options, knob) is not None:
-            raise ConfigError(f"{_flag(knob)} is about {things}, which --training {training} has none of: leave it out")
+            raise ConfigError(
+                f"{_flag(knob)} configures {things}, which --training {training} has none of: leave it out"
+            )
     return training
 
 
 def _choice(shape: ModelShape, loads: list[Load], device_bytes: int | None, num_devices: int | None) -> Choice:
-    """With the first of the loads under which some layout fits."""
+    """Returns the smallest layout that fits, with the first of the loads for which there is one."""
     if device_bytes is None:
         raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
     return layout_that_fits(shape, loads, device_bytes, num_devices)
@@ -280,7 +292,7 @@ def _bytes(options: argparse.Namespace, name: str) -> int | None:
 
 
 def _one_of(options: argparse.Namespace, name: str, choices: tuple[str, ...]) -> str:
-    """The first where none is given."""
+    """Returns the chosen value, or the first choice if none is given."""
     chosen = getattr(options, name) or choices[0]
     if chosen not in choices:
         raise ConfigError(f"{_flag(name)} is {chosen!r}: expected {', '.join(choices[:-1])} or {choices[-1]}")
@@ -291,14 +303,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# What a person reads
+# Text output
 
 
 def _text(plan: Plan) -> Iterator[str]:
     yield from _head(plan)
     yield ""
     yield from _aligned(
-        ("parameters", "how many", "whole", "style", "on a rank", "kept of it", "bytes"),
+        ("parameters", "count", "whole", "style", "on a rank", "kept of it", "bytes"),
         [_row(each, plan.load.number_bytes) for each in _table(plan)],
     )
     yield ""
@@ -318,10 +330,10 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
     yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
     if load.activations != "keep":
-        yield f"layers run once more on the way back: --activations {load.activations}"
+        yield f"layers are recomputed in the backward pass: --activations {load.activations}"
     found = cuda_devices()
     if plan.num_devices is None and found is not None:
-        yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with so many)"
+        yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with a number)"
 
 
 def _table(plan: Plan) -> list[Parameters]:
@@ -345,28 +357,32 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     yield (
         "key/value cache",
         gigabytes(memory.kv_cache),
-        f"{tokens} tokens" if load.samples else "samples are elsewhere",
+        f"{tokens} tokens" if load.samples else "sampling happens elsewhere",
     )
     of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
     of_pass += f"logits {gigabytes(activations.head)}"
     yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass
     if activations.host:
-        yield "in host memory, beside that", gigabytes(activations.host), "inputs of layers (--activations offload)"
+        yield "host memory, in addition", gigabytes(activations.host), "inputs of layers (--activations offload)"
     if memory.gathered:
         what = "a layer" if load.zero_stage == "3" else "all layers"
         yield f"{what} gathered along fsdp", gigabytes(memory.gathered + memory.arriving), "and the next one's weights"
     if memory.gathered_gradients:
-        yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, on their way"
+        yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, being reduced"
     if memory.gathered_head:
         what = "with its gradient, " if load.training == "full" else ""
-        yield "the output head gathered", gigabytes(memory.gathered_head), f"{what}as it scores, when no layer runs"
+        yield (
+            "the output head gathered",
+            gigabytes(memory.gathered_head),
+            f"{what}while it computes logits; no layer runs then",
+        )
     if memory.sampling:
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
     if memory.saving:
-        yield "a matrix put together to save", gigabytes(memory.saving), "when no pass runs"
+        yield "a matrix gathered to save", gigabytes(memory.saving), "when no pass runs"
     if memory.step:
-        yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
-    yield "at least, between passes", gigabytes(plan.least), "the base, and one that learns"
+        yield "gradients summed", gigabytes(memory.step), "at a step, when no pass runs"
+    yield "at least, between passes", gigabytes(plan.least), "the base, and one model or adapter in training"
     yield "at most at a time", gigabytes(memory.total), ""
 
 
@@ -385,7 +401,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
         return
     usable = usable_bytes(plan.device_bytes)
-    room = f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"
+    room = (
+        f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and "
+        "fragmentation"
+    )
     if plan.fits:
         spare = usable - plan.memory.total
         more = spare // (plan.memory.learned.total // plan.load.slots)
@@ -397,21 +416,21 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
     if plan.micro_batch_tokens is not None and plan.micro_batch_tokens < plan.load.micro_batch_tokens:
         yield (
-            f"serve makes micro-batches of at most {plan.micro_batch_tokens} tokens there: a third of what the base"
-            " leaves free holds no more (--micro-batch-tokens sets another bound)"
+            f"serve makes micro-batches of at most {plan.micro_batch_tokens} tokens there, which fill a third of the"
+            " memory that the base leaves free (--micro-batch-tokens sets another limit)"
         )
     if plan.filling is not None:
         yield f"with {plan.filling.num_ranks} of the {plan.num_devices} devices: {plan.filling}"
 
 
 def _reason(plan: Plan) -> Iterator[str]:
-    """Why this one, of those that `--parallel auto` had."""
+    """Explains the layout that `--parallel auto` chose."""
     if plan.choice is None:
         return
     smaller = plan.choice.smaller
     if smaller is not None:
-        yield f"no fewer ranks do: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
-    yield "of as many ranks it exchanges least: tp within a node, then ep, then sp; fsdp gathers weights for every pass"
+        yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
+    yield "with this many ranks it communicates least: tp within a node, then ep, sp; fsdp gathers weights every pass"
 
 
 def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What `trainhouse serve` refuses before the server's packages are loaded, which takes seconds: impossible layouts,
-activations that a model cannot but keep, and directories without weights.
+"""Refuses some wrong uses of `trainhouse serve` before the server's packages are imported, which takes seconds.
 
-Only what flags say is looked at, and models that are on this machine; anything else is found when they are loaded.
+Checks for impossible layouts, activations that a model cannot recompute or offload, and directories without weights.
+Only flags, and models on this machine, are checked; everything else is checked when the models are loaded.
 """
 
 import argparse
@@ -21,7 +21,7 @@ WRONGLY_USED = 2
 
 
 def refused(arguments: Sequence[str]) -> int:
-    """The exit status, once the reason is said; 0 = nothing is known against them."""
+    """Prints the reason if the arguments are refused; returns the exit status, 0 if no problem was found."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--parallel", default=str(SINGLE))
     parser.add_argument("--shard", action="append", default=[])
@@ -52,13 +52,13 @@ def refused(arguments: Sequence[str]) -> int:
 
 
 def _may_be_said_elsewhere(options: argparse.Namespace) -> bool:
-    """Whether half of the layout may be in a file, in the environment or at the workers."""
+    """True if a part of the layout may be set in a file, in the environment or at the workers."""
     in_environment = any(f"{ENVIRONMENT_PREFIX}{name}" in os.environ for name in ("PARALLEL", "SHARD"))
     return in_environment or options.config is not None or options.workers is not None
 
 
 def _may_be_of_others(options: argparse.Namespace) -> bool:
-    """Whether drafts may have ranks whose layout is not that of --parallel, or is yet to be found."""
+    """True if drafts may run on ranks with a layout other than --parallel, or one not chosen yet."""
     in_environment = f"{ENVIRONMENT_PREFIX}ROLE_GROUPS" in os.environ
     is_open = options.parallel == AUTO or _may_be_said_elsewhere(options)
     return is_open or in_environment or bool(options.role_group)
@@ -84,5 +84,5 @@ def _check_drafts(wanted: ParallelSpec, spec: ParallelSpec, models: Sequence[Ser
 
 
 def _spec(layout: str, shard: Sequence[str], flag: str = "--parallel") -> ParallelSpec:
-    """SINGLE where it is to be found."""
+    """Returns the parsed layout, or SINGLE for auto, which is chosen later."""
     return SINGLE if layout == AUTO else parse_layout(layout, shard, flag)

@@ -1,6 +1,6 @@
-"""verify: walks everything below a state directory, says what is not as it should be, and repairs what is safe to.
+"""`trainhouse verify`: checks everything below a state directory, reports what is damaged, and repairs what is safe to.
 
-Beside a running server it only looks, twice: what moved in between was no problem.
+While a server runs, it only checks, twice, and reports the problems found both times: files change in between.
 """
 
 import asyncio
@@ -35,33 +35,37 @@ from ..store.sqlite import REMEDY
 from ..store.tables import checkpoint_copies, checkpoints, results
 
 SEGMENTED = ("journal", "results", "recordings")
-"""The directories of segments."""
+"""Directories that hold segments."""
 
 _MOVING_SECONDS = 1.0
-_UNKNOWN = "no row of this database knows it: it is another one's, or left over"
-_BY_HAND = "delete it there by hand, unless it is another one's"
-_UNTIL_ITS_END = "this is told until its session ends"
-_NEW_RUN = f"begin a new run from a checkpoint of it; {_UNTIL_ITS_END}"
+_UNKNOWN = "no row of this database refers to it: it belongs to another database, or is left over"
+_BY_HAND = "delete it there by hand, unless it belongs to another database"
+_UNTIL_ITS_END = "this is reported until its session ends"
+_NEW_RUN = f"start a new run from a checkpoint of it; {_UNTIL_ITS_END}"
 _OF_DAMAGED = {
     "journal": (
         "an operation is lost",
-        f"nothing mends it: if its run must be made again from there, it is refused, and goes on as a new run from a "
-        f"checkpoint; {_UNTIL_ITS_END}",
+        f"it cannot be repaired: if its run must be rebuilt from it, the run is refused; start a new run from a "
+        f"checkpoint then; {_UNTIL_ITS_END}",
     ),
-    "results": ("a result is lost", "nothing mends it: it only mattered for whoever still polls that result"),
+    "results": ("a result is lost", "it cannot be repaired: only a client that still polls that result is affected"),
     "recordings": (
-        "what was sampled is lost",
-        "nothing mends it: it only mattered for stable_reinforce on that sample",
+        "the recording of a sample is lost",
+        "it cannot be repaired: only stable_reinforce on that sample is affected",
     ),
 }
-"""What follows from damage within a segment, and what to do about it."""
+"""(consequence, remedy) of damage within a segment, by directory."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Repair:
-    """does: said before. work: answers what it did; raises OperationError, PlaceError, OSError where it cannot."""
+    """A repair that --repair makes.
+
+    does: shown before the repair, as in "run with --repair, which ...".
+    work: makes the repair and returns what it did; raises OperationError, PlaceError or OSError if it cannot.
+    """
 
     does: str
     work: Callable[[], Awaitable[str]]
@@ -69,9 +73,11 @@ class Repair:
 
 @dataclass(frozen=True)
 class Problem:
-    """path: of a checkpoint, a file or a directory, or a URL. meaning: what is wrong, and what follows from it.
+    """A problem that verify found.
 
-    remedy: what to do about it where there is no repair, or that fails.
+    path: of a checkpoint, a file or a directory, or a URL.
+    meaning: what is wrong, and the consequence.
+    remedy: what to do if there is no repair, or it fails.
     """
 
     path: str
@@ -85,9 +91,11 @@ class Problem:
 
 @contextmanager
 def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
-    """Whether a server runs on it; if not, none can start meanwhile.
+    """Yields True if a server runs on the state directory; otherwise locks it, so that none can start meanwhile.
 
-    Raises StartError where one runs and there is to be repaired, ValueError where there is no state directory.
+    Raises:
+        StartError: a server runs, and `repair` is True.
+        ValueError: the state directory does not exist.
     """
     if not state_dir.is_dir():
         raise ValueError(f"there is no state directory {state_dir}: name it with --state-dir")
@@ -105,9 +113,12 @@ def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
 async def verify(
     store: Store, state_dir: Path, config: PlaceConfig, is_running: bool, repair: bool, say: Callable[[str], None]
 ) -> int:
-    """Says each problem in a line; returns how many are left. is_running: a server has the state directory.
+    """Says each problem in one line; returns how many are left.
 
-    Raises ValueError where there is to be repaired, and a server works on it, or it is another database's.
+    Args:
+        is_running: a server uses the state directory.
+    Raises:
+        ValueError: `repair` is True, but a server uses the state directory, or it belongs to another database.
     """
     try:
         if repair:
@@ -118,7 +129,7 @@ async def verify(
         return 1
     if holder is not None:
         if repair:
-            raise ValueError(f"the server at {holder} works on this state directory: stop all servers on it first")
+            raise ValueError(f"the server at {holder} uses this state directory: stop all servers on it first")
         is_running = True
     async with Verification.of(store, state_dir, config, is_running) as verification:
         problems = await verification.problems()
@@ -132,30 +143,33 @@ async def verify(
             num_left += done is None
             then = f"repaired: {done}" if done else _advice(problem, is_running, repair)
             say(f"{problem}; {then}")
-        is_all = "all is whole" if verification.has_all_copies else "what is there is whole"
+        is_all = "all is whole" if verification.has_all_copies else "all that exists is whole"
         say(f"{verification.counts}: {_num(num_left, 'problem') if num_left else is_all}")
         return num_left
 
 
 async def _check_epoch(store: Store, state_dir: Path) -> None:
-    """As a server does that takes the live state. Raises ValueError: another database's would all be left over."""
+    """Makes the check that a server makes when it takes the live state.
+
+    Raises ValueError if the state directory belongs to another database: all its files would seem to be left over.
+    """
     live = live_directory(state_dir)
     epochs = [lease.epoch for lease in await store.list_leases() if lease.base_model == LIVE_STATE]
     known = max(epochs, default=0)
     if live != state_dir and int(live.name.removeprefix("live-")) > known:
         raise ValueError(
-            f"state directory {state_dir} has {live.name}, but the database is at epoch {known}: it is another "
-            "database's; name those that belong together with --state-dir and --database-url"
+            f"state directory {state_dir} has {live.name}, but the database is at epoch {known}: it belongs to another "
+            "database; name a matching pair with --state-dir and --database-url"
         )
 
 
 async def _holder(store: Store) -> str | None:
-    """Where the server is that has the leases of this database, where servers take turns."""
+    """Returns the URL of the server that holds a lease of this database, if any."""
     return next((lease.url for lease in await store.list_leases() if lease.expires_at > time.time()), None)
 
 
 async def _repaired(problem: Problem) -> str | None:
-    """What was done about it; None: nothing could be."""
+    """Returns what the repair did, or None if there is none or it failed."""
     if problem.repair is None:
         return None
     try:
@@ -171,7 +185,7 @@ def _advice(problem: Problem, is_running: bool, was_tried: bool) -> str:
 
 
 class Verification:
-    """The walks, each of which yields what it finds."""
+    """Runs the checks, each of which yields the problems that it finds."""
 
     def __init__(self, store: Store, state_dir: Path, places: Places, config: PlaceConfig, is_running: bool) -> None:
         self._store = store
@@ -200,7 +214,7 @@ class Verification:
 
     async def problems(self) -> list[Problem]:
         if damages := [problem async for problem in self._database()]:
-            self.counts = "what the database says of the files cannot be trusted, so they were not looked at"
+            self.counts = "the files were not checked, because the database's records of them cannot be trusted"
             return damages
         self._moves = await self._files.follow_moved_root(await self._store.list_checkpoint_directories())
         self._runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
@@ -248,17 +262,17 @@ class Verification:
             else:
                 if about.get("tinker_path") != path:
                     meaning = f"the files in {directory} are those of {about.get('tinker_path')}"
-                    yield Problem(path, meaning, f"put back its own from a backup, or {_deletion(path)}")
+                    yield Problem(path, meaning, f"restore its files from a backup, or {_deletion(path)}")
 
     async def _damaged(self, path: str, directory: str, reason: str) -> Problem:
         copies = await self._copies_of(directory)
-        repair = Repair("brings it back from its mirror", lambda: self._restore(directory)) if copies else None
-        lacks = "no mirror has it whole" if copies else "it has no copy at a mirror"
-        remedy = f"{lacks}: put back {directory} from a backup, or {_deletion(path)}"
+        repair = Repair("restores it from its mirror", lambda: self._restore(directory)) if copies else None
+        lacks = "no mirror has a whole copy" if copies else "it has no copy at a mirror"
+        remedy = f"{lacks}: restore {directory} from a backup, or {_deletion(path)}"
         return Problem(path, f"is damaged: {reason}", remedy, repair)
 
     async def _copies_of(self, directory: str) -> list[str]:
-        """Of a checkpoint by where it lies now, which its row may not say yet."""
+        """Returns the copies of the checkpoint at its present directory, which its row may not name yet."""
         former = {new: old for old, new in self._moves.items()}
         return await self._mirror.copies(former.get(directory, directory))
 
@@ -266,7 +280,7 @@ class Verification:
         async with self._files.reading(directory) as here:
             if is_url(directory):
                 await self._places.upload(here, directory)
-        return "brought back from its mirror"
+        return "restored from its mirror"
 
     async def _copies(self) -> AsyncIterator[Problem]:
         paths = {row.directory: f"tinker://{row.run_id}/{row.kind}/{row.name}" for row in await self._rows(checkpoints)}
@@ -279,11 +293,11 @@ class Verification:
                 waiting = replace(CheckpointCopyRecord(**row._mapping), state="waiting", num_tries=0)
                 meaning = f"the copy of {paths.get(row.directory, row.directory)} is damaged: {error.reason}"
                 repair = Repair("has it copied again", lambda waiting=waiting: self._copy_again(waiting))
-                yield Problem(row.url, meaning, "delete what is there, and run with --repair", repair)
+                yield Problem(row.url, meaning, "delete it there, and run with --repair", repair)
 
     async def _copy_again(self, waiting: CheckpointCopyRecord) -> str:
         await self._store.put_copy(waiting)
-        return "the server copies it again"
+        return "the server will copy it again"
 
     async def _leftovers(self) -> AsyncIterator[Problem]:
         rows = await self._store.list_checkpoint_directories()
@@ -296,22 +310,22 @@ class Verification:
             if is_ours and not path.name.startswith(STAGING) and await asyncio.to_thread(is_whole, path):
                 yield await self._unlisted(path)
             elif path.name.startswith(STAGING) or is_ours:
-                yield _leftover(path, "a checkpoint that was never published, or was deleted")
+                yield _leftover(path, "a checkpoint that was never published, or that was deleted")
         for path in sorted(path for name in ("snapshots", "loaded") for path in _of_runs(root / name)):
             if path.name.startswith(STAGING) or path.name not in live:
-                yield _leftover(path, "of a run that is over, or never finished")
+                yield _leftover(path, "files of a run that has ended, or that were never finished")
         for path in sorted(root.glob("ephemeral/*")):
             if path.name not in adapters:
-                yield _leftover(path, "the weights of a sampler that is over, or never finished")
+                yield _leftover(path, "the weights of a sampler that has ended, or that were never finished")
 
     def _is_ours(self, path: Path) -> bool:
-        """True of what belongs to a run that is known, or to one that was, by its manifest."""
+        """True if the directory belongs to a run of this database, or, by its manifest, to one that it once had."""
         if path.parent.parent.name in self._runs:
             return True
         return self._files.is_ours_alone(path) and is_whole(path) and "tenant_id" in read_manifest(path)
 
     async def _unlisted(self, path: Path) -> Problem:
-        when = f"servers remove it {UNLISTED_DAYS} days after one has told of it"
+        when = f"servers remove it {UNLISTED_DAYS} days after one first reported it"
         remedy = f"delete it by hand, or leave it: {when}"
         about = await asyncio.to_thread(read_manifest, path)
         lost = await lost_path(self._store, str(path), about, self._files.is_ours_alone(path))
@@ -320,7 +334,7 @@ class Verification:
         return self._lost_row(str(path), about, lost, remedy)
 
     def _lost_row(self, directory: str, about: Mapping[str, Any], path: str, remedy: str) -> Problem:
-        repair = Repair("makes its row again", lambda: self._take_back(directory, about))
+        repair = Repair("restores its row", lambda: self._take_back(directory, about))
         return Problem(directory, f"is whole, but the database has no row of {path}", remedy, repair)
 
     async def _take_back(self, directory: str, about: Mapping[str, Any]) -> str:
@@ -338,7 +352,7 @@ class Verification:
         try:
             found = await self._places.list(root)
         except PlaceError as error:
-            yield Problem(root, f"cannot be listed: {error.reason}", "look whether it can be reached from here")
+            yield Problem(root, f"cannot be listed: {error.reason}", "check whether it can be reached from here")
             return
         for key, names in found.items():
             url = f"{root.rstrip('/')}/{key}"
@@ -364,7 +378,7 @@ class Verification:
         await self._places.remove(url)
         return "removed"
 
-    # Snapshots, what was loaded, ephemeral weights
+    # Snapshots, loaded checkpoints, ephemeral weights
 
     async def _snapshots(self) -> AsyncIterator[Problem]:
         begun = await asyncio.to_thread(_runs_from_their_beginning, self._live_dir / "journal")
@@ -377,7 +391,7 @@ class Verification:
                 repair = Repair("removes it", lambda path=path: _remove(path)) if can_go else None
                 yield Problem(str(path), meaning, "delete it by hand" if can_go else _NEW_RUN, repair)
             if not whole and run.run_id not in begun:
-                meaning = f"{run.run_id} cannot be made again: it has no whole snapshot, nor its beginning"
+                meaning = f"{run.run_id} cannot be rebuilt: neither a whole snapshot nor its first operation is left"
                 yield Problem(str(directory), meaning, _NEW_RUN)
 
     async def _loaded(self) -> AsyncIterator[Problem]:
@@ -385,16 +399,16 @@ class Verification:
             directory = self._live_dir / "loaded" / directory_name(run.run_id)
             _, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
             for path, error in damaged.items():
-                meaning = f"what {run.run_id} has loaded is damaged: {error.reason}"
-                yield Problem(str(path), meaning, f"nothing, while the run has a whole snapshot; else {_NEW_RUN}")
+                meaning = f"a checkpoint that {run.run_id} has loaded is damaged: {error.reason}"
+                yield Problem(str(path), meaning, f"do nothing if the run has a whole snapshot, else {_NEW_RUN}")
 
     async def _ephemeral(self) -> AsyncIterator[Problem]:
         weights = EphemeralWeights(self._live_dir / "ephemeral")
         for adapter_id in await self._live_adapters():
             if not weights.has(adapter_id):
-                remedy = f"nothing brings them back: save the weights of its run for a new sampler; {_UNTIL_ITS_END}"
+                remedy = f"they cannot be restored: save its run's weights for a new sampler; {_UNTIL_ITS_END}"
                 lost = str(weights.directory(adapter_id))
-                yield Problem(lost, "the weights of a sampler are lost: it answers 410", remedy)
+                yield Problem(lost, "the weights of a sampler are lost: its requests are answered 410", remedy)
 
     async def _live_runs(self) -> list[RunRecord]:
         open_sessions = await self._store.list_open_sessions()
@@ -421,9 +435,9 @@ class Verification:
             there = await asyncio.to_thread(_request_ids, path)
             lost = [request_id for offset, request_id in wanted if there.get(offset) != request_id]
             if lost:
-                meaning = f"{len(lost)} results are not in it, such as that of {lost[0]}: their polls fail"
+                meaning = f"{len(lost)} results are missing from it, such as that of {lost[0]}: polls for them fail"
                 repair = Repair("drops their rows", lambda lost=lost: self._drop_results(lost))
-                yield Problem(str(path), meaning, "nothing brings them back", repair)
+                yield Problem(str(path), meaning, "they cannot be restored", repair)
 
     async def _drop_results(self, request_ids: Collection[str]) -> str:
         def statements(connection: Connection) -> None:
@@ -466,7 +480,6 @@ def _leftover(path: Path, what: str) -> Problem:
 
 
 def _deletion(path: str) -> str:
-    """In words, of a checkpoint."""
     return f"delete it: tinker checkpoint delete {path}"
 
 
@@ -476,12 +489,12 @@ async def _remove(path: Path) -> str:
 
 
 def _of_runs(root: Path) -> list[Path]:
-    """The directories of runs, and what was begun there."""
+    """Returns the directories of runs and the staging directories in them."""
     return [*root.glob("*"), *root.glob(f"*/{STAGING}*")]
 
 
 def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, NotWhole]]:
-    """Those that match their manifests, and what is wrong with the others."""
+    """Returns the directories that match their manifests, and the error of each other one."""
     damaged = {}
     for directory in directories:
         try:
@@ -492,13 +505,13 @@ def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, NotW
 
 
 def _runs_from_their_beginning(journal: Path) -> set[str]:
-    """The runs whose first operation the journal has."""
+    """Returns the ids of the runs whose first operation is in the journal."""
     entries = (entry for path in sorted(journal.glob("*.segment")) for entry in read_journal(path))
     return {entry.header.run_id for entry in entries if entry.header.kind.startswith("create_model")}
 
 
 def _request_ids(segment: Path) -> Mapping[int, object]:
-    """Of its whole records, by their offsets."""
+    """Returns the request ids of the segment's whole records by their offsets."""
     if not segment.exists():
         return {}
     return {one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, Damage)}
@@ -508,20 +521,20 @@ def _segment_problems(path: Path) -> Iterator[Problem]:
     try:
         num_bytes, size = whole_bytes(path), path.stat().st_size
         damages = [] if num_bytes is None else [one for one in scan_segment(path) if isinstance(one, Damage)]
-    except FileNotFoundError:  # it is not needed any more
+    except FileNotFoundError:  # the server has deleted it meanwhile
         return
     if num_bytes is None:
-        yield Problem(str(path), "is no segment of this version: nothing in it is read", "delete it, or upgrade")
+        yield Problem(str(path), "is not a segment of this version: it is not read", "delete it, or upgrade")
         return
     what, remedy = _OF_DAMAGED[path.parent.name]
     for damage in damages:
         run_id = damage.header.get("run_id") if damage.header else None
-        whose = f" (of {run_id}, as it seems)" if run_id else ""
+        whose = f" (probably of {run_id})" if run_id else ""
         yield Problem(str(path), f"is damaged at byte {damage.offset}: {what}{whose}", remedy)
     if num_bytes < size:
-        meaning = f"is torn: its last {size - num_bytes} bytes are not a whole record, and nobody was answered for them"
+        meaning = f"is torn: its last {size - num_bytes} bytes are not a whole record, and no request depends on them"
         repair = Repair("cuts them off", lambda: _cut(path, num_bytes, size))
-        yield Problem(str(path), meaning, "nothing: a server does not read them", repair)
+        yield Problem(str(path), meaning, "do nothing: servers ignore them", repair)
 
 
 async def _cut(path: Path, num_bytes: int, size: int) -> str:

@@ -1,4 +1,4 @@
-"""`trainhouse workers`: one process that starts ranks and keeps them, for servers that come and go."""
+"""`trainhouse workers`: a process that starts ranks and keeps them running while servers attach and detach."""
 
 import asyncio
 import socket
@@ -18,16 +18,19 @@ from ..serving.base_models import with_models_here
 from ..serving.process import allow_many_connections, bound, left_soon, ready_file, say, until_signal
 
 _WAITING = 1024
-"""Connections that the system holds until they are taken; where there are more, it has callers try again."""
+"""Length of the listener's accept queue; beyond it, the system makes clients retry."""
 
 
 def keep(config: ServerConfig, listen: str) -> None:
-    """Keeps workers until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError.
+    """Keeps workers until SIGINT or SIGTERM; a second signal ends the process at once. Raises StartError.
 
-    listen: HOST:PORT, port 0 = a free one.
+    Args:
+        listen: HOST:PORT; port 0 picks a free port.
     """
     if config.workers_secret_file is None:
-        raise StartError("--workers-secret-file is not given: make one with `openssl rand -hex 32`, for servers, too")
+        raise StartError(
+            "--workers-secret-file is not given: make one with `openssl rand -hex 32` and give it to servers too"
+        )
     allow_many_connections()
     host, _, port = listen.rpartition(":")
     try:
@@ -65,7 +68,7 @@ async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket, on
 
 
 async def _settled(config: ServerConfig) -> ServerConfig:
-    """With its layout. Raises StartError."""
+    """Returns the config with the layout of --parallel auto. Raises StartError."""
     try:
         return await asyncio.to_thread(settled, config, say)
     except ValueError as error:
@@ -81,7 +84,7 @@ async def _started(source: Source, keeper: Keeper) -> None:
 
 
 def _ranks_alone(config: ServerConfig) -> DispatchConfig:
-    """Whatever else is configured is the servers', and so are directories."""
+    """Returns the part of the config that concerns ranks; directories and all else are up to the servers."""
     of_all = config.dispatch_config()
     models = tuple(replace(model, page_directory=None, shared_directories=()) for model in of_all.models)
     sampling = SamplingConfig() if config.sampler == "vllm" else of_all.sampling

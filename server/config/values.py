@@ -1,4 +1,4 @@
-"""Values as users write them: base models, sizes in bytes, URLs; and the error that says what is wrong with one."""
+"""Parses values as users write them: base models, layouts, role groups, sizes in bytes."""
 
 import re
 from collections.abc import Sequence
@@ -10,28 +10,35 @@ from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.shapes.styles import replicated_units
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
-# In place of a layout: the smallest that fits.
+# Replaces a layout in --parallel: the smallest layout that fits is chosen.
 AUTO = "auto"
 BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class ConfigError(ValueError):
-    """A knob has a value that it cannot have; the message names the knob, the value and the remedy."""
+    """A knob has an invalid value; the message names the knob, the value and the remedy."""
 
 
 def parse_served_model(text: str) -> ServedModel:
-    """NAME or NAME=PATH_OR_HUB_ID, or a URL in their place. Raises ConfigError."""
+    """Parses NAME, NAME=PATH_OR_HUB_ID or NAME=URL. Raises ConfigError."""
     name, _, source = (part.strip() for part in text.partition("="))
     if not name or ("=" in text and not source):
         raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
     return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
 
 
-NO_SHARD_OF_AUTO = "--shard changes a layout that is named: give --parallel another than auto, or leave --shard out"
+NO_SHARD_OF_AUTO = "--shard needs an explicit layout: set --parallel to one other than auto, or leave --shard out"
 
 
 def parse_layout(layout: str, shard: Sequence[str] = (), flag: str = "--parallel") -> ParallelSpec:
-    """fsdp=2,tp=4, with overrides PATTERN=STYLE. flag: which names it. Raises ConfigError."""
+    """Parses a layout such as fsdp=2,tp=4.
+
+    Args:
+        shard: overrides of the form PATTERN=STYLE.
+        flag: named in the error.
+    Raises:
+        ConfigError: the layout or an override is malformed.
+    """
     try:
         spec = ParallelSpec.parse(layout)
     except ValueError as error:
@@ -43,9 +50,9 @@ def parse_layout(layout: str, shard: Sequence[str] = (), flag: str = "--parallel
 
 
 def parse_role_group(text: str) -> RoleGroup:
-    """critic+reference=fsdp=2@cuda:1: roles, the layout of their ranks, and devices if not those of the base model.
+    """Parses critic+reference=fsdp=2@cuda:1: roles, the layout of their ranks, and optional devices.
 
-    Raises ConfigError.
+    Without devices, the ranks use those of the base model. Raises ConfigError.
     """
     roles, _, apart = text.partition("=")
     layout, at, devices = (part.strip() for part in apart.partition("@"))
@@ -55,7 +62,7 @@ def parse_role_group(text: str) -> RoleGroup:
             "critic+reference=tp=2@cuda:1"
         )
     if layout == AUTO:
-        raise ConfigError(f"role group {text!r}: auto is of --parallel alone; name a layout, such as single or tp=2")
+        raise ConfigError(f"role group {text!r}: only --parallel can be auto: name a layout, such as single or tp=2")
     named = tuple(role.strip() for role in roles.split("+"))
     spec = parse_layout(layout, flag=f"role group {text!r}")
     return RoleGroup(named, spec, tuple(devices.split(",")) if devices else ())
@@ -66,7 +73,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_bytes(text: str) -> int:
-    """1048576, 1MiB or 1.5GiB. Raises ValueError."""
+    """Parses 1048576, 1MiB or 1.5GiB. Raises ValueError."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2] not in BYTE_UNITS:
         raise ValueError(text)

@@ -1,1 +1,1 @@
-"""What was captured of the targets of drafts: kept, counted, released."""
+"""Captured features (stored hidden states for draft training): stored, counted, released."""

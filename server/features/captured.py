@@ -1,7 +1,8 @@
-"""Features: what was captured of drafts' targets: whose it is, how much and how long. The workers write and read it.
+"""Captured features of draft models' targets: who owns them, how much space they use, and how long they are kept.
 
-Content is stored once and counted by reference; a reference ends with its time, its uses, its run, or when it is given
-up. What an operation needs whose optimizer step has not finished is held, and deleted only behind that.
+The workers write and read the features. Content is stored once and counted by reference; a reference ends when it
+expires, when its uses are spent, when its run ends, or when it is released. Features are held while an operation whose
+optimizer step has not finished needs them, and deleted only after that.
 """
 
 import asyncio
@@ -27,16 +28,16 @@ from .room import FeatureRoom
 logger = logging.getLogger(__name__)
 
 FEATURES = "features"
-"""Among the outputs of workers: where those of a datum are, and how many bytes they have."""
+"""Output of workers with the address of a datum's features and their size in bytes."""
 
 _REF = re.compile(r"features-([0-9a-f]{32})-([0-9a-z]{1,40})")
 _MOST_REMEMBERED = 10_000
-_OVER = "the run that captured it is over"
+_OVER = "the run that captured it has ended"
 
 
 @dataclass(eq=False)
 class _Hold:
-    """Of an operation. uses: see `uses_of`. reason: why it has to be refused."""
+    """The features that one operation holds. uses: see `uses_of`. reason: why the operation must be refused."""
 
     kept: list[Kept]
     uses: Counter[str]
@@ -45,10 +46,13 @@ class _Hold:
 
 @dataclass(eq=False)
 class _Usage:
-    """Of a tenant. num_capturing: captures under way. writing: held by who changes files that are there.
+    """A tenant's bookkeeping.
 
-    changed: whose references the files do not tell yet. let_go: which may be needed no more. has_unknown: a capture has
-    failed, and may have left files that nobody knows.
+    num_capturing: captures in progress. writing: held while existing files are changed. changed: features whose
+    references
+    are not yet written to files. let_go: features that may be unneeded now. has_unknown: a capture failed and may have
+    left
+    files that are not recorded.
     """
 
     num_capturing: int = 0
@@ -59,7 +63,10 @@ class _Usage:
 
 
 class Features:
-    """clock: seconds since 1970. room: for what is captured."""
+    """Owns the captured features of all tenants; `room` reserves space for captures.
+
+    clock: seconds since 1970.
+    """
 
     def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         self.room = FeatureRoom(config, self.expire)
@@ -67,24 +74,24 @@ class Features:
         self._ttl_seconds = config.feature_ttl_seconds
         self._clock = clock
         self._kept: dict[tuple[str, str], Kept] = {}
-        # By run and seq_id. Those that leave have ended, but the files may not tell it yet.
+        # By run and seq_id. Those in _leaving have ended, but the files may not reflect it yet.
         self._holds: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
         self._leaving: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
         self._usages: dict[str, _Usage] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()  # references that were there, and why they are not any more
-        self._is_swept = False  # until then runs may come that hold what nobody seems to need
+        self._gone: OrderedDict[str, str] = OrderedDict()  # references that have ended, and why
+        self._is_swept = False  # until then runs may still be resumed that hold features without references
 
     async def open(self) -> None:
-        """What an earlier process left."""
+        """Loads what an earlier process left."""
         for kept in await asyncio.to_thread(self._files.read):
             self._kept[kept.tenant_id, kept.address] = kept
             self.room.fill(kept.tenant_id, kept.num_bytes)
             self._usage(kept.tenant_id).let_go.add(kept)
         for tenant_id in await asyncio.to_thread(self._files.tenants):
-            self._usage(tenant_id)  # whose files nobody may know
+            self._usage(tenant_id)  # it may have unrecorded files
 
     async def sweep(self, live: Collection[str]) -> None:
-        """At start, once runs hold what they need: what runs have captured that are not live."""
+        """Ends the references of runs that are not live; called at start, after resumed runs hold what they need."""
         self._is_swept = True
         for kept, reference in self._references():
             if reference.run_id not in live:
@@ -102,12 +109,12 @@ class Features:
         )
 
     def check_ttl(self, ttl_seconds: float | None) -> None:
-        """Of a capture that is asked for. Raises RequestError."""
+        """Raises RequestError if a capture requests a longer TTL than the server allows."""
         most = self._ttl_seconds
         if ttl_seconds is not None and ttl_seconds > most:
             asked = f"{ttl_seconds:.15g}"
             raise RequestError(
-                f"ttl_seconds is {asked}, more than the {most:.15g} for which features are kept here: ask for at most"
+                f"ttl_seconds is {asked}, more than the {most:.15g} for which features are kept here: request at most"
                 f" that, leave it out, or start the server with --feature-ttl-seconds {asked}"
             )
 
@@ -115,12 +122,11 @@ class Features:
 
     @asynccontextmanager
     async def capturing(self, tenant_id: str) -> AsyncIterator[FeaturePlace]:
-        """Inside, nothing is deleted that nobody refers to yet, nor what nobody needs any more: it may be what a pass
-        has found there."""
+        """Enters a capture, during which no file of the tenant is deleted, since the pass may be reusing it."""
         usage, directory = self._usage(tenant_id), self._files.of(tenant_id)
         usage.num_capturing += 1
         try:
-            async with usage.writing:  # behind a cleaning that does not know of this
+            async with usage.writing:  # after a cleanup that began before this capture was counted
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             yield FeaturePlace(str(directory), captures=True)
         except BaseException:
@@ -141,11 +147,14 @@ class Features:
         uses: int | None = None,
         ttl_seconds: float | None = None,
     ) -> CaptureResponse | None:
-        """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
-        of it is not there, which is not the server's doing. Raises OSError where nobody can tell."""
+        """Creates references to what was captured; call it inside `capturing`.
+
+        Repeating the same operation returns the same references. Returns None if files have disappeared from the disk.
+        Raises OSError if the disk cannot be read.
+        """
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
         usage, most = self._usage(run.tenant_id), self._ttl_seconds
-        expires_at = self._clock() + min(most, ttl_seconds or most)  # it may have been accepted under a longer one
+        expires_at = self._clock() + min(most, ttl_seconds or most)  # it may have been accepted under a longer limit
         addresses = Counter(address for address, _ in found)
         async with usage.writing:
             if not await asyncio.to_thread(self._files.are_there, run.tenant_id, addresses):
@@ -166,7 +175,7 @@ class Features:
         return CaptureResponse(feature_refs=refs, num_bytes=num_bytes, expires_at=expires_at)
 
     async def release(self, run: RunRecord, names: Sequence[str] | None) -> int:
-        """Of what the run has captured. Returns how many there were."""
+        """Ends these references of the run, or all if `names` is None. Returns how many existed."""
         wanted = None if names is None else set(names)
         found = [
             (kept, reference)
@@ -179,7 +188,7 @@ class Features:
         return len(found)
 
     async def expire(self) -> None:
-        """Deletes what nobody may use any more."""
+        """Deletes expired references and the features that are no longer needed."""
         now = self._clock()
         for kept, reference in self._references():
             if reference.expires_at <= now:
@@ -188,7 +197,7 @@ class Features:
             await self._settle(tenant_id)
 
     async def tidy(self) -> None:
-        """Deletes that, and what nobody knows."""
+        """Deletes expired features, and files that are not recorded."""
         await self.expire()
         for tenant_id in list(self._usages):
             await self._delete_unknown(tenant_id)
@@ -196,7 +205,7 @@ class Features:
     # Using
 
     def hold(self, run: RunRecord, seq_id: int, operation: object) -> None:
-        """To be called for each operation that is accepted, in order."""
+        """Holds the features that an accepted operation uses; call it in the order of acceptance."""
         if not (uses := uses_of(operation)):
             return
         hold = _Hold([], uses)
@@ -209,8 +218,12 @@ class Features:
         self._add(run, seq_id, hold)
 
     def hold_again(self, run: RunRecord, seq_id: int, uses: Mapping[str, int]) -> None:
-        """At start, for each operation of an earlier process whose step may come yet: what it was accepted with,
-        whatever has become of the reference. What is gone is not to be refused: the target tells it again."""
+        """Restores the hold of an operation of an earlier process whose optimizer step has not finished; for server
+        start.
+
+        References that ended since are held too. Features that are gone do not cause a refusal: the target is run
+        again.
+        """
         found = {name: kept for name in uses if (kept := self._kept.get((run.tenant_id, _address(name)))) is not None}
         taken = {name for name, kept in found.items() if _has_taken(kept.references.get(name), run, seq_id)}
         left = Counter({name: count for name, count in uses.items() if name not in taken})
@@ -218,8 +231,9 @@ class Features:
             self._add(run, seq_id, _Hold(list(found.values()), left))
 
     def held(self, run: RunRecord, seq_id: int) -> Mapping[int, Mapping[str, int]]:
-        """The uses of operations up to this one, which have ended, by seq_id: what `hold_again` wants of those whose
-        step is not finished."""
+        """Returns the uses of ended operations up to this seq_id whose step has not finished, by seq_id, for
+        `hold_again`.
+        """
         holds = self._leaving[run.run_id] | self._holds[run.run_id]
         return {number: dict(+hold.uses) for number, hold in holds.items() if number <= seq_id and +hold.uses}
 
@@ -229,27 +243,31 @@ class Features:
         self._holds[run.run_id][seq_id] = hold
 
     def told(self, run: RunRecord, operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
-        """With where the features are that its data refer to. Raises OperationError where it may not have them."""
+        """Returns the operation with the place of the features that its data refer to.
+
+        Raises:
+            OperationError: the run is no draft, or a reference cannot be used.
+        """
         if all(datum.feature_ref is None for datum in operation.data):
             return operation
         if run.role != "draft":
-            raise OperationError(f"feature_ref is of draft models, and this is a {run.role}: leave it out")
+            raise OperationError(f"feature_ref is only for draft models, and this is a {run.role}: leave it out")
         hold = self._holds[run.run_id].get(operation.seq_id)
         if hold is not None and hold.reason is not None:
             raise OperationError(hold.reason)
         return replace(operation, features=FeaturePlace(str(self._files.of(run.tenant_id))))
 
     async def let_go(self, run: RunRecord, seq_id: int) -> None:
-        """The operation was never accepted, or contributes nothing to a step."""
+        """Ends the hold of an operation that was never accepted, or contributes nothing to a step."""
         await self._let_go(run, [seq_id])
 
     async def stepped(self, run: RunRecord, seq_id: int, *, were_used: bool) -> None:
-        """An optimizer step has finished, or whatever came before was cleared (not were_used)."""
+        """Ends the holds before a finished optimizer step, or before gradients were cleared (not were_used)."""
         before = [number for number in self._holds[run.run_id] if number < seq_id]
         await self._let_go(run, before, seq_id if were_used else None)
 
     async def end_run(self, run: RunRecord) -> None:
-        """What it has captured goes with it."""
+        """Ends the run's holds and the references to what it captured."""
         await self._let_go(run, list(self._holds[run.run_id]))
         for of_runs in (self._holds, self._leaving):
             of_runs.pop(run.run_id, None)
@@ -259,7 +277,11 @@ class Features:
         await self._settle(run.tenant_id)
 
     async def _let_go(self, run: RunRecord, seq_ids: Sequence[int], step: int | None = None) -> None:
-        """step: the one that has used them. Returns once the files tell that."""
+        """Ends holds and returns as soon as the files reflect it.
+
+        Args:
+            step: seq_id of the optimizer step that used them, if one did.
+        """
         holds = self._holds[run.run_id]
         popped = {seq_id: holds.pop(seq_id) for seq_id in seq_ids if seq_id in holds}
         if not popped:
@@ -285,14 +307,16 @@ class Features:
             reference.taken[run.run_id] = step
             self._usage(run.tenant_id).changed.add(kept)
             if reference.uses <= 0:
-                self._end(kept, reference, "it was captured for a number of uses, which it has had")
+                self._end(kept, reference, "it was captured for a limited number of uses, and none is left")
 
     def _find(self, tenant_id: str, name: str, count: int) -> tuple[Kept | None, str]:
-        """What an operation that uses it so often may hold; else why not."""
+        """Returns the features behind this reference, to be used `count` times, or None and the reason why they cannot
+        be.
+        """
         kept = self._kept.get((tenant_id, _address(name)))
         reference = None if kept is None else kept.references.get(name)
         if kept is None or reference is None:
-            why = self._gone.get(f"{tenant_id} {name}", "it is not there, or not yours: it may have expired")
+            why = self._gone.get(f"{tenant_id} {name}", "it does not exist, or is not yours: it may have expired")
             return None, f"feature_ref {name} cannot be used: {why}; capture it again"
         if reference.expires_at <= self._clock():
             return None, f"feature_ref {name} cannot be used: it has expired; capture it again"
@@ -323,7 +347,9 @@ class Features:
     # Files
 
     async def _settle(self, tenant_id: str) -> None:
-        """Files are as references are; what is neither referred to nor held is deleted, behind captures."""
+        """Writes changed references to files, and deletes features without references or holds unless captures are in
+        progress.
+        """
         usage = self._usage(tenant_id)
         async with usage.writing:
             dropped = self._drop_unneeded(usage)
@@ -338,7 +364,7 @@ class Features:
                 logger.error("references to features of %s cannot be written: %s", tenant_id, error)
 
     def _drop_unneeded(self, usage: _Usage) -> Sequence[str]:
-        """Their addresses."""
+        """Forgets features that are not needed any more, and returns their addresses."""
         if usage.num_capturing or not self._is_swept:
             return ()
         let_go, usage.let_go = usage.let_go, set()
@@ -350,7 +376,7 @@ class Features:
         return [kept.address for kept in unneeded]
 
     async def _delete_unknown(self, tenant_id: str) -> None:
-        """Unless captures are under way, whose files nobody knows yet."""
+        """Deletes files that are not recorded, unless captures are in progress, whose files are not recorded yet."""
         usage = self._usage(tenant_id)
         async with usage.writing:
             if usage.num_capturing:
@@ -360,11 +386,11 @@ class Features:
                 await asyncio.to_thread(self._files.delete_others, tenant_id, known)
                 usage.has_unknown = False
             except OSError as error:
-                logger.error("files in %s that nobody knows cannot be deleted: %s", self._files.of(tenant_id), error)
+                logger.error("unrecorded files in %s cannot be deleted: %s", self._files.of(tenant_id), error)
 
 
 def _has_taken(reference: Reference | None, run: RunRecord, seq_id: int) -> bool:
-    """A step behind the operation with this seq_id has."""
+    """True if a step after the operation with this seq_id has taken its uses."""
     return reference is not None and reference.taken.get(run.run_id, -1) > seq_id
 
 
@@ -374,7 +400,10 @@ def _address(name: str) -> str:
 
 
 def uses_of(operation: object) -> Counter[str]:
-    """Of features, by reference, for the step behind the operation: 0 where it only looks at them."""
+    """Returns the uses of features, by reference, that the step after the operation will consume.
+
+    They are 0 for forward-only passes, which read features without consuming a use.
+    """
     uses: Counter[str] = Counter()
     if isinstance(operation, ForwardBackwardRequest):
         for datum in operation.data:
@@ -384,7 +413,7 @@ def uses_of(operation: object) -> Counter[str]:
 
 
 def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
-    """Whether this run's passes can be captured for that draft. Raises OperationError."""
+    """Raises OperationError if this run's passes cannot be captured for that draft."""
     if draft is None or draft.tenant_id != run.tenant_id:
         raise OperationError(f"there is no draft {draft_id} to capture for: create one, and name its model_id")
     if draft.role != "draft":
@@ -392,16 +421,16 @@ def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> No
     if draft.base_model != run.base_model:
         raise OperationError(f"capture_for {draft_id} is a draft of {draft.base_model}, and this is {run.base_model}")
     if run.role != "policy":
-        raise OperationError(f"capture_for is of policies, and this is a {run.role}: leave it out")
+        raise OperationError(f"capture_for is only for policies, and this is a {run.role}: leave it out")
 
 
 def for_draft(place: FeaturePlace, draft: RunRecord) -> FeaturePlace:
-    """What a policy's pass puts there besides."""
+    """Returns the place with what a policy's pass must capture for the draft while it trains."""
     config = draft_of(draft.training)
     assert config is not None and config.capture_layers is not None
     return replace(place, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
 
 
 def _handle(request_id: str) -> str:
-    """By which references of one operation are told from those of others."""
+    """Returns the part of a reference that identifies the operation that captured it."""
     return hashlib.sha256(request_id.encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""The files of captured features, TENANT/ADDRESS.safetensors, and the references to each in TENANT/ADDRESS.json.
+"""Files of captured features, TENANT/ADDRESS.safetensors, and the references to each, TENANT/ADDRESS.json.
 
-Workers write the former. All methods block.
+The workers write the features; this module writes the references. All methods block.
 """
 
 import json
@@ -16,8 +16,12 @@ _SUFFIX = ".safetensors"
 
 @dataclass
 class Reference:
-    """run_id: that has captured it. uses: how often it may still be used; None = any number. taken: the last step of a
-    run that has taken uses, by run: it does not once more, where a death comes between that and its answer."""
+    """A name by which operations use captured features.
+
+    run_id: the run that captured them. uses: how many are left; None: unlimited. taken: seq_id of the last step that
+    took
+    uses, by run; if the process dies before that step is answered, a retry does not take them twice.
+    """
 
     name: str
     run_id: str
@@ -28,7 +32,10 @@ class Reference:
 
 @dataclass(eq=False)
 class Kept:
-    """A sequence's features. references: by name. holders: operations that need it, by run and seq_id."""
+    """The stored features of one sequence.
+
+    references: by name. holders: operations that need the features, by run and seq_id.
+    """
 
     tenant_id: str
     address: str
@@ -38,7 +45,7 @@ class Kept:
 
 
 class FeatureFiles:
-    """Below a directory of the server's."""
+    """Reads and writes the files below `root`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
@@ -50,25 +57,28 @@ class FeatureFiles:
         return [unquote(path.name) for path in self._root.glob("*") if path.is_dir()]
 
     def read(self) -> list[Kept]:
-        """What is referred to, nothing of which is held."""
+        """Returns the features that have references; no holder is set."""
         found = []
         for path in self._root.glob(f"*/*{_SUFFIX}"):
             try:
                 references = [Reference(**each) for each in json.loads(path.with_suffix(".json").read_text())]
             except (OSError, ValueError, TypeError):
-                continue  # of a capture that was never answered: what nobody knows is deleted
+                continue  # left by a capture that was never answered: unrecorded files are deleted
             kept = Kept(unquote(path.parent.name), path.stem, path.stat().st_size)
             kept.references = {reference.name: reference for reference in references}
             found.append(kept)
         return found
 
     def are_there(self, tenant_id: str, addresses: Iterable[str]) -> bool:
-        """Raises OSError where nobody can tell."""
+        """True if all these files exist. Raises OSError if the disk cannot be read."""
         directory = self.of(tenant_id)
         return all((directory / f"{address}{_SUFFIX}").exists() for address in addresses)
 
     def write(self, tenant_id: str, told: Sequence[tuple[str, str]], dropped: Sequence[str]) -> None:
-        """told: addresses, and their references by `as_text`. dropped: addresses. Raises OSError."""
+        """Writes references (`told`: pairs of an address and `as_text`), and deletes the files of `dropped` addresses.
+
+        Raises OSError.
+        """
         directory = self.of(tenant_id)
         for address, text in told:
             staging = staging_in(directory)
@@ -79,7 +89,7 @@ class FeatureFiles:
                 (directory / f"{address}{suffix}").unlink(missing_ok=True)
 
     def delete_others(self, tenant_id: str, known: Collection[str]) -> None:
-        """known: addresses. Raises OSError."""
+        """Deletes all files of the tenant except those of the `known` addresses. Raises OSError."""
         directory = self.of(tenant_id)
         for path in directory.iterdir() if directory.exists() else ():
             if path.name.partition(".")[0] not in known or path.name.startswith(STAGING):

@@ -1,4 +1,4 @@
-"""Room for captured features: the bytes of each tenant and of all, which captures claim, and may have to wait for."""
+"""Disk space for captured features: limits per tenant and in total; captures reserve it, and may wait for it."""
 
 import asyncio
 import time
@@ -15,12 +15,12 @@ _OWN = "of yours"
 
 
 class NoRoom(RequestError):
-    """For what is to be captured."""
+    """The features to be captured exceed a limit."""
 
 
 @dataclass(frozen=True)
 class _Budget:
-    """Bytes. used: also by captures under way."""
+    """A limit in bytes; `used` includes the reservations of captures in progress."""
 
     knob: str
     whose: str
@@ -32,12 +32,17 @@ class _Budget:
 
 
 class FeatureRoom:
-    """expire: deletes what nobody may use any more. num_waiting, num_put_off: of captures."""
+    """Counts the bytes of stored features, and reserves space for captures.
+
+    expire: deletes features that can no longer be used. num_waiting: captures that wait for space. num_put_off:
+    captures
+    that were refused after waiting.
+    """
 
     def __init__(self, config: ServerConfig, expire: Callable[[], Awaitable[None]]) -> None:
         self._config = config
         self._expire = expire
-        # Bytes, by tenant: of what is there, and at most of captures under way.
+        # Bytes by tenant: stored, and reserved for captures in progress.
         self._stored: Counter[str] = Counter()
         self._claimed: Counter[str] = Counter()
         self._freed = asyncio.Event()
@@ -45,7 +50,7 @@ class FeatureRoom:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is there."""
+        """Returns the bytes stored for all tenants."""
         return self._stored.total()
 
     def fill(self, tenant_id: str, num_bytes: int) -> None:
@@ -60,8 +65,11 @@ class FeatureRoom:
         return {names[each.knob]: Limit(limit=each.limit, used=each.used) for each in self._budgets(tenant_id)}
 
     async def claim(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
-        """Room for a capture, which may have to wait for it; what is returned gives it back, once it is done. Raises
-        NoRoom: 413 for more than there can ever be, 429 where there is none in time."""
+        """Reserves space for a capture, waiting for it if necessary. Returns a function that releases the reservation.
+
+        Raises:
+            NoRoom: 413 if the capture exceeds a limit by itself, 429 if no space was freed in time.
+        """
         for budget in self._budgets(tenant_id):
             if num_bytes > budget.limit:
                 raise NoRoom(
@@ -73,7 +81,7 @@ class FeatureRoom:
         return self.claim_again(tenant_id, num_bytes)
 
     def claim_again(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
-        """For a capture that has been given room, be there any left or not."""
+        """Reserves space for a capture that was accepted before, even beyond the limits."""
         self._claimed[tenant_id] += num_bytes
 
         def release() -> None:
@@ -83,7 +91,7 @@ class FeatureRoom:
         return release
 
     async def _wait(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
-        """Raises NoRoom 429."""
+        """Waits for space. Raises NoRoom 429."""
         until = time.monotonic() + self._config.feature_wait_seconds
         self.num_waiting += 1
         try:
@@ -106,12 +114,12 @@ class FeatureRoom:
     def _lack(self, tenant_id: str, num_bytes: int) -> str | None:
         for budget in self._budgets(tenant_id):
             if budget.used + num_bytes > budget.limit:
-                # How much others have is not for a tenant to know.
+                # A tenant must not learn how much others use.
                 held = f"have {budget.used} bytes" if budget.whose == _OWN else "leave no room"
                 return (
                     f"captured features {budget.whose} {held}, these have {num_bytes}, beyond"
-                    f" {budget}: more is captured when there is room; release_features of what is not needed, or"
-                    " capture for a number of uses"
+                    f" {budget}: retry later, call release_features for what is not needed, or capture for a limited"
+                    " number of uses"
                 )
         return None
 

@@ -1,1 +1,1 @@
-"""Files: append-only logs, directories that are whole or absent, object stores."""
+"""Append-only logs, directories that are complete or absent, and object stores."""

@@ -1,4 +1,4 @@
-"""Cache: checkpoints that lie elsewhere, as directories here. The longest unused go when there are too many bytes."""
+"""Caches remote checkpoints as local directories. The least recently used are evicted when they exceed a size limit."""
 
 import contextlib
 import hashlib
@@ -15,26 +15,26 @@ from pathlib import Path
 from .directories import STAGING, staging_in
 
 _SPARED_SECONDS = 60.0
-"""Since its last use: a download may be about to open it. What is open stays readable."""
+"""Entries used this recently are not evicted, since a download may be about to open them. Open files stay readable."""
 
 
 class Cache:
-    """root: its own alone. Every method but `held` blocks."""
+    """A size-limited cache in `root`, which nothing else may use. Every method but `held` blocks."""
 
     def __init__(self, root: Path, most_bytes: int) -> None:
         self._root = root
         self._most_bytes = most_bytes
         self._num_holders: Counter[Path] = Counter()
-        # Between looking whether somebody holds one and taking it away nobody may begin to.
+        # An entry must not become held between the check of its holders and its eviction.
         self._lock = threading.Lock()
 
     def path(self, url: str) -> Path:
-        """Where the directory at this URL is or would be. A URL never means another checkpoint than it once did."""
+        """Returns where the directory of this URL is or would be cached. A URL always means the same checkpoint."""
         return self._root / hashlib.sha256(url.encode()).hexdigest()[:32]
 
     @contextmanager
     def held(self, path: Path) -> Iterator[None]:
-        """It stays meanwhile."""
+        """Keeps the entry from being evicted while the block runs."""
         with self._lock:
             self._num_holders[path] += 1
         try:
@@ -44,12 +44,12 @@ class Cache:
                 self._num_holders -= Counter((path,))
 
     def sweep(self) -> None:
-        """At start."""
+        """Removes unfinished downloads, at start."""
         for staging in self._root.glob(f"{STAGING}*"):
             shutil.rmtree(staging, ignore_errors=True)
 
     def used(self, path: Path) -> None:
-        """Now; and makes room."""
+        """Marks the entry as just used, and evicts others if the cache is too large."""
         os.utime(path)
         entries = sorted(filter(None, map(_entry, self._root.glob("[0-9a-f]*"))), key=lambda entry: entry.used_at)
         excess = sum(entry.num_bytes for entry in entries) - self._most_bytes
@@ -59,12 +59,12 @@ class Cache:
                 excess -= entry.num_bytes
 
     def _take_away(self, path: Path) -> bool:
-        """Unless somebody holds it."""
+        """Evicts the entry unless it is held. True if it is gone."""
         aside = staging_in(self._root)
         with self._lock:
             if self._num_holders[path]:
                 return False
-            with contextlib.suppress(FileNotFoundError):  # somebody else makes room, too
+            with contextlib.suppress(FileNotFoundError):  # another thread has just evicted it
                 path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         return True
@@ -80,5 +80,5 @@ class _Entry:
 def _entry(path: Path) -> _Entry | None:
     try:
         return _Entry(path, path.stat().st_mtime, sum(file.stat().st_size for file in path.rglob("*")))
-    except FileNotFoundError:  # somebody else makes room, too
+    except FileNotFoundError:  # another thread has just evicted it
         return None

@@ -1,14 +1,17 @@
-"""PlaceConfig: where checkpoints lie."""
+"""Configures where checkpoints are stored."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PlaceConfig:
-    """checkpoints: a directory or a URL, None = in the state directory. mirrors: URLs that get a copy of each.
+    """Says where checkpoints and their copies are stored, and how failures are retried.
 
-    checkpoint_cache_bytes: of those that were read from URLs. pauses_seconds: between two tries at a URL.
-    mirror_pause_seconds: behind the first copy of a checkpoint that failed; it doubles, up to an hour.
+    checkpoints: a directory or a URL; None for the state directory.
+    mirrors: URLs that get a copy of each checkpoint.
+    checkpoint_cache_bytes: for local copies of checkpoints that were read from URLs.
+    pauses_seconds: between attempts at a URL.
+    mirror_pause_seconds: after the first failure to copy a checkpoint; doubles with each failure, up to an hour.
     """
 
     checkpoints: str | None = None

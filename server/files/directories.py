@@ -1,6 +1,6 @@
-"""Directories that are there whole or not at all: written beside their place, as .staging-*, and moved there.
+"""Makes directories that are either complete or absent: written as a sibling .staging-* directory, then renamed.
 
-What `sync` makes survive is the death of the machine; that of the process needs nothing.
+`sync` makes them survive a crash of the machine; they survive a crash of the process anyway.
 """
 
 import os
@@ -12,12 +12,16 @@ STAGING = ".staging-"
 
 
 def staging_in(directory: Path) -> Path:
-    """A new name there; what has it at the next start was never finished."""
+    """Returns an unused staging name. A directory of such a name at the next start was never finished."""
     return directory / f"{STAGING}{secrets.token_hex(8)}"
 
 
 def move_into_place(staging: Path, place: Path, *, root: Path | None = None) -> None:
-    """By one rename. root: all from this directory down to the place is to survive. Raises OSError."""
+    """Publishes a staging directory by one rename. Raises OSError.
+
+    Args:
+        root: if given, the entries from this directory down to `place` are synced.
+    """
     staging.rename(place)
     if root is not None:
         for above in place.parents:
@@ -27,7 +31,7 @@ def move_into_place(staging: Path, place: Path, *, root: Path | None = None) -> 
 
 
 def make_directory(directory: Path, sync: bool, mode: int = 0o777) -> None:
-    """And those above it that are missing. sync: whether they survive. Raises OSError."""
+    """Makes the directory and its missing parents; `sync` makes them survive a crash of the machine. Raises OSError."""
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
     directory.mkdir(mode, parents=True, exist_ok=True)
     if sync:
@@ -36,7 +40,7 @@ def make_directory(directory: Path, sync: bool, mode: int = 0o777) -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """What is directly in it, and that it is."""
+    """Syncs the files directly in the directory, and the directory itself."""
     for path in directory.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -52,6 +56,6 @@ def sync_directory(directory: Path) -> None:
 
 
 def directory_name(run_id: str) -> str:
-    """Run ids are made of our session ids and numbers; a colon is not for every file system."""
+    """Returns a name for the run's directory. Not every file system allows the colons of a run id."""
     assert re.fullmatch(r"[A-Za-z0-9_-]+(:[A-Za-z0-9_-]+)*", run_id), run_id
     return run_id.replace(":", "_")

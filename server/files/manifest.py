@@ -1,4 +1,7 @@
-"""Manifests: the files of a directory by size and hash. A directory that matches its manifest is whole."""
+"""Writes and checks manifests, which list the files of a directory by size and hash.
+
+A directory that matches its manifest is complete.
+"""
 
 import hashlib
 import json
@@ -10,23 +13,27 @@ from typing import Any
 from .directories import sync_directory
 
 MANIFEST = "manifest.json"
-NO_MANIFEST = f"{MANIFEST} is damaged: it is no JSON of a manifest"
+NO_MANIFEST = f"{MANIFEST} is damaged: it is not the JSON of a manifest"
 
 _READ_BYTES = 1 << 20
 
 
 class NotWhole(ValueError):
-    """A directory is not as its manifest says; reason: why, without the directory."""
+    """A directory does not match its manifest.
+
+    reason: what is wrong, without the directory's name.
+    """
 
     def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(f"{directory} is not whole: {reason}")
+        super().__init__(f"{directory} is incomplete or damaged: {reason}")
         self.reason = reason
 
 
 def seal(directory: Path, about: Mapping[str, object], *, sync: bool = True) -> int:
-    """Writes the manifest of what is there, and whatever else is to be said; returns the bytes of the files.
+    """Writes a manifest of the directory's files, together with the entries of `about`. Returns the bytes of the files.
 
-    sync: whether all of it is to survive the death of the machine.
+    Args:
+        sync: whether everything must survive a crash of the machine.
     """
     files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
     listed = {name: {"size_bytes": path.stat().st_size, "sha256": _hash(path, sync)} for name, path in files.items()}
@@ -50,7 +57,7 @@ def listed_files(directory: Path) -> list[str]:
 
 
 def check(directory: Path, *, hashes: bool = True) -> None:
-    """Raises NotWhole with what is missing or differs. Without hashes only in size."""
+    """Raises NotWhole if a file is missing or differs; without `hashes` only sizes are compared."""
     name = MANIFEST
     try:
         for name, listed in read_manifest(directory)["files"].items():
@@ -66,16 +73,16 @@ def check(directory: Path, *, hashes: bool = True) -> None:
 
 
 def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) -> None:
-    """listed: what the manifest says of it. Raises ValueError where it differs, OSError where it is not there."""
+    """Raises ValueError if the file differs from its entry in the manifest, OSError if it cannot be read."""
     check_size(path.name, path.stat().st_size, listed)
     if hashes and _hash(path, sync=False) != listed["sha256"]:
-        raise ValueError(f"{path.name} is not as its manifest says (its hash differs)")
+        raise ValueError(f"{path.name} does not match its manifest (its hash differs)")
 
 
 def check_size(name: str, size_bytes: int | None, listed: Mapping[str, Any]) -> None:
-    """Raises ValueError where the manifest says another one."""
+    """Raises ValueError if the manifest lists another size."""
     if size_bytes != listed["size_bytes"]:
-        raise ValueError(f"{name} is not as its manifest says ({size_bytes} bytes, not {listed['size_bytes']})")
+        raise ValueError(f"{name} does not match its manifest ({size_bytes} bytes, not {listed['size_bytes']})")
 
 
 def _hash(path: Path, sync: bool) -> str:

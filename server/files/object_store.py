@@ -1,6 +1,6 @@
-"""Places: directories at URLs of fsspec (s3://, hf://, file://, ...), each whole or nothing.
+"""Stores directories at fsspec URLs (s3://, hf://, file://, ...), each complete or absent.
 
-The manifest is written last and removed first: a directory without one is nothing.
+The manifest is written last and removed first; a directory without one does not count.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEY_PARTS = 3
-"""RUN/KIND/NAME.VERSION: where a checkpoint lies, below every place alike."""
+"""A checkpoint's key has three parts, RUN/KIND/NAME.VERSION, at every place."""
 
 _NUM_THREADS = 8
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, KeyError, TypeError)
-"""What another try would not mend: no such bucket, no right to it, a manifest that is none."""
+"""Errors that a retry would not fix, such as a missing bucket, missing rights or a damaged manifest."""
 
 
 class PlaceError(Exception):
-    """A directory at a URL could not be read or written; the message names the URL and the reason."""
+    """Raised if a directory at a URL could not be read or written. The message names the URL and the reason."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")
@@ -40,7 +40,7 @@ class PlaceError(Exception):
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError with the remedy where no directory can be at such a URL."""
+    """Raises ValueError, with the remedy, if checkpoints cannot be stored at this URL."""
     parts = urlsplit(url)
     if parts.password:
         raise ValueError(
@@ -48,29 +48,31 @@ def check_url(url: str) -> None:
             f"in the environment, such as FSSPEC_{parts.scheme.upper()}_PASSWORD"
         )
     if parts.scheme == "memory":
-        raise ValueError(f"{url} is the memory of this process, and what is there ends with it: name another place")
+        raise ValueError(f"{url} is the memory of this process and is lost when it ends: use another URL")
     try:
         fsspec.get_filesystem_class(parts.scheme or "file")
     except ValueError:
-        raise ValueError(f"{url}: fsspec knows no {parts.scheme}://") from None
+        raise ValueError(f"{url}: fsspec does not support {parts.scheme}://") from None
     except ImportError as error:
         extra = "pip install 'trainhouse[s3]'" if parts.scheme == "s3" else str(error)
         raise ValueError(f"{url} needs a package that is not installed: {extra}") from None
 
 
 def key_of(directory: str) -> str:
-    """Of a checkpoint's directory, a path or a URL."""
+    """Returns the key (see KEY_PARTS) of a checkpoint's directory, a path or a URL."""
     return "/".join(PurePosixPath(directory).parts[-KEY_PARTS:])
 
 
 class Places:
-    """Carries directories to and from URLs; what may be a passing trouble is tried again with pauses.
+    """Transfers directories to and from URLs, and retries errors that may be temporary.
 
-    The work has threads of its own: a place that hangs holds up nothing else.
+    It has its own threads, so that an unresponsive place blocks nothing else.
+
+    pauses_seconds: between attempts; there is one attempt more than pauses.
+    quiet: URLs below which failed attempts are only logged at level DEBUG, since the caller retries and reports.
     """
 
     def __init__(self, pauses_seconds: tuple[float, ...], quiet: Collection[str] = ()) -> None:
-        """quiet: URLs below which trouble is told by whoever tries once more after that."""
         self._pauses_seconds = pauses_seconds
         self._quiet = tuple(quiet)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="places")
@@ -78,19 +80,23 @@ class Places:
         self._is_closed = False
 
     async def upload(self, source: Path, url: str) -> None:
-        """A directory with a manifest. Raises PlaceError."""
+        """Uploads a directory that has a manifest. Raises PlaceError."""
         for name in [*await asyncio.to_thread(listed_files, source), MANIFEST]:
             await self._try(url, lambda at, name=name: at.put(source / name, name))
 
     async def download(self, url: str, target: Path) -> None:
-        """Into a directory that is there, each file as the manifest says. Raises PlaceError."""
+        """Downloads into an existing directory and checks each file against the manifest. Raises PlaceError."""
         manifest = await self.manifest(url)
         for name, listed in manifest["files"].items():
             await self._try(url, lambda at, name=name, listed=listed: at.get(name, listed, target / name))
         await asyncio.to_thread((target / MANIFEST).write_text, json.dumps(manifest, indent=1))
 
     async def copy(self, source: str, target: str, about: Mapping[str, object]) -> int:
-        """Within one place, without its bytes coming here. about: of the copy's manifest. Returns the files' bytes."""
+        """Copies within one object store, without a download. Returns the bytes of the files. Raises PlaceError.
+
+        Args:
+            about: further entries for the copy's manifest.
+        """
         files = (await self.manifest(source))["files"]
         for name in files:
             await self._try(target, lambda at, name=name: at.copy(source, name))
@@ -98,23 +104,25 @@ class Places:
         return sum(listed["size_bytes"] for listed in files.values())
 
     async def manifest(self, url: str) -> dict[str, Any]:
-        """Raises PlaceError where there is none."""
+        """Returns the manifest. Raises PlaceError if there is none."""
         return await self._try(url, _At.manifest)
 
     async def check(self, url: str) -> dict[str, Any]:
-        """Its manifest. Raises PlaceError where a file is missing or of another size; its bytes are not read."""
+        """Returns the manifest after comparing sizes; the content is not read. Raises PlaceError if a file is missing
+        or differs.
+        """
         return await self._try(url, _At.check)
 
     async def remove(self, url: str) -> None:
-        """Whole, half or not there. Raises PlaceError."""
+        """Removes the directory, complete or not; it need not exist. Raises PlaceError."""
         await self._try(url, _At.remove)
 
     async def list(self, root: str) -> Mapping[str, Set[str]]:
-        """Key -> the names of its files, of everything below a place. Raises PlaceError."""
+        """Returns the file names of every directory below `root`, by key. Raises PlaceError."""
         return await self._try(root, _At.list)
 
     def close(self) -> None:
-        """Whoever waits for a URL is cancelled, now or later. A thread in the midst of something is not waited for."""
+        """Cancels all current and later callers. Threads that are in the middle of a transfer are not waited for."""
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for task in self._waiting:
@@ -135,18 +143,18 @@ class Places:
         for pause_seconds in (*self._pauses_seconds, None):
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(_at(url)))
-            except Exception as error:  # each of fsspec's packages raises its own
+            except Exception as error:  # each of fsspec's backends raises its own types
                 if pause_seconds is None or isinstance(error, _FINAL):
                     raise PlaceError(url, str(error) or type(error).__name__) from error
                 level = logging.DEBUG if url.startswith(self._quiet) else logging.WARNING
-                logger.log(level, "%s: %s; trying again in %g s", url, error, pause_seconds)
+                logger.log(level, "%s: %s; retrying in %g s", url, error, pause_seconds)
             await asyncio.sleep(pause_seconds)
         raise AssertionError
 
 
 @dataclass(frozen=True)
 class _At:
-    """A directory in a file system of fsspec. Blocking."""
+    """Blocking operations on a directory in an fsspec file system."""
 
     files: fsspec.AbstractFileSystem
     path: str
@@ -155,7 +163,7 @@ class _At:
         self.files.put_file(str(source), self.file(name))
         arrived = self.files.size(self.file(name))
         if arrived != source.stat().st_size:
-            raise OSError(f"of the {source.stat().st_size} bytes of {name} {arrived} have arrived")
+            raise OSError(f"{arrived} of the {source.stat().st_size} bytes of {name} were stored")
 
     def get(self, name: str, listed: Mapping[str, Any], target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +186,7 @@ class _At:
             raise ValueError(NO_MANIFEST) from error
         for name in names:
             if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"its manifest names {name!r}, which is outside of it")
+                raise ValueError(f"its manifest names {name!r}, which is outside the directory")
         return manifest
 
     def check(self) -> dict[str, Any]:
@@ -210,7 +218,7 @@ class _At:
 
 
 def _at(url: str) -> _At:
-    """Listings are never remembered: others may write there, too."""
+    """Opens the directory without fsspec's listings cache, since other processes may write there."""
     is_local = urlsplit(url).scheme in ("", "file", "local")
     files, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **({"auto_mkdir": True} if is_local else {}))
     return _At(files, path.rstrip("/"))

@@ -1,7 +1,8 @@
-"""Segments: a directory of append-only files of checked records, and the reader that finds where one was torn.
+"""A write-ahead log: a directory of append-only segment files of checksummed records, and a reader that detects torn
+ends.
 
-A record that was appended survives the death of this process; with `sync` that of the machine, too. Shared by the
-journal, the results and the recordings, each of which decides when a segment may go.
+An appended record survives a crash of this process; with `sync`, also one of the machine. The journal, the results and
+the recordings use this, and each decides when a segment may be deleted.
 """
 
 import asyncio
@@ -30,28 +31,28 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"trainhouse segment 2\n"
 _MAGIC_1 = b"trainhouse segment 1\n"
 _TAG_BYTES = 8
-"""Behind the magic, and again in front of each record: drawn for each segment, so that nothing in a body, which is as
-somebody sent it, can pass for a record. Format 1 had none."""
+"""A random tag per segment, stored after the magic and before each record, so that no body that a client sent can pass
+for a record. Format 1 had none."""
 _HEAD_BYTES = len(_MAGIC) + _TAG_BYTES
 _FRAME = struct.Struct("<III")
-"""Behind the tag: bytes of the header, bytes of the body, crc32 of both."""
+"""Follows the tag: bytes of the header, bytes of the body, crc32 of both."""
 
 _SUFFIX = ".segment"
 _TRIAL = ".trial-"
 MOST_BODY_BYTES = (1 << 32) - 1
-"""The frame has no room for a larger number."""
+"""The largest length that fits into the frame."""
 _MOST_HEADER_BYTES = 16 << 20
 _SMALL_BYTES = 32 << 10
-"""Writing less than this into the page cache takes less than handing it to a thread and hearing back."""
+"""Writing less than this into the page cache is faster than a round trip to a thread."""
 
 
 Guard = Callable[[], None]
-"""Raises OSError where nothing may be written any more."""
+"""Raises OSError if this process may no longer write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record is: the number of its segment, and its first byte there."""
+    """Position of a record: the number of its segment and the offset of its first byte."""
 
     segment: int
     offset: int
@@ -67,7 +68,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """header: a small JSON object. body: bytes as given."""
+    """A record as it was appended.
+
+    header: a small JSON object.
+    offset: of its first byte in the segment.
+    """
 
     header: Mapping[str, object]
     body: bytes
@@ -76,7 +81,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is no whole record, although one follows. header: as far as it can be read, which nothing vouches for."""
+    """A damaged stretch of a segment that is followed by a complete record.
+
+    header: as far as it can be read; unverified.
+    """
 
     offset: int
     header: Mapping[str, object] | None
@@ -90,13 +98,15 @@ class _Append:
 
 
 class RecordTooLarge(OSError):
-    """No segment takes a record of this size, however much room there is; nothing was written."""
+    """The record exceeds the size that a segment can store, regardless of free space. Nothing was written."""
 
 
 class Segments:
-    """One writer per directory. What earlier processes left there is in `earlier` and never appended to.
+    """Appends records to the segments of a directory, as its only writer. Segments of earlier processes are listed in
+    `earlier` and never appended to.
 
-    guard: asked before each write, and behind it: what it does not vouch for then has failed, although it may be there.
+    guard: called before and after each write. If it raises afterwards the append fails, although the record may be on
+        disk.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
@@ -116,18 +126,22 @@ class Segments:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
 
     def append(self, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":
-        """Done once the operating system has the record: for a small one when this returns, unless others wait.
+        """Appends a record. The future is done as soon as the operating system has it.
 
-        Large ones are written by a thread, those that wait together in one go. Fails with OSError (disk full, directory
-        gone, no memory, the guard's); where that was not the guard's, later appends start a new segment. Fails with
-        RecordTooLarge above MOST_BODY_BYTES.
+        A small record is written before this returns unless others are queued. Larger ones are written by a thread,
+        queued ones in one batch. After an OSError other than the guard's (disk full, directory deleted, out of memory),
+        later appends start a new segment.
+
+        Raises:
+            OSError: (in the future) the record was not written, or the guard raised.
+            RecordTooLarge: (in the future) the body exceeds MOST_BODY_BYTES, or the header its limit.
         """
         written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         append = _Append(json.dumps(header, separators=(",", ":")).encode(), body, written)
         if len(append.header) > _MOST_HEADER_BYTES or len(body) > MOST_BODY_BYTES:
             written.set_exception(
                 RecordTooLarge(
-                    f"a record of {len(append.header)} and {len(body)} bytes is too large: at most "
+                    f"a record with {len(append.header)} bytes of header and {len(body)} of body is too large: at most "
                     f"{_MOST_HEADER_BYTES} and {MOST_BODY_BYTES} can be stored"
                 )
             )
@@ -141,7 +155,7 @@ class Segments:
         return written
 
     async def try_to_write(self) -> None:
-        """A file that is gone again at once. Raises OSError where nothing can be appended."""
+        """Writes and removes a temporary file. Raises OSError if nothing can be appended."""
         await asyncio.to_thread(self._try_to_write)
 
     def _try_to_write(self) -> None:
@@ -151,14 +165,14 @@ class Segments:
             file.flush()
 
     async def read(self, place: Place) -> Record:
-        """Raises ValueError where there is no whole record, OSError where there is no segment."""
+        """Raises ValueError if there is no complete record at `place`, OSError if the segment cannot be read."""
         return await asyncio.get_running_loop().run_in_executor(None, self._read, place)
 
     def path(self, segment: int) -> Path:
         return self._directory / f"{segment:08d}{_SUFFIX}"
 
     def delete(self, segment: int) -> None:
-        """Soon, by a thread: to free 64 MiB takes tens of milliseconds."""
+        """Deletes a segment in a thread, since freeing 64 MiB takes tens of milliseconds."""
         assert segment != self.current, "the segment being written cannot be deleted"
         unlink = partial(self.path(segment).unlink, missing_ok=True)
         deleting = asyncio.get_running_loop().run_in_executor(None, unlink)
@@ -168,17 +182,17 @@ class Segments:
     def _deleted(self, deleting: "asyncio.Future[None]") -> None:
         self._deleting.discard(deleting)
         if not deleting.cancelled() and (error := deleting.exception()) is not None:
-            logger.error("a segment is not needed any more, but stays: %s", error)
+            logger.error("a segment that is no longer needed could not be deleted: %s", error)
 
     def delete_older_than(self, seconds: float) -> None:
-        """Blocking. By the time of their last record; the one being written stays."""
+        """Deletes segments whose last record is older; the current one stays. Blocking."""
         oldest = time.time() - seconds
         for path in self._directory.glob(f"*{_SUFFIX}"):
             if int(path.stem) != self.current and path.stat().st_mtime < oldest:
                 path.unlink()
 
     async def close(self) -> None:
-        """Waits for what is being written and deleted."""
+        """Waits for pending writes and deletions, then closes the file."""
         while self._flush is not None:
             await self._flush
         if self._deleting:
@@ -198,7 +212,7 @@ class Segments:
             batch, self._pending = self._pending, []
             try:
                 places = await loop.run_in_executor(self._thread, self._write_guarded, batch)
-            except Exception as error:  # whatever it was: those that wait must hear of it, and later ones be written
+            except Exception as error:  # any error must reach the callers that wait, and later appends must continue
                 _fail(batch, _as_os_error(error))
                 continue
             for append, place in zip(batch, places, strict=True):
@@ -207,25 +221,25 @@ class Segments:
         self._flush = None
 
     def _write_guarded(self, batch: list[_Append]) -> list[Place]:
-        """In the writer's thread, or while it has nothing to do."""
+        """Runs in the writer's thread, or on the event loop while that thread is idle."""
         self._guard()
         places = self._write(batch)
-        # Of what was written too late nobody may hear that it was; but somebody else may have read it already.
+        # A write that ended too late must not be acknowledged, although another process may have read it already.
         self._guard()
         return places
 
     def _write(self, batch: list[_Append]) -> list[Place]:
         file, num_bytes = self._file, self._file_bytes
         try:
-            # All of a batch in one segment: of what fails together nothing may stay.
+            # A batch goes into one segment, so that a batch that fails can be cut off as a whole.
             writer = self._writable()
             places = [self._write_one(writer, append) for append in batch]
             writer.flush()
             if self._sync:
                 os.fsync(writer.fileno())
-        except Exception:  # MemoryError, too, may come in the midst of a record
-            # The file may end in half a record: nothing may follow it. Nor may whole ones stay, which are said to have
-            # failed.
+        except Exception:  # MemoryError, too, can occur in the middle of a record
+            # The file may end in half a record, which nothing may follow. Complete records of the batch must go too,
+            # since their appends are reported as failed.
             _cut_off(self._file, num_bytes if self._file is file else 0)
             self._next_segment()
             raise
@@ -279,9 +293,10 @@ class Segments:
 
 
 def shut_out(directory: Path) -> None:
-    """Blocking: who has a segment of the directory open for writing writes to nobody from now on.
+    """Fences off a former writer: its open segment is replaced by a copy, so that later writes reach no reader.
+    Blocking.
 
-    That can only be the newest, in whose place a copy comes. Raises OSError.
+    Only the newest segment can be open for writing. Raises OSError.
     """
     newest = max(directory.glob(f"*{_SUFFIX}"), default=None)
     if newest is None:
@@ -298,17 +313,19 @@ def shut_out(directory: Path) -> None:
 
 
 def read_segment(path: Path) -> Iterator[Record]:
-    """The whole records, in the order in which they were written; the log says where a tail is torn, or one damaged."""
+    """Yields the complete records in the order in which they were written. Torn ends and damage are logged."""
     return (found for found in scan_segment(path) if isinstance(found, Record))
 
 
 def scan_segment(path: Path) -> Iterator[Record | Damage]:
-    """As `read_segment`, with what stands between whole records and is none. A torn tail, which a crash leaves, is not
-    told: nobody was answered for it."""
+    """Like `read_segment`, but also yields damage between complete records. A torn end, which a crash leaves, is not
+        yielded:
+    its appends were never acknowledged.
+    """
     with path.open("rb") as file:
         if (tag := _tag_of(file)) is None:
             if path.stat().st_size > _HEAD_BYTES:
-                logger.error("%s is no segment of this version, or its head is damaged: nothing in it is read", path)
+                logger.error("%s is not a segment of this version, or its head is damaged: it is skipped", path)
                 yield Damage(0, None)
             return
         while True:
@@ -316,15 +333,15 @@ def scan_segment(path: Path) -> Iterator[Record | Damage]:
                 yield record
             if (damage := _damage(file, tag)) is None:
                 break
-            logger.error("%s is damaged: what is in it from byte %d to %d is lost", path, damage.offset, file.tell())
+            logger.error("%s is damaged: its content from byte %d to %d is lost", path, damage.offset, file.tell())
             yield damage
         torn_bytes = path.stat().st_size - file.tell()
     if torn_bytes:
-        logger.warning("%s is torn: its last %d bytes are not a whole record", path, torn_bytes)
+        logger.warning("%s is torn: its last %d bytes are not a complete record", path, torn_bytes)
 
 
 def whole_bytes(segment: Path) -> int | None:
-    """Behind its last whole record; None where it is no segment."""
+    """Returns the offset after the last complete record, or None if the file is not a segment."""
     with segment.open("rb") as file:
         if (tag := _tag_of(file)) is None:
             file.seek(0)
@@ -339,7 +356,7 @@ def whole_bytes(segment: Path) -> int | None:
 
 
 def cut(segment: Path, num_bytes: int) -> None:
-    """What is behind that goes; a file without a record whole."""
+    """Truncates the segment to `num_bytes`; deletes a file that would hold no record."""
     if num_bytes <= _HEAD_BYTES:
         segment.unlink()
         return
@@ -348,14 +365,14 @@ def cut(segment: Path, num_bytes: int) -> None:
 
 
 def _tag_of(file: BinaryIO) -> bytes | None:
-    """From the beginning of a segment, and the file behind that; None where it is no whole one."""
+    """Reads the head and returns the tag, leaving the file after the head. None if the head is not complete."""
     magic = file.read(len(_MAGIC))
     if magic == _MAGIC_1:
         return b""
     tag = file.read(_TAG_BYTES)
     if magic != _MAGIC or len(tag) < _TAG_BYTES:
         return None
-    # It may be what is damaged; the first record begins right here.
+    # The tag in the head may itself be damaged; the first record, which repeats it, begins here.
     at_first_record = file.read(_TAG_BYTES)
     is_damaged = at_first_record not in (b"", tag) and tag not in file.read()
     file.seek(_HEAD_BYTES)
@@ -363,10 +380,13 @@ def _tag_of(file: BinaryIO) -> bytes | None:
 
 
 def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
-    """What is here, and the file at the next whole record. None where none follows; then the file stays."""
+    """Returns the damage at the file's position and moves the file to the next complete record.
+
+    None if no record follows; then the file stays where it is.
+    """
     offset = file.tell()
     rest = file.read()
-    if rest and not tag:  # in format 1 nobody can tell what follows
+    if rest and not tag:  # without a tag, in format 1, the next record cannot be found
         return Damage(offset, _header_in(rest) if len(rest) > _FRAME.size else None)
     at = rest.find(tag, 1)
     while at >= 0:
@@ -380,7 +400,7 @@ def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
 
 
 def _header_in(damaged: bytes) -> Mapping[str, object] | None:
-    """Of a record whose checksum is wrong, its header, if only the body seems to be damaged."""
+    """Returns the header of a record with a wrong checksum, if only the body seems to be damaged."""
     header_bytes, _, _ = _FRAME.unpack(damaged[: _FRAME.size])
     try:
         header = json.loads(damaged[_FRAME.size : _FRAME.size + header_bytes])
@@ -390,7 +410,7 @@ def _header_in(damaged: bytes) -> Mapping[str, object] | None:
 
 
 def _read_record(file: BinaryIO, tag: bytes) -> Record | None:
-    """None, and the file at the record's start, where no whole record follows."""
+    """Reads a record. None, with the file back at the start, if no complete record follows."""
     offset = file.tell()
     record = _whole_record(file, tag, offset)
     if record is None:
@@ -402,7 +422,7 @@ def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> Record | None:
     if file.read(len(tag)) != tag or len(frame := file.read(_FRAME.size)) < _FRAME.size:
         return None
     header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
-    # Zeros, which a disk may have where it was promised more, have the checksum of nothing.
+    # A crash can leave zeros at the end of a file, and they have the checksum of an empty record.
     if header_bytes == 0 or header_bytes + body_bytes > os.fstat(file.fileno()).st_size - file.tell():
         return None
     header, body = file.read(header_bytes), file.read(body_bytes)
@@ -412,14 +432,16 @@ def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> Record | None:
 
 
 def _cut_off(file: BufferedWriter | None, num_bytes: int) -> None:
-    """What was written since; an empty file goes. Where that fails the reader finds no whole record there."""
+    """Truncates what was written since; an empty file is deleted. If that fails, readers find no complete record
+    there.
+    """
     if file is None or file.closed:
         return
     with contextlib.suppress(OSError):
         os.ftruncate(file.fileno(), num_bytes)
         if num_bytes == 0:
             os.unlink(file.name)
-    # Its own close would write what it still has, now that there is room, behind a hole.
+    # BufferedWriter.close would write its buffer after a hole, now that there is space.
     file.raw.close()
 
 

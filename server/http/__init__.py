@@ -1,1 +1,1 @@
-"""Requests before they are decoded: limits, bodies, decoding."""
+"""Reads request bodies within limits and decodes them."""

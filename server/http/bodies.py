@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, decoded off the event loop when large, and described for OpenAPI."""
+"""Reads request bodies within a limit, decodes large ones off the event loop, and describes them for OpenAPI."""
 
 import asyncio
 import re
@@ -18,14 +18,14 @@ from ..config.knobs import ServerConfig
 from .decoding import decode_apart
 
 LARGE_BYTES = 256 << 10
-"""What is larger is decoded and encoded off the event loop."""
+"""Larger bodies are decoded and encoded off the event loop."""
 
 APART_JSON_BYTES = 1 << 20
 APART_PROTOBUF_BYTES = 32 << 20
-"""What is larger is decoded in a process of its own. Its parsers take about as long for the one as for the other."""
+"""Larger bodies are decoded in a separate process. The parsers take about equally long for these two sizes."""
 
 CONTROL_BODY_BYTES = 1 << 20
-"""Most bytes of a body that carries no data of training or sampling."""
+"""Largest body that carries no training or sampling data."""
 
 _PREFIX_BYTES = 1 << 20
 _CHECKED_BYTES = 1 << 16
@@ -52,8 +52,13 @@ class BodyLimits:
 
 
 def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
-    """Bodies that carry data of training or sampling are large. What is larger than half of the memory might never find
-    room; it is refused, not put off."""
+    """Returns the size limits of a route.
+
+    A body larger than half of `queued_bytes` might never fit in memory, so it is refused rather than throttled.
+
+    Args:
+        is_large: the route's bodies carry training or sampling data.
+    """
     received, decompressed = config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2)
     if is_large:
         return BodyLimits(received, decompressed)
@@ -61,13 +66,16 @@ def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
 
 
 def limits_of(request: Request) -> BodyLimits:
-    """What the gate has found for its route."""
+    """Returns the limits of the request's route, as the gate set them."""
     return request.state.body_limits
 
 
 @dataclass(frozen=True)
 class Decoder(Generic[Decoded]):
-    """What decodes a body that is not JSON, or not always. apart_bytes: from which size on in a process of its own."""
+    """A decoder with its own threshold, for bodies that are not always JSON.
+
+    apart_bytes: bodies of at least this size are decoded in a separate process.
+    """
 
     decode: Callable[[bytes], Decoded]
     apart_bytes: float
@@ -77,7 +85,7 @@ class Decoder(Generic[Decoded]):
 
 
 class BodyTooLarge(HTTPException):
-    """last_piece: the beginning of the one with which the body became too large."""
+    """A body exceeds its limit. last_piece: the beginning of the piece that exceeded it."""
 
     def __init__(self, limit_bytes: int, last_piece: bytes = b"") -> None:
         remedy = "send less in one request"
@@ -88,10 +96,10 @@ class BodyTooLarge(HTTPException):
 
 
 def limited(receive: Receive, limit_bytes: int) -> Receive:
-    """Reads a body of at most so many bytes; beyond, it raises BodyTooLarge.
+    """Returns a `receive` that raises BodyTooLarge when the body exceeds the limit.
 
-    What follows is read and dropped, up to three times the limit: a client that is still sending would not read the
-    answer.
+    The rest of the body is then read and dropped, up to three times the limit, because a client that is still sending
+    would not read the response.
     """
     num_bytes = 0
 
@@ -115,9 +123,10 @@ async def _drop_rest(message: Message, receive: Receive, most_bytes: int) -> Non
 
 
 async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> Received:
-    """Keeps no more than the beginning of a body that says, or shows, that it is too large.
+    """Reads the body, keeping only its beginning if its declared or actual size exceeds the limit.
 
-    check: called with the beginning before more is kept; if it raises, the rest is read and dropped.
+    Args:
+        check: called with the beginning before more is kept; if it raises RequestError, the rest is read and dropped.
     """
     limit_bytes = limits_of(request).received_bytes
     most_kept = _PREFIX_BYTES if (declared_size(request) or 0) > limit_bytes else limit_bytes
@@ -142,7 +151,7 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
 
 
 def declared_size(request: Request) -> int | None:
-    """Bytes of the body, as its head says; None where it does not."""
+    """Returns the body's size in bytes according to Content-Length, or None without a valid one."""
     declared = request.headers.get("content-length", "")
     return int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None
 
@@ -156,7 +165,7 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
     try:
         await check(beginning)
     except RequestError:
-        # A client that is still sending would not read the answer.
+        # A client that is still sending would not read the response.
         async for _ in stream:
             pass
         raise
@@ -164,7 +173,11 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
 
 
 async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:
-    """Decompressed and decoded. Raises RequestError: 413 too large, or what decompressing and `decode` raise."""
+    """Returns the body decompressed and decoded.
+
+    Raises:
+        RequestError: 413 if it is too large, or the error of decompression or `decode`.
+    """
     if received.too_large:
         refusal = BodyTooLarge(limits.received_bytes)
         raise RequestError(refusal.detail, refusal.status_code)
@@ -184,8 +197,10 @@ async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[
 
 
 async def size_of(received: Received, limits: BodyLimits) -> int:
-    """Bytes once decompressed, before any memory is taken for it; as received where it is only a beginning. Raises
-    RequestError."""
+    """Returns the decompressed size in bytes without allocating it, or the received size if the body was cut off.
+
+    Raises RequestError if the body cannot be decompressed within the limit.
+    """
     if received.too_large or received.content_encoding is None:
         return len(received.body)
     most = limits.decompressed_bytes
@@ -193,18 +208,22 @@ async def size_of(received: Received, limits: BodyLimits) -> int:
 
 
 def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
-    """Raises RequestError as decode_model does."""
+    """Returns a decoder that raises RequestError as decode_model does."""
     return partial(decode_model, model)
 
 
 def forward_backward_decoder(content_type: str, forward_only: bool = False) -> Decoder[ForwardBackwardRequest]:
-    """forward_only: whatever the body says of it. Raises RequestError as decode_forward_backward does."""
+    """Returns a decoder that raises RequestError as decode_forward_backward does.
+
+    Args:
+        forward_only: overrides the body's own flag.
+    """
     apart_bytes = APART_PROTOBUF_BYTES if is_protobuf(content_type) else APART_JSON_BYTES
     return Decoder(partial(decode_forward_backward, content_type=content_type, forward_only=forward_only), apart_bytes)
 
 
 def json_parameter(model: type[BaseModel]) -> Any:
-    """A parameter of a route, which is its body, read and decoded once the gate has let the request in."""
+    """Returns a route parameter for the request's body, read and decoded after the gate has admitted the request."""
 
     async def read(request: Request) -> BaseModel:
         return await decode_body(await receive_body(request), limits_of(request), json_decoder(model))
@@ -212,11 +231,8 @@ def json_parameter(model: type[BaseModel]) -> Any:
     return Depends(read)
 
 
-# OpenAPI -------------------------------------------------------------------------------------------------------------
-
-
 def json_body(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
-    """The `openapi_extra` of a route that decodes its body itself."""
+    """Returns the `openapi_extra` of a route that decodes its body itself."""
     model.model_validate(example)
     return {"requestBody": {"required": True, "content": {"application/json": _json_content(model, example)}}}
 
@@ -236,7 +252,7 @@ def _json_content(model: type[BaseModel], example: dict[str, object]) -> JsonSch
 
 
 def _inlined(schema: object, definitions: dict[str, object]) -> object:
-    """Without $ref, which would look for its target at the root of the OpenAPI document."""
+    """Returns the schema with each $ref replaced by its target, since OpenAPI resolves $ref at the document's root."""
     if isinstance(schema, list):
         return [_inlined(entry, definitions) for entry in schema]
     if not isinstance(schema, dict):

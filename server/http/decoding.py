@@ -1,7 +1,6 @@
-"""Decoding in a process of its own: parsers of JSON and protobuf keep the interpreter to themselves, for seconds where
-a body is large, and all others would wait. One process decodes one body, with bounds to its memory and time.
+"""Decodes large bodies in separate processes, because parsers of JSON and protobuf hold the GIL for seconds.
 
-`main` is what runs there.
+Each process decodes one body, with limits on its memory and time, and runs `main`.
 """
 
 import asyncio
@@ -28,7 +27,8 @@ from ...workers.protocol.messages import Incoming, Outgoing, decode, encode
 Decoded = TypeVar("Decoded")
 
 _AT_ONCE = ThreadPoolExecutor(2, thread_name_prefix="decode-apart")
-"""So many such processes there are at most; threads of their own, since those that wait are nobody else's."""
+"""Bounds how many bodies are decoded at a time. Separate from the default executor, so that waiting bodies do not block
+other work."""
 
 _FIXED_BYTES = 512 << 20
 _BYTES_PER_BYTE = 10
@@ -40,10 +40,13 @@ _RETRY_SECONDS = 5.0
 
 
 async def decode_apart(decoder: Callable[[bytes], Decoded], body: bytes, encoding: str | None, limit: int) -> Decoded:
-    """The body decompressed, of `limit` bytes at most, and decoded. Both ways only what can be pickled goes.
+    """Returns the body, decompressed to at most `limit` bytes and decoded in a separate process.
 
-    Raises RequestError: what `decoder` raises, 413 where it takes too much memory or time, or 503 where the machine has
-    no room for such a process.
+    The decoder and its result must be picklable.
+
+    Raises:
+        RequestError: the decoder's own error, 413 if decoding takes too much memory or time, or 503 if the machine has
+            no room for another process.
     """
     work = _Work(decoder, encoding, limit, pickle.PickleBuffer(body))
     answer = await asyncio.get_running_loop().run_in_executor(_AT_ONCE, _done_apart, work)
@@ -64,18 +67,18 @@ class _Work(NamedTuple):
 
 
 def _done_apart(work: _Work) -> object:
-    """What comes of it, or the exception."""
+    """Returns the decoded body or the exception."""
     try:
         pipe, process = _start()
     except OSError as error:
-        return _no_room(f"no process can be started for it ({error.strerror})")
+        return _no_room(f"no process can be started ({error.strerror})")
     with pipe, process:
         try:
             Outgoing(encode(work)).send(pipe)
             frame = Incoming().receive(pipe)
         except (EOFError, OSError):
-            if process.wait() == -signal.SIGKILL:  # not of its bounds: these end it otherwise
-                return _no_room("the process that decoded it was killed, probably since the machine ran out of memory")
+            if process.wait() == -signal.SIGKILL:  # its own limits end it by other means
+                return _no_room("its decoder process was killed, probably because the machine ran out of memory")
             return _too_much(work.num_bytes)
         finally:
             process.kill()
@@ -89,7 +92,7 @@ def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
         number = theirs.fileno()
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(number)]
-        # What its parsers print when memory runs out would be the client's to put into our log.
+        # Parsers print when memory runs out; a client could fill our log with that.
         process = subprocess.Popen(command, pass_fds=[number], start_new_session=True, stderr=subprocess.DEVNULL)
         opened.pop_all()
     theirs.close()
@@ -102,22 +105,22 @@ def _no_room(reason: str) -> RequestError:
 
 def _too_much(num_bytes: int) -> RequestError:
     return RequestError(
-        f"to decode the body of {num_bytes} bytes took too much memory or time: send less in one request, or protobuf",
+        f"decoding the body of {num_bytes} bytes took too much memory or time: send less in one request, or protobuf",
         413,
     )
 
 
 def main() -> None:
-    """Decodes the one body that comes through the pipe."""
+    """Runs in the decoder process: decodes the one body that arrives through the pipe."""
     os.nice(_NICENESS)
     gc.disable()
     if sys.platform == "linux":
-        # Its server's threads that start such processes end with the server, and so does this one then.
+        # The signal is sent when the thread that started this process ends; these threads live as long as the server.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Where the machine runs out of memory this is to go, and neither the server nor its workers.
+        # If the machine runs out of memory, the kernel should kill this process, not the server or its workers.
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold a tenant's data
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold a tenant's data
     with socket.socket(fileno=int(sys.argv[1])) as pipe:
         frame = Incoming().receive(pipe)
         assert frame is not None, "the pipe blocks"

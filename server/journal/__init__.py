@@ -1,1 +1,1 @@
-"""What survives a crash: accepted operations, their results, snapshots."""
+"""Durable state: accepted operations, their results, and snapshots of runs, all of which survive a crash."""

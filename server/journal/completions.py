@@ -1,4 +1,4 @@
-"""Completions: which sampling requests of one client of a sampler have ended, for who waits for many at once."""
+"""Completions: logs of ended sampling requests, for clients that wait for many requests with one call."""
 
 import asyncio
 import secrets
@@ -14,14 +14,14 @@ CLONE_SEQ_IDS = 1_000_000_000
 """Clone n of a sampling client numbers its requests from n times this."""
 
 MOST_AT_ONCE = 1000
-"""Completions in one answer."""
+"""Maximum number of completions in one response."""
 
 _EPOCH_BITS, _NUMBER_BITS = 20, 32
-"""Of a cursor, which JSON carries as a float of 53 bits."""
+"""Widths of the two halves of a cursor, which JSON carries as a float with 53 bits of integer precision."""
 
 
 class Completions:
-    """By sampler and clone, from when a client first asks; `ended` tells of what ends."""
+    """Holds one log per sampler and clone, created when a client first requests it; `ended` adds to the logs."""
 
     def __init__(self, futures: Futures) -> None:
         self._futures = futures
@@ -32,7 +32,11 @@ class Completions:
             log.add(ended)
 
     async def log(self, sampler_id: str, clone: int) -> "CompletionLog":
-        """With all that has ended, also before an earlier process died, and has not been seen."""
+        """Returns the log with every unseen ended request, including those of earlier processes.
+
+        Raises:
+            SQLAlchemyError: earlier results could not be read; the next call retries.
+        """
         log = self._logs.get((sampler_id, clone))
         if log is None:
             log = self._logs[sampler_id, clone] = CompletionLog()
@@ -41,12 +45,12 @@ class Completions:
             await asyncio.shield(log.filling)
         except SQLAlchemyError:
             if self._logs.get((sampler_id, clone)) is log:
-                del self._logs[sampler_id, clone]  # whoever asks next tries anew
+                del self._logs[sampler_id, clone]  # the next caller retries
             raise
         return log
 
     def forget(self, sampler_id: str) -> None:
-        """Its session has ended."""
+        """Drops the sampler's logs, since its session has ended."""
         for key in [key for key in self._logs if key[0] == sampler_id]:
             del self._logs[key]
 
@@ -59,8 +63,11 @@ class Completions:
 
 
 class CompletionLog:
-    """Entries are numbered from 1. A cursor is the number of the last one seen, with a number of the log's own in front
-    of it: one of an earlier process has seen nothing here. Seen entries are let go.
+    """A log whose entries are numbered from 1; entries that the client has seen are dropped.
+
+    A cursor is the number of the last entry seen, prefixed with the log's random epoch, so that a cursor from an
+    earlier
+    process marks nothing as seen here.
     """
 
     def __init__(self) -> None:
@@ -73,11 +80,11 @@ class CompletionLog:
 
     @property
     def cursor(self) -> int:
-        """Of what `unseen` tells now."""
+        """Returns the cursor that marks everything `unseen` returns now as seen."""
         return (self._epoch << _NUMBER_BITS) + self._num_seen + min(len(self._unseen), MOST_AT_ONCE)
 
     def add(self, ended: Ended) -> None:
-        """Known ones, while the log is being filled: no-op."""
+        """Appends an entry; while the log is being filled, entries added before are skipped."""
         if self.filling.done():
             self._filled.clear()
         elif ended.request_id in self._filled:
@@ -94,7 +101,7 @@ class CompletionLog:
         self.grown.set()
 
     def see(self, cursor: int) -> None:
-        """Lets go of entries up to `cursor`."""
+        """Drops entries up to `cursor`."""
         epoch, number = cursor >> _NUMBER_BITS, cursor & ((1 << _NUMBER_BITS) - 1)
         while epoch == self._epoch and self._num_seen < number and self._unseen:
             self._unseen.popleft()
@@ -103,7 +110,9 @@ class CompletionLog:
             self.grown.clear()
 
     def unseen(self) -> tuple[FutureCompletion, ...]:
-        """The first MOST_AT_ONCE; a client that has seen these is told of the others at once."""
+        """Returns the first MOST_AT_ONCE entries; once the client has seen them, the next call returns more without
+        waiting.
+        """
         return tuple(islice(self._unseen, MOST_AT_ONCE))
 
 

@@ -1,7 +1,7 @@
-"""Futures: the results of accepted operations: created, resolved or failed, waited for, and kept for a time.
+"""Futures: the results of accepted operations, which are created, resolved or failed, awaited, and kept for a TTL.
 
-A result goes to a file before anybody is answered with it, so that kill -9 takes nothing back. Where it is there the
-store hears later, in batches; after that memory may let go of it.
+A result is written to a file before any client receives it, so kill -9 cannot take it back. Its location is written to
+the store later, in batches; after that the result may be evicted from memory.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 _SEGMENT_BYTES = 64 << 20
 _MEMORY_BYTES = 64 << 20
 _BYTES_BESIDE_BODY = 2048
-"""Of a future in memory, about: what it is found by, and what waits for it."""
+"""Approximate memory of a future without its body: lookup entries and the objects that wait for it."""
 _MOST_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
 _SUM_SHARE = 0.02
-"""Of the time, that summing up what is kept may take of the database."""
+"""Maximum share of time that summing up kept results may occupy the database."""
 
 _RECORD_BYTES = 512
-"""Of a kept result beside its body: its header, and its row in the store."""
+"""Approximate disk space of a kept result without its body: its header, and its row in the store."""
 _LINGER_SECONDS = 0.25
-"""What comes within this time of the first result is told to the store together with it."""
+"""Results that arrive within this time of the first one go to the store in the same batch."""
 
 Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_error"]
 
@@ -48,7 +48,12 @@ _ERRORS = ("user_error", "server_error")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """encoding: what the body is: JSON to send as it is, of an error, too, or protobuf that can be sent either way."""
+    """A result's encoded body.
+
+    encoding: "json" and the two error encodings are JSON that is sent unchanged; the others are protobuf, which can be
+    sent
+    as protobuf or converted to JSON.
+    """
 
     body: bytes
     encoding: Encoding = "json"
@@ -69,7 +74,7 @@ def failure(message: str, category: Category) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What of a result is known without its body. num_bytes: of that."""
+    """A summary of a result without its body; num_bytes is the size of the body."""
 
     request_id: str
     is_error: bool
@@ -78,9 +83,9 @@ class Ended:
 
 @dataclass(eq=False, slots=True)
 class Future:
-    """One accepted operation's result, or the place for it.
+    """One accepted operation's result, or the placeholder for it.
 
-    pending: why there is no result yet. on_stored: called once the store knows the result's place.
+    pending: says why there is no result yet. on_stored: called as soon as the store has the result's place.
     """
 
     request_id: str
@@ -93,12 +98,12 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def let_go(self) -> None:
-        """Releases the operation, once nobody is called about it any more."""
+        """Drops the references to the operation, which no callback needs any more."""
         self.pending, self.on_stored = Pending, _nothing
 
 
 class Futures:
-    """By request id; `open` before anything else, `close` writes what is not written yet."""
+    """Holds the futures by request id. Call `open` before anything else; `close` writes what is still unwritten."""
 
     def __init__(
         self,
@@ -116,11 +121,11 @@ class Futures:
         self._live: dict[str, Future] = {}
         self._stored: OrderedDict[str, Future] = OrderedDict()
         self._stored_bytes = 0
-        self._appending: set[Future] = set()  # on their way to the file
-        self._unstored: list[Future] = []  # in the file, in its order; the store does not know them yet
+        self._appending: set[Future] = set()  # being written to the file
+        self._unstored: list[Future] = []  # in the file, in file order, but not in the store yet
         self._has_unstored = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
-        # Held while a large result is encoded or decoded: each step of that keeps the event loop waiting for a moment.
+        # Held while a large result is encoded or decoded, since each step of that blocks the event loop for a moment.
         self.one_at_a_time = asyncio.Lock()
         self._kept_bytes: Counter[str] = Counter()
         self._sum_again_at = 0.0
@@ -135,7 +140,7 @@ class Futures:
         self._writer = asyncio.create_task(self._write_behind())
 
     async def lose(self, headers: Iterable[Header]) -> None:
-        """Answers what an earlier process accepted and nobody takes up."""
+        """Fails operations that an earlier process accepted and that will not be resumed."""
         waited_for = [one for one in headers if one.refused is None and one.kind not in STRIKES]
         by_id = {header.request_id: header for header in waited_for if header.request_id not in self._live}
         answered = await self.earlier(list(by_id))
@@ -144,15 +149,15 @@ class Futures:
                 self.fail(self.create(request_id, header.tenant_id), _lost(header), "server")
 
     async def has_result(self, request_id: str) -> bool:
-        """Of a request that is not being worked on."""
+        """True if the store has a result of this request; requests in progress are not considered."""
         return await self._store.get_result(request_id) is not None
 
     async def earlier(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
-        """How those of them were answered that an earlier process answered, or was about to."""
+        """Returns the encoding of the result, by request id, for those requests whose result is in the store."""
         return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.get_results(request_ids)}
 
     async def ended(self, prefix: str) -> list[Ended]:
-        """Of the requests whose ids begin so, those that have a result, of earlier processes, too."""
+        """Returns the requests with this id prefix that have a result, including those of earlier processes."""
         here = [future for request_id, future in self._live.items() if request_id.startswith(prefix) and future.result]
         stored = await self._store.list_results(prefix)
         known = {one.request_id: Ended(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored}
@@ -161,7 +166,7 @@ class Futures:
 
     @property
     def num_stored(self) -> int:
-        """Results that are durable and in memory."""
+        """Returns the number of results that are durable and still in memory."""
         return len(self._stored)
 
     def create(
@@ -171,7 +176,7 @@ class Futures:
         pending: Callable[[], Pending] = Pending,
         on_stored: Callable[[], None] = lambda: None,
     ) -> Future:
-        assert request_id not in self._live, f"{request_id} is there already"
+        assert request_id not in self._live, f"{request_id} already exists"
         future = self._live[request_id] = Future(request_id, tenant_id, pending, on_stored)
         return future
 
@@ -180,7 +185,7 @@ class Futures:
             return
         if len(result.body) > MOST_BODY_BYTES:
             words = (
-                f"the result has {len(result.body)} bytes, and at most {MOST_BODY_BYTES} can be stored: ask for less"
+                f"the result has {len(result.body)} bytes, and at most {MOST_BODY_BYTES} can be stored: request less"
             )
             result = failure(words, "user")
         future.result, future.resolved_at = result, time.time()
@@ -191,11 +196,11 @@ class Futures:
         self.resolve(future, failure(message, category))
 
     def forget(self, future: Future) -> None:
-        """For one that was not accepted after all."""
+        """Removes a future whose operation was not accepted after all."""
         del self._live[future.request_id]
 
     async def require(self, request_id: str, tenant_id: str) -> None:
-        """Raises RequestError 404 unless it is there and the tenant's."""
+        """Raises RequestError 404 unless the request exists and belongs to the tenant."""
         future = self._live.get(request_id) or await self._store.get_result(request_id)
         if future is None or future.tenant_id != tenant_id:
             raise _unknown(request_id)
@@ -203,9 +208,13 @@ class Futures:
     async def wait(
         self, request_id: str, tenant_id: str, seconds: float, claim: Callable[[int], None] = lambda num_bytes: None
     ) -> Result | Pending:
-        """The result, as soon as it is there; what it waits for, if it is not there in time. RequestError 404.
+        """Returns the result, or after `seconds` without one, the reason why it is pending.
 
-        claim: called with its bytes before it is read, and raises RequestError where there is no room for it.
+        Args:
+            claim: called with the result's size in bytes before it is read; raises RequestError if there is no room for
+                it.
+        Raises:
+            RequestError: 404, the request is unknown or belongs to another tenant.
         """
         future = self._live.get(request_id)
         if future is None:
@@ -219,7 +228,7 @@ class Futures:
         return future.result
 
     async def long_poll(self, event: asyncio.Event, seconds: float) -> bool:
-        """Whether the event came in time; a server that stops ends the wait."""
+        """True if the event was set within `seconds`; a server that stops ends the wait early."""
         deadline = asyncio.timeout(seconds)
         try:
             async with deadline:
@@ -232,7 +241,7 @@ class Futures:
         return True
 
     def stop_waiting(self) -> None:
-        """Ends all waits as if their time had come."""
+        """Ends all waits as if they had timed out."""
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:
             if not deadline.expired():
@@ -243,7 +252,7 @@ class Futures:
         return self._kept_bytes[tenant_id]
 
     async def _sum_up(self) -> None:
-        """Counts what the store knows, and what it does not know yet."""
+        """Recounts the bytes kept per tenant: results in the store, and those not stored yet."""
         began_at = time.monotonic()
         if began_at < self._sum_again_at:
             return
@@ -255,7 +264,7 @@ class Futures:
         self._sum_again_at = now + (now - began_at) / _SUM_SHARE
 
     async def expire(self) -> None:
-        """Lets go of results that are older than the time they are kept for."""
+        """Deletes results that are older than the TTL."""
         oldest = time.time() - self._ttl_seconds
         await self._store.delete_results(oldest)
         await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
@@ -304,7 +313,7 @@ class Futures:
     def _appended(self, future: Future, written: "asyncio.Future[Place]") -> None:
         future.done.set()
         if error := written.exception():
-            # Nothing is lost while this process lives: the result stays in memory, and the write is tried again.
+            # Nothing is lost while this process lives: the result stays in memory, and the write is retried.
             if not self._closing.is_set():
                 self._writing.failed(cast(Exception, error))
                 asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._append, future)
@@ -346,7 +355,7 @@ class Futures:
             await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _tell_store_of_those_after(self, newest: ResultRecord | None) -> None:
-        """Results of an earlier process that were in its file when it ended, but not in the store."""
+        """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
         start = Place(-1, 0) if newest is None else Place.parse(newest.place)
         await self._put(await asyncio.to_thread(lambda: list(self._records_after(start))))
 
@@ -378,7 +387,7 @@ class Futures:
 
 
 def _nothing() -> None:
-    """See Future.let_go."""
+    """Replaces Future.on_stored after Future.let_go."""
 
 
 def _size(future: Future) -> int:
@@ -390,7 +399,7 @@ def _kept_size(future: Future) -> int:
 
 
 def _header(future: Future, result: Result) -> dict[str, object]:
-    """Together with its place, all that the store knows of a result."""
+    """Returns what the store records about a result, except its place and size."""
     return {
         "request_id": future.request_id,
         "tenant_id": future.tenant_id,
@@ -414,7 +423,7 @@ def _record(future: Future) -> ResultRecord:
 def _lost(header: Header) -> str:
     remedy = "send it again"
     if header.kind != "sample":
-        remedy = "create a new client from the last saved checkpoint and go on from there"
+        remedy = "create a new client from the last saved checkpoint and continue from there"
     return f"the server restarted before {header.kind} {header.request_id} was done: {remedy}"
 
 

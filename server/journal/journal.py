@@ -1,6 +1,7 @@
 """Journal: every accepted operation as received, and every refusal, on disk before the submit is answered.
 
-A segment goes when nothing in it is held any more. What an earlier process left is listed by `earlier`, and held.
+A segment is deleted when none of its entries is held any more. `earlier` lists, and holds, the entries that earlier
+processes left.
 """
 
 import asyncio
@@ -22,12 +23,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Header:
-    """What is known of an operation beside its body.
+    """Metadata of a journaled operation, without its body.
 
-    kind: the request's type. run_id: of a run or a sampler. drawn: seeds that the request left open.
-    refused: why the operation was not accepted; its seq_id counts as done. reader: another tenant, in whose name the
-    checkpoint may be read that is to be loaded. target_path: of the checkpoint that a new draft model guesses.
-    feature_bytes: for which it was given room, of what it captures; None: there was none, and it captures nothing.
+    kind: the request's type. run_id: of a run or a sampler. drawn: seeds drawn because the request had none.
+    refused: why the operation was refused; its seq_id counts as done. reader: id of another tenant on whose behalf the
+    checkpoint to load may be read. target_path: the checkpoint that is the target of a new draft model.
+    feature_bytes: space reserved for captured features; None: there was no space, and nothing is captured.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Entry:
-    """offset: of its first byte in its segment."""
+    """A journaled operation; offset is that of its first byte in the segment."""
 
     header: Header
     body: bytes
@@ -56,27 +57,34 @@ class Entry:
 
 @dataclass(frozen=True)
 class Journaled:
-    """Where an entry is, without its body."""
+    """Locates an entry, without its body."""
 
     place: Place
     header: Header
 
 
 class Journal:
-    """unreadable: segments of earlier processes in which there is something of which nobody knows whose it is."""
+    """Appends entries to segments and deletes segments that are no longer needed.
+
+    unreadable: segments of earlier processes with content that cannot be attributed to a run; these are never deleted.
+    """
 
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
         self._segments = Segments(directory, segment_bytes, sync, guard)
         self._directory = directory
         self._trouble = Trouble(logger, f"writing the journal in {directory}")
         self.unreadable: set[int] = set()
-        # Of each segment, where the entries are that are held.
+        # The offsets of held entries, by segment.
         self._held: defaultdict[int, set[int]] = defaultdict(set)
-        # The last segment of which an entry was counted; earlier ones have all of theirs counted.
+        # The newest segment with an entry in _held; all entries of earlier segments have been added there.
         self._newest = self._segments.current
 
     def append(self, header: Header, body: bytes = b"") -> "asyncio.Future[Place]":
-        """Done once the entry is durable; fails with RequestError 503, or 413 where it is too large for any disk."""
+        """Returns a future that is done as soon as the entry is durable.
+
+        It fails with RequestError: 503 if the journal cannot be written, 413 if the entry is too large to be written at
+        all.
+        """
         appended: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         written = self._segments.append(vars(header), body)
         if written.done():
@@ -104,7 +112,7 @@ class Journal:
         appended.set_result(place)
 
     async def try_to_write(self) -> str | None:
-        """Whether operations could be accepted now; else why not. The log hears of each change."""
+        """Returns None if operations can be accepted now, else the reason why not. Logs each change."""
         try:
             await self._segments.try_to_write()
         except OSError as error:
@@ -117,25 +125,25 @@ class Journal:
         return f"the server's journal in {self._directory} cannot be written ({_named(error)}): free space there"
 
     def release(self, place: Place) -> None:
-        """The entry is not needed any more: its operation is done, its result durable, its effect in a snapshot.
+        """Marks the entry as no longer needed: its operation is done, its result durable, its effect in a snapshot.
 
-        Again: no-op.
+        Releasing it again is a no-op.
         """
         self._held[place.segment].discard(place.offset)
         self._delete_done()
 
     async def read(self, place: Place) -> Entry:
-        """Raises OSError, ValueError when it cannot be read."""
+        """Raises OSError or ValueError if the entry cannot be read."""
         entry = _entry(await self._segments.read(place))
         if entry is None:
-            raise ValueError(f"the journal's entry at {place} is of another version")
+            raise ValueError(f"the journal's entry at {place} has another format version")
         return entry
 
     def earlier(self) -> list[Journaled]:
-        """What earlier processes accepted or refused; blocking, to be called once. Some of it may be done.
+        """Returns the entries that earlier processes left, some of which may be done. Blocking; call it only once.
 
-        Of what is damaged `read` will say so. All of it is held, each entry until it is released; then `forget_earlier`
-        removes what has none.
+        Damaged entries are included if their header is readable; `read` fails for them. Each entry is held until it is
+        released; then `forget_earlier` deletes segments without held entries.
         """
         found = [one for segment in self._segments.earlier for one in self._earlier_in(segment)]
         for one in found:
@@ -152,11 +160,11 @@ class Journal:
             else:
                 self.unreadable.add(segment)
                 logger.error(
-                    "%s: what is at byte %d is of another version, or of nobody knows which run", path, found.offset
+                    "%s: the record at byte %d has another format version, or names no run", path, found.offset
                 )
 
     def forget_earlier(self) -> None:
-        """Empty segments; those that are damaged stay for whoever can make something of them."""
+        """Deletes segments without held entries; damaged ones are kept for manual recovery."""
         for segment in self._segments.earlier:
             if not self._held[segment] and segment not in self.unreadable:
                 logger.info("removing %s: nothing in it is needed", self._segments.path(segment))
@@ -176,10 +184,10 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[Entry]:
-    """The whole entries of a segment, in the order in which they were written; a torn tail ends it."""
+    """Yields the complete entries of a segment, in the order in which they were written; a torn tail ends it."""
     for record in read_segment(path):
         if (entry := _entry(record)) is None:
-            logger.warning("%s has an entry of another version at byte %d: skipped", path, record.offset)
+            logger.warning("%s has an entry of another format version at byte %d: skipped", path, record.offset)
         else:
             yield entry
 
@@ -190,16 +198,16 @@ def _entry(record: Record) -> Entry | None:
 
 
 def _named(error: OSError) -> OSError:
-    """Without the file's name, which is another one each time."""
+    """Strips the file name, which differs each time, so that a repeated error reads the same."""
     return OSError(error.strerror) if error.strerror else error
 
 
 def _header(found: Record | Damage) -> Header | None:
-    """None if it is of another version, or cannot be read."""
+    """Returns None if the record has another format version, or its header cannot be read."""
     if found.header is None or found.header.get("version") != FORMAT_VERSION:
         return None
     known = {entry.name for entry in fields(Header)}
     try:
         return Header(**{key: value for key, value in found.header.items() if key in known})  # pyright: ignore[reportArgumentType]
-    except TypeError:  # of what is damaged
+    except TypeError:  # damaged
         return None

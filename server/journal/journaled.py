@@ -1,4 +1,4 @@
-"""Journaled: operations decoded again from what the journal has of them."""
+"""Decodes journaled entries back into operations."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ Request = (
     | BuildVocabMapRequest
     | CaptureRequest
 )
-"""An operation of a live run that is carried out as a client asks for it."""
+"""Operations of a live run that are performed as the client sent them."""
 
 _JSON: dict[str, type[BaseModel]] = {
     "optim_step": OptimStepRequest,
@@ -52,11 +52,11 @@ Decoded = Request | LoadWeightsRequest | CreateModelRequest | SampleRequest
 
 
 _ANY_SIZE = BodyLimits(1 << 62, 1 << 62)
-"""What was accepted was within the limits of its time."""
+"""No limits: the entry was within the limits in force when it was accepted."""
 
 
 async def decode_entry(entry: Entry) -> Decoded:
-    """Returns it as it was accepted. Raises RequestError where this version would not accept it."""
+    """Returns the request as it was accepted. Raises RequestError if this version would not accept it."""
     header, decode = entry.header, _decoder(entry.header.kind, entry.header.content_type)
     received = Received(entry.body, header.content_type, header.content_encoding)
     try:
@@ -64,7 +64,7 @@ async def decode_entry(entry: Entry) -> Decoded:
     except RequestError as error:
         if error.status not in (413, 503):
             raise
-        # The process that decodes large ones had no memory, or no time: no reason to lose what was accepted.
+        # The process that decodes large bodies ran out of memory or time: no reason to lose an accepted request.
         return await asyncio.to_thread(_decode_here, decode, received)
 
 
@@ -80,7 +80,10 @@ def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
 
 
 def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
-    """An earlier version took metadata of any size, which nothing that is rebuilt needs."""
+    """Decodes the body, dropping `user_metadata` if necessary.
+
+    Earlier versions accepted metadata of any size; rebuilding a run does not need it.
+    """
     decode = partial(decode_model, model, most_bytes=_ANY_SIZE.decompressed_bytes)
     try:
         return decode(body)  # pyright: ignore[reportReturnType]

@@ -1,4 +1,6 @@
-"""Strikes: deaths of workers that did nothing but one piece of work. At the last it is not tried again."""
+"""Strikes: counts the crashes of workers that were running only one piece of work, which is given up after
+MOST_STRIKES.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -11,22 +13,27 @@ logger = logging.getLogger(__name__)
 MOST_STRIKES = 3
 
 STRIKE = "strike"
-"""The kind of a journal's entry that says that a worker died of an operation or a sampling request."""
+"""Kind of a journal entry saying that a worker crashed while running only this operation or sampling request."""
 
 REBUILD_STRIKE = "rebuild_strike"
-"""That one died while it made a run again. Its seq_id is that of the snapshot from which it was to be made, or -1."""
+"""Kind of a journal entry saying that a worker crashed while rebuilding a run.
+
+Its seq_id is that of the snapshot from which the run was being rebuilt, or -1 if there was none.
+"""
 
 STRIKES = (STRIKE, REBUILD_STRIKE)
 
 
 class StruckOut(OperationError):
-    """Workers died of it."""
+    """The operation was given up, since workers crashed running it."""
 
 
 class Strikes:
-    """Against one piece of work. work: in words. num: those of an earlier process.
+    """Counts the strikes against one piece of work, which is named by the noun phrase `work`.
 
-    note: makes one durable; None where nobody goes on with the work after a restart. May raise RequestError.
+    num: strikes from an earlier process. note: makes one strike durable, and may raise RequestError; None if the work
+    is
+    not resumed after a restart.
     """
 
     def __init__(self, work: str, note: Callable[[], Awaitable[None]] | None = None, num: int = 0) -> None:
@@ -39,14 +46,17 @@ class Strikes:
         return self.num >= MOST_STRIKES
 
     def check(self) -> None:
-        """Before each try. Raises StruckOut."""
+        """Raises StruckOut if there are too many strikes; call it before each attempt."""
         if self.are_out:
             raise StruckOut(
-                f"the worker died {MOST_STRIKES} times while it did nothing but {self._work}: it is not tried again"
+                f"the worker died {MOST_STRIKES} times while running only {self._work}: it will not be retried"
             )
 
     async def add(self, lost: WorkerLost) -> None:
-        """Durable where there is room. What did not run alone need not be the reason. Raises StruckOut."""
+        """Counts the crash, and makes it durable if possible. Raises StruckOut if it was the last one allowed.
+
+        Crashes during which other work was running are not counted, since that may have been the cause.
+        """
         if not lost.alone:
             return
         self.num += 1
@@ -54,7 +64,7 @@ class Strikes:
             try:
                 await self._note()
             except RequestError as error:
-                logger.error("a strike is not journaled against %s: %s", self._work, error)
+                logger.error("cannot journal a strike against %s: %s", self._work, error)
         self.check()
 
     def forget(self) -> None:

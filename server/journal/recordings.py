@@ -1,7 +1,7 @@
-"""Recordings: what a sampler drew and how probable it was, for losses that train on it by name.
+"""Recordings: sampled tokens and their log-probabilities, which losses refer to by sequence id.
 
-Samples asked for with `record_stability_info` are kept a day under their sequence ids; `fill_in` turns the provenance
-spans of a `stable_reinforce` request into its `logprobs` and `sampled_mask` inputs.
+Samples requested with `record_stability_info` are kept for a day under their sequence ids; `fill_in` turns the
+provenance spans of a `stable_reinforce` request into its `logprobs` and `sampled_mask` inputs.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ _MOST_IN_MEMORY = 2000
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One sampling request: prompt int32 [T]; per sequence its tokens int32 [n] and logprobs float32 [n]."""
+    """The recorded sequences of one sampling request.
+
+    prompt: int32 [T]. tokens, logprobs: per sequence, int32 [n] and float32 [n].
+    """
 
     tenant_id: str
     prompt: np.ndarray
@@ -37,10 +40,14 @@ class Recording:
 
 
 class Recordings:
-    """By request id; a sequence id is its request's id, a colon, and the sequence's number."""
+    """Holds recordings by request id; a sequence id is the request id, a colon, and the sequence's index."""
 
     def __init__(self, directory: Path, sync: bool = False) -> None:
-        """sync: whether recordings are to survive the death of the machine."""
+        """Creates the store of recordings in `directory`.
+
+        Args:
+            sync: whether recordings must survive a machine crash.
+        """
         self._segments = Segments(directory, _SEGMENT_BYTES, sync)
         self._places: dict[str, Place] = {}
         self._in_memory: OrderedDict[str, Recording] = OrderedDict()
@@ -48,7 +55,7 @@ class Recordings:
         self._reading = asyncio.Lock()
 
     async def keep(self, request_id: str, tenant_id: str, prompt: np.ndarray, response: SampleResponse) -> None:
-        """Returns once the recording survives the death of this process. Raises OSError."""
+        """Returns as soon as the recording survives a crash of this process. Raises OSError."""
         sequences = response.sequences
         recording = Recording(
             tenant_id,
@@ -60,7 +67,11 @@ class Recordings:
         self._remember(request_id, recording)
 
     async def fill_in(self, tenant_id: str, request: ForwardBackwardRequest) -> ForwardBackwardRequest:
-        """`request` with the `logprobs` and `sampled_mask` that its spans name. Raises OperationError (user)."""
+        """Returns the request with the `logprobs` and `sampled_mask` that its spans refer to.
+
+        Raises:
+            OperationError: category "user", a span does not match its recording.
+        """
         data = []
         for index, datum in enumerate(request.data):
             try:
@@ -77,7 +88,7 @@ class Recordings:
             self._in_memory.pop(request_id, None)
 
     def _delete_old(self, segments: Collection[int]) -> Collection[int]:
-        """Blocking. Those of these that are gone."""
+        """Deletes expired segments (blocking), and returns those of `segments` that no longer exist."""
         self._segments.delete_older_than(KEPT_SECONDS)
         return {segment for segment in segments if not self._segments.path(segment).exists()}
 
@@ -101,7 +112,7 @@ class Recordings:
         )
 
     async def _drawn(self, tenant_id: str, span: ProvenanceSpan, targets: np.ndarray) -> np.ndarray | None:
-        """float32 [length]: the recorded log-probabilities; None for a span of the prompt."""
+        """Returns the recorded log-probabilities, float32 [length], or None for a span of the prompt."""
         recording, sequence = await self._find(tenant_id, span.sequence_id)
         tokens = recording.prompt if span.kind == "prompt" else recording.tokens[sequence]
         stop = span.offset + span.length
@@ -137,13 +148,13 @@ class Recordings:
             return None
         try:
             recording = _recording(await self._segments.read(self._places[request_id]))
-        except FileNotFoundError:  # it is older than they are kept
+        except FileNotFoundError:  # expired
             return None
         self._remember(request_id, recording)
         return recording
 
     async def _index_earlier(self) -> None:
-        """Once, when something is asked for that this process did not record."""
+        """Indexes the recordings of earlier processes, on the first request for one that this process did not make."""
         async with self._reading:
             if not self._read_earlier:
                 self._places.update(await asyncio.to_thread(self._earlier_places))
@@ -152,7 +163,7 @@ class Recordings:
     def _earlier_places(self) -> Mapping[str, Place]:
         places = {}
         for segment in self._segments.earlier:
-            with contextlib.suppress(FileNotFoundError):  # it is older than they are kept
+            with contextlib.suppress(FileNotFoundError):  # expired
                 for record in read_segment(self._segments.path(segment)):
                     places[str(record.header["request_id"])] = Place(segment, record.offset)
         return places
@@ -164,10 +175,10 @@ class Recordings:
 
 
 def _targets(datum: Datum) -> np.ndarray:
-    """int64 [T] of a datum whose spans tile them."""
+    """Returns the target tokens, int64 [T], after checking that the datum's spans cover them exactly."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None or targets.ndim != 1:
-        raise OperationError("stable_reinforce needs target_tokens of one dimension")
+        raise OperationError("stable_reinforce needs one-dimensional target_tokens")
     if not datum.loss_fn_input_spans:
         raise OperationError(
             "stable_reinforce needs loss_fn_input_spans that name sequences sampled with record_stability_info "

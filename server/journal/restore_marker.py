@@ -1,7 +1,7 @@
-"""Copied: the mark of a copy of live state, by which a server that starts on it knows that clients may be ahead of it.
+"""Restore marker: a file by which a server that starts on a backup knows that clients may be ahead of its runs.
 
-`backup` leaves it in the copy. From a server's first start there it names the runs that have not gone on since; one of
-them whose next operation does not come, but later ones do, has lost what came behind the copy.
+`backup` writes it into the copy. From a server's first start on the copy, it lists the runs that have not continued
+since. If such a run's next operation never arrives, but later ones do, the run has lost the operations after the copy.
 """
 
 import json
@@ -18,8 +18,9 @@ _NAME = "copied.json"
 
 @dataclass(frozen=True)
 class _Mark:
-    """at: when it was copied, in s since 1970. waiting: runs that have not gone on since; None: nobody has looked.
+    """The content of the marker file.
 
+    at: time of the copy, in seconds since 1970. waiting: runs that have not continued since; None: not determined yet.
     behind: runs whose clients are known to be ahead.
     """
 
@@ -29,20 +30,25 @@ class _Mark:
 
 
 def mark_copy(live: Path, copy: Path, at: float) -> None:
-    """live, copy: directories of live state. What a copy of a copy has lost stays so."""
+    """Writes the marker into `copy`, a copy of the live state in `live`.
+
+    Runs that are behind in a marker of `live` stay so in the copy.
+    """
     mark = _read(live)
     _write(copy, _Mark(at, behind=[] if mark is None else mark.behind))
 
 
 class Copied:
-    """Of the server that works in this directory of live state. Without a mark there all runs are whole."""
+    """The restore marker of this server's live state. Without a marker file, no run is waiting or behind."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._mark = _read(directory)
 
     def begin(self, run_ids: Collection[str]) -> None:
-        """run_ids: of all runs that there are at this start."""
+        """Limits the marker to the runs that exist at this start; at the first start on a copy, all of them are
+        waiting.
+        """
         if (mark := self._mark) is None:
             return
         waiting = run_ids if mark.waiting is None else mark.waiting
@@ -55,28 +61,29 @@ class Copied:
         )
 
     def is_waiting(self, run_id: str) -> bool:
-        """It has not gone on since it was copied."""
+        """True if the run has not continued since the copy."""
         return self._mark is not None and (self._mark.waiting is None or run_id in self._mark.waiting)
 
     def is_behind(self, run_id: str) -> bool:
         return self._mark is not None and run_id in self._mark.behind
 
     def goes_on(self, run_id: str) -> None:
-        """What followed has come, or the run is over."""
+        """Removes the run from the marker: its next operation has arrived, or the run is over."""
         if (mark := self._mark) is not None and (self.is_waiting(run_id) or self.is_behind(run_id)):
             self._change(_without(run_id, mark))
 
     def found_behind(self, run_id: str) -> None:
-        """Its client is ahead of it, for good."""
+        """Records that the client is ahead of the run, which is permanent."""
         if (mark := self._mark) is not None:
             self._change(replace(_without(run_id, mark), behind=sorted({*mark.behind, run_id})))
 
     @property
     def when(self) -> str:
+        """Returns the time of the copy as text, or "" without a marker."""
         return "" if self._mark is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._mark.at))
 
     def _change(self, mark: _Mark) -> None:
-        """A full disk is no reason to stop: at the next start the run is judged again, and as strictly."""
+        """Replaces the marker. A write error is only logged: at the next start the run is judged again, as strictly."""
         self._mark = mark
         try:
             if mark.waiting or mark.behind:
@@ -100,7 +107,7 @@ def _read(directory: Path) -> _Mark | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        logger.error("%s is damaged (%s): no run is taken to have gone on since", path, error)
+        logger.error("%s is damaged (%s): assuming that no run has continued since the copy", path, error)
         return _Mark(path.stat().st_mtime)
 
 

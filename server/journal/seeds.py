@@ -1,4 +1,4 @@
-"""Seeds: where a request leaves one open it is drawn, once, and what it draws is journaled with it."""
+"""Seeds: those that a request omits are drawn at submit and journaled with it, so that a replay repeats them."""
 
 import secrets
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ def draw_seed() -> int:
 
 
 def draw_open_seeds(operation: object) -> dict[str, int]:
-    """Of a loss that draws, where its config names no seed."""
+    """Returns the seeds that the operation's loss needs and its config lacks."""
     if not isinstance(operation, ForwardBackwardRequest) or operation.loss_fn not in _SEEDED_LOSSES:
         return {}
     return {} if _SEED in operation.loss_fn_config else {_SEED: draw_seed()}
 
 
 def with_drawn(operation: T, drawn: Mapping[str, int]) -> T:
-    """drawn: by draw_open_seeds, when it was accepted."""
+    """Returns the operation with the seeds that `draw_open_seeds` drew when it was accepted."""
     if not drawn:
         return operation
     assert isinstance(operation, ForwardBackwardRequest)

@@ -1,7 +1,7 @@
-"""Snapshots: states of live runs at optimizer boundaries, from which they are made again after a crash.
+"""Snapshots: states of live runs at optimizer boundaries, from which the runs are rebuilt after a crash.
 
-Layout below state_dir/snapshots: RUN/SEQ_ID, RUN/SEQ_ID-copy, with .staging-* beside them while they are written. One
-whose files are not as its manifest says counts as absent.
+Layout below state_dir/snapshots: RUN/SEQ_ID, RUN/SEQ_ID-copy, and .staging-* while they are written. A snapshot whose
+files do not match its manifest counts as absent.
 """
 
 import asyncio
@@ -21,8 +21,12 @@ _COPY = "-copy"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after the operation with this seq_id. tainted_by: why the step that ends its window must be refused.
-    held: by seq_id of that window's operations, the uses of captured features that this step is to take."""
+    """The state after the operation with this seq_id.
+
+    tainted_by: why the step that ends its gradient window must be refused. held: the uses of captured features that
+    this
+    step will consume, by seq_id of the window's operations.
+    """
 
     seq_id: int
     directory: Path
@@ -31,14 +35,17 @@ class Snapshot:
 
 
 class Snapshots:
-    """sync: whether they are to survive the death of the machine."""
+    """Stages, publishes, finds and removes the snapshots of all runs.
+
+    sync: whether they must survive a machine crash.
+    """
 
     def __init__(self, root: Path, sync: bool) -> None:
         self._root = root.absolute()
         self._sync = sync
 
     def sweep(self, live: Collection[str]) -> None:
-        """At start, blocking: what was never finished, and those of runs that are not live."""
+        """Deletes unfinished snapshots and those of runs that are not live. Blocking; for server start."""
         names = {directory_name(run_id) for run_id in live}
         for directory in self._root.glob("*"):
             if directory.name not in names:
@@ -47,9 +54,11 @@ class Snapshots:
             shutil.rmtree(staging, ignore_errors=True)
 
     def stage(self, run_id: str) -> Path:
-        """An empty directory to write into. Raises OSError.
+        """Returns an empty directory to write into. Raises OSError.
 
-        Blocking, since a snapshot is handed over before anything is awaited: 40 us, 200 for the first of a run.
+        Blocking, because the snapshot must be handed to the dispatch before anything is awaited; takes 40 us, 200 us
+        for the
+        first of a run.
         """
         staging = staging_in(self._of(run_id))
         staging.mkdir(parents=True)
@@ -58,13 +67,16 @@ class Snapshots:
     async def publish(
         self, staging: Path, run_id: str, seq_id: int, tainted_by: str | None, held: Mapping[int, Mapping[str, int]]
     ) -> Snapshot:
-        """Raises OSError."""
+        """Seals the staged files and renames them into place. Raises OSError."""
         snapshot = Snapshot(seq_id, self._of(run_id) / str(seq_id), tainted_by, held)
         await asyncio.to_thread(self._seal_and_rename, staging, snapshot)
         return snapshot
 
     async def copy(self, snapshot: Snapshot, run_id: str) -> Snapshot:
-        """The same state once more, for when one of the two is damaged. Raises OSError."""
+        """Publishes a second copy of the same state, in case one of the two is damaged.
+
+        Raises OSError; ValueError if the snapshot itself is damaged.
+        """
         staging = self.stage(run_id)
         copy = replace(snapshot, directory=snapshot.directory.with_name(snapshot.directory.name + _COPY))
         try:
@@ -74,7 +86,7 @@ class Snapshots:
         return copy
 
     async def find(self, run_id: str) -> list[Snapshot]:
-        """The newest first; those that look whole, unless one reads all of their files."""
+        """Returns the run's snapshots, newest first; file hashes are not checked (see `is_whole`)."""
         return await asyncio.to_thread(self._find, run_id)
 
     async def is_whole(self, snapshot: Snapshot) -> bool:
@@ -115,9 +127,9 @@ class Snapshots:
         self._seal_and_rename(staging, copy)
 
     def _seal_and_rename(self, staging: Path, snapshot: Snapshot) -> None:
-        if (snapshot.directory / MANIFEST).exists():  # of this very state, made before a crash
+        if (snapshot.directory / MANIFEST).exists():  # the same state, published before a crash
             shutil.rmtree(snapshot.directory)
         about = {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by, "held": snapshot.held}
         seal(staging, about, sync=self._sync)
-        # The first one makes all of them.
+        # The first snapshot also creates the directories above it, which must be synced too.
         move_into_place(staging, snapshot.directory, root=self._root.parent if self._sync else None)

@@ -1,1 +1,1 @@
-"""Log lines of a server."""
+"""Logging of a server process."""

@@ -1,4 +1,4 @@
-"""Trouble: what fails again and again while its cause lasts: said once for each cause, and once that it is over."""
+"""Logs errors that repeat while their cause lasts: once per cause, and once when they are over."""
 
 import contextlib
 import errno
@@ -12,11 +12,14 @@ from ..store import LeaseLost
 from ..store.outages import OUTAGES, words_of
 
 FORESEEN = (OSError, LeaseLost, *OUTAGES)
-"""A full disk, a database that is away, a lease that is another server's: no traceback says more."""
+"""A full disk, an unreachable database, a lost lease: a traceback would add nothing."""
 
 
 class Trouble:
-    """Of one thing that is tried again and again. words: what stops it now, None: nothing."""
+    """Logs the failures of one activity that is repeated.
+
+    words: the reason of the current failure, or None.
+    """
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger = logger
@@ -29,23 +32,23 @@ class Trouble:
             return
         self.words = words
         if isinstance(error, FORESEEN):
-            self._logger.error("%s failed, and is tried again: %s", self._what, words)
+            self._logger.error("%s failed, will retry: %s", self._what, words)
         else:
-            self._logger.error("%s failed, and is tried again", self._what, exc_info=error)
+            self._logger.error("%s failed, will retry", self._what, exc_info=error)
 
     def passed(self) -> None:
         if self.words is not None:
-            self._logger.warning("%s succeeds again", self._what)
+            self._logger.warning("%s works again", self._what)
             self.words = None
 
 
 @contextlib.contextmanager
 def room_for(what: str) -> Iterator[None]:
-    """Where there is none in the block, raises OperationError (server) in words for whoever saves."""
+    """Turns a full disk in the block into OperationError (server), with a message for the tenant that saves."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        message = f"{what} not saved, since the server's disk is full ({error.strerror}): try again when there is room"
+        message = f"{what} not saved: the server's disk is full ({error.strerror}); retry when there is space again"
         raise OperationError(message, "server") from None

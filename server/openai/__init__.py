@@ -1,1 +1,1 @@
-"""OpenAI's API in the words of our samplers."""
+"""Translates OpenAI's API into requests to our samplers, and their results into OpenAI's responses."""

@@ -1,6 +1,6 @@
-"""Answer: writes what OpenAI's clients are answered, but for the choices, which each kind of completion has of its own.
+"""Writes OpenAI's response bodies and stream chunks; the subclasses in completions.py and chats.py write the choices.
 
-JSON is put together of pieces: of what a sample has, large as it may be, only its own JSON is kept.
+Each choice is encoded to JSON as it is produced, so the Python objects of a large sample are never held all at once.
 """
 
 import secrets
@@ -22,14 +22,17 @@ from .choices import Echo, Fragment, Scored
 
 @dataclass(frozen=True)
 class Told:
-    """Of all samples of a prompt: the prompt in front of each, and the rest, one fragment a sample."""
+    """Everything that a whole response contains about one prompt: the echoed prompt, and one fragment per sample."""
 
     echo: Echo
     fragments: Iterable[Fragment]
 
 
 class Answer(ABC):
-    """kind and chunk_kind: the `object` of an answer and of a chunk of a stream. id_prefix: of their ids."""
+    """Writes the response to one request, as one body or as the chunks of a stream.
+
+    kind, chunk_kind: the `object` field of a whole response and of a stream chunk. id_prefix: prefix of the `id` field.
+    """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -45,14 +48,18 @@ class Answer(ABC):
 
     @abstractmethod
     def choices(self, told: Told) -> Iterator[object]:
-        """Those of a whole answer."""
+        """Returns the choices of a whole response."""
 
     @abstractmethod
     def part(self, fragment: Fragment) -> object:
-        """The choice of a chunk."""
+        """Returns the choice of one stream chunk."""
 
     def beside(self, first: bool) -> dict[str, JsonValue]:
-        """Fields beside the choices. first: of a whole answer, or of the first chunk of a choice."""
+        """Returns the fields that follow `choices`.
+
+        Args:
+            first: True for a whole response and for the first chunk of a choice.
+        """
         return {}
 
     def whole(self, told: Iterable[Told], usage: Usage) -> bytes:
@@ -63,7 +70,7 @@ class Answer(ABC):
         return self._body(self._chunk_head, json_of(self.part(fragment)), self.beside(fragment.first))
 
     def last_chunk(self, usage: Usage) -> bytes:
-        """The one without a choice."""
+        """Returns the chunk that carries the usage and no choice."""
         return self._body(self._chunk_head, b"", {"usage": usage})
 
     def _begin(self, kind: str) -> bytes:
@@ -79,7 +86,7 @@ def json_of(value: object) -> bytes:
 
 
 def alternatives(scored: Scored) -> Iterator[dict[int, float]]:
-    """By token: those asked for, id -> log-probability, the likeliest first."""
+    """Yields for each token its requested alternatives as {token id: log-probability}, the likeliest first."""
     if scored.top is None:
         yield from ({} for _ in scored.token_ids)
         return

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the next message of a chat, by the model's chat template."""
+"""Implements /v1/chat/completions: renders chats with the model's template and writes the assistant's messages."""
 
 import json
 import reprlib
@@ -34,16 +34,19 @@ def prompts_of(asked: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: 
         return [Prompt(tokenizer.encode_chat(chat, most_tokens))]
     except UnreadTools:
         raise OpenAiError(
-            f"tools are not read by the chat template of {asked.model}, so it would never hear of them: leave them out "
-            "and describe them in a message, or take a model that was trained to call tools",
+            f"the chat template of {asked.model} ignores tools, so the model would never see them: leave them out "
+            "and describe them in a message, or use a model that was trained to call tools",
             param="tools",
             code="unsupported_parameter",
         ) from None
 
 
 def _template_message(number: int, message: ChatMessage) -> dict[str, JsonValue]:
-    """As chat templates read it: the parts of its content are one text, in lines; a call without any has an empty one,
-    which many templates join to others."""
+    """Returns the message as chat templates expect it.
+
+    Text parts are joined by line breaks. An assistant message without content gets an empty string, because many
+    templates concatenate it.
+    """
     fields = message.model_dump()
     if message.role == "assistant" and message.content is None:
         fields["content"] = ""
@@ -60,12 +63,12 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, JsonValue]
 
 
 def _template_call(number: int, call: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Clients send the arguments as JSON in a string, templates read what is in it."""
+    """Parses the arguments of a tool call: clients send them as a JSON string, templates expect the object."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
     try:
-        # In their order, which templates may print.
+        # The order of the arguments is kept, because templates may print them.
         return {**call, "function": {**function, "arguments": json.loads(text or "{}")}}
     except ValueError as error:
         place = f"messages.{number}.tool_calls"

@@ -1,4 +1,4 @@
-"""Choices: what OpenAI's clients are told of the samples of a request, as they grow or all at once."""
+"""Turns the samples of an OpenAI request into the fragments of its choices, streamed or all at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from .sample_batch import Drawn, Grown
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens, one entry each, of a prompt or a sample. offsets: characters of the choice's text in front of them.
+    """Log-probabilities of the tokens of a prompt or a sample, one entry per token.
 
-    logprobs: NaN = none. top: the likeliest first, None = not asked for.
+    offsets: characters of the choice's text before each token. logprobs: NaN where a token has none.
+    top: the alternatives, likeliest first; None if not requested.
     """
 
     token_ids: Sequence[int]
@@ -32,7 +33,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What is added to a choice. scored: None = not asked for. finish_reason: None = more comes."""
+    """Holds what is added to a choice. scored: None if not requested. finish_reason: None if the choice continues."""
 
     index: int
     first: bool
@@ -43,20 +44,20 @@ class Fragment:
 
     @property
     def tells_something(self) -> bool:
-        """Text may be held back."""
+        """True if the fragment is worth a chunk; it is empty while its text could be the start of a stop string."""
         return bool(self.first or self.text or self.finish_reason or self.scored is not None)
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt at the front of its choices. scored: None = not asked for."""
+    """The prompt as echoed before its choices. scored: None if not requested."""
 
     text: str = ""
     scored: Scored | None = None
 
 
 class Choice:
-    """One sample as it grows; whatever is told of it is in its fragments, in order. is_over: its end was told."""
+    """One sample as it grows. Its fragments, in order, add up to the choice. is_over: the last one was returned."""
 
     def __init__(self, asked: Asking, index: int, text: SampleText) -> None:
         self._asked = asked
@@ -67,16 +68,25 @@ class Choice:
         self.is_over = False
 
     def echo(self, echo: Echo) -> Fragment:
-        """In front of all other fragments."""
+        """Returns the fragment with the prompt, which must precede all others."""
         return self._told(echo.text, [], None, None)
 
     def grow(self, part: SampledPart, num_echoed: int) -> Fragment:
-        """num_echoed: characters of the choice's text that are the prompt's."""
+        """Returns the fragment for the part.
+
+        Args:
+            num_echoed: characters of the choice's text that belong to the echoed prompt.
+        """
         self.is_over = part.stop_reason is not None
         return self._fragment(part.tokens, part.logprobs, part.topk_logprobs, part.stop_reason, num_echoed)
 
     def finish(self, sequence: SampledSequence, num_echoed: int) -> Fragment:
-        """sequence: all of the sample, whose end was not told yet."""
+        """Returns the last fragment, with all tokens of the finished sample that earlier fragments did not have.
+
+        Args:
+            sequence: the whole sample.
+            num_echoed: characters of the choice's text that belong to the echoed prompt.
+        """
         self.is_over = True
         if self._asked.samples_nothing:
             return self._told("", [], None, "length")
@@ -97,7 +107,7 @@ class Choice:
         self._num_tokens += len(token_ids)
         offsets = [num_echoed + offset for offset in self._text.add(token_ids)]
         shown = self._text.take(last=finish_reason is not None)
-        # The worker may not have read the text to its end, as it was about to.
+        # The worker may reach the token limit before it has searched the last tokens for stop strings.
         if finish_reason is not None and self._text.stopped:
             finish_reason = "stop"
         scored = None if self._asked.num_top is None else Scored(token_ids, offsets, logprobs, top)
@@ -111,7 +121,7 @@ class Choice:
 
 
 class Choices:
-    """The samples of all prompts of a request, which are the jobs of its draws."""
+    """The choices of a request: `n` samples per prompt, one sampling job per prompt. Counts the usage."""
 
     def __init__(self, asked: Asking, tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Prompt]) -> None:
         self._asked = asked
@@ -120,7 +130,7 @@ class Choices:
         self._num_sampled = 0
         self._num_cached = 0
         self._guesses: list[GuessCounts] = []
-        # Characters in front of each choice's own, once `echo` has told them.
+        # By job: characters of the echoed prompt, counted in `echo`.
         self._num_echoed = [0] * len(prompts)
         strings, ends = [StopString(stop) for stop in stops.strings], frozenset(stops.token_ids)
         self._choices = [
@@ -132,7 +142,11 @@ class Choices:
         ]
 
     def echo(self, job: int, response: SampleResponse | None = None) -> Echo:
-        """Of one of the prompts, nothing where none is asked for. response: what scores it, if that is asked for."""
+        """Returns the echo of a job's prompt, which is empty if the request has no `echo`.
+
+        Args:
+            response: contains the prompt's log-probabilities if the request wants them.
+        """
         if not self._asked.echoes:
             return Echo()
         prompt = self._prompts[job]
@@ -148,7 +162,7 @@ class Choices:
         return Echo(shown[num_cut:], scored)
 
     def echoed(self, job: int, echo: Echo) -> Iterator[Fragment]:
-        """The echo at the front of each choice of the job."""
+        """Yields the echo once for each choice of the job."""
         yield from (choice.echo(echo) for choice in self._choices[job])
 
     def grow(self, event: Grown) -> Iterator[Fragment]:
@@ -156,7 +170,7 @@ class Choices:
             yield self._choices[event.job][part.sample].grow(part, self._num_echoed[event.job])
 
     def finish(self, event: Drawn) -> Iterator[Fragment]:
-        """What was not told yet; what is asked of usage, at once."""
+        """Returns the last fragments of the job's unfinished choices; the usage is counted at the call, not lazily."""
         response = event.response
         self._num_cached += response.prompt_cache_hit_tokens
         if response.guesses is not None:
@@ -168,12 +182,12 @@ class Choices:
         return (choice.finish(sequence, num_echoed) for choice, sequence in pairs if not choice.is_over)
 
     def num_numbers(self, event: Drawn) -> int:
-        """How many tokens, and alternatives to them, there are to tell of a job."""
+        """Returns how many tokens and alternatives the job adds to the response; a measure of the work to encode it."""
         num_echoed = self._asked.n * len(self._prompts[event.job].token_ids) if self._asked.echoes else 0
         return (event.response.num_tokens + num_echoed) * (1 + (self._asked.num_top or 0))
 
     def usage(self) -> Usage:
-        """Of what is finished."""
+        """Returns the usage of the jobs finished so far."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
         usage: Usage = {
             "prompt_tokens": num_prompt,

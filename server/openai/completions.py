@@ -1,4 +1,4 @@
-"""/v1/completions: texts and tokens, continued."""
+"""Implements /v1/completions: continues prompts given as text or as token ids."""
 
 import math
 from collections.abc import Iterator
@@ -15,17 +15,17 @@ from .kind import Kind
 
 def check(asked: CompletionRequest) -> None:
     if not asked.num_prompts:
-        raise OpenAiError("prompt is an empty list: send at least one", param="prompt")
+        raise OpenAiError("prompt is an empty list: send at least one prompt", param="prompt")
     if (num_choices := asked.num_prompts * asked.n) > MOST_SAMPLES:
         raise OpenAiError(
-            f"{asked.num_prompts} prompts with n {asked.n} ask for {num_choices} choices, and {MOST_SAMPLES} are the "
-            "most: send several requests",
+            f"{asked.num_prompts} prompts with n {asked.n} make {num_choices} choices, more than the maximum of "
+            f"{MOST_SAMPLES}: split them into several requests",
             param="prompt",
         )
     if asked.samples_nothing and not asked.echo:
-        raise OpenAiError("max_tokens 0 leaves nothing to answer: raise it, or ask for echo", param="max_tokens")
+        raise OpenAiError("max_tokens 0 without echo returns nothing: raise it, or set echo", param="max_tokens")
     if asked.stream and asked.echo and asked.logprobs is not None:
-        raise OpenAiError("echo with logprobs cannot be streamed: leave out stream", param="stream")
+        raise OpenAiError("echo with logprobs cannot be streamed: leave out stream, echo or logprobs", param="stream")
 
 
 def prompts_of(asked: CompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
@@ -78,7 +78,7 @@ class CompletionAnswer(Answer):
         }
 
     def _likeliest(self, logprobs: dict[int, float]) -> dict[str, float]:
-        """Of two tokens with the same text, the likelier."""
+        """Returns log-probabilities by token text; where two tokens have the same text, the likelier one counts."""
         by_text: dict[str, float] = {}
         for token_id, logprob in logprobs.items():
             by_text.setdefault(self.tokenizer.name_of(token_id), logprob)

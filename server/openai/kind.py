@@ -1,4 +1,4 @@
-"""Kind: what completions and chats do each in their own way."""
+"""Collects what differs between text completions and chat completions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from .answer import Answer
 
 @dataclass(frozen=True)
 class Kind(Generic[Asked]):
-    """check: of what no single field shows; raises OpenAiError. prompts: raises RequestError, and may take long.
+    """One of OpenAI's two kinds of completion.
 
-    The last argument of `prompts`: how many tokens the context has.
+    check: validates combinations of fields; raises OpenAiError. prompts: tokenizes the prompts, given the context
+    length in tokens; raises RequestError; slow for long texts.
     """
 
     request: type[Asked]

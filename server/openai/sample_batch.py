@@ -1,4 +1,4 @@
-"""Draws: the sampling jobs of one request that is answered with its samples, and what comes of them."""
+"""Runs the sampling jobs of one OpenAI request, and queues their progress and results for the response."""
 
 import asyncio
 import logging
@@ -22,14 +22,14 @@ _STARTED_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Grown:
-    """job: its number among those of the request. parts: what was added to its samples."""
+    """Reports progress of a job. job: its index in the request. parts: what was added to its samples."""
 
     job: int
     parts: tuple[SampledPart, ...]
 
     @property
     def num_bytes(self) -> int:
-        """That it takes up in memory, about."""
+        """Approximates the memory that the event takes."""
         tops = [part.topk_logprobs for part in self.parts if part.topk_logprobs is not None]
         arrays = [array for part in self.parts for array in (part.tokens, part.logprobs)]
         arrays += [array for top in tops for array in (top.token_ids, top.logprobs)]
@@ -38,17 +38,17 @@ class Grown:
 
 @dataclass(frozen=True)
 class Drawn:
-    """All that a job has sampled."""
+    """Holds the complete result of a job. job: its index in the request."""
 
     job: int
     response: SampleResponse
 
 
 class Draws:
-    """Starts the jobs, until `close` cancels those under way. admission: of the tenant, who is charged for the tokens.
+    """Starts the jobs and reports their events; `close` cancels those that still run.
 
-    streams: whether what is added is told as it comes. Of what nobody takes only so much is kept: the rest of a job
-    comes with its end then.
+    admission: charges the tenant for the tokens. streams: True if progress is reported, not only results. If the client
+    reads too slowly and MOST_HELD_BYTES are queued, a job's further progress is dropped: its result contains it.
     """
 
     def __init__(self, sampling: Sampling, jobs: Sequence[SamplingJob], admission: Admission, streams: bool) -> None:
@@ -68,7 +68,11 @@ class Draws:
             task.cancel()
 
     async def events(self) -> AsyncIterator[Grown | Drawn]:
-        """Until all jobs are drawn. Raises OperationError, RequestError: one of them failed."""
+        """Yields events until all jobs are finished.
+
+        Raises:
+            OperationError, RequestError: a job failed.
+        """
         num_open = len(self._jobs)
         while num_open:
             event = await self._events.get()
@@ -94,12 +98,12 @@ class Draws:
         except (OperationError, RequestError) as error:
             self._events.put_nowait(error)
         except Exception:
-            logger.exception("drawing %s failed", job.request_id)
+            logger.exception("sampling request %s failed", job.request_id)
             self._events.put_nowait(OperationError(f"internal error in sampling request {job.request_id}", "server"))
 
     def _grow(self, number: int, parts: tuple[SampledPart, ...]) -> None:
         event = Grown(number, parts)
-        # At once: who has read it and leaves has had it.
+        # Charged before delivery: a client that reads the tokens and disconnects must still pay for them.
         self._charge(number, sum(len(part.tokens) for part in parts))
         if self._num_held_bytes + event.num_bytes > MOST_HELD_BYTES:
             self._not_told.add(number)

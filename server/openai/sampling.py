@@ -1,7 +1,7 @@
-"""OpenAI's requests in the words of our samplers.
+"""Translates OpenAI's requests into SampleRequests, and sampling errors into OpenAI's errors.
 
-A field of SamplingParams that OpenAI's or vLLM's clients send takes a field in `schemas/openai.py`, out of its table of
-what cannot be done, and a line in `sampling_params`.
+To accept another parameter of OpenAI's or vLLM's clients, add its field in `schemas/openai.py`, remove it from the
+table of unsupported fields there, and add a line to `sampling_params`.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from ..sampling.prompts import Prompt
 from ..sampling.sampling_job import Stops
 
 MOST_ECHOED = 1 << 21
-"""Tokens of prompts in one answer, each counted with its alternatives."""
+"""Most echoed prompt tokens in one response, counting each token's alternatives."""
 
 
 def sampling_params(asked: Asking) -> SamplingParams:
-    """But for max_tokens, which may be another for each prompt."""
+    """Returns all sampling parameters but max_tokens, which depends on the length of each prompt."""
     return SamplingParams(
         seed=asked.seed,
         temperature=asked.temperature,
-        top_k=asked.top_k or -1,  # vLLM's 0 is off, too
+        top_k=asked.top_k or -1,  # vLLM's clients disable top_k with 0, too
         top_p=asked.top_p,
         min_p=asked.min_p,
         min_tokens=asked.min_tokens,
@@ -47,7 +47,13 @@ def _constraint(answer: ResponseFormat) -> Constraint | None:
 
 
 def sample_requests(asked: Asking, prompts: Sequence[Prompt], context: int) -> list[SampleRequest]:
-    """They share what is in their params, which may be large. context: tokens. Raises OpenAiError."""
+    """Returns one request per prompt; their params are shallow copies, so that a large logit_bias exists once.
+
+    Args:
+        context: the model's context length in tokens.
+    Raises:
+        OpenAiError: the echo would be too large.
+    """
     _check_echo(asked, prompts)
     params = sampling_params(asked)
     scores_prompt = asked.echoes and asked.num_top is not None
@@ -68,11 +74,11 @@ def sample_requests(asked: Asking, prompts: Sequence[Prompt], context: int) -> l
 
 
 def check_alternatives(asked: Asking, most: int) -> None:
-    """Raises OpenAiError where more of them are asked for at a token than --max-logprobs allows."""
+    """Raises OpenAiError if the request wants more alternatives per token than --max-logprobs allows."""
     if (count := asked.num_top or 0) > most:
         param = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
         raise OpenAiError(
-            f"{param} {count} exceeds the {most} that this server reports at a token: lower it, or start the server "
+            f"{param} {count} exceeds the {most} that this server reports per token: lower it, or start the server "
             f"with --max-logprobs {count}",
             param=param,
         )
@@ -83,21 +89,24 @@ def _check_echo(asked: Asking, prompts: Sequence[Prompt]) -> None:
     num_echoed = num_tokens * (1 + (asked.num_top or 0)) if asked.echoes else 0
     if num_echoed > MOST_ECHOED:
         raise OpenAiError(
-            f"echo of {num_tokens} tokens, each with {asked.num_top or 0} alternatives, makes {num_echoed}, and "
-            f"{MOST_ECHOED} are the most: lower n or logprobs, or send several requests",
+            f"echo of {num_tokens} tokens, each with {asked.num_top or 0} alternatives, makes {num_echoed} entries; "
+            f"the maximum is {MOST_ECHOED}: lower n or logprobs, or send several requests",
             param="echo",
         )
 
 
 def _max_tokens(asked: Asking, prompt: Prompt, context: int) -> int | None:
     most = asked.most_tokens(context - len(prompt.token_ids))
-    # One token is sampled, and dropped, where only the prompt is to be scored.
+    # Samplers draw at least one token; a request that only scores its prompt drops it.
     return None if most is None else max(1, most)
 
 
 def refusal(asked: Asking, error: OperationError | NoDraft) -> OpenAiError:
-    """What is said of jobs, whose drafts the request named or its sampler; workers know constraints and no
-    response_format."""
+    """Translates the error of a sampling job.
+
+    Sets `param` to the request field at fault: a draft error names draft_path, and what workers call a constraint is
+    response_format here.
+    """
     if isinstance(error, NoDraft):
         return OpenAiError(error.message, error.status, "draft_path")
     status = 400 if error.category == "user" else 503
@@ -107,6 +116,6 @@ def refusal(asked: Asking, error: OperationError | NoDraft) -> OpenAiError:
 
 
 def stops_of(asked: Asking, end_token_ids: Sequence[int]) -> Stops:
-    """end_token_ids: the model's, which end a sample whatever else does."""
+    """Returns what ends a sample: the model's end tokens unless ignore_eos is set, and the request's own stops."""
     ends = () if asked.ignore_eos else tuple(end_token_ids)
     return Stops((*ends, *asked.stop_token_ids), asked.stop_strings)

@@ -1,1 +1,1 @@
-"""Several servers on one state: the lease, the lock of the directory, workers that outlive servers."""
+"""Several servers on one state: the lease, the lock of the state directory, and workers that outlive servers."""

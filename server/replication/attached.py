@@ -1,4 +1,4 @@
-"""Attached: what a server takes over from workers that another process keeps, before it begins."""
+"""Takes over the configuration of workers that another process runs, before the server starts."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from .state_lock import StartError
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 30.0
-"""Where both are started at a time."""
+"""Wait for workers that are started at the same time as the server."""
 _LOOK_SECONDS = 1.0
 
 _OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {
@@ -30,13 +30,18 @@ _OWN = {"hang_seconds", "model_cache", "shared_directories"}
 
 
 def knobs_of_workers(config: ServerConfig) -> dict[str, Any]:
-    """Those by which workers are made, and so no server's to choose that attaches to them."""
+    """Returns the knobs that workers are created with. A server that attaches to workers cannot choose them."""
     names = [entry.name for entry in fields(config) if entry.name in _OF_WORKERS - _OWN]
     return {name: getattr(config, name) for name in ("base_models", *names)}
 
 
 def dispatch_config(config: ServerConfig, at: KeptAt | None, epoch: int | None) -> DispatchConfig:
-    """at: as of `with_workers`. epoch: of the server's lease, where it needs one."""
+    """Returns the dispatch configuration of the server.
+
+    Args:
+        at: as returned by `with_workers`.
+        epoch: of the server's lease, if it needs one.
+    """
     of_all = config.dispatch_config()
     if at is None:
         return unified(of_all)
@@ -44,8 +49,10 @@ def dispatch_config(config: ServerConfig, at: KeptAt | None, epoch: int | None) 
 
 
 async def with_workers(config: ServerConfig) -> tuple[ServerConfig, KeptAt | None]:
-    """With the base models, the layout and all else that is as the workers were started; and where they are kept, if
-    another process does. Raises StartError."""
+    """Returns the configuration with the workers' base models, layout and other knobs, and where the workers are.
+
+    The second value is None if the server runs its own workers. Raises StartError.
+    """
     if config.workers is None or config.workers_secret_file is None:
         return config, None
     at = KeptAt(config.workers, _secret(config.workers_secret_file), _new_claim(None))
@@ -60,7 +67,7 @@ async def with_workers(config: ServerConfig) -> tuple[ServerConfig, KeptAt | Non
     try:
         return replace(config, **{**knobs, **own}), replace(at, knobs=knobs)
     except ConfigError as error:
-        raise StartError(f"{error} (as the workers at {at.address} have it)") from None
+        raise StartError(f"{error} (configured by the workers at {at.address})") from None
 
 
 def _secret(file: Path) -> bytes:
@@ -82,7 +89,7 @@ async def _knobs_at(at: KeptAt) -> Mapping[str, Any]:
         except NoPlace as error:
             if asyncio.get_running_loop().time() > deadline:
                 raise StartError(f"{error}: start them with `trainhouse workers --listen {at.address}`") from None
-            logger.warning("%s: waiting for them", error)
+            logger.warning("%s: waiting for the workers", error)
         except ValueError as error:
             raise StartError(str(error)) from None
         await asyncio.sleep(_LOOK_SECONDS)
@@ -91,8 +98,8 @@ async def _knobs_at(at: KeptAt) -> Mapping[str, Any]:
 def _check_known(knobs: Mapping[str, Any], address: str) -> None:
     if unknown := knobs.keys() - {entry.name for entry in fields(ServerConfig)}:
         raise StartError(
-            f"the workers at {address} have {', '.join(sorted(unknown))}, which this trainhouse ({VERSION}) does not: "
-            "start both of the same version"
+            f"the workers at {address} have {', '.join(sorted(unknown))}, which this trainhouse ({VERSION}) does not "
+            "support: run the same version on both sides"
         )
 
 
@@ -102,12 +109,12 @@ def _check_same(config: ServerConfig, entry: Field[Any], theirs: object, address
         return
     raise StartError(
         f"{flag_of(entry)} is {_shown(mine)} here and {_shown(theirs)} at the workers at {address}: leave it out here, "
-        "or start them anew with it"
+        "or restart the workers with it"
     )
 
 
 def _names(value: object) -> object:
-    """Of base models: where their files lie may differ from machine to machine."""
+    """Reduces base models to their names: the paths of their files may differ between machines."""
     if not isinstance(value, tuple):
         return value
     return [each.name if isinstance(each, ServedModel) else each for each in value]

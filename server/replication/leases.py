@@ -1,10 +1,9 @@
-"""Leases: which of several servers on one database and one state directory does the work, and until when it may.
+"""Leases decide which of several servers on one database and one state directory does the work, and until when.
 
-A lease is a row per base model, and one more, LIVE_STATE, for what all of them keep in the state directory: a server
-takes those of all its base models, or none. Its tenure is the time from then until another server has them. In it the
-server may only do what it can vouch for while the lease is surely its own; what it tries later is fenced off three
-times: it knows by its own clock that its time is up, the database refuses its writes, and the directory that it writes
-into has another name.
+A lease is a row per base model, plus one, LIVE_STATE, for the shared live state in the state directory. A server takes
+the leases of all its base models or none. Its tenure lasts until another server takes them, and it may only act while
+the lease is certainly its own. Late actions are fenced off three times: the server's own clock says that the lease has
+expired, the database refuses its writes, and the directory that it writes to has been renamed.
 """
 
 import asyncio
@@ -28,32 +27,34 @@ from ..store.outages import words_of
 logger = logging.getLogger(__name__)
 
 LIVE_STATE = ""
-"""In place of a base model, which has a name."""
+"""Stands for the live state in the lease table. Base models have non-empty names."""
 
 _RENEWALS = 3
-"""Times that a lease is renewed while it lasts."""
+"""Renewals per duration of a lease."""
 _MARGIN = 0.1
-"""The share of it that clocks may differ by."""
+"""The share of the duration by which clocks may drift apart."""
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 2.0
-"""For so long a renewal may take before it is told of."""
+"""A renewal that takes longer is reported."""
 _SEGMENTED = ("journal", "results", "recordings")
 
 
 def awake_seconds() -> float:
-    """Of a clock that nobody sets, and that goes on while the process or the whole machine is stopped."""
+    """Returns a clock that no one can set, and that also advances while the process or the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class TenureOver(OSError):
-    """A server may not do what it was about to, since another one may have the lease."""
+    """Raised if this server must no longer write, since another server may have the lease."""
 
 
 class Lease:
-    """One server's place in the line.
+    """A server's claim to do the work.
 
-    base_models: that it serves. url: where other servers reach it. seconds: without a renewal, until others may take
-    it. holder_url: of the server that has it now, if that is another one.
+    base_models: those that this server serves.
+    url: where other servers reach this one.
+    seconds: without a renewal, until others may take the lease.
+    holder_url: of the current holder, if that is another server.
     """
 
     def __init__(self, store: Store, base_models: Collection[str], url: str, seconds: float) -> None:
@@ -63,32 +64,35 @@ class Lease:
         self.seconds = seconds
         self._holder = secrets.token_hex(8)
         self.holder_url: str | None = None
-        # When it was last renewed, as the database says it; and when that was first seen, by our clock.
+        # The holder's latest expiry, by the database's clock; and when it was first seen, by ours.
         self._expires_at = 0.0
         self._seen_at = -math.inf
         self._rests_until = -math.inf
 
     async def prepare(self, state_dir: Path) -> None:
-        """Before it is first tried for: where nobody has ever had it, the live state is empty.
+        """Prepares the state directory before the first attempt. If no server has ever had the lease, the live state is
+        empty.
 
-        Raises OSError, and ValueError where there is some of another database.
+        Raises:
+            OSError: the directory cannot be used.
+            ValueError: its live state belongs to another database, or is missing.
         """
-        # In this order: who takes it has his lease before his live state.
+        # In this order, since a server takes the lease before the live state.
         found = max(_epochs(state_dir), default=0)
         if any(lease.base_model == LIVE_STATE for lease in await self._store.list_leases()):
-            if found == 0 and not _epochs(state_dir):  # not what a server takes at this very moment
+            if found == 0 and not _epochs(state_dir):  # looked twice: a server may be renaming it right now
                 raise _no_live_state(state_dir)
             return
         if found > 0:
             raise ValueError(
-                f"state directory {state_dir} has live state of epoch {found}, but no server has ever worked on this "
-                "database: it is another database's; name those that belong together with --state-dir and "
+                f"state directory {state_dir} has live state of epoch {found}, but no server has ever used this "
+                "database: it belongs to another database; give a matching --state-dir and "
                 "--database-url"
             )
         _directory(state_dir, 0).mkdir(mode=0o700, exist_ok=True)
 
     async def taken(self) -> "Tenure":
-        """As soon as nobody else has it: who has it gives it back, or does not renew it in time."""
+        """Waits until the lease is free (released or expired), then takes it."""
         may_be_free = True
         while True:
             try:
@@ -97,22 +101,24 @@ class Lease:
                     return tenure
                 may_be_free = await self._look()
             except SQLAlchemyError as error:
-                logger.error("the lease cannot be asked for: %s", error)
+                logger.error("the lease cannot be requested: %s", error)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def renewed(self, record: LeaseRecord) -> bool:
-        """Whether nobody else has had it since."""
+        """Renews the lease. True if no other server has had it since `record`."""
         if await self._store.renew_leases(self._holder, time.time(), self.seconds):
             return True
         again = await self._store.acquire_leases(self._names, self._holder, self._url, time.time(), self.seconds)
         return again is not None and again[0].epoch == record.epoch
 
     async def release(self) -> None:
-        """Others may take it at once. Raises SQLAlchemyError."""
+        """Lets other servers take the lease at once. Raises SQLAlchemyError."""
         await self._store.release_leases(self._holder)
 
     async def give_up(self, seconds: float) -> None:
-        """As `release`, by who cannot use it: not to be tried for meanwhile, so that another server may be faster."""
+        """Releases a lease that this server cannot use, and waits `seconds` before the next attempt, so that others can
+        be first.
+        """
         self._rests_until = awake_seconds() + seconds
         await self.release()
 
@@ -125,7 +131,7 @@ class Lease:
         return Tenure(self, taken[0], sent_at)
 
     async def _look(self) -> bool:
-        """Whether it may be free."""
+        """Updates what is known of the holder. True if the lease may be free."""
         named = [lease for lease in await self._store.list_leases() if lease.base_model in self._names]
         held = [lease for lease in named if lease.expires_at > 0 and lease.holder != self._holder]
         self.holder_url = held[0].url if held else None
@@ -136,7 +142,7 @@ class Lease:
 
 
 class Tenure:
-    """From when a server has taken the lease until another one has.
+    """The time from when a server takes the lease until another one does.
 
     record: of LIVE_STATE; every holder has a higher epoch.
     """
@@ -149,23 +155,24 @@ class Tenure:
 
     @property
     def is_valid(self) -> bool:
-        """Whether no other server can have the lease yet. In any thread."""
+        """True while no other server can have the lease. May be called in any thread."""
         return awake_seconds() < self._valid_until
 
     @property
     def trouble(self) -> str | None:
-        """Why it cannot be renewed now."""
+        """Says why the lease cannot be renewed now, or is None."""
         return self._trouble and f"the server's database does not answer ({self._trouble})"
 
     def check(self) -> None:
-        """As a guard of segments. Raises TenureOver."""
+        """Serves as the guard of segments. Raises TenureOver if the lease may have expired."""
         if not self.is_valid:
             raise TenureOver(f"the lease of epoch {self.record.epoch} has run out: another server may have it now")
 
     async def keep(self) -> None:
-        """Renews it until another server has it; then returns.
+        """Renews the lease until another server has taken it, then returns.
 
-        Where the database is out of reach it runs out, and is valid again if nobody has taken it meanwhile.
+        If the database is unreachable the lease expires; it becomes valid again if no other server has taken it
+        meanwhile.
         """
         while True:
             await asyncio.sleep(self._lease.seconds / _RENEWALS if self.is_valid else 0)
@@ -185,7 +192,7 @@ class Tenure:
         logger.error("the lease of epoch %d is lost: another server has taken it", self.record.epoch)
 
     async def _renewed(self) -> bool:
-        """As the lease says. A database that is away is waited for there, which somebody should know of."""
+        """Renews the lease. If the database does not answer, waits for it and reports that."""
         renewing = asyncio.create_task(self._lease.renewed(self.record))
         try:
             done, _ = await asyncio.wait({renewing}, timeout=_SILENT_SECONDS)
@@ -196,37 +203,42 @@ class Tenure:
             renewing.cancel()
 
     def _fails(self, words: str) -> None:
-        """Told once, however long it lasts."""
+        """Logs the outage when it begins."""
         if self._trouble is None:
             logger.error("the lease cannot be renewed: the database does not answer (%s)", words)
         self._trouble = words
 
     def take_live_state(self, state_dir: Path) -> Path:
-        """The directory of what belongs to live runs and results, blocking; a former holder finds it no more.
+        """Takes over the directory of live runs and results by renaming it, so that a former holder no longer finds it.
+        Blocking.
 
-        Whoever still has a file open there writes to nobody. Raises LeaseLost, and ValueError where the live state is
-        not there, OSError.
+        Writes of a former holder to files that it has open reach no reader.
+
+        Raises:
+            LeaseLost: the lease expired or another server was faster.
+            ValueError: the live state is missing or belongs to another database.
+            OSError: the directory cannot be renamed.
         """
         epoch = self.record.epoch
         found = sorted(_epochs(state_dir))
         if not self.is_valid:
-            raise LeaseLost(f"the lease of epoch {epoch} ran out before its live state was taken")
+            raise LeaseLost(f"the lease of epoch {epoch} expired before the live state was taken")
         if not found:
             raise _no_live_state(state_dir)
         if found[-1] > epoch:
             raise ValueError(
                 f"state directory {state_dir} has live state of epoch {found[-1]}, but the database is at {epoch}: it "
-                "is another database's; name those that belong together with --state-dir and --database-url"
+                "belongs to another database; give a matching --state-dir and --database-url"
             )
         directory = _directory(state_dir, epoch)
         try:
             _directory(state_dir, found[-1]).rename(directory)
         except FileNotFoundError:
-            raise LeaseLost(f"the live state of epoch {found[-1]} was taken by another server meanwhile") from None
+            raise LeaseLost(f"the live state of epoch {found[-1]} has just been taken by another server") from None
         sync_directory(state_dir)
         for name in _SEGMENTED:
             _try_to_shut_out(directory / name)
-        for older in found[:-1]:  # a former holder may have made it, when it did not know yet
+        for older in found[:-1]:  # a former holder may have created it before it noticed its loss
             shutil.rmtree(_directory(state_dir, older), ignore_errors=True)
         return directory
 
@@ -236,13 +248,15 @@ class Tenure:
 
 def _no_live_state(state_dir: Path) -> ValueError:
     return ValueError(
-        f"state directory {state_dir} has no live state, of which the database knows: name the directory that all "
-        "servers on this database share with --state-dir, and mount it before"
+        f"state directory {state_dir} has no live state, but the database has a record of one: give --state-dir the "
+        "directory that all servers on this database share, and mount it first"
     )
 
 
 def _try_to_shut_out(directory: Path) -> None:
-    """A full disk is no reason to do no work. What might be written there now was acknowledged to nobody."""
+    """Fences off a former holder. A full disk does not stop the takeover, since late records were never
+    acknowledged.
+    """
     try:
         shut_out(directory)
     except OSError as error:
@@ -250,7 +264,9 @@ def _try_to_shut_out(directory: Path) -> None:
 
 
 def live_directory(state_dir: Path) -> Path:
-    """Where what belongs to live runs and results lies: of the servers on a database of their own, below it."""
+    """Returns the directory of live runs and results: a live-EPOCH subdirectory if servers share a database, else the
+    state directory.
+    """
     newest = max(_epochs(state_dir), default=None)
     return state_dir if newest is None else _directory(state_dir, newest)
 

@@ -1,4 +1,4 @@
-"""The claim on a state directory: whose it is, made if need be, and held by one process alone."""
+"""Creates the state directory, keeps it private to its user, and locks it for one process."""
 
 import contextlib
 import errno
@@ -19,22 +19,22 @@ logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "server.lock"
 _OTHERS = 0o077
-"""The rights of all users but a file's owner."""
+"""The permission bits of group and others."""
 OF_STATE = (
     *(f"{DATABASE_NAME}*", _LOCK_NAME, "url_secret", "*.json", "*.log", "live-*", "checkpoints", "staging", "cache"),
     *("journal", "results", "recordings", "snapshots", "loaded", "features", "ephemeral", "pages"),
 )
-"""What servers keep in their state directory."""
+"""Patterns of everything that servers store in their state directory."""
 OF_CHECKPOINTS = ("*/weights", "*/sampler_weights", "*/external_weights")
 
 
 class StartError(Exception):
-    """The server cannot start; the message says why and what to do."""
+    """Raised if the server cannot start. The message gives the reason and the remedy."""
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """What this process and those that it starts write is for their user alone, for as long as the block lasts."""
+    """Makes files that this process and its children create inaccessible to other users while the block runs."""
     before = os.umask(_OTHERS)
     try:
         yield
@@ -43,37 +43,42 @@ def private_files() -> Iterator[None]:
 
 
 def keep_private(directory: Path, ours: Sequence[str]) -> None:
-    """Takes the rights of other users on a directory that is there, which holds tenants' data and weights.
+    """Revokes other users' access to an existing directory, which holds tenants' data and weights.
 
-    ours: patterns of what an earlier version may have left readable in it. Raises StartError where they stay.
+    Args:
+        ours: patterns of entries that an earlier version may have left readable.
+    Raises:
+        StartError: other users still have access.
     """
     try:
         mode = directory.stat().st_mode
-    except FileNotFoundError:  # it will be made, by this process
+    except FileNotFoundError:  # this process will create it, as private
         return
     if not mode & _OTHERS:
         return
-    if mode & stat.S_ISVTX:  # as /tmp, which root could close
+    if mode & stat.S_ISVTX:  # a shared directory like /tmp, which root could but must not close
         raise StartError(
-            f"{directory} is there for all users of this machine (mode {mode & 0o7777:o}): name a directory in it, "
-            "which is then made for this user alone"
+            f"{directory} is shared by all users of this machine (mode {mode & 0o7777:o}): give a directory in it, "
+            "which is then created for this user only"
         )
     with contextlib.suppress(OSError):
         directory.chmod(mode & 0o7777 & ~_OTHERS)
     if directory.stat().st_mode & _OTHERS:
         raise StartError(
             f"{directory} can be read by other users of this machine (mode {mode & 0o777:o}), and this process may not "
-            f"change that: `chmod 700 {directory}` as its owner, or name a directory in it, which is then made for "
-            "this user alone"
+            f"change that: `chmod 700 {directory}` as its owner, or give a directory in it, which is then created for "
+            "this user only"
         )
-    logger.warning("%s could be read by other users (mode %o): now its owner alone can", directory, mode & 0o777)
+    logger.warning("%s could be read by other users (mode %o): now only its owner can", directory, mode & 0o777)
     for path in (path for pattern in ours for path in directory.glob(pattern)):
         _close_to_others(path)
 
 
 def _close_to_others(path: Path) -> None:
-    """With all that is below, and what it is in. What is another user's own, or goes meanwhile, is shut off by the
-    directory that all is in."""
+    """Revokes other users' access to `path`, everything below it, and its parent directory.
+
+    Errors are ignored: another user's files, and files deleted meanwhile, are protected by the directory around them.
+    """
     below = [Path(root, name) for root, names, files in os.walk(path) for name in (*names, *files)]
     for each in (path.parent, path, *below):
         with contextlib.suppress(OSError):
@@ -82,9 +87,9 @@ def _close_to_others(path: Path) -> None:
 
 
 def check_kind(config: StoreConfig) -> None:
-    """That the state directory, if there is one, is of servers on this kind of database. Raises StartError.
+    """Raises StartError if an existing state directory belongs to servers on the other kind of database.
 
-    Of what another database does not know nothing is worth keeping: a sweep or a repair would remove it.
+    Otherwise a sweep or a repair would remove everything that this database has no record of.
     """
     state_dir = config.state_dir
     if not state_dir.is_dir():
@@ -95,35 +100,45 @@ def check_kind(config: StoreConfig) -> None:
         raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
     if config.database_url is None and live != state_dir:
         raise StartError(
-            f"state directory {state_dir} belongs to servers on a PostgreSQL (it has {live.name}): give --database-url"
+            f"state directory {state_dir} belongs to servers on PostgreSQL (it has {live.name}): give --database-url"
         )
     if config.database_url is not None and live == state_dir and (state_dir / DATABASE_NAME).exists():
         raise StartError(
-            f"state directory {state_dir} belongs to a server on SQLite (it has {DATABASE_NAME}): leave "
-            "--database-url away, or name another directory with --state-dir"
+            f"state directory {state_dir} belongs to a server on SQLite (it has {DATABASE_NAME}): omit "
+            "--database-url, or give another directory with --state-dir"
         )
 
 
 def check_database(config: StoreConfig) -> None:
-    """That it is there, where it is SQLite: for what is to make none. Raises StartError."""
+    """Raises StartError if the SQLite database does not exist. For commands that must not create one."""
     path = config.state_dir / DATABASE_NAME
     if config.database_url is None and not path.is_file():
         raise StartError(
-            f"there is no database {path}: name the server's directory with --state-dir, or its database with "
+            f"database {path} does not exist: give the server's directory with --state-dir, or its database with "
             "--database-url"
         )
 
 
 @contextlib.contextmanager
 def made(state_dir: Path, sync: bool = False) -> "Iterator[Claim | None]":
-    """Makes the state directory if need be. sync: it is to survive the death of the machine. Raises StartError."""
+    """Creates the state directory if needed. Raises StartError.
+
+    Args:
+        sync: whether it must survive a crash of the machine.
+    """
     _make(state_dir, sync)
     yield None
 
 
 @contextlib.contextmanager
 def locked(state_dir: Path, sync: bool = False) -> "Iterator[Claim]":
-    """Holds the state directory, made if need be, for this process alone. sync: as above. Raises StartError."""
+    """Creates the state directory if needed and locks it for this process while the block runs.
+
+    Args:
+        sync: whether it must survive a crash of the machine.
+    Raises:
+        StartError: another server has it, or it cannot be used.
+    """
     _make(state_dir, sync)
     try:
         claim = Claim(state_dir)
@@ -141,17 +156,21 @@ def locked(state_dir: Path, sync: bool = False) -> "Iterator[Claim]":
 
 
 class ClaimLost(OSError):
-    """Nothing may be written any more: the state directory is another server's now, or another directory."""
+    """Raised if this server must no longer write: another server has taken the state directory, or its path leads
+    elsewhere.
+    """
 
 
 class Claim:
-    """A state directory that is held by two locks: of the file server.lock, which says by whom, and of the directory
-    itself, which nobody can remove. Not all file systems lock directories (NFS does not): there a removed file is made
-    again by the next `check`, unless another server was faster.
+    """Holds a state directory by two locks: on the file server.lock, which names the holder, and on the directory
+    itself.
+
+    The directory lock survives the removal of the file. Some file systems cannot lock directories (NFS): there the next
+    `check` restores a removed file, unless another server was faster.
     """
 
     def __init__(self, state_dir: Path) -> None:
-        """Raises BlockingIOError, whose strerror says who has it, and OSError."""
+        """Raises BlockingIOError if another server has the directory (strerror names it), or another OSError."""
         self._state_dir = state_dir
         self._retaking = threading.Lock()
         with contextlib.ExitStack() as opened:
@@ -162,9 +181,9 @@ class Claim:
             self._opened = opened.pop_all()
 
     def check(self) -> None:
-        """As a guard of segments. Raises ClaimLost."""
+        """Serves as the guard of segments. Raises ClaimLost."""
         if not _is(self._state_dir, self._directory):
-            raise ClaimLost(f"{self._state_dir} is not the directory any more that this server has: start it again")
+            raise ClaimLost(f"{self._state_dir} is no longer the directory that this server locked: restart the server")
         if _is(self._state_dir / _LOCK_NAME, self._file.fileno()):
             return
         with self._retaking:
@@ -179,22 +198,24 @@ class Claim:
         try:
             fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(errno.EWOULDBLOCK, f"a server whose {_LOCK_NAME} somebody has removed") from None
+            raise BlockingIOError(errno.EWOULDBLOCK, f"a server whose {_LOCK_NAME} was removed") from None
         except OSError as error:
-            logger.info("%s is locked by %s alone: %s", self._state_dir, _LOCK_NAME, error.strerror)
+            logger.info("%s is locked only by its %s: %s", self._state_dir, _LOCK_NAME, error.strerror)
 
     def _retake(self) -> None:
         try:
             new = _locked_file(self._state_dir)
         except OSError as error:
             raise ClaimLost(f"{self._state_dir} was taken from this server, by {error.strerror}") from None
-        logger.warning("%s was removed from %s, and is made again", _LOCK_NAME, self._state_dir)
+        logger.warning("%s was removed from %s and has been recreated", _LOCK_NAME, self._state_dir)
         self._file.close()
         self._file = new
 
 
 def _locked_file(state_dir: Path) -> TextIO:
-    """With this process's id in it. Raises OSError, whose strerror says who has it."""
+    """Opens the lock file, locks it and writes this process's id. Raises OSError; if it is locked, strerror names the
+    holder.
+    """
     lock = (state_dir / _LOCK_NAME).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,7 +231,7 @@ def _locked_file(state_dir: Path) -> TextIO:
 
 
 def _is(path: Path, handle: int) -> bool:
-    """True if the path still leads to what was opened there."""
+    """True if the path still leads to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(handle))
     except FileNotFoundError:

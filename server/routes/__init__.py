@@ -1,0 +1,1 @@
+"""Defines the HTTP routes, one module per tag of the API."""

@@ -1,4 +1,4 @@
-"""A key asks about itself or revokes itself (`tinker auth login` and `logout`), or is exchanged for a token."""
+"""Routes with which a client describes, revokes or exchanges its own API key (`tinker auth login` and `logout`)."""
 
 from typing import Annotated
 
@@ -17,13 +17,13 @@ KeyDependency = Annotated[str | None, Depends(presented_key)]
 
 @router.post("/token")
 async def token(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> TokenResponse:
-    """To be sent in place of the key for an hour. It goes with the key, and when the server restarts."""
+    """Returns a token that can replace the key for an hour, until the key is revoked or the server restarts."""
     return TokenResponse(jwt=await services.auth.token_for(key or ""))
 
 
 @router.get("/apikey/me")
 async def own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> OwnKey:
-    """Whose key it is, and what it may."""
+    """Describes the caller's key: its tenant, scopes and rate limit."""
     record = await services.auth.key_of(key or "")
     scopes = SCOPES if record is None else record.scopes or TENANT_SCOPES
     return OwnKey(
@@ -38,8 +38,8 @@ async def own_key(services: ServicesDependency, tenant: TenantDependency, key: K
 
 @router.delete("/apikey/me", status_code=204)
 async def revoke_own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> None:
-    """From now on the key is refused. Keys that an open server let in were never made, so there is none to revoke."""
+    """Revokes the caller's key. Answers 404 on an open server, which accepts any key and stores none."""
     record = await services.auth.key_of(key or "")
     if record is None:
-        raise RequestError("this key was never made here, so it cannot be revoked", status=404)
+        raise RequestError("this server did not create the key, so it cannot revoke it", status=404)
     await services.auth.revoke(record)

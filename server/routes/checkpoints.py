@@ -1,4 +1,4 @@
-"""What can be done with one checkpoint: describe, publish, age, copy, download, delete."""
+"""Routes for one checkpoint: describe, publish, expire, copy, import, download, delete."""
 
 import math
 import secrets
@@ -62,19 +62,19 @@ ReadableDependency = Annotated[CheckpointRecord, Depends(_readable)]
 
 @router.delete(_ONE, status_code=204)
 async def delete_checkpoint(checkpoint: OwnedDependency, services: ServicesDependency) -> None:
-    """At once, with its files."""
+    """Deletes the checkpoint and its files immediately."""
     await services.checkpoints.delete(checkpoint)
 
 
 @router.post(f"{_ONE}/publish", status_code=204)
 async def publish_checkpoint(checkpoint: OwnedDependency, services: ServicesDependency) -> None:
-    """Every tenant of this server may then load, sample from, copy and download it."""
+    """Makes the checkpoint public: every tenant of this server can load, sample, copy and download it."""
     await services.checkpoints.set_public(checkpoint, True)
 
 
 @router.delete(f"{_ONE}/publish", status_code=204)
 async def unpublish_checkpoint(checkpoint: OwnedDependency, services: ServicesDependency) -> None:
-    """Nobody else reads it from now on; copies that others made stay theirs."""
+    """Makes the checkpoint private again; copies that other tenants have made are kept."""
     await services.checkpoints.set_public(checkpoint, False)
 
 
@@ -84,7 +84,7 @@ async def set_checkpoint_ttl(
     request: Annotated[TtlRequest, json_parameter(TtlRequest)],
     services: ServicesDependency,
 ) -> None:
-    """Counted from now; null: it stays for ever."""
+    """Sets the time after which the checkpoint is deleted, counted from now; null keeps it forever."""
     await services.checkpoints.set_ttl(checkpoint, request.ttl_seconds)
 
 
@@ -92,7 +92,7 @@ async def set_checkpoint_ttl(
 async def external_weights_urls(
     checkpoint: ReadableDependency, request: Request, services: ServicesDependency
 ) -> ExternalWeightsUrls:
-    """Works for checkpoints of every kind. The URLs need no key until they expire."""
+    """Returns signed URLs of the checkpoint's files, for any kind of checkpoint. They need no key until they expire."""
     signed = await services.checkpoints.sign_files(checkpoint)
     place = {"run_id": checkpoint.run_id, "kind": checkpoint.kind, "name": checkpoint.name}
     urls = {
@@ -131,7 +131,7 @@ async def weights_info(
     services: ServicesDependency,
     tenant: TenantDependency,
 ) -> WeightsInfoResponse:
-    """What a checkpoint was trained on, and the shape of its adapter, which a full model has none of."""
+    """Returns the base model of a checkpoint, its role and, for an adapter, its shape."""
     checkpoint = await services.checkpoints.resolve(tenant, request.tinker_path)
     lora = lora_of(checkpoint.training)
     return WeightsInfoResponse(
@@ -153,7 +153,7 @@ async def copy_weights(
     access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MOST_TEXT)] = None,
     idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> CopyWeightsResponse:
-    """The copy is the tenant's own, in the project asked for, and outlives its source."""
+    """Copies a checkpoint. The copy belongs to the caller, in the requested project, and outlives its source."""
     token = access_token or request.weights_access_token
     source = await services.checkpoints.resolve(tenant, request.source_path, token)
     project_id = await _destination(services, tenant, request)
@@ -168,17 +168,17 @@ async def import_weights(
     request: Request,
     services: ServicesDependency,
     tenant: TenantDependency,
-    config_bytes: Annotated[int, Query(ge=2, le=_MOST_CONFIG_BYTES, description="those of adapter_config.json")],
+    config_bytes: Annotated[int, Query(ge=2, le=_MOST_CONFIG_BYTES, description="size of adapter_config.json")],
     base_model: Annotated[
-        str | None, Query(max_length=MOST_PATH, description="left out: the one that adapter_config.json names")
+        str | None, Query(max_length=MOST_PATH, description="default: the one that adapter_config.json names")
     ] = None,
-    name: Annotated[str, Query(max_length=MOST_ID, description="of the checkpoint")] = "imported",
+    name: Annotated[str, Query(max_length=MOST_ID, description="name of the new checkpoint")] = "imported",
     ttl_seconds: Annotated[TtlSeconds | None, Query()] = None,
     idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> ImportWeightsResponse:
-    """An adapter that PEFT has saved, as a checkpoint to load and to sample from, without optimizer state.
+    """Imports an adapter saved by PEFT as a checkpoint that can be loaded and sampled; it has no optimizer state.
 
-    The body: adapter_config.json and behind it adapter_model.safetensors.
+    The body is adapter_config.json followed by adapter_model.safetensors.
     """
     with services.quotas.admission(tenant.id) as admission:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
@@ -192,7 +192,7 @@ async def import_weights(
 
 
 async def _destination(services: Services, tenant: Tenant, request: CopyWeightsRequest) -> str | None:
-    """A copy for a session goes into that session's project."""
+    """Returns the project of the request's session, if it names one, else its destination_project_id."""
     if request.session_id is None:
         return request.destination_project_id
     return (await services.sessions.require_open(tenant, request.session_id)).project_id

@@ -1,4 +1,4 @@
-"""Examples in the API's description of what routes take; a test sends them with live names in place of these."""
+"""Defines the example values in the OpenAPI document; a test sends them with real ids substituted."""
 
 from typing import Annotated
 
@@ -22,11 +22,11 @@ KindPath = Annotated[
     Path(
         max_length=MOST_ID,
         description="weights, sampler_weights or external_weights",
-        openapi_examples={"of save_weights": {"value": "weights"}},
+        openapi_examples={"saved by save_weights": {"value": "weights"}},
     ),
 ]
 NamePath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a checkpoint": {"value": NAME}})]
 ModelPath = Annotated[str, Path(max_length=MOST_PATH, openapi_examples={"a base model": {"value": BASE_MODEL}})]
 FilePath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a file": {"value": "tokenizer.json"}})]
 IDEMPOTENCY_KEY = Header(alias="X-Idempotency-Key", max_length=MOST_ID)
-"""A request that is sent again has the same one."""
+"""A retry of a request carries the same key."""

@@ -1,7 +1,7 @@
-"""Direct: the routes that clients call at every operation, without FastAPI on the way.
+"""Dispatches the routes that clients call for every operation directly, bypassing FastAPI.
 
-Resolving their dependencies takes FastAPI longer than all of their work takes us. They stay registered there, for the
-OpenAPI document and for whatever is not a plain call of theirs.
+FastAPI takes longer to resolve the dependencies of these routes than they take to run. They stay registered with
+FastAPI for the OpenAPI document and for any request other than a plain POST.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,7 +18,10 @@ ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
-    """Path -> endpoint, of the POST routes of these names, whose only parameters are the request and who sent it."""
+    """Returns path -> endpoint for the POST routes with these names.
+
+    Their only parameters must be the request, the services and the tenant.
+    """
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     found = {route.path: route.endpoint for route in routes if route.path.rpartition("/")[2] in names}
     assert len(found) == len(names), f"of {names} there are only {list(found)}"
@@ -26,7 +29,10 @@ def endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str
 
 
 class Direct:
-    """ASGI middleware. error_handlers: what the application has registered for the errors that the endpoints raise."""
+    """ASGI middleware that calls the endpoints itself.
+
+    error_handlers: the application's handlers for the errors that the endpoints raise.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Polling for results, and cancelling."""
+"""Routes that retrieve results of accepted operations and cancel sampling requests."""
 
 import random
 
@@ -21,24 +21,24 @@ router = APIRouter(prefix="/api/v1", tags=["futures"])
 
 _MULTI_POLL_SECONDS = 30.0
 _POLL_SPREAD = 0.2
-"""Polls that began together end apart by up to this share of their time, and do not all come back at once."""
+"""Long polls are shortened by a random share of up to this, so that clients do not all return at the same moment."""
 
 
 @router.post(
     "/retrieve_future",
     openapi_extra=json_body(RetrieveFutureRequest, {"request_id": f"{MODEL_ID}:1"}),
-    responses={408: {"model": Pending, "description": "Not ready yet: ask again at once; this waits by itself."}},
+    responses={408: {"model": Pending, "description": "Not ready yet: repeat the request at once; it is a long poll."}},
 )
 async def retrieve_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The result of an accepted operation, as soon as it is there.
+    """Waits for the result of an accepted operation and returns it.
 
-    An operation that failed answers 200 with `error` and `category`. Results of forward_backward and sample are
-    protobuf where `Accept` names application/x-protobuf, else JSON.
+    A failed operation answers 200 with `error` and `category`. Results of forward_backward and sample are protobuf if
+    `Accept` names application/x-protobuf, else JSON.
     """
     submit = await receive_submit(request, json_decoder(RetrieveFutureRequest))
     seconds = services.config.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
     answered = await retrieved(request, services, tenant, submit.content.request_id, seconds)
-    # Whoever polls is alive, also where nobody sends heartbeats; a request id begins with its session's id.
+    # A poll counts as a sign of life, for clients that send no heartbeats; a request id begins with its session's id.
     services.sessions.heard_of(submit.content.request_id.partition(":")[0])
     return pending_response(answered) if isinstance(answered, Pending) else answered
 
@@ -53,9 +53,10 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
 async def retrieve_futures(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> RetrieveFuturesResponse:
-    """Which sampling requests of a session have ended, so that one poll serves many; retrieve_future has the results.
+    """Lists which sampling requests of a session have ended, so that one poll covers many; retrieve_future returns each
+    result.
 
-    Results stay until their time is over, whatever `retrieved_request_ids` says.
+    Results are kept until they expire, regardless of `retrieved_request_ids`.
     """
     submit = await receive_submit(request, json_decoder(RetrieveFuturesRequest))
     seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
@@ -69,7 +70,7 @@ async def retrieve_futures(
     openapi_extra=json_body(CancelFutureRequest, {"request_id": f"{SAMPLER_ID}:0"}),
 )
 async def cancel_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
-    """Ends a sampling request that is under way. Operations of a run keep their order and are not cancelled."""
+    """Cancels a running sampling request. Operations of a training run are never cancelled, to keep their order."""
     submit = await receive_submit(request, json_decoder(CancelFutureRequest))
     await services.futures.require(submit.content.request_id, tenant.id)
     services.sampling.cancel(submit.content.request_id)

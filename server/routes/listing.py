@@ -1,4 +1,4 @@
-"""Listings: training runs, checkpoints, sessions."""
+"""Routes that list training runs, checkpoints and sessions."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -43,7 +43,11 @@ async def list_training_runs(
     access_scope: AccessScope = "owned",
     project_id: Annotated[str | None, Query(max_length=MOST_ID)] = None,
 ) -> TrainingRunList:
-    """Last used first. accessible: also other tenants' runs with a public checkpoint. project_id: own runs alone."""
+    """Lists training runs, the last used first.
+
+    `access_scope` "accessible" adds other tenants' runs that have a public checkpoint. `project_id` selects among your
+    own runs only.
+    """
     public_at = services.checkpoints.now() if access_scope == "accessible" else None
     runs, page = await services.store.list_runs(tenant.id, offset, limit, project_id, public_at)
     return TrainingRunList(training_runs=await _training_runs(services, tenant, runs), cursor=_cursor(page))
@@ -53,11 +57,11 @@ async def list_training_runs(
 async def get_training_run(
     run_id: RunIdPath, services: ServicesDependency, tenant: TenantDependency, access_scope: AccessScope = "owned"
 ) -> TrainingRun:
-    """With its newest checkpoints, and when it was last used."""
+    """Describes a training run: its base model, its newest checkpoints, and when it was last used."""
     run = await services.store.get_run(run_id)
     if run is None or (run.tenant_id != tenant.id and not await _readable(services, tenant, run, access_scope)):
         raise _no_run(run_id)
-    if not (found := await _training_runs(services, tenant, [run])):  # what was public expires at this moment
+    if not (found := await _training_runs(services, tenant, [run])):  # its public checkpoint has just expired
         raise _no_run(run_id)
     return found[0]
 
@@ -66,7 +70,7 @@ async def get_training_run(
 async def list_run_checkpoints(
     run_id: RunIdPath, services: ServicesDependency, tenant: TenantDependency
 ) -> CheckpointList:
-    """Oldest first. Of another tenant's run, the public ones."""
+    """Lists the checkpoints of a run, oldest first; only the public ones if the run belongs to another tenant."""
     run = await services.store.get_run(run_id)
     if run is None:
         raise _no_run(run_id)
@@ -80,7 +84,7 @@ async def list_run_checkpoints(
 async def list_user_checkpoints(
     services: ServicesDependency, tenant: TenantDependency, limit: Limit = 100, offset: Offset = 0
 ) -> CheckpointList:
-    """The tenant's own, newest first."""
+    """Lists your own checkpoints, newest first."""
     now = services.checkpoints.now()
     records, page = await services.store.list_checkpoints(tenant.id, now, offset, limit)
     return CheckpointList(checkpoints=await _checkpoints(services, tenant, records), cursor=_cursor(page))
@@ -90,14 +94,14 @@ async def list_user_checkpoints(
 async def list_sessions(
     services: ServicesDependency, tenant: TenantDependency, limit: Limit = 20, offset: Offset = 0
 ) -> SessionList:
-    """The tenant's own, newest first."""
+    """Lists your own sessions, newest first."""
     records = await services.store.list_sessions(tenant.id, offset, limit)
     return SessionList(sessions=[record.session_id for record in records])
 
 
 @router.get("/sessions/{session_id}")
 async def get_session(session_id: SessionIdPath, services: ServicesDependency, tenant: TenantDependency) -> SessionInfo:
-    """Its models and its samplers."""
+    """Describes a session: its training runs, its samplers and its metadata."""
     session = await services.sessions.get(tenant, session_id)
     runs = await services.store.list_session_runs(session_id)
     samplers = await services.store.list_session_samplers(session_id)
@@ -110,7 +114,7 @@ async def get_session(session_id: SessionIdPath, services: ServicesDependency, t
 
 
 async def _checkpoints(services: Services, tenant: Tenant, records: Iterable[CheckpointRecord]) -> list[Checkpoint]:
-    """Where its copies are is told to the owner alone."""
+    """Converts the records. Only the owner sees where a checkpoint's copies are stored."""
     records = list(records)
     copies = await services.checkpoints.copies([one for one in records if one.tenant_id == tenant.id])
     return [checkpoint_of(one, copies.get(one.directory)) for one in records]
@@ -147,14 +151,14 @@ async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunR
     runs = list(runs)
     records = await services.store.list_run_checkpoints([run.run_id for run in runs], services.checkpoints.now())
     seen = [one for one in records if one.public or one.tenant_id == tenant.id]
-    # Oldest first: of each kind of each run, the newest stays.
+    # The records are sorted oldest first, so the newest of each kind of each run wins.
     last = {(one.run_id, one.kind): one for one in seen}
     newest_at = {one.run_id: one.created_at for one in seen}
     return [
         TrainingRun(
             training_run_id=run.run_id,
             base_model=run.base_model,
-            # Strangers see what is published, not who its owner is, what he notes or when he works.
+            # Other tenants see public checkpoints, but not the owner's name, metadata or hours of work.
             model_owner=tenant.name if (is_own := run.tenant_id == tenant.id) else _STRANGER,
             is_lora=(lora := lora_of(run.training)) is not None,
             lora_rank=lora and lora.rank,
@@ -178,7 +182,7 @@ def _cursor(page: Page) -> Cursor:
 
 
 def _no_run(run_id: str) -> RequestError:
-    return RequestError(f"there is no training run {run_id}", status=404)
+    return RequestError(f"no training run {run_id} exists: list yours with GET /api/v1/training_runs", status=404)
 
 
 def _time(seconds: float) -> datetime:

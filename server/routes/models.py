@@ -1,4 +1,4 @@
-"""What is served: the base models, a live model's description, and the files of tokenizers."""
+"""Routes that describe the server: base models, limits, worker memory, live models, and tokenizer files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(services: ServicesDependency, tenant: TenantDependency) -> ServerCapabilities:
-    """The base models that are served."""
+    """Lists the base models that the server has loaded."""
     models = services.dispatch.models.values()
     return ServerCapabilities(
         supported_models=[
@@ -56,9 +56,10 @@ async def get_server_capabilities(services: ServicesDependency, tenant: TenantDe
 
 @router.get("/limits")
 async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_operator: OperatorDependency) -> Limits:
-    """Your tenant's name, what you may have queued and send per minute, and what of it is in use.
+    """Returns your tenant's name, your limits on queued work and on requests per minute, and how much is in use.
 
-    A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
+    A request over a limit is refused with 429 and `Retry-After`. Send it again after that time; clients do so
+    automatically.
     """
     kept_bytes = services.futures.kept_bytes(tenant.id)
     num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
@@ -69,7 +70,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
 
 @router.get("/workers")
 async def get_workers(services: ServicesDependency, tenant: TenantDependency) -> Workers:
-    """What is where in the memory of workers, as they report it, all tenants' together; for operators."""
+    """Reports what the workers hold in memory, summed over all tenants; for operators."""
     return Workers(groups=await services.dispatch.memory(), features=services.features.stock())
 
 
@@ -81,10 +82,10 @@ async def get_info(
     services: ServicesDependency,
     tenant: TenantDependency,
 ) -> GetInfoResponse:
-    """Of a live model, as soon as it has been created. An adapter's alpha sets its scale: alpha / rank.
+    """Describes a live model; waits until it has been created.
 
-    Of a full model and a draft lora_rank and lora_alpha are 0. target_path: what a draft guesses now, if not the bare
-    base model.
+    An adapter is scaled by lora_alpha / lora_rank; both are 0 for a full model and a draft. `target_path` is the policy
+    checkpoint that a draft predicts, absent if it predicts the bare base model.
     """
     run = await services.runs.get(tenant, request.model_id)
     base, info = services.dispatch.models[run.record.base_model], await run.info()
@@ -109,12 +110,11 @@ async def get_info(
 
 
 async def _served(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
-    """Raises RequestError 404."""
     for model in services.config.base_models:
         if model.name == name:
             return model
     served = ", ".join(model.name for model in services.config.base_models)
-    raise RequestError(f"base model {name} is not served here; served are: {served}", status=404)
+    raise RequestError(f"base model {name} is not served here; use one of: {served}", status=404)
 
 
 ServedDependency = Annotated[ServedModel, Depends(_served)]
@@ -122,11 +122,11 @@ ServedDependency = Annotated[ServedModel, Depends(_served)]
 
 @router.get("/models/{name:path}/tokenizer")
 def tokenizer(request: Request, model: ServedDependency) -> TokenizerFiles:
-    """The files of a base model's tokenizer, to be loaded by transformers or tokenizers."""
+    """Returns the URLs of a base model's tokenizer files, which transformers or tokenizers can load."""
     files = [file for file in TOKENIZER_FILES if _local_file(model, file)]
     if not any(file.startswith("tokenizer") for file in files):
         raise RequestError(
-            f"the server holds no tokenizer of {model.name} (source {model.source}): get it from the model's source",
+            f"the server has no tokenizer for {model.name} (source {model.source}): get it from the model's source",
             status=404,
         )
     urls = {file: request.url_for("tokenizer_file", name=model.name, file=file) for file in files}
@@ -135,15 +135,15 @@ def tokenizer(request: Request, model: ServedDependency) -> TokenizerFiles:
 
 @router.get("/models/{name:path}/tokenizer/{file}")
 def tokenizer_file(file: FilePath, model: ServedDependency) -> FileResponse:
-    """One of the files that the listing names."""
+    """Returns one of the tokenizer files."""
     place = _local_file(model, file) if file in TOKENIZER_FILES else None
     if place is None:
-        raise RequestError(f"there is no file {file} in the tokenizer of {model.name}", status=404)
+        raise RequestError(f"the tokenizer of {model.name} has no file {file}", status=404)
     return FileResponse(place)
 
 
 def _local_file(model: ServedModel, file: str) -> Path | None:
-    """In the model's directory, or, for a hub id, in this machine's cache of the hub."""
+    """Finds a file in the model's directory or, for a Hugging Face id, in the local hub cache."""
     if Path(model.source).is_dir():
         place = Path(model.source) / file
         return place if place.is_file() else None

@@ -1,4 +1,4 @@
-"""OpenAI's API: completions and chats of whatever can be sampled, for the programs that are written on it."""
+"""Routes of the OpenAI-compatible API: text and chat completions of any weights that can be sampled, and their list."""
 
 import asyncio
 import logging
@@ -55,20 +55,20 @@ _MOST_LISTED = 1000
 _LARGE_REQUEST_BYTES = 8192
 _MANY_PROMPTS = 8
 _MANY_NUMBERS = 10_000
-"""Work on more than these is done off the event loop. Numbers are tokens and the alternatives to them."""
+"""Above these sizes, work moves off the event loop. Numbers are tokens and the alternatives to them."""
 
 _PIECE_BYTES = 16384
 _STALLED_SECONDS = 120.0
-"""A stream of which nothing is taken for so long is given up."""
+"""A stream is closed if its client reads nothing for this long."""
 
 Worked = TypeVar("Worked")
 
 
 @router.get("/models")
 async def list_models(services: ServicesDependency, tenant: TenantDependency) -> ModelList:
-    """What `model` can be: the base models, and your sampler checkpoints, newest first.
+    """Lists values for `model`: the base models, and your sampler checkpoints, newest first.
 
-    Any checkpoint's path and the id of a live sampling session are taken, too.
+    Any other checkpoint's path and the id of a live sampling session are accepted, too.
     """
     base = [_base_model(name) for name in services.dispatch.models]
     saved = [_checkpoint(record, tenant) for record in await _saved_for_sampling(services, tenant)]
@@ -76,7 +76,7 @@ async def list_models(services: ServicesDependency, tenant: TenantDependency) ->
 
 
 async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[CheckpointRecord]:
-    """The newest _MOST_LISTED."""
+    """Returns the tenant's newest sampler checkpoints, at most _MOST_LISTED."""
     saved, offset = [], 0
     now = services.checkpoints.now()
     while len(saved) < _MOST_LISTED:
@@ -90,7 +90,7 @@ async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[Checkp
 
 @router.get("/models/{name:path}")
 async def retrieve_model(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> Model:
-    """Whether `model` can be this."""
+    """Describes a value for `model`; 404 if it cannot be sampled."""
     if name in services.dispatch.models:
         return _base_model(name)
     try:
@@ -110,7 +110,7 @@ async def retrieve_model(name: ModelPath, services: ServicesDependency, tenant: 
     openapi_extra=json_body(CompletionRequest, {"model": BASE_MODEL, "prompt": "Once upon a time", "max_tokens": 16}),
 )
 async def create_completion(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """Continuations of one or several prompts. With `stream` they come as server-sent events."""
+    """Continues one or several prompts. With `stream`, the response is a stream of server-sent events."""
     return await _complete(request, services, tenant, COMPLETIONS)
 
 
@@ -123,7 +123,10 @@ async def create_completion(request: Request, services: ServicesDependency, tena
     ),
 )
 async def create_chat_completion(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The assistant's next message, by the model's chat template. With `stream` it comes as server-sent events."""
+    """Generates the assistant's next message, using the model's chat template.
+
+    With `stream`, the response is a stream of server-sent events.
+    """
     return await _complete(request, services, tenant, CHATS)
 
 
@@ -144,7 +147,7 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
             if not asked.stream:
                 drawn = await _while_connected(request, _all(draws))
                 return await _whole(answer, choices, drawn)
-            # What fails before anything comes is answered with its status.
+            # Waits for the first event, so that an early failure is answered with its own HTTP status.
             events = draws.events()
             events = _chained(await _while_connected(request, anext(events)), events)
         except (OperationError, NoDraft) as error:
@@ -155,7 +158,7 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A request in the words of the samplers, one job a prompt. sizes: bytes of each."""
+    """A request translated for the samplers, one job per prompt. sizes: bytes to reserve for each job."""
 
     tokenizer: Tokenizer
     stops: Stops
@@ -165,7 +168,7 @@ class _Prepared:
 
 
 async def _prepare(services: Services, tenant: Tenant, kind: Kind[Asked], asked: Asked, num_bytes: int) -> _Prepared:
-    """Raises RequestError, OperationError."""
+    """Finds the sampler, tokenizes and validates; off the event loop if large. Raises RequestError, OperationError."""
     sampler = await _sampler(services, tenant, asked.model)
     model = services.dispatch.models[sampler.record.base_model]
     tokenizer = await services.tokenizers.get(model.name)
@@ -185,13 +188,20 @@ async def _prepare(services: Services, tenant: Tenant, kind: Kind[Asked], asked:
 def _admit(
     services: Services, tenant: Tenant, stack: ExitStack, first: Admission, prepared: _Prepared, num_bytes: int
 ) -> None:
-    """A claim for each job, given back with the stack. num_bytes: of the body. Raises RequestError 400, 429."""
+    """Makes one reservation per job; closing the stack releases them.
+
+    Args:
+        first: the reservation that the request already has.
+        num_bytes: size of the body.
+    Raises:
+        RequestError: 400 if the request can never fit the tenant's limits, 429 if it does not fit now.
+    """
     sizes = [max(num_bytes, prepared.sizes[0]), *prepared.sizes[1:]]
     config, most_bytes = services.config, services.quotas.most_bytes
     if len(sizes) > config.tenant_queued_operations or sum(sizes) > most_bytes:
         raise OpenAiError(
-            f"{len(sizes)} prompts and their samples, as long as they may become, take up {sum(sizes)} bytes, and "
-            f"{config.tenant_queued_operations} prompts and {most_bytes} bytes are the most: lower n, logprobs or "
+            f"{len(sizes)} prompts and their samples, at their maximum length, may take {sum(sizes)} bytes; the limits "
+            f"are {config.tenant_queued_operations} prompts and {most_bytes} bytes: lower n, logprobs or "
             "max_tokens, or send several requests"
         )
     first.grow(sizes[0], UNORDERED)
@@ -211,7 +221,7 @@ async def _sampler(services: Services, tenant: Tenant, name: str) -> Sampler:
 
 
 async def _all(draws: Draws) -> list[Drawn]:
-    """In the order of the jobs."""
+    """Waits for all results and returns them in the order of the jobs."""
     drawn = [event async for event in draws.events() if isinstance(event, Drawn)]
     return sorted(drawn, key=lambda event: event.job)
 
@@ -235,7 +245,7 @@ async def _chained(first: Grown | Drawn, rest: AsyncIterator[Grown | Drawn]) -> 
 async def _stream(
     asked: Asking, answer: Answer, choices: Choices, prompts: Sequence[Prompt], events: AsyncIterator[Grown | Drawn]
 ) -> AsyncIterator[bytes]:
-    """Server-sent events; the last of a stream that broke off is an error."""
+    """Yields the server-sent events of a response; if a job fails, the last event is an error."""
     try:
         for job, prompt in enumerate(prompts if asked.echoes else ()):
             echo = await _apart_if(len(prompt.token_ids) > _MANY_NUMBERS, partial(choices.echo, job))
@@ -258,14 +268,18 @@ async def _stream(
 
 
 async def _pieces(answer: Answer, fragments: Iterator[Fragment], large: bool = False) -> AsyncIterator[bytes]:
-    """Server-sent events, several in a piece; others have their turn in between. large: one of them may be."""
+    """Yields server-sent events, several per piece, and lets other tasks run in between.
+
+    Args:
+        large: True if a fragment may be so large that it must be encoded off the event loop.
+    """
     while piece := await _apart_if(large, partial(_piece, answer, fragments)):
         yield piece
         await asyncio.sleep(0)
 
 
 def _piece(answer: Answer, fragments: Iterator[Fragment]) -> bytes:
-    """Empty = that was all."""
+    """Returns the next piece of server-sent events; empty when there are no more fragments."""
     events, num_bytes = [], 0
     for fragment in fragments:
         if fragment.tells_something:
@@ -289,7 +303,10 @@ def _error_event(error: OpenAiError) -> bytes:
 
 
 class _EventStream(StreamingResponse):
-    """close: called when it is over, also when the client left before, or took nothing for _STALLED_SECONDS."""
+    """Streams server-sent events.
+
+    close: called at the end, also if the client disconnects or reads nothing for _STALLED_SECONDS.
+    """
 
     media_type = "text/event-stream"
 
@@ -305,13 +322,13 @@ class _EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send_in_time)
         except TimeoutError:
-            logger.info("a stream was given up: its client took nothing of it for %g s", _STALLED_SECONDS)
+            logger.info("closed a stream: its client has read nothing for %g s", _STALLED_SECONDS)
         finally:
             self._close()
 
 
 async def _while_connected(request: Request, work: Awaitable[Worked]) -> Worked:
-    """Raises ClientDisconnect, the work being cancelled, when the client leaves before it is done."""
+    """Runs the work; cancels it and raises ClientDisconnect if the client disconnects first."""
     working, leaving = asyncio.ensure_future(work), asyncio.create_task(_left(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -333,7 +350,7 @@ def _base_model(name: str) -> Model:
 
 
 def _checkpoint(record: CheckpointRecord, tenant: Tenant) -> Model:
-    owner = tenant.name if record.tenant_id == tenant.id else "somebody else"
+    owner = tenant.name if record.tenant_id == tenant.id else "another tenant"
     return Model(id=record.tinker_path, created=int(record.created_at), owned_by=owner)
 
 
@@ -341,7 +358,7 @@ def _no_model(services: Services, name: str, error: RequestError) -> OpenAiError
     message = error.message
     if error.status == 404 and not name.startswith("tinker://"):
         message = (
-            f"there is no model {name}: take one of {', '.join(services.dispatch.models)}, the tinker:// path of a "
-            "checkpoint of yours, or the id of a live sampling session"
+            f"model {name} does not exist: use one of {', '.join(services.dispatch.models)}, the tinker:// path of one "
+            "of your checkpoints, or the id of a live sampling session"
         )
     return OpenAiError(message, 404, "model", "model_not_found")

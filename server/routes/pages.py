@@ -1,4 +1,4 @@
-"""What a browser sees: where to go from here, and Swagger UI for the API, all from this server: no CDN is asked."""
+"""Routes for browsers: a home page, and Swagger UI for the API, served without any CDN."""
 
 from html import escape
 from importlib.resources import files
@@ -19,7 +19,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""For browsers. Swagger UI has styles at its elements, and pictures in its stylesheet."""
+"""Content-Security-Policy for browsers. Swagger UI needs inline styles, and its stylesheet has images as data: URLs."""
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
 
 _DOCS = """<!doctype html>
@@ -62,7 +62,7 @@ with trainhouse.ServiceClient("{url}", "{key}") as service:
     sampler = client.save_weights_and_get_sampling_client()
     print(tokenizer.decode(sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=8)).result().sequences[0].tokens))
 """
-"""As in README.md."""
+"""The same program is in README.md."""
 
 _HOME = """<!doctype html>
 <html lang="en">
@@ -85,7 +85,7 @@ pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto }}
 <a href="api/v1/readyz">api/v1/readyz</a>: whether it takes new work</li>
 <li>base URL of clients: <code>{url}</code>, of OpenAI's clients <code>{url}/v1</code></li>
 </ul>
-<p>Twelve lines of training, after <code>pip install . transformers</code> in a checkout:</p>
+<p>To train in twelve lines, run <code>pip install . transformers</code> in a checkout and then:</p>
 <pre>{code}</pre>
 </body>
 </html>
@@ -94,12 +94,12 @@ pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto }}
 
 @router.get("/")
 async def home(request: Request, services: ServicesDependency) -> Response:
-    """For a browser a page, for others JSON."""
+    """Serves a page to browsers and JSON to other clients."""
     config, url = services.config, str(request.base_url).rstrip("/")
     if "text/html" not in request.headers.get("accept", ""):
         places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
         return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
-    # Which models there are is said to those who have a key; on this machine's own address all have one.
+    # The page needs no key, so it names a model only on a loopback address, where every key is accepted.
     model, key = (config.base_models[0].name, "tml-me") if config.is_loopback else ("MODEL", "KEY")
     code = FIRST_STEPS.format(url=url, key=key, model=model)
     page = _HOME.format(version=VERSION, url=escape(url), code=escape(code))
@@ -118,7 +118,7 @@ async def start() -> Response:
 
 @router.get("/docs/{file}")
 async def asset(file: str) -> FileResponse:
-    """Of Swagger UI."""
+    """Serves a file of Swagger UI."""
     if file not in _FILES:
-        raise RequestError(f"there is no GET /docs/{file[:80]} here: see /docs for what there is", status=404)
+        raise RequestError(f"no GET /docs/{file[:80]} here: see /docs for the endpoints", status=404)
     return FileResponse(_ASSETS / file, headers=_HEADERS)

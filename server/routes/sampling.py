@@ -1,4 +1,4 @@
-"""Sampling sessions and sampling requests."""
+"""Routes that create sampling sessions and accept sampling requests."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -35,9 +35,9 @@ _SAMPLE: dict[str, object] = {
 async def create_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> CreateSamplingSessionResponse:
-    """A sampler of a base model, or of a checkpoint (`model_path`), whose weights are loaded at the first sample.
+    """Creates a sampler of a base model or of a checkpoint (`model_path`); its weights are loaded at the first sample.
 
-    `draft_path`: a draft of the same base model, which guesses what is sampled.
+    `draft_path` names a draft of the same base model for speculative sampling.
     """
     submit = await receive_submit(request, json_decoder(CreateSamplingSessionRequest))
     return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, submit.content))
@@ -45,7 +45,7 @@ async def create_sampling_session(
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def get_sampler(sampler_id: SamplerIdPath, services: ServicesDependency, tenant: TenantDependency) -> SamplerInfo:
-    """What a sampling session samples."""
+    """Returns the base model, checkpoint and draft of a sampling session."""
     record = (await services.samplers.get(tenant, sampler_id)).record
     return SamplerInfo(
         sampler_id=record.sampler_id,
@@ -62,7 +62,7 @@ async def get_sampler(sampler_id: SamplerIdPath, services: ServicesDependency, t
 async def join_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> JoinSamplingSessionResponse:
-    """A number for one more client of a sampling session, unique in it."""
+    """Returns a number for another client of a sampling session, unique within the session."""
     submit = await receive_submit(request, json_decoder(JoinSamplingSessionRequest))
     sampler = await services.samplers.get(tenant, submit.content.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=sampler.join())
@@ -77,10 +77,11 @@ async def join_sampling_session(
     responses=SUBMIT_RESPONSES,
 )
 async def sample(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """Draws `num_samples` continuations of a prompt, with their log-probabilities at temperature 1.
+    """Samples `num_samples` continuations of a prompt, with their log-probabilities at temperature 1.
 
-    From `sampling_session_id`; or, for a single request, from `base_model` or `model_path` (a checkpoint).
-    `draft_path`: a draft that guesses `num_draft_tokens` at a time; `guesses` of the answer tells how these fared.
+    The weights are those of `sampling_session_id` or, for a single request, of `base_model` or `model_path` (a
+    checkpoint). `draft_path` names a draft that proposes `num_draft_tokens` tokens at a time; `guesses` of the result
+    counts the proposed and the accepted ones.
     """
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_unordered(request, admission, json_decoder(SampleRequest))

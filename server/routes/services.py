@@ -1,4 +1,4 @@
-"""Services: the parts of a server that routes hand over to, at `app.state.services`."""
+"""Holds the parts of a server that routes call, at `app.state.services`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -48,7 +48,7 @@ class Services:
 
 
 async def current_services(request: Request) -> Services:
-    """Async although it awaits nothing: FastAPI would run a plain function in a thread, at each request."""
+    """Returns the server's services. Async because FastAPI would run a plain function in a thread for each request."""
     return request.app.state.services
 
 

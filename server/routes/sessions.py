@@ -1,4 +1,4 @@
-"""The life of a client: its configuration, its session, its heartbeats, its telemetry (which is dropped)."""
+"""Routes for health checks, client configuration, sessions, heartbeats and telemetry (which is discarded)."""
 
 from typing import Annotated
 
@@ -27,13 +27,13 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """Whether this process answers; needs no key."""
+    """Answers 200 while the process responds. Needs no key."""
     return Health()
 
 
 @router.get("/readyz", responses={503: {"model": Readiness}})
 async def readyz(services: ServicesDependency, is_operator: OperatorDependency, response: Response) -> Readiness:
-    """Whether new work is accepted, and, for operators, how far the state of an earlier process is taken up.
+    """Answers 200 if the server accepts new work, else 503; for operators also with the progress of recovery.
 
     Needs no key.
     """
@@ -53,7 +53,7 @@ async def readyz(services: ServicesDependency, is_operator: OperatorDependency, 
 
 @router.post("/client/config")
 async def client_config(services: ServicesDependency, tenant: TenantDependency) -> ClientConfig:
-    """How clients are to send their batches; the SDK asks before anything else."""
+    """Returns how clients must split and encode their batches; the SDK requests this first."""
     config = services.config
     return ClientConfig(
         fwdbwd_max_chunk_len=config.sdk_max_chunk_datums,
@@ -65,7 +65,7 @@ async def client_config(services: ServicesDependency, tenant: TenantDependency) 
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(tenant: TenantDependency) -> ClientDynamicConfig:
-    """What clients ask for again from time to time."""
+    """Returns the settings that clients refresh periodically."""
     return ClientDynamicConfig()
 
 
@@ -79,7 +79,7 @@ async def create_session(
     tenant: TenantDependency,
     idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> CreateSessionResponse:
-    """Models and samplers belong to a session. It ends by `finish`, or when nothing is heard of it for some minutes."""
+    """Creates a session, which owns models and samplers. It ends by `finish` or after some minutes of silence."""
     record = await services.sessions.create(tenant, request, idempotency_key)
     return CreateSessionResponse(session_id=record.session_id)
 
@@ -90,7 +90,7 @@ async def session_heartbeat(
     services: ServicesDependency,
     tenant: TenantDependency,
 ) -> HeartbeatResponse:
-    """410 once the session has ended: the SDK stops beating then."""
+    """Keeps a session alive. Answers 410 if it has ended, whereupon the SDK stops its heartbeats."""
     await services.sessions.require_open(tenant, request.session_id)
     return HeartbeatResponse()
 
@@ -106,7 +106,7 @@ async def finish_session(
     services: ServicesDependency,
     tenant: TenantDependency,
 ) -> None:
-    """Lets go of its models and samplers; checkpoints stay. The first end wins."""
+    """Ends a session and releases its models and samplers; checkpoints are kept. Only the first call has an effect."""
     await services.sessions.finish(tenant, session_id, request)
 
 
@@ -121,13 +121,13 @@ async def assign_session_project(
     services: ServicesDependency,
     tenant: TenantDependency,
 ) -> None:
-    """Training runs can be listed by project."""
+    """Assigns a session to a project, by which its training runs can be listed."""
     await services.sessions.set_project(tenant, session_id, request.project_id)
 
 
 @router.post("/telemetry")
 async def telemetry(request: Request, tenant: TenantDependency) -> TelemetryResponse:
-    """Events may hold tracebacks and data of users: none is kept."""
+    """Discards telemetry events, which may contain tracebacks and data of users."""
     async for _ in request.stream():
         pass
     return TelemetryResponse()

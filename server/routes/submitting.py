@@ -1,4 +1,4 @@
-"""What the routes that submit operations share: decode or count as refused, hand over, answer."""
+"""Shared code of the routes that submit operations: reserve room, decode, submit, and write the response."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ _FEATURE_HEADER_BYTES = 1024
 _NOT_CREATED_SECONDS = 1.0
 _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
-"""As much memory as a result takes to be sent as JSON: it is decoded, and made into text piece by piece."""
+"""Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
 
 AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
 AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
@@ -67,7 +67,7 @@ class Submit(Generic[Decoded]):
 
 
 async def receive_submit(request: Request, decode: Callable[[bytes], Decoded]) -> Submit[Decoded]:
-    """For submits without an order. Raises RequestError."""
+    """Receives and decodes a request that has no order and needs no reservation. Raises RequestError."""
     received = await receive_body(request)
     return Submit(received, await decode_body(received, limits_of(request), decode))
 
@@ -75,7 +75,7 @@ async def receive_submit(request: Request, decode: Callable[[bytes], Decoded]) -
 async def receive_unordered(
     request: Request, admission: Admission, decode: Callable[[bytes], Decoded]
 ) -> Submit[Decoded]:
-    """For submits that take up room until they are answered, but have no order. Raises RequestError."""
+    """Receives a request that has no order but holds a reservation until it is answered. Raises RequestError."""
     if not admission.try_claim(num_bytes := _num_bytes(request)):
         admission.claim(num_bytes, UNORDERED)
     received = await receive_body(request)
@@ -91,9 +91,13 @@ async def receive_operation(
     kind: str,
     decode: Callable[[bytes], Decoded],
 ) -> Submit[Decoded]:
-    """For operations of a run: one that is refused still counts as done, if it shows its seq_id.
+    """Receives an operation of a run.
 
-    One that is put off (429, 503) does not: it will be sent again. Raises RequestError.
+    A refused operation still uses up its seq_id, so that the run does not wait for it; a throttled one (429, 503) does
+    not, because the client will retry it.
+
+    Raises:
+        RequestError: the operation is refused or throttled.
     """
     num_bytes = _num_bytes(request)
 
@@ -117,7 +121,7 @@ async def receive_operation(
 async def run_operation(
     request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
 ) -> Response:
-    """All that the route of an operation of a live run does. Raises RequestError."""
+    """Handles an operation of a live run from the request to the response. Raises RequestError."""
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
         operation = await _with_room(services, tenant, submit, kind, admission)
@@ -128,8 +132,11 @@ async def run_operation(
 async def _with_room(
     services: Services, tenant: Tenant, submit: Submit[AnyOperation], kind: str, admission: Admission
 ) -> AsAsked:
-    """What is asked for, with room for what is captured, if anything is. Raises RequestError: one that is not to be
-    sent again counts as refused."""
+    """Reserves room for the features that the operation captures, if any, and returns the operation.
+
+    Raises:
+        RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
+    """
     asked: AsAsked = submit.content
     try:
         if isinstance(asked, CaptureRequest):
@@ -146,7 +153,11 @@ async def _with_room(
 async def _with_room_or_without(
     services: Services, tenant: Tenant, asked: ForwardBackwardRequest, draft_id: str, admission: Admission
 ) -> ForwardBackwardRequest:
-    """A policy's step is not to fail for its draft's sake; and room may come only behind it. Raises RequestError."""
+    """Returns the operation, without capture if there is no room.
+
+    A policy's pass must not fail because of its draft; waiting could also deadlock, if the room is released only by
+    operations behind this one.
+    """
     try:
         await _claim_features(services, tenant, asked, draft_id, admission)
     except NoRoom as error:
@@ -162,7 +173,7 @@ async def _claim_features(
     draft_id: str,
     admission: Admission,
 ) -> None:
-    """What came before has had it. Raises RequestError."""
+    """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
     run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
     if run.came_before(asked.seq_id):
         return
@@ -174,15 +185,18 @@ async def _claim_features(
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:
-    """Of a token, once the draft is created; 0 for what is none, or could not be created. Raises RequestError 429 where
-    that takes too long."""
+    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created.
+
+    Raises:
+        RequestError: 429 if the draft is not created within feature_wait_seconds.
+    """
     try:
         return (await draft.info()).feature_bytes
     except RequestError:
         record, seconds = draft.record, services.config.feature_wait_seconds
     created = await services.futures.wait(draft.request_id(0), record.tenant_id, seconds)
     if isinstance(created, Pending):
-        message = f"draft {record.run_id} is not created yet: its features are captured once it is"
+        message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
         raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)
     return 0 if created.is_error else (await draft.info()).feature_bytes
 
@@ -194,7 +208,7 @@ async def submit_operation(
     operation: Operation,
     admission: Admission,
 ) -> SubmitResponse:
-    """Hands what is asked for to its run. Raises RequestError."""
+    """Submits the operation to its run. Raises RequestError."""
     asked = submit.content
     run = await services.runs.get(tenant, asked.model_id or "")
     operation = with_drawn(operation, drawn := draw_open_seeds(operation))
@@ -203,7 +217,7 @@ async def submit_operation(
 
 
 def _num_bytes(request: Request) -> int:
-    """That the body may have; of one that does not say its size, the most."""
+    """Returns the declared size of the body in bytes; the maximum if it is not declared."""
     declared, most = declared_size(request), limits_of(request).received_bytes
     return most if declared is None else min(declared, most)
 
@@ -222,13 +236,13 @@ async def _count_as_refused(
     operation = peek_operation(received.body, received.content_type)
     if operation.model_id is None or not operation.seq_id:
         return
-    with contextlib.suppress(RequestError):  # of a model that is not there; `error` says what is to be said
+    with contextlib.suppress(RequestError):  # the model does not exist; the client receives `error` in any case
         run = await services.runs.get(tenant, operation.model_id)
         await run.refuse(operation.seq_id, Refused(kind, error.message, taints=kind == "forward_backward"))
 
 
 async def answer(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:
-    """The submit's answer; or the result itself, when `Prefer: wait=SECONDS` asks for it and it is there in time."""
+    """Returns the submit response, or the result itself if `Prefer: wait=SECONDS` is sent and it is ready in time."""
     seconds = _seconds_to_wait(request)
     if seconds:
         seconds = min(seconds, services.config.long_poll_seconds)
@@ -237,7 +251,7 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
         except RequestError as error:
             if error.status != 429:
                 raise
-            # To refuse what is accepted would have it sent again, and done twice where the server numbers it.
+            # The operation is accepted: a 429 would make the client submit it twice if it sends no seq_id.
             response = None
         if isinstance(response, Response):
             response.headers["Preference-Applied"] = f"wait={seconds:g}"
@@ -251,8 +265,11 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
 async def retrieved(
     request: Request, services: Services, tenant: Tenant, request_id: str, seconds: float
 ) -> Response | Pending:
-    """The result, in protobuf where there is one and it is accepted, else in JSON. Raises RequestError 404, and 429
-    where too many large ones are on their way to the tenant."""
+    """Waits for a result and returns it: protobuf if the client accepts it and the result is stored so, else JSON.
+
+    Raises:
+        RequestError: 404 if the request id is unknown, 429 if too many large results are being sent to the tenant.
+    """
     as_it_is = PROTOBUF in request.headers.get("accept", "")
     leaving = services.quotas.leaving(tenant.id)
     times = 1 if as_it_is else _JSON_TIMES
@@ -280,8 +297,11 @@ async def _result_response(services: Services, result: Result, as_it_is: bool, l
 
 
 class _LargeAnswer(StreamingResponse):
-    """Its pieces are made by a thread, each when the client has taken those before; `leaving` is released at the end,
-    however that comes."""
+    """Streams a large result.
+
+    A thread produces each piece after the client has read the one before. `leaving` is released at the end, also if the
+    client disconnects.
+    """
 
     def __init__(
         self, pieces: Iterable[bytes], media_type: str, leaving: Leaving, headers: Mapping[str, str] | None = None
@@ -317,6 +337,6 @@ def _json_pieces(result: Result) -> Iterator[bytes]:
 
 
 def _seconds_to_wait(request: Request) -> float:
-    """From the header `Prefer: wait=SECONDS` (RFC 7240)."""
+    """Returns SECONDS of the header `Prefer: wait=SECONDS` (RFC 7240), 0 without it."""
     found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
     return float(found[1]) if found else 0.0

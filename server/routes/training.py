@@ -1,4 +1,4 @@
-"""Creating models, and the operations of a model being trained: decoded, authorized, handed to its Run."""
+"""Routes that create models and submit operations to their runs; submitting.py has the code that they share."""
 
 from typing import Annotated
 
@@ -54,13 +54,13 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
             "type": "integer",
             "minimum": 0,
             "maximum": MOST_INTEGER,
-            "description": "1, 2, 3, ...; left out: the next one",
+            "description": "1, 2, 3, ...; default: the next one",
         },
         "loss_fn": {"type": "string", "description": "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ..."},
         "loss_fn_config": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
         "forward_only": {"type": "boolean", "default": False},
         "loss_weight": {"type": "number", "default": 1.0},
-        "capture_for": {"type": "string", "description": "of policies: a draft that is to learn from this very pass"},
+        "capture_for": {"type": "string", "description": "policies only: the draft that will learn from this pass"},
         "data": {
             "type": "array",
             "items": {
@@ -76,7 +76,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
                         "description": "name -> numbers, or {data, dtype, shape}",
                         "additionalProperties": {"type": "array", "items": {"type": "number"}},
                     },
-                    "feature_ref": {"type": "string", "description": "of drafts: what capture answered for it"},
+                    "feature_ref": {"type": "string", "description": "drafts only: the reference from capture"},
                 },
             },
         },
@@ -110,12 +110,12 @@ _FORWARD_BACKWARD_BODY = json_or_protobuf_body(
     ),
 )
 async def create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """A new LoRA adapter on a base model, or, without `lora_config`, a full model: all weights are its own.
+    """Creates a LoRA adapter on a base model or, without `lora_config`, a full model that trains all weights.
 
-    Its id is `SESSION_ID:train:MODEL_SEQ_ID`. `training`: `lora` (then `lora_config` may be left out) or `full`.
+    Its id is `SESSION_ID:train:MODEL_SEQ_ID`. `training` is `lora` (then `lora_config` is optional) or `full`.
 
-    `model_role`: `policy`; `critic`, whose head gives a value for each token; `reference`, which stays as it is; or
-    `draft`, which guesses what a policy will say: `draft` says how, `target_path` which checkpoint of a policy.
+    `model_role` is `policy`; `critic`, whose head predicts a value per token; `reference`, which is not trained; or
+    `draft`, which predicts the tokens of a policy: `draft` configures it, `target_path` names the policy's checkpoint.
     """
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_unordered(request, admission, json_decoder(CreateModelRequest))
@@ -125,24 +125,25 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
 
 @router.post("/forward_backward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward_backward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """Losses are sums over tokens and datums; gradients accumulate until optim_step.
+    """Computes losses and accumulates gradients until optim_step. Losses are sums over tokens and datums.
 
-    Protobuf, as the Tinker SDK sends it, or JSON.
+    The body is JSON, or protobuf as the Tinker SDK sends it.
     """
     return await run_operation(request, services, tenant, "forward_backward", _decoder(request))
 
 
 @router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The same as forward_backward with `forward_only`: losses, and log-probabilities or values, but no gradients."""
+    """Computes losses and log-probabilities (values for a critic) without gradients, like forward_backward with
+    `forward_only`."""
     return await run_operation(request, services, tenant, "forward", _decoder(request, forward_only=True))
 
 
 @router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": MODEL_ID, "adam_params": {}}))
 async def optim_step(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """One AdamW step over the gradients accumulated since the last one, which it consumes.
+    """Takes one AdamW step on the gradients accumulated since the last step, and clears them.
 
-    It fails, and clears them, where a forward_backward since the last step failed or was refused.
+    Fails, and clears them too, if a forward_backward since the last step failed or was refused.
     """
     return await run_operation(request, services, tenant, "optim_step", json_decoder(OptimStepRequest))
 
@@ -153,9 +154,9 @@ _SAVE_BODY = json_body(SaveWeightsRequest, {"model_id": MODEL_ID, "path": NAME, 
 @router.post("/save_checkpoint", openapi_extra=_SAVE_BODY)
 @router.post("/save_weights", openapi_extra=_SAVE_BODY)
 async def save_weights(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """Weights and optimizer as of the last optimizer step, as a named checkpoint to go on from.
+    """Saves weights and optimizer state as of the last optimizer step, as a named checkpoint for resuming.
 
-    Gradients accumulated since that step are not saved, and stay where they are.
+    Gradients accumulated since that step are not saved; the live model keeps them.
     """
     return await run_operation(request, services, tenant, "save_weights", json_decoder(SaveWeightsRequest))
 
@@ -167,7 +168,7 @@ async def save_weights(request: Request, services: ServicesDependency, tenant: T
 async def save_weights_for_sampler(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> Response:
-    """With `path`: a named checkpoint of the weights alone. Without: a sampling session with the weights of now."""
+    """Saves the weights alone: with `path` as a named checkpoint, without it as a sampling session."""
     decode = json_decoder(SaveWeightsForSamplerRequest)
     return await run_operation(request, services, tenant, "save_weights_for_sampler", decode)
 
@@ -177,7 +178,7 @@ async def save_weights_for_sampler(
     openapi_extra=json_body(SaveWeightsExternalRequest, {"model_id": MODEL_ID, "path": "export"}),
 )
 async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The adapter as PEFT files, a full model as Hugging Face's; external_weights_urls says where to download them."""
+    """Saves an adapter in PEFT's format or a full model in Hugging Face's; external_weights_urls returns its URLs."""
     decode = json_decoder(SaveWeightsExternalRequest)
     return await run_operation(request, services, tenant, "save_weights_external", decode)
 
@@ -191,10 +192,10 @@ _LOAD_BODY = json_body(
 @router.post("/load_checkpoint", openapi_extra=_LOAD_BODY)
 @router.post("/load_weights", openapi_extra=_LOAD_BODY)
 async def load_weights(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """A checkpoint into a live model (model_id), or a new model from it (session_id and model_seq_id).
+    """Loads a checkpoint into a live model (`model_id`) or into a new one (`session_id` and `model_seq_id`).
 
-    Into a live model: gradients accumulated since the last optimizer step are discarded. `optimizer` false: with a
-    fresh optimizer.
+    A live model discards the gradients accumulated since its last optimizer step. With `optimizer` false, the optimizer
+    starts fresh.
     """
     decode = json_decoder(LoadWeightsRequest)
     with services.quotas.admission(tenant.id) as admission:
@@ -212,9 +213,9 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
 
 @router.post("/set_target", openapi_extra=json_body(SetTargetRequest, {"model_id": DRAFT_ID, "path": CHECKPOINT}))
 async def set_target(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """From here on a draft guesses this checkpoint of a policy of its base model; `path` null: the bare base model.
+    """Makes a draft predict this checkpoint of a policy from now on; `path` null selects the bare base model.
 
-    What it has learned stays, and so do gradients accumulated since the last optimizer step.
+    The draft keeps its weights and the gradients accumulated since its last optimizer step.
     """
     return await run_operation(request, services, tenant, "set_target", json_decoder(SetTargetRequest))
 
@@ -224,10 +225,10 @@ async def set_target(request: Request, services: ServicesDependency, tenant: Ten
     openapi_extra=json_body(BuildVocabMapRequest, {"model_id": DRAFT_ID, "tokens": [[5, 6, 7, 6]]}),
 )
 async def build_vocab_map(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The `draft_vocab_size` most frequent tokens are what a draft can say; before its first forward_backward, which
-    fails without it unless a draft can say all tokens.
+    """Sets a draft's vocabulary to the `draft_vocab_size` most frequent tokens.
 
-    Of `tokens` those count whose `weights` are not 0; or give `counts`, by token id.
+    A draft with a reduced vocabulary needs this before its first forward_backward. Frequencies are those of the
+    `tokens` whose `weights` are not 0, or `counts` by token id.
     """
     return await run_operation(request, services, tenant, "build_vocab_map", json_decoder(BuildVocabMapRequest))
 
@@ -237,10 +238,10 @@ async def build_vocab_map(request: Request, services: ServicesDependency, tenant
     openapi_extra=json_body(CaptureRequest, {"model_id": DRAFT_ID, "data": [{"model_input": [5, 6, 7, 6]}]}),
 )
 async def capture(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """What a draft's target has inside at these tokens is kept on the server: data of `forward_backward` and `forward`
-    may carry its `feature_ref`, and the target is not run for them.
+    """Stores the hidden states of a draft's target for these tokens on the server.
 
-    It waits for room, and for a draft that is not created yet, and then answers 429. See docs/drafts.md.
+    Data of `forward_backward` and `forward` can refer to them by `feature_ref`; the target is not run again for those.
+    If no room is free, or the draft is not created yet, the request waits and then answers 429. See docs/drafts.md.
     """
     return await run_operation(request, services, tenant, "capture", json_decoder(CaptureRequest))
 
@@ -251,9 +252,9 @@ async def release_features(
     services: ServicesDependency,
     tenant: TenantDependency,
 ) -> ReleaseFeaturesResponse:
-    """Gives up what this model has captured, all of it or `feature_refs`; done at once, out of the order of operations.
+    """Releases features captured for this model, all or `feature_refs`; immediately, out of the order of operations.
 
-    What an operation needs whose optimizer step has not finished is deleted behind that.
+    Features that an accepted operation still needs are deleted after the optimizer step that follows it.
     """
     run = await services.runs.get(tenant, request.model_id)
     num_released = await services.features.release(run.record, request.feature_refs)

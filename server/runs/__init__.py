@@ -1,1 +1,1 @@
-"""Models being trained: their order, their operations, their recovery."""
+"""Live training runs: the order of their operations, their execution and their recovery."""

@@ -1,4 +1,4 @@
-"""Gap: how long a run waits for an operation that has not arrived while others behind it have."""
+"""Times out an operation that has not arrived while later operations of its run wait for it."""
 
 import asyncio
 import math
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 _RETRY_SECONDS = 5.0
-"""Until it is tried again to give one up, which fails as long as the journal cannot be written."""
+"""Pause before giving up is retried; it fails as long as the journal cannot be written."""
 
 
 class Gap:
-    """Of one run: there is one, or none. give_up: called once it has held something up for `seconds`.
+    """Timer of one run: calls `give_up` if a gap in the seq_ids has blocked later operations for `seconds`.
 
-    Again and again, unless it is none then.
+    It calls again after a pause for as long as `watch` reports the gap.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]) -> None:
@@ -22,14 +22,18 @@ class Gap:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, since: float | None) -> None:
-        """To be called at each arrival. since: monotonic, from when it holds something up; None: there is no gap."""
+        """Restarts the timer; call it at each arrival.
+
+        Args:
+            since: monotonic time from which the gap has blocked other operations; None: there is no gap.
+        """
         self.close()
         if since is not None:
             at = max(since + self._seconds, self._tried_at + _RETRY_SECONDS)
             self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._try)
 
     def seconds_left(self, since: float) -> float:
-        """Until it is given up."""
+        """Returns the seconds until the gap is given up."""
         return max(0.0, since + self._seconds - time.monotonic())
 
     def close(self) -> None:

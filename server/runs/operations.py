@@ -1,5 +1,6 @@
-"""What each operation of a run does when its turn has come. Their order, and what a failure means for the next ones,
-is Run's; the reasons for failing are the dispatch's, the checkpoints' and the recordings'.
+"""Operations: performs a run's operations through the dispatch, the checkpoints and the recordings.
+
+Run decides on their order, and what a failure means for the operations after it.
 """
 
 import asyncio
@@ -66,8 +67,12 @@ Find = Callable[[], Awaitable[CheckpointRecord]]
 
 @dataclass(frozen=True)
 class CreateRun:
-    """Always a run's first operation, seq_id 0. path: of the checkpoint it starts from; optimizer: its state, too.
-    target_path: of the checkpoint that a draft model guesses."""
+    """A run's first operation, always seq_id 0.
+
+    path: the checkpoint it starts from. optimizer: whether to load the optimizer state too. target_path: the checkpoint
+    that
+    is the target of a draft model.
+    """
 
     path: str | None = None
     optimizer: bool = False
@@ -76,7 +81,7 @@ class CreateRun:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Into a live run, in place of what it has. reader: another tenant, by id, in whose name it may be read."""
+    """Replaces the weights of a live run; reader: id of another tenant on whose behalf the checkpoint may be read."""
 
     path: str
     optimizer: bool
@@ -87,7 +92,12 @@ Operation = CreateRun | LoadWeights | Request
 
 
 async def read_operation(journal: Journal, place: Place) -> Operation:
-    """As it was accepted. Raises OSError, ValueError; RequestError where this version would not accept it."""
+    """Returns the operation as it was accepted.
+
+    Raises:
+        OSError, ValueError: the entry cannot be read.
+        RequestError: this version would not accept the operation.
+    """
     entry = await journal.read(place)
     header = entry.header
     match await decode_entry(entry):
@@ -106,11 +116,14 @@ async def read_operation(journal: Journal, place: Place) -> Operation:
 
 
 async def read_again(journal: Journal, place: Place, outcome: Outcome | None) -> Operation:
-    """As it is to be done once more. outcome: of the time before, None where nobody knows it. Raises as
-    `read_operation`."""
+    """Returns the operation as a rebuild must run it. Raises like `read_operation`.
+
+    Args:
+        outcome: how it ended the first time, None if that is not known.
+    """
     operation = await read_operation(journal, place)
     if isinstance(operation, ForwardBackwardRequest) and outcome is Outcome.DONE:
-        # What it captured was answered for, and is there or gone. One that failed is to fail once more.
+        # The references to what it captured were already returned. An operation that failed must fail again.
         return replace(operation, capture_for=None)
     return operation
 
@@ -128,7 +141,7 @@ def kind_of(operation: Operation) -> str:
 
 
 def loads_files(operation: Operation) -> bool:
-    """Of a checkpoint, which are kept until snapshots hold what it did with them."""
+    """True if it loads a checkpoint's files, which are pinned until snapshots cover the load."""
     match operation:
         case CreateRun():
             return operation.path is not None or operation.target_path is not None
@@ -140,7 +153,7 @@ def loads_files(operation: Operation) -> bool:
 
 @dataclass(frozen=True)
 class Size:
-    """num_bytes: that it holds in memory until it is done. num_tokens: that are to be trained or scored."""
+    """num_bytes: held in memory until the operation is done. num_tokens: to be trained on or scored."""
 
     num_bytes: int
     num_tokens: int = 0
@@ -158,14 +171,16 @@ def size_of(operation: Operation, received: Received) -> Size:
 
 
 def has_room(operation: Operation) -> bool:
-    """For what it captures, if it captures anything."""
+    """True if there is space for what the operation captures, or it captures nothing."""
     return not isinstance(operation, ForwardBackwardRequest) or operation.has_room
 
 
 def is_chained(operation: Operation) -> bool:
-    """Whether it can be handed to the dispatch, which keeps a run's order, before what comes before it is done.
+    """True if the operation can be handed to the dispatch before the run's earlier operations are done.
 
-    stable_reinforce reads what earlier samples recorded first, and capture_for waits for room.
+    The dispatch keeps a run's order. stable_reinforce first reads what earlier samples recorded, and capture_for waits
+    for
+    space, so these are not chained.
     """
     if isinstance(operation, ForwardBackwardRequest):
         return operation.loss_fn != "stable_reinforce" and operation.capture_for is None
@@ -173,7 +188,7 @@ def is_chained(operation: Operation) -> bool:
 
 
 class Operations:
-    """infos: of the live runs."""
+    """Performs operations of all runs; `infos` holds what the workers report about the live ones."""
 
     def __init__(
         self,
@@ -197,9 +212,13 @@ class Operations:
         self.infos: dict[str, RunInfo] = {}
 
     async def perform(self, run: RunRecord, operation: Operation, seq_id: int) -> Result:
-        """The same seq_id again = once more after a crash, which may have come when all but the answer was done.
+        """Performs the operation and returns its result.
 
-        Raises OperationError, or RequestError where the reason is one of access.
+        A repeated seq_id is a retry after a crash, which may have happened when everything but the response was done.
+
+        Raises:
+            OperationError: the operation failed.
+            RequestError: access was denied.
         """
         match operation:
             case CreateRun():
@@ -224,8 +243,11 @@ class Operations:
                 return await self._capture(run, operation, seq_id)
 
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
-        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now.
-        operation: see `read_again`."""
+        """Like `perform`, but while rebuilding a lost run: skips the access check, which passed the first time.
+
+        Args:
+            operation: as returned by `read_again`.
+        """
         match operation:
             case LoadWeights(path=path):
                 await self._load(run, operation, seq_id, partial(self._known, path), again=True)
@@ -235,33 +257,33 @@ class Operations:
                 await self.perform(run, operation, seq_id)
 
     async def recorded(self, run: RunRecord) -> RunRecord:
-        """As the store has it, of one that was created: with what the workers have made of what it left open."""
+        """Returns the record of a created run as the store has it, with the defaults that the workers filled in."""
         stored = await self._store.get_run(run.run_id)
         assert stored is not None
         return replace(run, training=stored.training, target_path=stored.target_path)
 
     async def share(self, run: RunRecord, adapter_id: str) -> None:
-        """Its own weights with a sampler, where these are shared. Raises OperationError."""
+        """Copies the run's weights to a sampler on the workers. Raises OperationError."""
         await self._dispatch.copy_adapter(run.run_id, adapter_id)
 
     async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
-        """Of the operations before this one."""
+        """Clears the gradients of the operations before this seq_id."""
         await self._dispatch.clear_gradients(run.run_id)
         await self._features.stepped(run, seq_id, were_used=False)
 
     async def drop(self, run: RunRecord) -> None:
-        """At the end of its session. Raises OperationError."""
-        # Its last operation may have made one more.
+        """Drops the run from the workers at the end of its session. Raises OperationError."""
+        # The run's last operation may have created one more sampler.
         await self._samplers.end_session(run.session_id)
         self.infos.pop(run.run_id, None)
         await self._features.end_run(run)
         await self._dispatch.drop_run(run.run_id)
 
     async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> RunInfo:
-        """In the workers, as it is created, or as it once was. Raises OperationError."""
+        """Creates the run in the workers, for the first time or (again) to rebuild it. Raises OperationError."""
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
-        # Weights are given by name, to tenants who may come later.
+        # Access to weights is granted by tenant name, possibly before the tenant exists.
         spec = RunSpec(run.run_id, run.training, run.role, is_new=not again and operation.path is None)
         info = await self._dispatch.create_run(run.base_model, spec, tenant.name)
         if operation.path is not None:
@@ -272,28 +294,28 @@ class Operations:
         return info
 
     async def discard(self, run: RunRecord) -> None:
-        """What the workers may still have of it. Raises OperationError."""
+        """Drops what the workers may still have of the run. Raises OperationError."""
         await self._dispatch.drop_run(run.run_id)
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
-        """Of a run that has been made. Raises OperationError."""
+        """Loads a snapshot into a run that has been created. Raises OperationError."""
         with loaded_as(f"snapshot {snapshot.name}", snapshot):
             await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
 
     async def snapshot(self, run: RunRecord, directory: Path) -> None:
-        """The state behind what was handed over before, into an empty directory. Raises OperationError."""
+        """Writes the state after the operations handed over so far into an empty directory. Raises OperationError."""
         await self._dispatch.snapshot_run(run.run_id, directory)
 
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
-        await self.discard(run)  # of an earlier try, for which the database had no room
+        await self.discard(run)  # left by an earlier try that the database could not store
         try:
             info = await self.make(run, operation, again=False)
         except WorkerLost:
             raise
         except (OperationError, RequestError):
-            await self.discard(run)  # it may be there without its checkpoint, and hold memory until its session ends
+            await self.discard(run)  # it may exist without its checkpoint, and use memory until its session ends
             raise
-        if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
+        if await self._store.get_run(run.run_id) is None:  # it may have been inserted before a crash
             await self._store.insert_run(replace(run, training=info.training))
         if operation.path is not None:
             return _json(LoadWeightsResponse(path=full_path(operation.path), model_id=run.run_id))
@@ -331,8 +353,11 @@ class Operations:
     async def _captured_beside(
         self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
     ) -> ForwardBackwardOutput:
-        """A pass of a policy, and references for one use by the draft: none to what there was no room for or could not
-        be kept, for which the policy learns no less."""
+        """Runs a policy's pass and captures features for one use by the draft.
+
+        Data whose features found no space, or could not be stored, have no reference; the policy's training is the
+        same.
+        """
         draft = await self._store.get_run(draft_id)
         check_captures(run, draft, draft_id)
         assert draft is not None
@@ -353,10 +378,10 @@ class Operations:
             except OSError as error:
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
                 found = None
-        if found is not None and not self._sessions.is_open(draft.session_id):  # its end may have come before these
+        if found is not None and not self._sessions.is_open(draft.session_id):  # it may have ended during the pass
             await self._features.release(draft, found.feature_refs)
             found = None
-        # Where some are gone already, none is told of.
+        # If some features have already disappeared, no references are returned.
         refs = iter(found.feature_refs if found is not None else [None] * len(kept))
         told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
         of_each = tuple(next(refs) if FEATURES in one else None for one in output.loss_fn_outputs)
@@ -367,10 +392,10 @@ class Operations:
         return replace(output, feature_refs=(None,) * len(operation.data))
 
     def _check_live(self, draft: RunRecord) -> None:
-        """Raises OperationError."""
+        """Raises OperationError if the draft's session has ended."""
         if not self._sessions.is_open(draft.session_id):
             raise OperationError(
-                f"draft {draft.run_id}, to be captured for, has ended with its session: create one, and name its"
+                f"draft {draft.run_id}, named by capture_for, has ended with its session: create one, and name its"
                 " model_id"
             )
 
@@ -392,15 +417,15 @@ class Operations:
         return _json(OptimStepResponse(metrics=metrics))
 
     async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest, request_id: str) -> Result:
-        """The state after the last optimizer step; gradients that wait for the next one stay where they are."""
+        """Saves the state after the last optimizer step; pending gradients stay pending."""
         path = await self._save(run, "weights", operation.path, request_id, operation, operation.overwrite)
         return _json(SaveWeightsResponse(path=path))
 
     async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest, seq_id: int) -> Result:
         if run.role not in ("policy", "draft"):
-            raise OperationError(f"a {run.role} draws no tokens: sample from a policy")
+            raise OperationError(f"a {run.role} cannot be sampled: sample from a policy")
         if run.role == "draft" and operation.path is None:
-            raise OperationError("a draft draws no tokens by itself: give a path, under which its weights are saved")
+            raise OperationError("a draft cannot be sampled by itself: give a path under which its weights are saved")
         if operation.path is None:
             sampler_id = await self._samplers.create_ephemeral(run, operation, seq_id)
             return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
@@ -408,7 +433,7 @@ class Operations:
         return _json(SaveWeightsForSamplerResponse(path=path))
 
     async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest, request_id: str) -> Result:
-        """PEFT files, or a full model's, to be downloaded through the checkpoint's external_weights_urls."""
+        """Saves PEFT files, or a full model's, for download through the checkpoint's external_weights_urls."""
         path = await self._save(run, "external_weights", operation.path, request_id, operation)
         saved = await self._checkpoints.resolve(Tenant(run.tenant_id, ""), path)
         return _json(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
@@ -422,9 +447,14 @@ class Operations:
         operation: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
         overwrite: bool = False,
     ) -> str:
-        """Publishes a checkpoint, unless this very request has; returns its path. Only `weights` have the optimizer."""
+        """Publishes a checkpoint, unless this request already has; returns its path.
+
+        Only checkpoints of kind `weights` include the optimizer state.
+        """
         if run.role == "reference":
-            raise OperationError("a reference has nothing of its own to save: it is what it was loaded from")
+            raise OperationError(
+                "a reference cannot be saved: its weights are those of the checkpoint it was loaded from"
+            )
         if not await self._checkpoints.was_saved(run, kind, name, request_id):
             optimizer = kind == "weights"
             is_export = isinstance(operation, SaveWeightsExternalRequest)
@@ -447,14 +477,14 @@ class Operations:
         return f"tinker://{run.run_id}/{kind}/{name}"
 
     async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:
-        """Replaces the weights and replaces or clears the optimizer's state; gradients that wait are dropped."""
+        """Replaces the weights, and replaces or clears the optimizer state; pending gradients are dropped."""
         readers = {run.tenant_id, operation.reader}
         find = partial(self._checkpoints.readable, operation.path, readers)
         await self._load(run, operation, seq_id, find, again=False)
         return _json(LoadWeightsResponse(path=operation.path, model_id=run.run_id))
 
     async def _known(self, path: str) -> CheckpointRecord:
-        """For whoever was allowed to read it when he asked."""
+        """Returns the checkpoint without an access check, for a tenant whose access was checked before."""
         checkpoint = await self._checkpoints.known(path)
         if checkpoint is None:
             raise OperationError(f"checkpoint {path} is gone")
@@ -463,7 +493,7 @@ class Operations:
     async def _load(
         self, run: RunRecord, operation: CreateRun | LoadWeights, seq_id: int, find: Find, *, again: bool
     ) -> None:
-        """What is found; again: that very version, whatever has become of it."""
+        """Loads the checkpoint that `find` returns, or if `again`, the version that was pinned the first time."""
 
         async def found() -> CheckpointRecord:
             checkpoint = await find()
@@ -477,9 +507,9 @@ class Operations:
         await self._features.stepped(run, seq_id, were_used=False)
 
     async def _set_target(self, run: RunRecord, operation: SetTargetRequest, seq_id: int) -> Result:
-        """Gradients that wait stay where they are, and so does what the draft has learned."""
+        """Changes the target; pending gradients and the draft's weights stay as they are."""
         if run.role != "draft":
-            raise OperationError(f"a {run.role} has no target: set_target is of draft models")
+            raise OperationError(f"a {run.role} has no target: set_target is only for draft models")
         find = partial(self._checkpoints.readable, readers={run.tenant_id})
         path = operation.path and full_path(operation.path)
         await self._move_target(run, path, seq_id, find, again=False)
@@ -495,7 +525,9 @@ class Operations:
         *,
         again: bool,
     ) -> None:
-        """path: None = to the bare base model. again: as `_load`."""
+        """Sets the draft's target to a checkpoint, or to the bare base model if `path` is None; `again` as in
+        `_load`.
+        """
         if path is None:
             await self._dispatch.set_target(run.run_id, None)
             return
@@ -512,7 +544,7 @@ class Operations:
     async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest, seq_id: int) -> Result:
         draft = draft_of(run.training)
         if draft is None:
-            raise OperationError(f"a {run.role} says all tokens of its base model: build_vocab_map is of draft models")
+            raise OperationError(f"a {run.role} uses the full vocabulary: build_vocab_map is only for draft models")
         vocab_size = self._dispatch.models[run.base_model].vocab_size
         size = draft.draft_vocab_size or vocab_size
         vocabulary = await asyncio.to_thread(most_frequent, operation, size, vocab_size)
@@ -521,9 +553,9 @@ class Operations:
         return _json(vocabulary.described())
 
     async def _capture(self, run: RunRecord, operation: CaptureRequest, seq_id: int) -> Result:
-        """A pass of the target alone; what is there already is not run again."""
+        """Runs a pass of the target alone; features that are already stored are not computed again."""
         if run.role != "draft":
-            raise OperationError(f"a {run.role} has no target: capture is of draft models")
+            raise OperationError(f"a {run.role} has no target: capture is only for draft models")
         data = tuple(Datum(np.asarray(each.tokens, np.int32)) for each in operation.data)
         async with AsyncExitStack() as held:
             place = await self._capturing(run, held)
@@ -534,12 +566,12 @@ class Operations:
             uses, seconds = operation.uses, operation.ttl_seconds
             kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", output, uses, seconds)
             if kept is None:
-                what = f"features are gone from {place.directory}, where they were: capture again"
+                what = f"features have disappeared from {place.directory}: capture again"
                 raise OperationError(what, "server")
         return _json(kept)
 
     async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:
-        """Until `held` ends, see Features. Raises OperationError where nothing can be written."""
+        """Enters Features.capturing until `held` is closed. Raises OperationError if features cannot be written."""
         try:
             return await held.enter_async_context(self._features.capturing(run.tenant_id))
         except OSError as error:
@@ -549,16 +581,21 @@ class Operations:
             ) from None
 
     async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
-        """The files that this operation has loaded; before that, those of what is found. again: as `_load`."""
+        """Returns the directory of the checkpoint pinned for this operation, pinning the one that `find` returns if
+        necessary.
+
+        Args:
+            again: as in `_load`.
+        """
         try:
             directory = await self._loaded.find(run.run_id, seq_id, part)
         except ValueError as error:
             if again:
-                logger.error("what %s has loaded is damaged: %s", run.run_id, error)
+                logger.error("a checkpoint that %s has loaded is damaged: %s", run.run_id, error)
                 raise OperationError(
-                    "what was loaded is damaged on the server's disk: its log says how", "server"
+                    "the loaded checkpoint is damaged on the server's disk: see the server's log", "server"
                 ) from None
-            directory = None  # kept by a try that was never answered
+            directory = None  # pinned by a try that was never answered
         if directory is not None:
             return directory
         async with self._checkpoints.reading(await find()) as files:

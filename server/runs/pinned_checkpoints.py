@@ -1,8 +1,8 @@
-"""Loaded: the checkpoints that live runs have loaded, each kept as it was then until snapshots hold what it did.
+"""Pinned checkpoints: copies of the checkpoints that live runs have loaded, kept until snapshots cover the load.
 
-Their owners may delete and overwrite them meanwhile. Files are shared with the checkpoint where the file system can.
-Layout below state_dir/loaded: RUN/SEQ_ID of the operation, RUN/SEQ_ID-target of what a draft model guesses from it on,
-with .staging-* beside them while they are made.
+Their owners may delete or overwrite the originals meanwhile. Files are hard-linked where the file system allows it.
+Layout below state_dir/loaded: RUN/SEQ_ID of the operation, RUN/SEQ_ID-target for the target of a draft model, and
+.staging-* while they are written.
 """
 
 import asyncio
@@ -20,18 +20,21 @@ from ..files.manifest import MANIFEST, check
 logger = logging.getLogger(__name__)
 
 Part = Literal["weights", "target"]
-"""What of a run a checkpoint was loaded into."""
+"""The part of a run that a checkpoint was loaded into."""
 
 
 class Loaded:
-    """sync: whether they are to survive the death of the machine."""
+    """Keeps and finds the pinned checkpoints of all runs; sync: whether they must survive a machine crash."""
 
     def __init__(self, root: Path, sync: bool) -> None:
         self._root = root.absolute()
         self._sync = sync
 
     async def find(self, run_id: str, seq_id: int, part: Part = "weights") -> Path | None:
-        """What the operation has loaded, if it has. Raises ValueError where that is damaged."""
+        """Returns the directory of what the operation loaded, or None if it loaded nothing.
+
+        Raises ValueError if it is damaged.
+        """
         directory = self._of(run_id) / _name(seq_id, part)
         if not await asyncio.to_thread(directory.exists):
             return None
@@ -39,32 +42,39 @@ class Loaded:
         return directory
 
     async def keep(self, run_id: str, seq_id: int, checkpoint: Path, part: Part = "weights") -> Path:
-        """In place of what was kept before. checkpoint: a whole one, with its manifest.
+        """Pins the checkpoint, replacing what was pinned for this operation before.
 
-        Raises OperationError: by the user where it was deleted meanwhile, by the server where there is no room for it.
+        Args:
+            checkpoint: a complete checkpoint, with its manifest.
+        Raises:
+            OperationError: category "user" if the checkpoint was deleted meanwhile, "server" if there is no space for
+                it.
         """
         try:
             return await asyncio.to_thread(self._keep, self._of(run_id), _name(seq_id, part), checkpoint)
         except FileNotFoundError as error:
-            raise OperationError("the checkpoint was not loaded, for it was deleted meanwhile") from error
+            raise OperationError("the checkpoint was not loaded, because it was deleted meanwhile") from error
         except OSError as error:
-            logger.error("what %s loads cannot be kept in %s: %s", run_id, self._root, error)
-            reason = f"the checkpoint was not loaded, for the server cannot keep it for a crash ({error.strerror})"
+            logger.error("the checkpoint that %s loads cannot be kept in %s: %s", run_id, self._root, error)
+            reason = f"the checkpoint was not loaded: the server cannot keep a copy of it ({error.strerror})"
             raise OperationError(f"{reason}: free space on its disk", "server") from error
 
     async def forget(self, run_id: str, seq_id: int) -> None:
-        """Of the operations up to this one, snapshots hold what they did."""
+        """Deletes the checkpoints of operations up to this seq_id, which snapshots cover."""
         await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number > seq_id)
 
     async def retain(self, run_id: str, seq_ids: Collection[int]) -> None:
-        """At start: those that may be needed. What the journal lost with the machine may come again as another one."""
+        """Deletes the checkpoints of all other operations, at server start.
+
+        An operation that the journal lost in a machine crash may be sent again as a different one.
+        """
         await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number in seq_ids)
 
     async def forget_all(self, run_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._of(run_id), ignore_errors=True)
 
     def sweep(self, live: Collection[str]) -> None:
-        """At start, blocking: what was never finished, and what runs have loaded that are not live."""
+        """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
         names = {directory_name(run_id) for run_id in live}
         for directory in (*self._root.glob("*"), *self._root.glob(f"*/{STAGING}*")):
             if directory.name.startswith(STAGING) or directory.name not in names:

@@ -1,4 +1,4 @@
-"""Slots: the seq_ids of a run that have come, each with its operation or with why that was refused."""
+"""Queued operations of a run: the seq_ids that have arrived, each with its operation or the reason of its refusal."""
 
 import asyncio
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from .operations import Operation, is_chained, kind_of
 from .replay_log import REFUSED, Outcome, Past
 
 GAP = "an operation"
-"""The kind of an operation that has not arrived."""
+"""Kind of an operation that has not arrived."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """An operation that was not accepted. taints: it may have been meant to be a part of the next optimizer step."""
+    """An operation that was not accepted; taints: it may have been part of the next optimizer step's batch."""
 
     kind: str
     reason: str
@@ -24,7 +24,10 @@ class Refused:
 
 @dataclass(eq=False)
 class Entry:
-    """place: in the journal, once it is there. past: once it was begun. Without the operation, which may be large."""
+    """A handle to the operation's journal entry, without the operation, which may be large.
+
+    place: done as soon as the entry is written. past: set as soon as the operation begins.
+    """
 
     place: asyncio.Future[Place]
     past: Past | None = None
@@ -32,11 +35,12 @@ class Entry:
 
 @dataclass(eq=False)
 class Slot:
-    """A seq_id that has come.
+    """A seq_id that has arrived.
 
-    future: None where nobody is to be answered: of a refusal, and of what an earlier process has answered, but whose
-    effect is lost. admission: of what this process accepted. num_strikes: of earlier processes. has_broken: one of
-    them has answered that it failed, of how things were then.
+    future: None if no client waits for a result: the operation was refused, or an earlier process answered it, but lost
+    its
+    effect. admission: the reservation of an operation that this process accepted. num_strikes: from earlier processes.
+    has_broken: an earlier process answered it with a failure of the server.
     """
 
     content: Operation | Refused
@@ -49,7 +53,7 @@ class Slot:
 
     @property
     def operation(self) -> Operation:
-        """Of one that was not refused."""
+        """Returns the operation; only valid if it was not refused."""
         assert not isinstance(self.content, Refused)
         return self.content
 
@@ -62,7 +66,7 @@ class Slot:
         return not isinstance(self.content, Refused) and is_chained(self.content)
 
     def past(self, seq_id: int) -> Past:
-        """Of one that is begun; of a refusal, which has ended. It must be journaled."""
+        """Returns the replay log entry of an operation that begins now, or of a refusal. It must be journaled."""
         place = self.entry.place.result()
         if isinstance(self.content, Refused):
             taints = self.content.taints

@@ -1,6 +1,6 @@
-"""Resuming: what an earlier process left of a run, and where the run goes on with it.
+"""Recovery of a run after a restart: what an earlier process left of it, and where the run continues.
 
-What that process was done with becomes the run's history; what it was not done with is to be done, in its order.
+Operations which that process had finished become the run's replay log; the others are queued again, in order.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ _OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_e
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier process accepted, or refused. outcome: None where it has not answered. feature_bytes: see
-    Header."""
+    """An operation that an earlier process accepted or refused; outcome: None if it has no result. feature_bytes: see
+    Header.
+    """
 
     kind: str
     place: Place
@@ -39,7 +40,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class Inherited:
-    """What the journal has of a run. operations: by seq_id."""
+    """The journal's entries of one run. operations: by seq_id."""
 
     operations: Mapping[int, Earlier]
     strikes: Sequence[Journaled] = ()
@@ -50,7 +51,7 @@ class Inherited:
         operations: dict[int, Journaled] = {}
         for one in entries:
             if one.header.kind not in STRIKES:
-                # It is there twice where a write failed half way and the client sent it again.
+                # An entry exists twice if a write failed half way and the client retried.
                 if (known := operations.get(one.header.seq_id)) is not None:
                     journal.release(known.place)
                 operations[one.header.seq_id] = one
@@ -61,7 +62,7 @@ class Inherited:
 
 @dataclass(frozen=True)
 class Undone:
-    """Still to be done, or to be done again. num_strikes: of workers that died of it."""
+    """An operation to be run, or run again; num_strikes: crashes of workers that ran it."""
 
     earlier: Earlier
     content: Operation | Refused
@@ -70,8 +71,12 @@ class Undone:
 
 @dataclass
 class Resumed:
-    """Where a run goes on. undone, refusals (with their reasons), held: by seq_id. held: the uses of captured features
-    that the next step is to take."""
+    """The state from which a run continues.
+
+    undone, refusals (with their reasons) and held are by seq_id. held: the uses of captured features that the next step
+    will
+    consume.
+    """
 
     next_seq_id: int
     window: Window
@@ -87,15 +92,19 @@ class Resuming:
         self._state = state
         self._found = inherited.operations
         self._strikes = inherited.strikes
-        # By seq_id, behind the newest snapshot: whose gradients wait for a step.
+        # Operations after the newest snapshot whose gradients are pending, by seq_id.
         self._waiting: dict[int, Earlier] = {}
         self._num_strikes = Counter(one.header.seq_id for one in self._strikes if one.header.kind == STRIKE)
-        # A refusal may be ahead of what has not arrived.
+        # Refusals do not count: they may be ahead of operations that have not arrived.
         ended = (seq_id for seq_id, one in self._found.items() if one.outcome is not None and one.refused is None)
         self._last_ended = max(ended, default=-1)
 
     async def resumed(self) -> Resumed:
-        """Raises ValueError, OSError, RequestError where the run cannot go on. Then nothing of it is being done."""
+        """Returns where the run continues.
+
+        Raises:
+            ValueError, OSError, RequestError: the run cannot continue; none of its operations has begun.
+        """
         rebuild_strikes = [one for one in self._strikes if one.header.kind != STRIKE]
         first = await self._state.find_snapshots(self._found, rebuild_strikes)
         await self._begin()
@@ -126,11 +135,11 @@ class Resuming:
             self._state.began_before(created)
 
     async def _pass(self, resumed: Resumed) -> bool:
-        """Makes the next one a part of the history, if the earlier process was done with it."""
+        """Adds the next operation to the replay log if the earlier process had finished it; else returns False."""
         seq_id, earlier = resumed.next_seq_id, self._found.get(resumed.next_seq_id)
         covered = self._state.covers(seq_id)
         if earlier is None:
-            # What changed nothing leaves the journal early, and its result is not kept for ever.
+            # Operations that changed no state leave the journal early, and their results expire.
             named = self._record.request_id(seq_id)
             is_past = covered or seq_id < self._last_ended or await self._services.futures.has_result(named)
             if is_past and not covered:
@@ -156,7 +165,7 @@ class Resuming:
         return True
 
     async def _follow_gradients(self, resumed: Resumed, seq_id: int, earlier: Earlier) -> None:
-        """What gave them is held until they are used or dropped."""
+        """Tracks the operations whose features are held until their gradients are used or dropped."""
         if await self._ends_gradients(earlier, resumed.window):
             resumed.held.clear()
             self._waiting.clear()
@@ -164,26 +173,32 @@ class Resuming:
             self._waiting[seq_id] = earlier
 
     async def _ends_gradients(self, earlier: Earlier, window: Window) -> bool:
+        """True if the operation used or cleared the pending gradients."""
         if earlier.kind in BEGINS_WINDOW:
             return earlier.outcome is Outcome.DONE
         if earlier.kind != "optim_step" or earlier.refused is not None:
             return False
         if window.tainted_by is None and earlier.outcome is Outcome.FAILED:
-            # Not one that asked for an optimizer that there is not: it was no step.
+            # A request for an unsupported optimizer clears no gradients.
             asked = await self._content(earlier)
             return isinstance(asked, OptimStepRequest) and asked.optimizer_params is None
         return window.tainted_by is not None or earlier.outcome is not Outcome.BROKE
 
     def _refuse_damaged(self, seq_id: int) -> None:
-        """What changed nothing leaves the journal early, but with its whole segment. Raises ValueError."""
+        """Raises ValueError if the missing operation may have been in a damaged journal segment.
+
+        Operations that changed no state also disappear from the journal, but only together with their whole segment.
+        """
         before = max((one.place.segment for number, one in self._found.items() if number < seq_id), default=0)
         behind = max((one.place.segment for number, one in self._found.items() if number > seq_id), default=0)
         unreadable = self._services.journal.unreadable
         if lost_in := [segment for segment in unreadable if before <= segment <= behind]:
-            raise ValueError(f"its operation {seq_id} may be what is damaged in segment {lost_in[0]} of the journal")
+            raise ValueError(
+                f"its operation {seq_id} may be in the damaged part of segment {lost_in[0]} of the journal"
+            )
 
     async def _undone(self, first: int) -> Mapping[int, Undone]:
-        """From this seq_id on, in order."""
+        """Returns the operations from this seq_id on, in order."""
         found = {seq_id: self._found[seq_id] for seq_id in sorted(self._found) if seq_id >= first}
         contents = await self._contents(list(found.values()))
         return {

@@ -1,4 +1,4 @@
-"""History: the operations of a run that changed its state since its last snapshots, each held in the journal."""
+"""Replay log of a run: its operations since the last snapshots that changed its state, each held in the journal."""
 
 import asyncio
 import math
@@ -14,7 +14,7 @@ from ..journal.quarantine import REBUILD_STRIKE, STRIKES
 _PAUSE_SECONDS = 0.05
 
 REFUSED = "refused"
-"""The kind of whatever was not accepted."""
+"""Kind of an operation that was not accepted."""
 
 KEPT = {
     "create_model",
@@ -27,19 +27,22 @@ KEPT = {
     *STRIKES,
     REFUSED,
 }
-"""The kinds without which a run's state cannot be made again."""
+"""Kinds of entries without which a run's state cannot be rebuilt."""
 
 BEGINS_WINDOW = {"load_weights", "build_vocab_map"}
-"""The kinds behind which no gradients wait: what failed before them is no part of the next step."""
+"""Kinds that clear pending gradients, so failures before them do not taint the next step."""
 
 _REPEATED = {"forward_backward", "load_weights", "set_target", "build_vocab_map"}
-"""Of these, behind its beginning and beside its steps."""
+"""Kinds that a rebuild repeats, in addition to creation and optimizer steps."""
 
 
 class Outcome(Enum):
-    """FAILED would fail again, of what was asked; BROKE might not, of how things were then; of STRUCK workers died.
+    """The way an operation ended.
 
-    A step that BROKE left the gradients where they were; one that was STRUCK took them along with its worker.
+    FAILED: the request was at fault, and would fail again. BROKE: the server was at fault, and a retry may succeed.
+    STRUCK: workers crashed running it. After a step that BROKE the gradients are still pending; a STRUCK one took them
+    along
+    with its worker.
     """
 
     DONE = "done"
@@ -49,7 +52,7 @@ class Outcome(Enum):
 
 
 class Repeat(Enum):
-    """What is to be done for an operation of the past. CLEAR: the gradients that wait are dropped."""
+    """An action of a rebuild for a logged operation. AGAIN: run it again. CLEAR: drop the pending gradients."""
 
     AGAIN = "again"
     CLEAR = "clear"
@@ -57,11 +60,11 @@ class Repeat(Enum):
 
 @dataclass(eq=False)
 class Past:
-    """An operation that was begun. outcome: None until it has ended, and where that is not known any more.
+    """An operation that was begun.
 
-    taints: the next step would be a wrong one. added_at: monotonic.
-
-    is_answered: its result is durable, or it has none. is_covered: by a snapshot, and the one after that.
+    outcome: None until it has ended, or if it is no longer known. taints: the next step would be wrong without it.
+    is_answered: its result is durable, or it has none. is_covered: by the two newest snapshots, or it changed no state.
+    added_at: monotonic.
     """
 
     seq_id: int
@@ -80,7 +83,10 @@ class Past:
 
 
 class History:
-    """release: called with the place of what is not needed any more."""
+    """The replay log of a run.
+
+    release: called with the journal place of each operation that is no longer needed.
+    """
 
     def __init__(self, release: Callable[[Place], None]) -> None:
         self._release = release
@@ -88,7 +94,7 @@ class History:
         self._num_steps = self._num_bytes = 0
 
     def add(self, past: Past) -> Past:
-        """In the order of seq_ids."""
+        """Adds an operation; call it in the order of seq_ids."""
         past.is_covered |= past.kind not in KEPT
         self._pasts[past] = None
         if not past.is_covered:
@@ -98,45 +104,48 @@ class History:
         return past
 
     def answered(self, past: Past) -> None:
-        """Its result is durable."""
+        """Marks the operation's result as durable."""
         past.is_answered = True
         self._let_go([past])
 
     def is_due(self, most_steps: float, most_bytes: float) -> bool:
-        """Whether so much has come since the last snapshot was begun. Asked again: no, until there is more."""
+        """True if that many steps or bytes were added since the last snapshot was begun; resets both counts then."""
         if self._num_steps < most_steps and self._num_bytes < most_bytes:
             return False
         self._num_steps = self._num_bytes = 0
         return True
 
     def is_older_than(self, seconds: float) -> bool:
-        """Whether something that old would be needed to make the state again. Strikes against that are not."""
+        """True if a rebuild would need an operation older than that; strikes against rebuilding do not count."""
         needed = (past for past in self._pasts if not past.is_covered and past.kind != REBUILD_STRIKE)
         oldest = min((past.added_at for past in needed), default=math.inf)
         return oldest < time.monotonic() - seconds
 
     def cover(self, seq_id: int) -> None:
-        """Nothing up to this one is needed to make the state again."""
+        """Marks the operations up to this seq_id as not needed for a rebuild."""
         covered = [past for past in self._pasts if past.seq_id <= seq_id]
         for past in covered:
             past.is_covered = True
         self._let_go(covered)
 
     async def all_answered(self, seq_id: int) -> None:
-        """Returns once the results of all up to this one are durable."""
+        """Waits until the results of all operations up to this seq_id are durable."""
         while any(not past.is_answered for past in self._pasts if past.seq_id <= seq_id):  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def repeats(self, after: int, is_tainted: bool) -> Iterator[tuple[Past, Repeat]]:
-        """What has ended behind a snapshot of seq_id `after`, as far as it changed the state. Raises OperationError.
+        """Yields what a rebuild must do after loading a snapshot of seq_id `after`, in order.
 
-        is_tainted: the snapshot's window.
+        Args:
+            is_tainted: whether the snapshot's gradient window is tainted.
+        Raises:
+            OperationError: the outcome of an operation is unknown.
         """
         for past in sorted(self._pasts, key=lambda past: past.seq_id):
             if past.seq_id <= after or (past.outcome is None and not past.is_answered):
                 continue
             if past.outcome is None:
-                raise OperationError(f"nobody knows any more how {past.kind} with seq_id {past.seq_id} ended", "server")
+                raise OperationError(f"the outcome of {past.kind} with seq_id {past.seq_id} is not known", "server")
             is_done = past.outcome is Outcome.DONE
             if past.kind == "optim_step" and past.outcome is Outcome.BROKE and not is_tainted:
                 continue
@@ -150,7 +159,7 @@ class History:
             is_tainted |= past.taints or (past.kind == "forward_backward" and not is_done)
 
     def close(self) -> None:
-        """The run is over."""
+        """Releases everything, since the run is over."""
         for past in self._pasts:
             past.is_covered = True
         self._let_go(list(self._pasts))

@@ -1,9 +1,10 @@
-"""Run: one model being trained, which is one ordered queue of operations.
+"""Run: one model being trained, as one ordered queue of operations.
 
-It accepts operations in any order and executes them in the order of their seq_ids, each once: it journals, orders,
-awaits and resolves; it decodes nothing and knows neither ranks nor tensors. Forward, forward_backward and optim_step it
-hands to the dispatch ahead, which keeps their order: the workers need not wait for it between two of them. When the
-workers have lost its state, that is made again first, and then what was under way is handed over once more.
+A run accepts operations in any order and executes each once, in the order of seq_ids. It journals, orders, awaits and
+resolves them; it decodes nothing and deals with neither ranks nor tensors. Forward, forward_backward and optim_step are
+handed to the dispatch before earlier ones are done, since the dispatch keeps their order; so the workers need not wait
+between two of them. If the workers lose the run's state, it is rebuilt first, and operations in progress are then
+handed over again.
 """
 
 import asyncio
@@ -41,13 +42,13 @@ from .snapshotting import Boundary, RunState, Window
 logger = logging.getLogger(__name__)
 
 MOST_AHEAD = 10_000
-"""How far a seq_id may be ahead of the one whose turn it is."""
+"""Maximum distance of a seq_id from the next one to be executed."""
 
 _MOST_REFUSALS_KEPT = 1000
 _MOST_LOADABLE = 5
 _DOUBT = (
-    ", nor anything else that follows what the server knew when it started: if it was put back to an older state, "
-    "steps are missing: then do not go on with this run, but create a new one from a checkpoint"
+    ", nor did anything else that follows the state with which the server started: if it was restored from an older "
+    "state, steps are missing: then do not continue this run, but create a new one from a checkpoint"
 )
 _MOST_UNDER_WAY = 64
 _OUTAGE_SECONDS = 2.0
@@ -61,13 +62,13 @@ class Submitted:
 
 
 class Run:
-    """`submit` and `refuse` come from requests, in any order; the queue works by itself until `end`."""
+    """Owns a run's queue of operations and executes it until `end` or `stop`; requests call `submit` and `refuse`."""
 
     def __init__(self, record: RunRecord, services: RunServices) -> None:
         self.record = record
         self.last_request_at = record.last_request_at
         self._services = services
-        # By seq_id, in the order of arrival: those that wait, and those that were begun and are not answered.
+        # By seq_id, in the order of arrival: operations that wait, and operations in progress.
         self._slots: dict[int, Slot] = {}
         self._under_way: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -77,12 +78,13 @@ class Run:
         self._window = Window()
         self._state = RunState(record, services)
         self._rebuilding: asyncio.Task[None] | None = None
-        # Of those that wait until it is made again.
+        # Operations that wait for a rebuild, by seq_id.
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._outage: str | None = None
         self._unusable: str | None = None
         self._has_stopped = False
-        # Whether nothing has come that follows what an earlier process had; and what may be loaded instead of the run.
+        # True until an operation arrives that follows those of an earlier process; and the checkpoints to suggest if
+        # the run cannot continue.
         self._has_not_gone_on = False
         self._loadable: Sequence[str] = ()
         self._working: asyncio.Task[None] | None = None
@@ -94,7 +96,7 @@ class Run:
             await self._made_again(-1)
         info = self._services.operations.infos.get(self.record.run_id)
         if info is None:
-            raise RequestError(f"run {self.record.run_id} is not created yet: retrieve the result of that first", 409)
+            raise RequestError(f"run {self.record.run_id} is not created yet: wait for the result of that first", 409)
         return info
 
     async def submit(
@@ -105,10 +107,15 @@ class Run:
         admission: Admission,
         drawn: dict[str, int] | None = None,
     ) -> Submitted:
-        """Returns once the operation is journaled. seq_id 0 asks for the next free one (but is CreateRun's own).
+        """Returns as soon as the operation is journaled.
 
-        A seq_id that came before answers as it did then, whatever its body says now. Raises RequestError: 400 where
-        it was refused then, or is too far ahead; 503 where nothing can be journaled.
+        A seq_id that arrived before gets the same response again, even if the body differs now.
+
+        Args:
+            seq_id: 0 requests the next free one, except for CreateRun, whose own it is.
+        Raises:
+            RequestError: 400 if the seq_id was refused before, or is too far ahead; 503 if the journal cannot be
+                written.
         """
         self.last_request_at = time.time()
         if seq_id == 0 and not isinstance(operation, CreateRun):
@@ -131,9 +138,12 @@ class Run:
         return Submitted(self.request_id(seq_id), seq_id)
 
     async def resume(self, inherited: Inherited, loadable: Sequence[str] = ()) -> None:
-        """Goes on where an earlier process ended. loadable: the paths of its checkpoints, oldest first.
+        """Continues where an earlier process ended.
 
-        Raises ValueError, OSError, RequestError: then it cannot.
+        Args:
+            loadable: the paths of the run's checkpoints, oldest first.
+        Raises:
+            ValueError, OSError, RequestError: the run cannot be resumed.
         """
         resumed = await Resuming(self.record, self._services, self._state, inherited).resumed()
         self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
@@ -149,8 +159,12 @@ class Run:
         self._go_on()
 
     async def share(self, adapter_id: str) -> bool:
-        """Lets a sampler have its weights, once it is there again, where the workers have lost it; False: there is
-        none any more. Raises OperationError, which is WorkerLost when they lose it meanwhile."""
+        """Copies the run's weights to a sampler, after a rebuild if the workers have lost them; False if the run is
+        over.
+
+        Raises:
+            OperationError: the copy failed; WorkerLost if the workers lost the run meanwhile.
+        """
         while self.is_lost and not self._has_stopped:
             await self._made_again(-1)
         if self._has_stopped or not (self.is_usable and self._state.is_live):
@@ -163,11 +177,11 @@ class Run:
         return True
 
     def came_before(self, seq_id: int) -> bool:
-        """Whether it is one that needs only its answer."""
+        """True if this seq_id arrived before, so that only its response is requested."""
         return 0 < seq_id < self._next_seq_id or seq_id in self._slots
 
     def standing(self, seq_id: int) -> Standing:
-        """Of an operation that is to be submitted."""
+        """Returns the priority of an operation that will be submitted with this seq_id."""
         seq_id = seq_id or self._free_seq_id()
         if self.came_before(seq_id):
             return Standing(self.record.run_id, needed=True)
@@ -175,7 +189,7 @@ class Run:
         has_gap = len(self._slots) > missing - self._next_seq_id
         rests = missing == self._next_seq_id and not self._under_way
         ready = seq_id == missing
-        # Clients may send what fills a gap only after what comes behind it was accepted.
+        # Clients may send the operation that fills a gap only after later ones were accepted.
         return Standing(
             self.record.run_id,
             ready,
@@ -186,7 +200,7 @@ class Run:
         )
 
     async def refuse(self, seq_id: int, refused: Refused) -> None:
-        """Counts the seq_id as done, so that later ones need not wait for it. Known ones stay as they are."""
+        """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
         if max(self._next_seq_id, 1) <= seq_id <= self._next_seq_id + MOST_AHEAD and seq_id not in self._slots:
             self._add_refusal(seq_id, refused)
             await self._wait_until_journaled(seq_id, self._slots[seq_id])
@@ -195,7 +209,10 @@ class Run:
         return self.record.request_id(seq_id)
 
     async def settle(self, held_seconds: float) -> None:
-        """Of what the journal holds for longer than that, brings the effect into snapshots, as soon as may be."""
+        """Takes snapshots until the journal holds nothing of the run that is older than that.
+
+        A busy run takes its snapshot after its next operation instead.
+        """
         if not self._state.history.is_older_than(held_seconds) or self._unusable is not None:
             return
         if not self._rests:
@@ -206,7 +223,7 @@ class Run:
         await self._settle(twice=True)
 
     async def snapshot(self) -> None:
-        """The state as it is now, unless something is under way, or the journal holds nothing of it."""
+        """Takes a snapshot of an idle run, unless the last snapshot covers everything."""
         if self._state.history.is_older_than(0):
             await self._settle(twice=False)
 
@@ -215,13 +232,13 @@ class Run:
             await self._state.settle(Boundary(self._next_seq_id - 1, self._window), twice=twice)
 
     async def end(self, reason: str) -> None:
-        """Fails what has not begun, lets what has begun finish, and lets go of the run's state."""
+        """Fails queued operations, lets those in progress finish, and releases the run's state."""
         self._unusable = reason
         if self._rebuilding is not None:
             self._rebuilding.cancel()
         self._give_up_gaps(reason)
         self._one_ended.set()
-        # Of what was handed on ahead only the first is surely being worked on.
+        # Only the first operation handed to the dispatch is certain to be running.
         for task in list(self._tasks.values())[:0:-1]:
             task.cancel()
         while under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
@@ -234,7 +251,7 @@ class Run:
             logger.warning("run %s could not be dropped: %s", self.record.run_id, error)
 
     async def stop(self) -> None:
-        """At shutdown: leaves everything as the journal has it."""
+        """Stops at server shutdown; the journal keeps everything for the next process."""
         self._has_stopped = True
         self._gap.close()
         if under_way := [task for task in (self._working, self._rebuilding, *self._tasks.values()) if task is not None]:
@@ -247,22 +264,22 @@ class Run:
 
     @property
     def has_come(self) -> bool:
-        """Something of it was accepted, or is about to be."""
+        """True if an operation of the run was accepted, or is about to be."""
         return bool(self._slots) or self._next_seq_id > 0
 
     @property
     def is_busy(self) -> bool:
-        """Something of it is under way, or about to be."""
+        """True if an operation is in progress, or about to begin."""
         return bool(self._under_way) or self._next_seq_id in self._slots or self._rebuilding is not None
 
     @property
     def is_usable(self) -> bool:
-        """It is not over, and it could be created, and made again."""
+        """True unless the run is over, could not be created, or could not be rebuilt."""
         return self._unusable is None
 
     @property
     def is_lost(self) -> bool:
-        """It has begun, and is to be made again in the workers."""
+        """True if the workers lost this run and it must be rebuilt."""
         return self._state.is_lost and self._unusable is None
 
     @property
@@ -327,7 +344,9 @@ class Run:
         return slot
 
     async def _wait_until_journaled(self, seq_id: int, slot: Slot) -> None:
-        """Raises RequestError; then the operation was not accepted, and the next try with its seq_id is the first."""
+        """Raises RequestError if the entry cannot be written; the operation is then forgotten, and its seq_id is free
+        again.
+        """
         try:
             await asyncio.shield(slot.entry.place)
         except RequestError:
@@ -341,14 +360,14 @@ class Run:
             raise
 
     def _answered(self, entry: Entry) -> None:
-        """Its result is durable."""
+        """Called as soon as the operation's result is durable."""
         if entry.past is not None:
             self._state.history.answered(entry.past)
         else:
             self._services.journal.release(entry.place.result())
 
     def _slot_of(self, seq_id: int, undone: Undone) -> Slot:
-        """What an earlier process has accepted, or refused."""
+        """Queues an operation that an earlier process accepted or refused."""
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
         slot = Slot(
@@ -366,7 +385,7 @@ class Run:
         return slot
 
     def _room_again(self, feature_bytes: int) -> Admission:
-        """For what an operation captures that an earlier process has accepted."""
+        """Reserves space for what a resumed operation captures."""
         tenant_id = self.record.tenant_id
         admission = self._services.quotas.admission(tenant_id)
         admission.also(feature_bytes, self._services.features.room.claim_again(tenant_id, feature_bytes))
@@ -379,13 +398,13 @@ class Run:
     # Executing
 
     def _go_on(self) -> None:
-        """To be called whenever the next operation may have come."""
+        """Starts executing if the next operation has arrived; call it after every change of the queue."""
         if self._working is None and self._next_seq_id in self._slots:
             self._working = asyncio.create_task(self._work())
         self._gap.watch(self._gap_since)
 
     async def _work(self) -> None:
-        """Begins what is there, in order, up to the first gap."""
+        """Begins the queued operations in order, up to the first gap."""
         try:
             while (slot := self._slots.get(self._next_seq_id)) is not None:
                 await self._wait_until_journaled(self._next_seq_id, slot)
@@ -402,7 +421,7 @@ class Run:
         self._go_on()
 
     def _may_begin(self, slot: Slot) -> bool:
-        """Beside what is under way; what is not chained begins and ends alone."""
+        """True if the operation may begin now; operations that are not chained run alone."""
         if self._rebuilding is not None and self._unusable is None:
             return False
         under_way = self._under_way.values()
@@ -413,7 +432,9 @@ class Run:
         return chained and len(under_way) < _MOST_UNDER_WAY and num_bytes <= _MOST_BYTES_UNDER_WAY
 
     def _begin(self, seq_id: int, slot: Slot) -> None:
-        """Tasks take their first steps in the order in which they were made, so the dispatch gets them in order."""
+        """Begins an operation. Tasks take their first steps in the order of creation, so the dispatch receives them in
+        order.
+        """
         self._services.quotas.moves(self.record.tenant_id, self.record.run_id)
         past = slot.entry.past = self._state.history.add(slot.past(seq_id))
         if isinstance(slot.content, Refused):
@@ -425,7 +446,7 @@ class Run:
             self._window = Window()
         self._under_way[seq_id] = slot
         self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
-        # A task that is cancelled before its first step ends nothing by itself.
+        # A task that is cancelled before its first step never reaches its `finally`.
         self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
         if slot.is_chained:
             boundary = Boundary(seq_id, self._window, past, self._tasks[seq_id])
@@ -435,7 +456,7 @@ class Run:
         past = slot.entry.past
         assert past is not None
         if slot.future is None and past.kind not in KEPT:
-            # It left nothing in the run that could be lost, and may not be published again.
+            # It changed no state that could be lost, and must not be published again.
             self._state.history.answered(past)
             self._end_turn(seq_id)
             return
@@ -451,7 +472,7 @@ class Run:
         except Exception:
             logger.exception("%s failed", self.request_id(seq_id))
             past.outcome = Outcome.BROKE
-            message = f"internal error in {past.kind} {self.request_id(seq_id)}: the server's log has it"
+            message = f"internal error in {past.kind} {self.request_id(seq_id)}: see the server's log"
             await self._fail(seq_id, slot, window, message, "server")
         else:
             past.outcome = Outcome.DONE
@@ -469,11 +490,11 @@ class Run:
         if isinstance(operation, CreateRun):
             self._state.began(operation, self.record)
         if loads_files(operation):
-            # What was loaded need not be kept much longer then.
+            # The pinned checkpoint can then be deleted soon.
             self._state.snapshot(Boundary(seq_id, self._window))
 
     def _end_turn(self, seq_id: int) -> None:
-        """Also of one that was cancelled. Again: no-op."""
+        """Removes an operation that has ended or was cancelled. Calling it again is a no-op."""
         slot = self._under_way.pop(seq_id, None)
         if slot is None:
             return
@@ -484,7 +505,12 @@ class Run:
         self._one_ended.set()
 
     async def _perform(self, seq_id: int, slot: Slot, window: Window, strikes: Strikes) -> Result:
-        """Again and again, until the workers live long enough. Raises OperationError, RequestError."""
+        """Performs the operation, retrying after crashes of workers and database outages.
+
+        Raises:
+            OperationError: the operation failed, or was given up after too many crashes.
+            RequestError: access was denied.
+        """
         while True:
             if self._unusable is not None:
                 raise OperationError(self._unusable, "server")
@@ -502,11 +528,13 @@ class Run:
                 await self._wait_out(error)
 
     async def _fail_again(self, seq_id: int, operation: Operation, window: Window, strikes: Strikes) -> None:
-        """What an earlier process has given up is not to count in this one. Raises OperationError."""
+        """Fails an operation that failed in an earlier process, so that its result stays the same. Raises
+        OperationError.
+        """
         if isinstance(operation, OptimStepRequest) and (strikes.are_out or window.tainted_by is not None):
             await self._services.operations.clear_gradients(self.record, seq_id)
         strikes.check()
-        raise OperationError("it failed before the server was started again", "server")
+        raise OperationError("it failed before the server restarted", "server")
 
     async def _perform_once(self, seq_id: int, operation: Operation, window: Window) -> Result:
         if isinstance(operation, OptimStepRequest):
@@ -519,9 +547,9 @@ class Run:
         return result
 
     async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: Window) -> Result:
-        """A step over a part of its batch would be a wrong step.
+        """Performs an optimizer step, unless a part of its batch failed: such a step would be wrong.
 
-        Where a part fails only after the step was handed on, it is the worker that refuses the step and clears.
+        If a part fails after the step was handed to the dispatch, the worker refuses the step and clears the gradients.
         """
         if self.record.role == "reference":
             raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
@@ -545,10 +573,10 @@ class Run:
         await asyncio.sleep(_OUTAGE_SECONDS)
 
     async def _made_again(self, seq_id: int) -> None:
-        """Returns when the state is there and all operations before this one have been handed over again."""
+        """Returns as soon as the state is rebuilt and all operations before this seq_id have been handed over again."""
         if self._rebuilding is None:
             self._rebuilding = asyncio.create_task(self._make_again())
-            # A task that is cancelled before its first step wakes nobody by itself.
+            # A task that is cancelled before its first step wakes no waiter by itself.
             self._rebuilding.add_done_callback(self._rebuilt)
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append((seq_id, waiting))
@@ -560,18 +588,18 @@ class Run:
         except OUTAGES as error:
             await self._wait_out(error)
         except (OperationError, RequestError, OSError, ValueError) as error:
-            logger.error("%s cannot be made again: %s", self.record.run_id, error)
+            logger.error("%s cannot be rebuilt: %s", self.record.run_id, error)
             self._give_up(str(error))
         except Exception:
-            logger.exception("%s cannot be made again", self.record.run_id)
-            self._give_up("the server's log has why")
+            logger.exception("%s cannot be rebuilt", self.record.run_id)
+            self._give_up("see the server's log")
 
     def _give_up(self, reason: str) -> None:
-        self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be made again: {reason}"
+        self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be rebuilt: {reason}"
 
     def _rebuilt(self, _: asyncio.Task[None]) -> None:
         self._rebuilding = None
-        # They go on in this order, each up to where it hands its operation over.
+        # Waiters resume in this order, each up to where it hands its operation to the dispatch.
         for waiting in [waiting for _, waiting in sorted(self._waiting, key=lambda one: one[0])]:
             if not waiting.done():
                 waiting.set_result(None)
@@ -579,7 +607,7 @@ class Run:
         self._one_ended.set()
 
     async def _note_strike(self, seq_id: int) -> None:
-        """Raises RequestError."""
+        """Raises RequestError if the journal cannot be written."""
         strike = await self._services.journal.append(self._header(STRIKE, seq_id))
         self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
 
@@ -590,7 +618,7 @@ class Run:
         if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
             window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
         elif isinstance(operation, ForwardBackwardRequest):
-            # No step comes behind it that would.
+            # No optimizer step releases what a forward pass holds.
             await self._services.features.let_go(self.record, seq_id)
         if slot.future is not None:
             self._services.futures.fail(slot.future, message, category)
@@ -608,32 +636,32 @@ class Run:
         if self._outage is not None:
             return Pending(queue_state_reason=self._outage)
         if self._rebuilding is not None:
-            return Pending(queue_state_reason="the worker died: the state of this run is being made again")
+            return Pending(queue_state_reason="the worker died: the state of this run is being rebuilt")
         earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]
         if not earlier:
             return Pending(queue_state_reason=self._services.status(self.record.base_model, self.record.role))
-        are = "operations of this run come" if len(earlier) > 1 else "operation of this run comes"
-        return Pending(queue_state_reason=f"{len(earlier)} {are} first")
+        are = "operations of this run are" if len(earlier) > 1 else "operation of this run is"
+        return Pending(queue_state_reason=f"{len(earlier)} {are} ahead")
 
     def _pending_behind_gap(self, since: float) -> Pending:
         put_off = self._services.quotas.pending(self.record.tenant_id)
         reason = f"waiting for the operation with seq_id {self._next_seq_id}, which has not arrived"
         if put_off is not None:
-            reason = f"{reason}: requests of yours are put off ({put_off.queue_state_reason})"
+            reason = f"{reason}: your requests are throttled ({put_off.queue_state_reason})"
         return Pending(
             queue_state=put_off.queue_state if put_off else "paused_capacity",
-            queue_state_reason=f"{reason}; it counts as refused in {self._gap.seconds_left(since):.0f} s",
+            queue_state_reason=f"{reason}; it will count as refused in {self._gap.seconds_left(since):.0f} s",
         )
 
     @property
     def _gap_since(self) -> float | None:
-        """From when the next operation has held up others; None: nothing waits for it."""
+        """Returns since when the next operation has blocked others; None if no operation waits for it."""
         if not self._slots or self._next_seq_id in self._slots:
             return None
         return next(iter(self._slots.values())).arrived_at
 
     def _give_up_gap(self) -> None:
-        """Up to the first operation that is there; of a run that is behind its client, for good."""
+        """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
         run_id, copied, first = self.record.run_id, self._services.copied, min(self._slots)
         within = f"within {self._services.config.seq_gap_seconds:g} s"
         if copied.is_waiting(run_id):
@@ -652,12 +680,12 @@ class Run:
             self._add_refusal(seq_id, Refused(GAP, f"it did not arrive {within}{doubt}", taints=True))
 
     def _behind(self) -> str:
-        remedy = "create a new run; this one has no checkpoint to begin with"
+        remedy = "create a new run; this one has no checkpoint to start from"
         if self._loadable:
             newest = ", ".join(self._loadable[: -_MOST_LOADABLE - 1 : -1])
             remedy = f"create a new run from a checkpoint (create_training_client_from_state), newest first: {newest}"
         return (
-            f"run {self.record.run_id} is over: the server was put back to a copy of its state of "
+            f"run {self.record.run_id} is over: the server was restored from a copy of its state of "
             f"{self._services.copied.when}, and the client is ahead of that, so steps it has seen are missing: {remedy}"
         )
 

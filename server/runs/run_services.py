@@ -1,4 +1,4 @@
-"""RunServices: what runs work with."""
+"""RunServices: the parts of the server that runs use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ from .pinned_checkpoints import Loaded
 
 @dataclass(frozen=True)
 class RunServices:
-    """status: of a base model's runs of a role, in words."""
+    """Holds the parts of the server that runs use.
+
+    status: describes in words what runs of a base model and role wait for.
+    """
 
     config: ServerConfig
     futures: Futures

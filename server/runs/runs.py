@@ -1,4 +1,4 @@
-"""Runs: the live runs, made by requests and found again after a restart."""
+"""Runs: creates live runs on request, resumes them after a restart, and ends them with their sessions."""
 
 import asyncio
 import hashlib
@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 _HELD_SECONDS = 600.0
 _LORA_SEED, _FULL_SEED, _DRAFT_SEED = "lora_seed", "full_seed", "draft_seed"
-"""What is drawn where a request leaves it open."""
+"""Names of the seeds that are drawn if a request has none."""
 _SEEDS = {LoraConfig: _LORA_SEED, FullConfig: _FULL_SEED, DraftConfig: _DRAFT_SEED}
 
 
 class Runs:
-    """The live runs. A run lives from its creation until its session ends or the server stops."""
+    """Owns the live runs. A run lives from its creation until its session ends or the server stops."""
 
     def __init__(
         self,
@@ -65,9 +65,11 @@ class Runs:
         self._saved_at = time.time()
 
     async def resume(self, journaled: Iterable[Journaled], session_ids: Iterable[str]) -> set[Place]:
-        """Takes up the runs of the sessions that an earlier process left open; returns what of the journal they need.
+        """Resumes the runs of sessions that an earlier process left open; returns the journal places they need.
 
-        Of one whose base model is not served now, or that cannot be read, the journal keeps all until its session ends.
+        A run cannot be resumed if its base model is not served now or its entries cannot be read; then the journal
+        keeps all of
+        its entries until its session ends.
         """
         of_runs: dict[str, list[Journaled]] = defaultdict(list)
         for one in journaled:
@@ -83,7 +85,7 @@ class Runs:
             try:
                 await self._resume(record, of_runs[run_id])
             except (RequestError, OSError, ValueError) as error:
-                logger.error("%s cannot be taken up again now: %s", run_id, error)
+                logger.error("%s cannot be resumed now: %s", run_id, error)
                 self._not_resumed[run_id] = of_runs[run_id]
                 await self._services.futures.lose(one.header for one in of_runs[run_id])
             held |= {one.place for one in of_runs[run_id]}
@@ -92,8 +94,11 @@ class Runs:
     async def create(
         self, tenant: Tenant, request: CreateModelRequest, received: Received, admission: Admission
     ) -> Submitted:
-        """The same session and model_seq_id answer the same. Raises RequestError, also where something else was asked
-        with them."""
+        """Creates a run, or returns the existing one if the same request was sent before.
+
+        Raises:
+            RequestError: the request is invalid, or a different one was sent with this session and model_seq_id.
+        """
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
         asked = _asked(request)
@@ -112,7 +117,9 @@ class Runs:
     async def create_from_checkpoint(
         self, tenant: Tenant, request: LoadWeightsRequest, received: Received, admission: Admission
     ) -> Submitted:
-        """As `create`, with the checkpoint's base model and weights, and training what it has. Raises RequestError."""
+        """Creates a run with the checkpoint's base model, training config and weights. Raises RequestError like
+        `create`.
+        """
         if request.session_id is None or request.model_seq_id is None:
             raise RequestError(
                 "load_weights needs model_id (and seq_id) of a live model, or session_id and model_seq_id of a new one"
@@ -129,7 +136,7 @@ class Runs:
         return await self._create(record, creation, received, admission, {})
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:
-        """A live run. Raises RequestError 404, also for another tenant's, and 410 when it is not live any more."""
+        """Returns a live run of the tenant. Raises RequestError: 404 if there is none, 410 if it is no longer live."""
         run = self._runs.get(run_id)
         if run is not None and run.record.tenant_id == tenant.id:
             self._services.sessions.heard_of(run.record.session_id)
@@ -140,8 +147,11 @@ class Runs:
         raise RequestError(f"there is no model {run_id}: create one with create_model", 404)
 
     async def share(self, run_id: str, adapter_id: str) -> bool:
-        """Whether a sampler of this run has got its live weights, as a server's config may have it. Raises as
-        Run.share."""
+        """Copies the run's live weights to a sampler and returns True, if it has full weights and the config allows
+        sharing.
+
+        Raises like Run.share.
+        """
         run = self._runs.get(run_id)
         if run is None or not isinstance(run.record.training, FullConfig):
             return False
@@ -157,29 +167,29 @@ class Runs:
             del self._runs[run.record.run_id]
         for run in ended:
             reason = f"session {session_id} of run {run.record.run_id} has ended: create a new one"
-            # Not awaited: an operation under way may take long.
+            # Not awaited: an operation in progress may take long.
             ending = asyncio.create_task(run.end(reason))
             self._ending[ending] = run
             ending.add_done_callback(self._ending.pop)
 
     async def sweep(self) -> None:
-        """At start, what an earlier process left of snapshots and of what was loaded that nobody needs."""
+        """Deletes snapshots, pinned checkpoints and features of runs that no longer exist; for server start."""
         live = {*self._runs, *self._not_resumed}
         await asyncio.to_thread(self._services.snapshots.sweep, live)
         await asyncio.to_thread(self._services.loaded.sweep, live)
         await self._services.features.sweep(live)
 
     async def settle(self, held_seconds: float = _HELD_SECONDS) -> None:
-        """One after the other brings runs that the journal has held something of for longer than that into snapshots.
+        """Takes snapshots of runs with journal entries older than that, one run after the other.
 
-        They need no more of it then: neither its room, nor what else their operations refer to.
+        These runs then need no entries any more, nor the checkpoints and features that their operations refer to.
         """
         for run in list(self._runs.values()):
             await run.settle(held_seconds)
 
     @property
     def ending_session_ids(self) -> frozenset[str]:
-        """Sessions whose runs have not let go of all that was theirs."""
+        """Returns the sessions whose runs are still releasing their resources."""
         return frozenset(run.record.session_id for run in self._ending.values())
 
     @property
@@ -188,15 +198,15 @@ class Runs:
 
     @property
     def num_lost(self) -> int:
-        """Runs that are to be made again in the workers, once they are needed."""
+        """Returns the number of runs that the workers have lost and that will be rebuilt when they are needed."""
         return sum(run.is_lost for run in self._runs.values())
 
     async def snapshot(self) -> None:
-        """Of all that rest, so that whoever takes them up has nothing to repeat."""
+        """Takes snapshots of all idle runs, so that the next process has no operations to repeat."""
         await asyncio.gather(*(run.snapshot() for run in self._runs.values()))
 
     async def save_request_times(self) -> None:
-        """For those who list runs."""
+        """Stores when runs were last used, for listings of runs."""
         saved_at, self._saved_at = self._saved_at, time.time()
         times = {run_id: run.last_request_at for run_id, run in self._runs.items() if run.last_request_at >= saved_at}
         if times:
@@ -208,11 +218,11 @@ class Runs:
         await asyncio.gather(*(run.stop() for run in (*self._runs.values(), *self._ending.values())))
 
     def num_live(self, tenant_id: str | None = None) -> int:
-        """Of all tenants, or of one."""
+        """Returns the number of live runs of the tenant, or of all tenants."""
         return sum(tenant_id in (None, run.record.tenant_id) for run in self._runs.values())
 
     async def _resume(self, record: RunRecord | None, entries: Sequence[Journaled]) -> None:
-        """record: None for one that was accepted, but may not be created yet."""
+        """Resumes one run; record: None if the run was accepted, but may not be created yet."""
         record = record or await self._record_of(entries)
         if record is None:
             for one in entries:
@@ -225,7 +235,7 @@ class Runs:
         self._runs[record.run_id] = run
 
     async def _target(self, tenant: Tenant, request: CreateModelRequest) -> str | None:
-        """What a new draft model is to guess, as it is asked for. Raises RequestError."""
+        """Returns the path of the target of a new draft model, as the request names it. Raises RequestError."""
         if request.target_path is None:
             return None
         checkpoint = await self._checkpoints.resolve(tenant, request.target_path)
@@ -233,7 +243,9 @@ class Runs:
         return checkpoint.tinker_path
 
     async def _target_left(self, tenant: Tenant, checkpoint: CheckpointRecord) -> str | None:
-        """What the draft model that was saved there guessed, if it is still there, and the tenant's to read."""
+        """Returns the target of the draft model saved in the checkpoint, or None if the tenant cannot read it
+        any more.
+        """
         if checkpoint.target_path is None:
             return None
         try:
@@ -242,14 +254,16 @@ class Runs:
             return None
 
     async def _loadable(self, run_id: str) -> Sequence[str]:
-        """Of a run that a copy may have left behind its client, the paths of checkpoints, oldest first."""
+        """Returns the paths of the run's checkpoints, oldest first, if its client may be ahead of a restored copy."""
         if not (self._services.copied.is_waiting(run_id) or self._services.copied.is_behind(run_id)):
             return ()
         saved = await self._store.list_run_checkpoints([run_id], time.time())
         return [checkpoint.tinker_path for checkpoint in saved if checkpoint.kind == "weights"]
 
     async def _record_of(self, entries: Sequence[Journaled]) -> RunRecord | None:
-        """Of a run that was accepted, but not created yet."""
+        """Returns the record of a run that was accepted, but not created yet; None if its creation has a result or is
+        missing.
+        """
         first = next((one for one in entries if one.header.seq_id == 0 and one.header.refused is None), None)
         if first is None or await self._services.futures.has_result(first.header.request_id):
             return None
@@ -265,7 +279,7 @@ class Runs:
         assert isinstance(request, LoadWeightsRequest)
         checkpoint = await self._checkpoints.known(request.path)
         if checkpoint is None:
-            raise RequestError(f"checkpoint {request.path}, from which it was made, is gone", 404)
+            raise RequestError(f"checkpoint {request.path}, from which it was created, no longer exists", 404)
         role = _role_from(checkpoint, request)
         shape = _Shape(checkpoint.base_model, checkpoint.training, role, header.target_path)
         return _record(tenant, session_id, int(number), shape, request)
@@ -290,14 +304,16 @@ class Runs:
             return await run.submit(0, operation, received, admission, drawn)
         finally:
             if not run.has_come and self._runs.get(record.run_id) is run:
-                del self._runs[record.run_id]  # its number is free again
+                del self._runs[record.run_id]  # the model_seq_id can be used again
 
     def _check_full(self, new: RunRecord) -> None:
-        """Before one more. Raises RequestError. What samplers hold beside these only the workers know."""
+        """Raises RequestError if there are too many full models. Samplers' copies of weights are counted only by the
+        workers.
+        """
         most = self._services.config.max_full_models
         if isinstance(new.training, FullConfig) and self._num_full(new.base_model) >= most:
             raise RequestError(
-                f"{new.base_model} has as many models with weights of their own as max_full_models {most} lets it: end "
+                f"{new.base_model} has as many full models as max_full_models {most} allows: end "
                 f"the session of one, train LoRA, or start the server with --max-full-models {most + 1}"
             )
 
@@ -307,20 +323,20 @@ class Runs:
 
 
 def _check_same(known: RunRecord, asked: RunRecord) -> None:
-    """Raises RequestError where they have the number of a model in common, and nothing else."""
+    """Raises RequestError if the same model_seq_id was used for a different request."""
     if known.asked in (None, asked.asked):
         return
     number = known.run_id.rpartition(":")[2]
-    # Clients send again what is answered 409.
+    # Not 409, since clients retry that.
     raise RequestError(
-        f"model_seq_id {number} of session {known.session_id} is the number of {known.run_id}, for which something else"
-        " was asked: give a new model the next number, or send the request as it was"
+        f"model_seq_id {number} of session {known.session_id} is taken by {known.run_id}, which was created by a"
+        " different request: give a new model the next number, or resend the original request"
     )
 
 
 def _not_live(run_id: str) -> RequestError:
     return RequestError(
-        f"run {run_id} is not live: its session has ended, or it could not be found again; create a new model from "
+        f"run {run_id} is not live: its session has ended, or it could not be resumed; create a new model from "
         "its last checkpoint (create_training_client_from_state)",
         410,
     )
@@ -332,7 +348,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def _asked(request: CreateModelRequest) -> TrainingConfig:
-    """What of it is to be trained. Raises RequestError."""
+    """Returns the training config that the request implies. Raises RequestError."""
     if request.draft is not None or request.model_role == "draft" or request.target_path is not None:
         return _asked_draft(request)
     if request.training == "full" and request.lora_config is not None:
@@ -343,12 +359,11 @@ def _asked(request: CreateModelRequest) -> TrainingConfig:
     if request.training != "lora" and request.lora_config is None:
         return FullConfig(seed=request.seed)
     if request.seed is not None:
-        raise RequestError(f"seed {request.seed} is of a full model: a LoRA's is lora_config.seed")
+        raise RequestError(f"seed {request.seed} is only for full models: for LoRA set lora_config.seed")
     return request.lora_config or LoraConfig()
 
 
 def _asked_draft(request: CreateModelRequest) -> DraftConfig:
-    """Raises RequestError."""
     if request.model_role != "draft":
         given = "draft" if request.draft is not None else "target_path"
         raise RequestError(
@@ -358,23 +373,23 @@ def _asked_draft(request: CreateModelRequest) -> DraftConfig:
         raise RequestError("model_role is 'draft' and there is no draft: send one, such as {'algorithm': 'eagle3'}")
     if request.lora_config is not None or request.training is not None:
         given = "lora_config" if request.lora_config is not None else "training"
-        raise RequestError(f"a draft model has weights of its own, all of which are trained: leave out {given}")
+        raise RequestError(f"all weights of a draft model are trained: leave out {given}")
     if request.seed is not None:
-        raise RequestError(f"seed {request.seed} is of a full model: a draft model's is draft.seed")
+        raise RequestError(f"seed {request.seed} is only for full models: for a draft model set draft.seed")
     return DraftConfig(**request.draft.model_dump())
 
 
 def _accepted(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
-    """What of it is trained, with its seed. drawn: what the request left open.
+    """Returns the training config with its seed filled in from `drawn`, the seeds that the request omitted.
 
-    By that an earlier version is known, which took LoRA where nothing was said.
+    A drawn LoRA seed marks a request that an earlier version accepted, which trained LoRA by default.
     """
     asked = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _asked(request)
     return asked.model_copy(update={"seed": drawn.get(_SEEDS[type(asked)], asked.seed)})
 
 
 def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:
-    """Raises RequestError where the checkpoint's weights are not of such a model."""
+    """Raises RequestError if the checkpoint's weights do not fit a model of the requested role."""
     role = request.model_role or checkpoint.role
     check_role(checkpoint, role)
     return role
@@ -382,7 +397,7 @@ def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Rol
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a model is made of."""
+    """Determines the parameters of a model."""
 
     base_model: str
     training: TrainingConfig
@@ -414,7 +429,9 @@ def _record(
 
 
 def _hash(request: CreateModelRequest | LoadWeightsRequest) -> str:
-    """Of what it asks for, however it is written down; later versions may know more fields, with defaults."""
+    """Hashes the fields of the request that are not defaults, so that fields added by later versions do not
+    change it.
+    """
     said = request.model_dump(exclude_defaults=True, exclude={"weights_access_token"})
     as_json = json.dumps({"kind": request.type, **said}, sort_keys=True)
     return hashlib.sha256(as_json.encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""RunState: what a run is in the workers, and how it is made there again when they have lost it.
+"""RunState: a run's state in the workers, its snapshots, and the rebuild of the state after the workers have lost it.
 
-Its last two snapshots and the operations behind the older one are kept. Snapshots are taken while passes go on: behind
-optimizer steps, so at such a boundary operations of the past stop being needed; with the gradients that wait for their
-step where too much has come without one, or for too long.
+The last two snapshots are kept, with the operations after the older one. Snapshots are taken while passes continue.
+Usually they follow an optimizer step; with pending gradients, they are taken only if too many bytes, or too much time,
+have passed without a step.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 _MOST_AT_ONCE = 16
 _NUM_KEPT = 2
 _WINDOW_SHARE = 2
-"""Times the bytes after which a snapshot is due at a step, it is due without one."""
+"""Without an optimizer step, a snapshot is due after this multiple of the bytes after which it is due at a step."""
 
 
 @dataclass(eq=False)
 class Window:
-    """The operations from one optimizer step to the next. tainted_by: why that step would be a wrong one."""
+    """The operations from one optimizer step to the next; tainted_by: why the step that ends it would be wrong."""
 
     tainted_by: str | None = None
 
@@ -48,9 +48,10 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """A point in the order of a run's operations: right behind this one. window: whose operations come next.
+    """The point in a run's order of operations right after one operation.
 
-    past, ended: the operation's, unless it has ended well.
+    window: of the operations after it. past, ended: log entry and task of the operation, unless it has already
+    succeeded.
     """
 
     seq_id: int
@@ -60,53 +61,56 @@ class Boundary:
 
 
 class RunState:
-    """`began` and `lost` tell it whether the workers have the run."""
+    """Takes a run's snapshots and rebuilds its state; `began` and `lost` report whether the workers have the run."""
 
     def __init__(self, record: RunRecord, services: RunServices) -> None:
         self.history = History(services.journal.release)
         self._record = record
         self._services = services
-        # How it began, None before that; and whether the workers have it.
+        # How the run was created, None before that; and whether the workers have it.
         self._created: CreateRun | None = None
         self._is_live = False
-        # The newest first; the history has everything from this seq_id on.
+        # The snapshots, newest first; the history has all operations from _first_held on.
         self._kept: list[Snapshot] = []
         self._first_held = 0
-        # Of what is kept: it changes only while nothing is made again from it.
+        # Protects _kept, which must not change during a rebuild.
         self._keeping = asyncio.Lock()
-        # Against making it again from the newest snapshot.
-        self._strikes = Strikes("make this run again", self._note_strike)
+        # Crashes during rebuilds from the newest snapshot.
+        self._strikes = Strikes("the rebuild of this run", self._note_strike)
         self._snapshotting: set[asyncio.Task[None]] = set()
-        # For too long there was none.
+        # True if the next operation must be followed by a snapshot.
         self._is_overdue = False
 
     def began(self, created: CreateRun, record: RunRecord) -> None:
-        """The workers have it as it was created, and as it is recorded now."""
+        """Records that the workers have the run as it was created, and its record as it is now."""
         self._created, self._record, self._is_live = created, record, True
 
     def began_before(self, created: CreateRun) -> None:
-        """In an earlier process, whose workers are gone."""
+        """Records that the run was created in an earlier process, whose workers are gone."""
         self._created = created
 
     def lost(self) -> None:
-        """By the workers, with what they had of it."""
+        """Records that the workers have lost the run."""
         self._is_live = False
 
     @property
     def is_live(self) -> bool:
-        """The workers have it."""
+        """True if the workers have the run."""
         return self._is_live
 
     @property
     def is_lost(self) -> bool:
-        """It has begun, and is to be made again."""
+        """True if the run was created and must be rebuilt in the workers."""
         return self._created is not None and not self._is_live
 
     async def find_snapshots(self, journaled: Collection[int], strikes: Collection[Journaled]) -> int:
-        """Of an earlier process, of which the journal has the operations with these seq_ids.
+        """Finds the snapshots of an earlier process, and returns the first seq_id that is still needed.
 
-        strikes: against making the run again. Returns the first seq_id that is needed. Raises ValueError when the run
-        cannot be made from what is there.
+        Args:
+            journaled: seq_ids of the operations in the journal.
+            strikes: journaled strikes against rebuilding the run.
+        Raises:
+            ValueError: the run cannot be rebuilt from what exists.
         """
         found = await self._services.snapshots.find(self._record.run_id)
         self._kept = found[:_NUM_KEPT]
@@ -116,7 +120,7 @@ class RunState:
         if len(self._kept) >= _NUM_KEPT or (self._kept and not has_beginning):
             self._first_held = self._kept[-1].seq_id + 1
         elif not has_beginning:
-            raise ValueError(f"{self._record.run_id} has no snapshot, and its beginning is not in the journal")
+            raise ValueError(f"{self._record.run_id} has no snapshot, and its first operations are not in the journal")
         needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
         await self._services.loaded.retain(self._record.run_id, needed)
         for one in strikes:
@@ -129,20 +133,24 @@ class RunState:
         return bool(self._kept)
 
     def first_window(self) -> Window:
-        """In which the first operation is that `find_snapshots` has returned."""
+        """Returns the window of the operation whose seq_id `find_snapshots` returned."""
         return Window(self._kept[-1].tainted_by if self._first_held > 0 else None)
 
     @property
     def held(self) -> Mapping[int, Mapping[str, int]]:
-        """See Snapshot, of the newest one."""
+        """Returns the uses of captured features from the newest snapshot (see Snapshot)."""
         return self._kept[0].held if self._kept else {}
 
     def covers(self, seq_id: int) -> bool:
-        """Whether a snapshot holds what this operation did."""
+        """True if a snapshot includes the effect of this operation."""
         return seq_id <= self._newest_seq_id
 
     def snapshot_if_due(self, boundary: Boundary, *, is_step: bool) -> None:
-        """To be called as soon as an operation has been handed over. is_step: an optimizer step, the best place."""
+        """Takes a snapshot if one is due; call it as soon as an operation has been handed over.
+
+        Args:
+            is_step: whether it is an optimizer step, after which a snapshot is due earlier.
+        """
         if not self.is_live or self._snapshotting:
             return
         steps, num_bytes = self._services.config.snapshot_steps, self._services.config.snapshot_bytes
@@ -151,13 +159,14 @@ class RunState:
             self.snapshot(boundary)
 
     def hurry(self) -> None:
-        """The next operation is to be followed by a snapshot."""
+        """Makes a snapshot due after the next operation."""
         self._is_overdue = True
 
     async def settle(self, boundary: Boundary, *, twice: bool) -> None:
-        """A snapshot of a live run of which nothing is under way, at a boundary that is now.
+        """Takes a snapshot of a live, idle run at the current boundary, unless one covers it.
 
-        twice: also a copy of it, so that the journal need not hold anything of the run.
+        Args:
+            twice: also copy it, so that the journal need not hold anything of the run.
         """
         if not self._snapshotting and not self.covers(boundary.seq_id):
             self.snapshot(boundary)
@@ -171,19 +180,19 @@ class RunState:
             await self._keep_copy(self._kept[0])
 
     async def make_again(self) -> None:
-        """Raises OperationError, RequestError when it cannot be."""
+        """Rebuilds the run in the workers. Raises OperationError or RequestError if that is impossible."""
         while not self._is_live:
             self._strikes.check()
             try:
                 async with self._keeping:
                     await self._make()
             except WorkerLost as lost:
-                logger.warning("%s is being made again once more: %s", self._record.run_id, lost)
+                logger.warning("the rebuild of %s is retried: %s", self._record.run_id, lost)
                 await self._strikes.add(lost)
             else:
                 self._is_live = True
         if self._strikes.num:
-            # With the next snapshot they are forgotten: nobody has to make it again from this one.
+            # The next snapshot clears the strikes, since no rebuild starts from the old one then.
             self.hurry()
 
     async def stop(self) -> None:
@@ -193,7 +202,7 @@ class RunState:
             await asyncio.wait(self._snapshotting)
 
     async def close(self) -> None:
-        """The run is over: nothing of it is kept."""
+        """Deletes everything of the run, which is over."""
         await self.stop()
         self.history.close()
         await self._services.snapshots.remove_all(self._record.run_id)
@@ -202,7 +211,7 @@ class RunState:
     # Snapshots
 
     def snapshot(self, boundary: Boundary) -> None:
-        """At a boundary that is now."""
+        """Starts taking a snapshot at a boundary, which must be the current one."""
         try:
             staging = self._services.snapshots.stage(self._record.run_id)
         except OSError as error:
@@ -215,16 +224,16 @@ class RunState:
 
     async def _take_snapshot(self, staging: Path, boundary: Boundary) -> None:
         try:
-            # Handed over before anything else is awaited: it has its place behind the operation.
+            # Handed over before anything else is awaited, so that it follows the operation directly.
             await self._services.operations.snapshot(self._record, staging)
             if boundary.ended is not None:
                 await asyncio.wait({boundary.ended})
-            # Else a crash would leave operations that a snapshot has and nobody knows to be done.
+            # Otherwise a crash could leave a snapshot with operations that are not known to be done.
             await self.history.all_answered(boundary.seq_id)
             if boundary.past is None or boundary.past.outcome is Outcome.DONE:
                 await self._publish(staging, boundary)
         except WorkerLost as lost:
-            # Nobody else may have noticed: one that rests is rebuilt by the next who needs it, or wants a snapshot.
+            # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.
             self.lost()
             self._is_overdue = True
             logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._record.run_id, lost)
@@ -235,7 +244,11 @@ class RunState:
             await self._services.snapshots.remove(staging)
 
     async def _publish(self, staging: Path, boundary: Boundary) -> None:
-        """What taints the window later, too, is no harm: it will have tainted it whenever the snapshot is used."""
+        """Publishes the snapshot with its taint.
+
+        A taint added to the window later is no problem: its operation is then in the replay log whenever the snapshot
+        is used.
+        """
         snapshots, tainted_by = self._services.snapshots, boundary.window.tainted_by
         held = self._services.features.held(self._record, boundary.seq_id)
         await self._keep(await snapshots.publish(staging, self._record.run_id, boundary.seq_id, tainted_by, held))
@@ -282,7 +295,7 @@ class RunState:
         repeats = list(self.history.repeats(after, is_tainted))
         await self._repeat(repeats)
         begun = "its beginning" if snapshot is None else f"the snapshot behind seq_id {snapshot.seq_id}"
-        logger.info("%s is there again, from %s and %d operations", record.run_id, begun, len(repeats))
+        logger.info("%s is rebuilt, from %s and %d operations", record.run_id, begun, len(repeats))
 
     async def _newest_whole(self) -> Snapshot | None:
         for snapshot in list(self._kept):
@@ -293,7 +306,9 @@ class RunState:
         return None
 
     async def _repeat(self, repeats: list[tuple[Past, Repeat]]) -> None:
-        """In order; several are handed over at once where the dispatch keeps their order."""
+        """Repeats operations in order; chained ones are handed over several at a time, since the dispatch keeps their
+        order.
+        """
         under_way: list[asyncio.Task[None]] = []
         for past, repeat in repeats:
             operation = None
@@ -304,10 +319,10 @@ class RunState:
                 await _all(under_way)
                 under_way = []
             repeating = asyncio.create_task(self._repeat_one(past, operation))
-            # Of several that fail only the first is told of.
+            # Retrieve the exception: if several fail, only the first is reported.
             repeating.add_done_callback(lambda task: task.cancelled() or task.exception())
             under_way.append(repeating)
-            # It takes its first step, by which it is handed over.
+            # Let the task take its first step, which hands the operation over.
             await asyncio.sleep(0)
             if not chained:
                 await _all(under_way)
@@ -315,7 +330,7 @@ class RunState:
         await _all(under_way)
 
     async def _repeat_one(self, past: Past, operation: Operation | None) -> None:
-        """operation: None = the gradients are to be dropped."""
+        """Repeats one operation, or clears the pending gradients if `operation` is None."""
         try:
             if operation is None:
                 await self._services.operations.clear_gradients(self._record, past.seq_id)
@@ -329,13 +344,13 @@ class RunState:
                 raise OperationError(message, "server") from error
         else:
             if operation is not None and past.outcome is Outcome.FAILED:
-                raise OperationError(f"{past.kind} with seq_id {past.seq_id} failed before and does not now", "server")
+                raise OperationError(f"{past.kind} with seq_id {past.seq_id} failed before, but not now", "server")
 
     # Strikes
 
     @property
     def _newest_seq_id(self) -> int:
-        """Of the snapshots; -1: there is none."""
+        """Returns the seq_id of the newest snapshot, -1 if there is none."""
         return self._kept[0].seq_id if self._kept else -1
 
     async def _note_strike(self) -> None:
@@ -348,7 +363,7 @@ class RunState:
 
 
 async def _all(tasks: list[asyncio.Task[None]]) -> None:
-    """Waits for every one, then raises what the first has failed with."""
+    """Waits for all tasks, then raises the exception of the first that failed."""
     if tasks:
         await asyncio.wait(tasks)
     for task in tasks:

@@ -1,4 +1,4 @@
-"""Vocabulary: the tokens that a draft model can say, chosen by how often they come."""
+"""Draft vocabulary: the tokens that a draft model can produce, which are the most frequent ones."""
 
 import hashlib
 from collections.abc import Iterable
@@ -15,8 +15,12 @@ _HASH_DIGITS = 16
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """token_ids: int64 [size], ascending. num_tokens: that were counted, at least 1; num_covered: those among them
-    that it has."""
+    """Holds the tokens of a draft model.
+
+    token_ids: int64 [size], ascending. num_tokens: number of tokens counted, at least 1. num_covered: number of these
+    that
+    are in the vocabulary.
+    """
 
     token_ids: np.ndarray
     num_tokens: int
@@ -32,8 +36,11 @@ class Vocabulary:
 
 
 def most_frequent(request: BuildVocabMapRequest, size: int, vocab_size: int) -> Vocabulary:
-    """Of vocab_size tokens, as many as size: of those that come equally often the lower ids, also of those that do not
-    come at all. Raises OperationError where there are not such ids, or nothing was counted."""
+    """Returns the `size` most frequent of `vocab_size` tokens; ties, also at frequency 0, go to the lower id.
+
+    Raises:
+        OperationError: a token id is outside the vocabulary, or no token was counted.
+    """
     counts = _counts(request, vocab_size)
     if not (num_tokens := int(counts.sum())):
         raise OperationError("no token was counted: give some, with weights other than 0, or counts above 0")
@@ -43,7 +50,7 @@ def most_frequent(request: BuildVocabMapRequest, size: int, vocab_size: int) -> 
 
 
 def _counts(request: BuildVocabMapRequest, vocab_size: int) -> np.ndarray:
-    """int64 [vocab_size]"""
+    """Returns the frequency of each token, int64 [vocab_size]."""
     if request.counts is None:
         return np.bincount(_checked(_counted_tokens(request), vocab_size), minlength=vocab_size)
     counts = np.zeros(vocab_size, np.int64)
@@ -52,7 +59,7 @@ def _counts(request: BuildVocabMapRequest, vocab_size: int) -> np.ndarray:
 
 
 def _counted_tokens(request: BuildVocabMapRequest) -> np.ndarray:
-    """int64 [T], of all sequences."""
+    """Returns the tokens of all sequences with weights other than 0, int64 [T]."""
     tokens = _joined(request.tokens or (), np.int64)
     return tokens if request.weights is None else tokens[_joined(request.weights, np.float64) != 0]
 

@@ -1,1 +1,1 @@
-"""Samplers, and the requests to them."""
+"""Owns samplers (weights that can be sampled), their drafts, and the requests to them."""

@@ -1,5 +1,7 @@
-"""Drafts: what guesses for samplers, in the workers. Each is loaded when a request first asks for it, once however many
-samplers name it, and again when it was lost; it is dropped when no sampler has it and no request has asked for a while.
+"""Loads draft models for speculative sampling into the workers.
+
+A draft is loaded at the first request that needs it, once for all samplers that name it, and again after a worker
+crash. It is dropped when no sampler names it and no request has used it for UNUSED_SECONDS.
 """
 
 import asyncio
@@ -26,10 +28,10 @@ UNUSED_SECONDS = 600.0
 
 @dataclass(eq=False)
 class _Held:
-    """A draft that is in the workers, or on its way there or out.
+    """A draft that is loaded, being loaded or being dropped.
 
-    sampler_ids: of those whose own it is. num_users: requests that load it or sample with it. dropping: what drops it
-    once it was unused for long enough.
+    sampler_ids: samplers whose default draft this is. num_users: requests that load it or sample with it.
+    changing: held during a load or a drop. dropping: timer that drops the draft after it was unused for long enough.
     """
 
     checkpoint: CheckpointRecord
@@ -44,15 +46,15 @@ class _Held:
 
 
 class NoDraft(RequestError):
-    """For what is asked for as a draft, or was when a sampler was made."""
+    """Raised if the draft of a request or of a sampler does not exist, or does not fit the base model."""
 
 
 class DraftNotLoaded(OperationError):
-    """For what its files are."""
+    """Raised if a draft's files cannot be loaded."""
 
 
 class Drafts:
-    """Of all tenants: who may read a checkpoint of a draft samples with it."""
+    """Owns the loaded drafts of all tenants; tenants that can read the same checkpoint share its draft."""
 
     def __init__(
         self, dispatch: WorkerDispatch, checkpoints: Checkpoints, unused_seconds: float = UNUSED_SECONDS
@@ -71,25 +73,34 @@ class Drafts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def find(self, tenant_id: str, path: str, base_model: str) -> CheckpointRecord:
-        """The checkpoint of a draft of this base model. Raises NoDraft: 404 not there or not for this tenant."""
+        """Returns the checkpoint of a draft for this base model.
+
+        Raises:
+            NoDraft: 404 if the checkpoint does not exist or the tenant cannot read it, 400 if it is no draft of this
+                base model.
+        """
         try:
             checkpoint = await self._checkpoints.resolve(Tenant(tenant_id, ""), path)
         except RequestError as error:
             raise NoDraft(error.message, error.status) from None
         if checkpoint.role != "draft":
             raise NoDraft(
-                f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which guesses nothing: name a checkpoint "
-                "of a draft as draft_path"
+                f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which cannot draft tokens: set draft_path "
+                "to a checkpoint of a draft"
             )
         if checkpoint.base_model != base_model:
             raise NoDraft(
-                f"draft {checkpoint.tinker_path} guesses {checkpoint.base_model}, and {base_model} is sampled: name a "
-                "draft of this base model as draft_path"
+                f"draft {checkpoint.tinker_path} was trained for {checkpoint.base_model}, but the request samples "
+                f"{base_model}: set draft_path to a draft of {base_model}"
             )
         return checkpoint
 
     async def asked(self, sampler: Sampler, request: SampleRequest) -> CheckpointRecord | None:
-        """That is to guess for the request: its own, else the sampler's; None = no one. Raises NoDraft."""
+        """Returns the draft for the request: its own, else the sampler's, else None.
+
+        Raises:
+            NoDraft: it does not exist or does not fit the base model.
+        """
         if request.draft_path is None:
             return await self._of_sampler(sampler)
         if not request.draft_path:
@@ -98,7 +109,11 @@ class Drafts:
 
     @asynccontextmanager
     async def using(self, checkpoint: CheckpointRecord | None) -> AsyncIterator[str | None]:
-        """Its id in the workers, where it stays until the end of the block; None of no one. Raises OperationError."""
+        """Loads the draft, keeps it loaded within the block, and yields its id in the workers (None without a draft).
+
+        Raises:
+            OperationError: it cannot be loaded.
+        """
         if checkpoint is None:
             yield None
             return
@@ -114,7 +129,7 @@ class Drafts:
                 held.dropping = loop.call_later(self._unused_seconds, self._begin, self._drop, held)
 
     def forget(self, sampler: Sampler) -> None:
-        """It is over: what it alone had is dropped when the worker comes to it."""
+        """Releases the draft of a sampler that has ended or changes its draft; drops it if nothing else uses it."""
         draft, sampler.draft = sampler.draft, None
         if draft is None:
             return
@@ -124,15 +139,15 @@ class Drafts:
             self._begin(self._drop, held)
 
     async def _of_sampler(self, sampler: Sampler) -> CheckpointRecord | None:
-        """As long as it is in the workers it does not matter what becomes of the checkpoint."""
+        """Returns the sampler's draft. A loaded draft is kept even if its checkpoint was deleted or replaced."""
         record = sampler.record
         if record.draft_path is None or self._has(record.base_model, sampler.draft):
             return sampler.draft
         try:
             found = await self.find(record.tenant_id, record.draft_path, record.base_model)
         except NoDraft as error:
-            message = f'the draft of sampler {record.sampler_id} cannot be loaded: {error}; send draft_path "" to go on'
-            raise NoDraft(f"{message} without one, or name another", error.status) from None
+            message = f'the draft of sampler {record.sampler_id} cannot be loaded: {error}; send draft_path ""'
+            raise NoDraft(f"{message} to sample without a draft, or name another one", error.status) from None
         if not sampler.is_over and found != sampler.draft:
             self.forget(sampler)
             sampler.draft = found
@@ -148,11 +163,11 @@ class Drafts:
         return held
 
     async def _load(self, held: _Held) -> None:
-        """Once, for whoever comes first; who comes meanwhile waits."""
-        strikes = Strikes(f"load the draft {held.checkpoint.tinker_path}")
+        """Loads the draft; concurrent callers wait for the first one's load. Retries when the worker crashes."""
+        strikes = Strikes(f"the load of draft {held.checkpoint.tinker_path}")
         while not self._has(held.checkpoint.base_model, held.checkpoint):
             try:
-                # Whoever asked may go away meanwhile; the worker goes on to read the files.
+                # Shielded: the request may be cancelled, but the worker reads the files to the end.
                 await asyncio.shield(self._begin(self._load_now, held))
                 return
             except WorkerLost as lost:
@@ -193,7 +208,7 @@ class Drafts:
 
 
 def draft_id(checkpoint: CheckpointRecord) -> str:
-    """In the workers: of this version of the checkpoint, whose directory has a name that none had before."""
+    """Returns the draft's id in the workers. It contains the directory name, which is unique per checkpoint version."""
     return f"draft:{checkpoint.tinker_path}@{PurePosixPath(checkpoint.directory).name}"
 
 

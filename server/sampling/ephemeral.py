@@ -1,7 +1,7 @@
-"""EphemeralWeights: the adapters of ephemeral samplers on disk, from which workers load them again after a crash.
+"""Stores the adapters of ephemeral samplers on disk, so that workers can reload them after a crash.
 
-Layout below state_dir/ephemeral: ADAPTER/NUMBER, of which the highest counts, with .staging-* beside the adapters while
-they are written. The one before stays until the next, for whoever reads it.
+Layout of state_dir/ephemeral: ADAPTER/NUMBER, where the highest number is current, and .staging-* next to the adapters
+during a write. The previous number is kept until the next write, because a worker may still be reading it.
 """
 
 import asyncio
@@ -15,13 +15,17 @@ from ..files.directories import STAGING, directory_name, make_directory, move_in
 
 class EphemeralWeights:
     def __init__(self, root: Path, sync: bool = False) -> None:
-        """sync: whether they are to survive the death of the machine."""
+        """Opens the directory.
+
+        Args:
+            sync: fsync files and directories, so that weights survive a power failure.
+        """
         self._root = root.absolute()
         self._sync = sync
         self._number_earlier()
 
     def directory(self, adapter_id: str) -> Path:
-        """Of its newest weights; where there are none they are not there either."""
+        """Returns the directory of the adapter's newest weights; if it has none, a path without weights."""
         of_adapter = self._of(adapter_id)
         numbers = _numbers(of_adapter)
         return of_adapter / str(numbers[-1]) if numbers else of_adapter
@@ -31,7 +35,7 @@ class EphemeralWeights:
 
     @asynccontextmanager
     async def writing(self, adapter_id: str) -> AsyncIterator[Path]:
-        """An empty directory to write into; on leaving the block it has the newest weights."""
+        """Yields an empty directory, which is published as the adapter's newest weights at the end of the block."""
         staging = staging_in(self._root)
         try:
             await asyncio.to_thread(make_directory, staging, self._sync)
@@ -44,7 +48,7 @@ class EphemeralWeights:
         await asyncio.to_thread(shutil.rmtree, self._of(adapter_id), ignore_errors=True)
 
     async def sweep(self, wanted: Collection[str | None]) -> None:
-        """At start: what belongs to nobody any more."""
+        """Deletes everything but the wanted adapters, staging directories included. Called at server start."""
         names = {directory_name(adapter_id) for adapter_id in wanted if adapter_id is not None}
         await asyncio.to_thread(self._sweep, names)
 
@@ -52,7 +56,7 @@ class EphemeralWeights:
         return self._root / directory_name(adapter_id)
 
     def _number_earlier(self) -> None:
-        """Weights that an earlier trainhouse left, which had no numbers: they lay in ADAPTER itself."""
+        """Migrates the layout of earlier releases, which had the files in ADAPTER itself, to ADAPTER/0."""
         for of_adapter in list(self._root.glob("*")):
             is_staging = of_adapter.name.startswith(STAGING)
             if not is_staging and not _numbers(of_adapter) and any(path.is_file() for path in of_adapter.glob("*")):
@@ -62,7 +66,7 @@ class EphemeralWeights:
                 staging.rename(of_adapter / "0")
 
     def _publish(self, staging: Path, of_adapter: Path) -> None:
-        """By one rename: there is no moment without weights."""
+        """Publishes the staged weights with one rename, so that readers find weights at every moment."""
         if self._sync:
             sync_files(staging)
         of_adapter.mkdir(exist_ok=True)
@@ -79,5 +83,5 @@ class EphemeralWeights:
 
 
 def _numbers(of_adapter: Path) -> list[int]:
-    """Ascending."""
+    """Returns the adapter's numbers, ascending."""
     return sorted(int(path.name) for path in of_adapter.glob("[0-9]*"))

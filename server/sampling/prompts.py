@@ -1,4 +1,4 @@
-"""Prompt: what a sample continues, in tokens, and as the text that it was sent as."""
+"""Represents the prompt of an OpenAI request as token ids, with the text as sent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from ..text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: None = it was sent as tokens, or made by a chat template."""
+    """A tokenized prompt. text: as sent; None if it was sent as token ids or rendered by a chat template."""
 
     token_ids: Sequence[int]
     text: str | None = None
 
     def num_marks(self, shown: str, tokenizer: Tokenizer) -> int:
-        """How many spaces in front of `shown`, the text of the tokens, are none of the prompt's."""
+        """Returns how many leading spaces of `shown`, the decoded tokens, the tokenizer has added to the prompt."""
         if self.text is not None and shown.lstrip(" ") == self.text.lstrip(" "):
             return max(0, len(shown) - len(self.text))
         return tokenizer.num_marks if shown.startswith(" ") else 0

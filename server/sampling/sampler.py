@@ -1,4 +1,4 @@
-"""Sampler: a sampling session of one client or of many, and the requests that it has accepted."""
+"""Represents a sampling session, which one or several clients use, and the requests that it has accepted."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from ..store import CheckpointRecord, SamplerRecord
 
 @dataclass(eq=False)
 class Sampler:
-    """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for. draft: that of its record,
-    once it was asked for.
+    """Represents one live sampling session.
 
-    first_seq_id: of the requests that leave theirs out, not 0 where an earlier process has made the sampler. accepted:
-    seq_id -> its submit being journaled, None once it was. under_way: ids of the jobs that are loading or sampling.
+    adapter_id: None for the bare base model. first_seq_id: first number for requests without a seq_id; not 0 if an
+    earlier process created the sampler. loading: the adapter's load, None before the first request. accepted: seq_id ->
+    the task that journals the request, None when it is done. under_way: ids of the jobs that are loading or sampling.
+    draft: the record's draft, None before the first request. is_over: its session has ended.
     """
 
     record: SamplerRecord
@@ -34,10 +35,10 @@ class Sampler:
         return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
 
     def next_drawing_id(self) -> str:
-        """Of a request that is answered with its samples; never a seq_id's. In any thread."""
+        """Returns an id for a request of `Sampling.draw`; it differs from all ids of seq_ids. Thread-safe."""
         return f"{self.record.sampler_id}:draw-{next(self.drawing_numbers)}"
 
     def join(self) -> int:
-        """A number for one more client, from 1."""
+        """Returns a number for another client, counting from 1."""
         self.num_joined += 1
         return self.num_joined

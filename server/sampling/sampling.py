@@ -343,7 +343,7 @@ class Sampling:
 
     @asynccontextmanager
     async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
-        """Loads the job's draft, see `Drafts.using`; a job that had begun earlier continues without it if that fails."""
+        """Loads the job's draft, see `Drafts.using`; if that fails, a job that was begun continues without it."""
         async with AsyncExitStack() as stack:
             try:
                 draft_id = await stack.enter_async_context(self._drafts.using(job.draft))

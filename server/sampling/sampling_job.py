@@ -1,4 +1,4 @@
-"""SamplingJob: a sampling request, checked against its model, and what of it the worker is told."""
+"""Validates a sampling request against its model and translates it into the worker's SampleJob."""
 
 from dataclasses import dataclass
 
@@ -16,25 +16,29 @@ from .sampler import Sampler
 MOST_SAMPLES = 4096
 
 _MOST_TARGET_BYTES = 32 << 20
-"""Most that a sparse target_prompt_logprobs may take once dense, int64."""
+"""Limit on a sparse target_prompt_logprobs after conversion to a dense int64 array."""
 
 _TOKEN_BYTES = 8
-"""Of a token, or an alternative to one, with its log-probability."""
+"""Size of a token id, sampled or alternative, with its log-probability."""
 
 _LIKELY_TOKENS = 4096
-"""As long a sample is taken to become: few do, and each token of one costs a step of the model."""
+"""Length of a sample assumed for reservations: few get longer, since each token costs a decode step."""
 
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a sample before max_tokens: tokens, and texts (matched over the borders of tokens)."""
+    """The tokens and strings that end a sample before max_tokens. Strings match across token boundaries."""
 
     token_ids: tuple[int, ...]
     strings: tuple[str, ...] = ()
 
 
 class SamplingJob:
-    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request."""
+    """A validated sampling request with its seed.
+
+    draft: the draft model that speculates for it, or None. was_begun: a worker crashed or the server restarted during
+    the job; it then continues without its draft if that can no longer be loaded.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,14 @@ class SamplingJob:
         stops: Stops | None = None,
         seed: int | None = None,
     ) -> None:
-        """seed: that was drawn before, where the request leaves it open. Raises RequestError."""
+        """Validates the request.
+
+        Args:
+            stops: replace the stops of the request.
+            seed: drawn earlier for a request without a seed; None draws one.
+        Raises:
+            RequestError: the request does not fit the model.
+        """
         self.request = request
         self.request_id = request_id
         self.sampler = sampler
@@ -56,7 +67,6 @@ class SamplingJob:
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
         self.strikes = Strikes("this request")
-        # What guesses for it. One that was begun before goes on without, where its draft is not to be had any more.
         self.draft: CheckpointRecord | None = None
         self.was_begun = False
         self._most_tokens = _most_tokens(request, model, len(self.prompt))
@@ -66,13 +76,16 @@ class SamplingJob:
 
     @property
     def drawn_seed(self) -> int | None:
-        """None when the request has one."""
+        """The seed drawn for the request, to be journaled; None if the request has its own."""
         return self._seed if self.request.sampling_params.seed is None else None
 
     @property
     def result_bytes(self) -> int:
-        """Bytes that the result may take: all that is asked of the prompt, and all alternatives to the samples' tokens;
-        the tokens themselves as far as samples are likely to get."""
+        """Estimates the size of the result in bytes.
+
+        Counts everything requested about the prompt and, up to max_tokens, the alternatives to sampled tokens; sampled
+        tokens themselves only up to a likely length.
+        """
         request = self.request
         of_token = 4 * request.prompt_logprobs + _TOKEN_BYTES * (
             request.topk_prompt_logprobs + request.prompt_alt_tokens_k
@@ -83,7 +96,7 @@ class SamplingJob:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it and its result may take in memory."""
+        """Estimates the memory of the job and its result in bytes."""
         of_targets = 0 if self._targets is None else self._targets.nbytes
         return self.prompt.nbytes + of_targets + self.result_bytes
 
@@ -122,7 +135,7 @@ def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
 
 
 def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:
-    """int32 [T], T >= 1."""
+    """Returns the prompt's token ids, int32 [T], T >= 1. Raises RequestError."""
     for index, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":
             raise RequestError(
@@ -137,47 +150,51 @@ def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:
         )
     if len(tokens) >= model.max_context_length:
         raise RequestError(
-            f"the prompt has {len(tokens)} tokens; {model.name} takes at most {model.max_context_length} with what is "
-            "sampled: shorten it"
+            f"the prompt has {len(tokens)} tokens, but prompt and sample together must fit into the context of "
+            f"{model.name}, {model.max_context_length} tokens: shorten the prompt"
         )
     return np.asarray(tokens, np.int32)
 
 
 def check_alternatives(request: SampleRequest, most: int) -> None:
-    """Raises RequestError where more of them are asked for at a token than --max-logprobs allows."""
+    """Raises RequestError if the request wants more alternatives per token than --max-logprobs allows."""
     for name in ALTERNATIVES:
         if (count := getattr(request, name)) > most:
             raise RequestError(
-                f"{name} {count} exceeds the {most} that this server reports at a token: lower it, or start the server "
+                f"{name} {count} exceeds the {most} that this server reports per token: lower it, or start the server "
                 f"with --max-logprobs {count}"
             )
 
 
 def _most_tokens(request: SampleRequest, model: ModelInfo, num_prompt: int) -> int:
-    """Most that a sample may have."""
+    """Returns the maximum length of a sample in tokens."""
     room = max(1, model.max_context_length - num_prompt)
     return min(request.sampling_params.max_tokens or room, room)
 
 
 def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> None:
     if request.num_samples > MOST_SAMPLES:
-        raise RequestError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: send several requests")
+        raise RequestError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: split it into several requests")
     for name in ALTERNATIVES:
         if (count := getattr(request, name)) > model.vocab_size:
-            raise RequestError(f"{name} {count} exceeds the vocabulary of {model.name}, {model.vocab_size} tokens")
+            raise RequestError(
+                f"{name} {count} exceeds the vocabulary of {model.name}, {model.vocab_size} tokens: lower it"
+            )
     room, max_tokens = model.max_context_length - num_prompt, request.sampling_params.max_tokens
     if max_tokens is not None and max_tokens > room:
         raise RequestError(
-            f"max_tokens {max_tokens} exceeds the {room} tokens that a prompt of {num_prompt} leaves of the context of "
-            f"{model.name}: lower it, or leave it out to sample until the context ends"
+            f"max_tokens {max_tokens} exceeds the {room} tokens that a prompt of {num_prompt} leaves in the context of "
+            f"{model.name}: lower it, or leave it out to sample until the context is full"
         )
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n > num_prompt - 1:
-        raise RequestError(f"prompt_logprobs_last_n {last_n} exceeds the {num_prompt - 1} positions that are scored")
+        raise RequestError(
+            f"prompt_logprobs_last_n {last_n} exceeds the {num_prompt - 1} scored positions of the prompt: lower it"
+        )
 
 
 def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
-    """int64 [T - 1, K], -1 = nothing."""
+    """Returns the target tokens to score, int64 [T - 1, K], -1 for none. Raises RequestError."""
     if request.target_prompt_logprobs is None:
         return None
     targets = tensor_from_json(
@@ -186,6 +203,6 @@ def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
     if targets.ndim != 2 or len(targets) != num_prompt - 1 or targets.dtype.kind != "i":
         raise RequestError(
             f"target_prompt_logprobs is {targets.dtype} {list(targets.shape)}: it must be int64 [{num_prompt - 1}, K], "
-            "one row less than the prompt has tokens"
+            "one row fewer than the prompt has tokens"
         )
     return targets

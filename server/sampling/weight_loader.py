@@ -46,7 +46,7 @@ class WeightLoader:
         """
         if sampler.record.kind == "base":
             return None
-        strikes = Strikes(f"load the weights of sampler {sampler.record.sampler_id}")
+        strikes = Strikes(f"the load of the weights of sampler {sampler.record.sampler_id}")
         while True:
             loading = sampler.loading = sampler.loading or asyncio.create_task(self._load_now(sampler))
             try:

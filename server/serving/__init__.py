@@ -1,1 +1,1 @@
-"""One server process: its parts put together, its claim, its socket, its end."""
+"""Runs one server process: assembles its parts, claims its state, opens its socket, and stops it."""

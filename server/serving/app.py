@@ -1,4 +1,4 @@
-"""create_app: puts the parts of a server together. The dispatch is started before, and closed after, by the caller."""
+"""Assembles the parts of a server into an ASGI application. The caller starts and closes the worker dispatch."""
 
 import asyncio
 import contextlib
@@ -59,27 +59,31 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 30.0
 _ENDED_SESSIONS = 10
-"""As many are kept for each that a tenant may have open."""
+"""Ended sessions that are kept per tenant, as a multiple of those that it may have open."""
 
 _DATABASE_RETRY_SECONDS = 2
 _BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
-"""What clients call at every operation."""
+"""Routes that clients call for every operation."""
 
 _OPENAI_PATHS = ("/chat/completions", "/completions", "/models")
-"""Where OpenAI's clients ask whose base URL lacks /v1."""
+"""Paths that OpenAI's clients request if their base URL lacks /v1."""
 
 _DESCRIPTION = """
 Trains and samples language models over HTTP, in the protocol of the Tinker SDK. Send your key as `X-API-Key`.
 
-Operations answer a `request_id` at once; `retrieve_future` waits for the result. With the header `Prefer: wait=30` the
-operation answers with the result itself when it is there within that time. `seq_id` numbers the operations of a model;
-leave it out and the server numbers them as they come.
+Operations return a `request_id` at once; `retrieve_future` waits for the result. With the header `Prefer: wait=30` the
+operation returns the result itself if it is ready within 30 seconds. `seq_id` numbers the operations of a model; if you
+leave it out, the server numbers them in the order of arrival.
 """
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """Of a server that shares its database with others: where it is, below the state directory, and for how long."""
+    """The live state of a server that shares its database with others.
+
+    directory: below the state directory.
+    tenure: the period for which the server holds the lease.
+    """
 
     directory: Path
     tenure: Tenure
@@ -88,14 +92,16 @@ class LiveState:
 def create_app(
     config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None, guard: Guard = lambda: None
 ) -> FastAPI:
-    """An ASGI application; its lifespan opens and closes everything under `config.state_dir`.
+    """Returns an ASGI application whose lifespan opens and closes everything under `config.state_dir`.
 
-    guard: of a server that does not share its database, whether what it writes to is still its own.
+    Args:
+        live: set if the server shares its database with others.
+        guard: otherwise checks, before writes, that the state directory still belongs to this server.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # Closed last, and also where the rest cannot be opened: a standby tries that again and again.
+        # Closed last, and also if the rest cannot be opened, which a standby retries.
         with contextlib.closing(open_store(config.store_config())) as store:
             app.state.services = _services(config, dispatch, store, live, guard)
             async with _running(app.state.services):
@@ -106,9 +112,9 @@ def create_app(
         version=VERSION,
         description=_DESCRIPTION,
         lifespan=lifespan,
-        docs_url=None,  # ours asks no CDN
+        docs_url=None,  # our own page loads nothing from a CDN
         redoc_url=None,
-        # It would not see what goes past FastAPI, but costs every request a look for somebody who listens to it.
+        # It would not see requests that bypass FastAPI, but cost every request a lookup of listeners.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai, pages):
@@ -186,7 +192,7 @@ def _services(
 
 @asynccontextmanager
 async def _running(services: Services) -> AsyncIterator[None]:
-    """Opens in the order in which the parts need each other, and closes in the other."""
+    """Opens the parts in the order of their dependencies, and closes them in reverse order."""
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(services.journal.close)
         stack.push_async_callback(services.recordings.close)
@@ -217,7 +223,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
 
 
 async def _resume(services: Services) -> None:
-    """Takes up what an earlier process left; what nobody takes up is answered as lost."""
+    """Resumes journaled operations of an earlier process; those that no run or sampler resumes are answered as lost."""
     journaled = await asyncio.to_thread(services.journal.earlier)
     held = await services.runs.resume(journaled, services.sessions.open_ids)
     held |= await services.sampling.resume(journaled)
@@ -230,13 +236,11 @@ async def _resume(services: Services) -> None:
 
 
 async def _warn_of_unknown_tenants(services: Services) -> None:
-    """They may come later; but a name may be misspelt, too."""
+    # Not an error: keys may be created later. But the name may be misspelt.
     known = {tenant.name for tenant in await services.store.list_tenants()}
     for weight in services.config.tenant_weights:
         if weight.name not in known:
-            logger.warning(
-                "tenant_weights names %s, of whom there is no key yet: see `trainhouse keys list`", weight.name
-            )
+            logger.warning("tenant_weights names %s, which has no key yet: see `trainhouse keys list`", weight.name)
 
 
 async def _tidy_up(services: Services) -> None:
@@ -257,21 +261,21 @@ async def _now_and_then(name: str, chores: Callable[[], Awaitable[object]]) -> N
         try:
             await chores()
         except Exception as error:
-            # A full disk, say: the next round may find it better.
+            # The next round may succeed, for example after a full disk was cleaned up.
             trouble.failed(error)
         else:
             trouble.passed()
 
 
 def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """In the words of whoever asks: OpenAI's clients, or all others."""
+    """Returns an error response in the format of OpenAI's API or of ours, depending on the path."""
     if request.url.path.startswith(("/v1/", *_OPENAI_PATHS)):
         return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
     return JSONResponse({"detail": message}, status, headers)
 
 
 async def refused(request: Request, error: Exception) -> JSONResponse:
-    """The answer to a RequestError."""
+    """Returns the response to a RequestError, with Retry-After if it has one."""
     assert isinstance(error, RequestError)
     headers = {}
     if error.retry_after_seconds is not None:
@@ -294,24 +298,24 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == 404 and request.url.path.startswith("/api/v1/api/v1"):
-        detail = f"the base URL is {request.base_url}, without /api/v1: clients add that themselves"
+        detail = f"the base URL is {request.base_url}, without /api/v1: clients append that themselves"
     elif error.status_code == 404 and request.url.path.startswith(_OPENAI_PATHS):
         detail = f"OpenAI's API is at {request.base_url}v1 here: end the client's base URL with /v1"
     elif error.status_code == 405 and error.headers and (allowed := error.headers.get("Allow")):
-        detail = f"{request.url.path} takes {allowed}, not {request.method}"
+        detail = f"{request.url.path} accepts {allowed}, not {request.method}"
     elif error.status_code == 404 and detail == "Not Found":
-        detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
+        detail = f"there is no {request.method} {request.url.path} here: see /docs for all routes"
     return _error(request, detail, error.status_code, error.headers)
 
 
 async def _broke_off(request: Request, error: Exception) -> JSONResponse:
-    """Nobody reads the answer. What was to be submitted was not, and will be sent again."""
-    logger.info("a client broke off in the midst of %s %s", request.method, request.url.path)
-    return _error(request, "the body ended before its end", 400)
+    # The client has disconnected, so no one reads the response; nothing was submitted, and the client will retry.
+    logger.info("a client disconnected during %s %s", request.method, request.url.path)
+    return _error(request, "the connection closed before the body was complete", 400)
 
 
 async def _no_database(request: Request, error: Exception) -> JSONResponse:
-    """It may pass: who sends it again finds it better then."""
+    # 503, since a retry may succeed.
     assert isinstance(error, SQLAlchemyError)
     logger.error("%s %s: the database fails (%s)", request.method, request.url.path, words_of(error))
     message = f"the server's database cannot be used ({words_of(error)}): try again, or free space there"

@@ -1,4 +1,4 @@
-"""`serve --parallel auto`: for each base model the smallest layout whose ranks fit their devices."""
+"""`serve --parallel auto`: chooses, for each base model, the smallest layout whose ranks fit their devices."""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -20,7 +20,11 @@ _ASKING_SECONDS = 10.0
 
 
 def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable[[str], None]) -> DispatchConfig:
-    """device_bytes: of each device, None = as the smallest CUDA device here has. Raises ValueError."""
+    """Returns the config with a layout and devices for each base model. Raises ValueError.
+
+    Args:
+        device_bytes: memory of each device; None takes that of the smallest CUDA device of this machine.
+    """
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
     devices = _Devices(config)
@@ -37,7 +41,7 @@ def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable
 
 
 class _Devices:
-    """The CUDA devices of this machine: each rank of each base model has one for itself."""
+    """The CUDA devices of this machine, each of which is assigned to one rank of one base model."""
 
     def __init__(self, config: DispatchConfig) -> None:
         self._number = cuda_devices() if config.pool == "local" else None
@@ -46,8 +50,8 @@ class _Devices:
         samples_here = sampling.workers > 0 or (sampling.vllm is not None and not sampling.vllm.urls)
         if self._number and samples_here and not (sampling.devices or runs_on_cpu(config.models[0])):
             raise ValueError(
-                "--parallel auto leaves no room on the training devices for what only samples: name devices for that "
-                "with --sampler-device, or a layout with --parallel"
+                "--parallel auto leaves no room for samplers on the training devices: name devices for them with "
+                "--sampler-device, or a layout with --parallel"
             )
         self._take(sampling.devices, sampling.parallel.num_ranks, "a sampler")
         for group in config.role_groups:
@@ -59,29 +63,29 @@ class _Devices:
             self._take(group.devices, group.parallel.num_ranks, f"--role-group {group}")
 
     def _take(self, devices: Sequence[str], num_ranks: int, name: str) -> None:
-        """From each of these on."""
+        """Marks `num_ranks` consecutive devices as taken, starting at each of `devices`."""
         for first in (first_device(device) for device in devices if device.startswith("cuda")):
             self._taken |= dict.fromkeys(range(first, first + num_ranks), name)
 
     def left(self, model: WorkerConfig) -> int | None:
-        """From the first one on that the model may have; None where they are not ours to count."""
+        """Returns how many consecutive devices the model may use, or None if this process does not assign them."""
         if self._number is None or runs_on_cpu(model):
             return None
         first = self._first(model)
         if first in self._taken:
             raise ValueError(
-                f"{model.model.name} has device cuda:{first}, which {self._taken[first]} takes: name another"
+                f"{model.model.name} has device cuda:{first}, which {self._taken[first]} uses: name another"
             )
         following = next((number for number in sorted(self._taken) if number > first), self._number)
         if following <= first:
             raise ValueError(
-                f"no device is left for {model.model.name}: others take all {self._number}; name layouts with "
+                f"no device is left for {model.model.name}: others use all {self._number}; name layouts with "
                 "--parallel, or serve it elsewhere"
             )
         return following - first
 
     def given(self, model: WorkerConfig, num_ranks: int) -> str:
-        """What the model's --device is then."""
+        """Assigns devices to the model; returns the value of its --device."""
         if self._number is None or runs_on_cpu(model):
             return model.device
         first = self._first(model)
@@ -95,14 +99,14 @@ class _Devices:
 
 
 def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
-    """With the layout that all base models have then. Raises ValueError, also where they do not have the same."""
+    """Returns the config with the chosen layout. Raises ValueError if the base models need different ones."""
     if config.parallel is not None:
         return config
     models = with_layouts(config.dispatch_config(), config.device_memory_bytes, say).models
     chosen = {(model.parallel, model.activations): model.model.name for model in models}
     if len(chosen) > 1:
         layouts = ", ".join(f"{spec} for {name}" for (spec, _), name in chosen.items())
-        raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or keep workers for each apart")
+        raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or run separate workers for each")
     device = (
         ",".join(model.device for model in models) if len({model.device for model in models}) > 1 else config.device
     )
@@ -116,7 +120,7 @@ def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | 
         raise ValueError(nothing_known(shape))
     longest = model.max_context_length or shape.max_positions
     if longest is None:
-        raise ValueError(f"--parallel auto: {shape.name} names no longest context: give --max-context-length")
+        raise ValueError(f"--parallel auto: {shape.name} has no context length: give --max-context-length")
     on_cpu = runs_on_cpu(model)
     dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
     load = Load.of(model, longest, dtype, samples)
@@ -124,12 +128,12 @@ def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | 
 
 
 def _cuda_bytes() -> int:
-    """Asked of the driver's own command: this process uses no device."""
+    """Returns the smallest device memory according to nvidia-smi, so that this process need not open a device."""
     try:
         asked = subprocess.run(_ASKING, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True)
         return min(int(line) << 20 for line in asked.stdout.split())
     except (OSError, subprocess.SubprocessError, ValueError):
         raise ValueError(
-            "--parallel auto needs the memory of a device, and nvidia-smi tells of none here: give --device-memory, "
+            "--parallel auto needs the memory of a device, and nvidia-smi reports none here: give --device-memory, "
             "such as 80GB"
         ) from None

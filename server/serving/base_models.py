@@ -1,6 +1,6 @@
-"""Base models that lie at URLs: brought to this machine before anything looks at them.
+"""Downloads base models at URLs to this machine before anything reads them.
 
-Where their ranks may be on other machines, each of those brings the same content itself, and this one does without the
+If ranks may run on other machines, each of those downloads the same content itself, and this one leaves out the
 weights.
 """
 
@@ -18,9 +18,9 @@ from ..replication.state_lock import StartError
 
 
 async def with_models_here(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
-    """With directories of this machine as the sources of such models. Raises StartError.
+    """Returns the config with local directories as the sources of models at URLs. Raises StartError.
 
-    Who is cancelled leaves the download to a thread, for whose end nobody waits (see `left_soon`).
+    On cancellation the download continues in a thread, which the process does not wait for (see `left_soon`).
     """
     thread = ThreadPoolExecutor(1, "base-models")
     try:

@@ -1,15 +1,15 @@
-"""Connections: uvicorn's, with limits to how long a client may take, and answers that leave together with their head.
+"""Extends uvicorn's HTTP protocol with time limits for slow clients, and sends a response's head and body together.
 
-A request has ARRIVAL_SECONDS to arrive, and a second more for every BYTES_PER_SECOND that did, as Apache counts in
-RequestReadTimeout; else it is answered 408 and the connection closed. While the server does not read, the clock stands
-still. A head that is not whole after MOST_HEAD_BYTES is answered 431. Who takes nothing of an answer for
-STALLED_SECONDS loses the connection.
+A request must arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND received, as in Apache's
+RequestReadTimeout; otherwise it is answered 408 and the connection is closed. The clock stops while the server does not
+read. A head that is incomplete after MOST_HEAD_BYTES is answered 431. A client that reads nothing of a response for
+STALLED_SECONDS is disconnected.
 
-Head and body of an answer, written one after the other, are two system calls, two segments, and a reader who wakes up
-for half an answer.
+Writing head and body separately would take two system calls and two TCP segments, and wake the reader for half a
+response.
 
-Of a request that is answered before it has arrived no more than DRAIN_BYTES, and for no longer than DRAIN_SECONDS, are
-read and dropped: a client that is still sending finds the answer, and one that sends without end loses the connection.
+If a request is answered before it has arrived, up to DRAIN_BYTES of the rest are read and dropped for at most
+DRAIN_SECONDS: a client that is still sending receives the response, and one that never stops is disconnected.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ DRAIN_SECONDS = 5.0
 
 
 class Connection(HttpToolsProtocol):
-    """To be given to uvicorn as its `http`."""
+    """The HTTP protocol class, passed to uvicorn as `http`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -43,7 +43,7 @@ class Connection(HttpToolsProtocol):
         self._draining: asyncio.TimerHandle | None = None
         self._dropped_until = 0
         _give_up_stalled(transport)
-        # As long as between two requests.
+        # A new connection may idle as long as one between two requests.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -95,13 +95,13 @@ class Connection(HttpToolsProtocol):
     def _check_arrival(self) -> None:
         left = ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND - (self._timed_flow.seconds_open() - self._began_at)
         if self.flow.read_paused or left > 0:
-            # While nothing is read, nothing of `left` passes; not to ask without end where it is almost nothing:
+            # While reading is paused, `left` does not decrease; the minimum avoids a busy loop when it is tiny.
             self._watch = self.loop.call_later(max(left, 0.01 * ARRIVAL_SECONDS), self._check_arrival)
         else:
             self._refuse(
                 408,
-                f"the request was not there after {ARRIVAL_SECONDS:g} s, and a second for every {BYTES_PER_SECOND} "
-                "bytes of it: send it faster, or less of it",
+                f"the request did not arrive within {ARRIVAL_SECONDS:g} s, plus a second for every {BYTES_PER_SECOND} "
+                "bytes received: send it faster, or send a smaller one",
             )
 
     def _stop_watching(self) -> None:
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
             self._watch = None
 
     def _has_more_to_drop(self) -> bool:
-        """True if an answer has just ended before its request has, which a next request's head has not begun."""
+        """True if the response has ended, but the body of its request is still arriving."""
         is_body = self._is_arriving and not self._is_in_head and self._draining is None
         return is_body and self.cycle.response_complete
 
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
             self._draining = None
 
     def _refuse(self, status: int, detail: str) -> None:
-        """Closes the connection; says why where no answer has begun."""
+        """Closes the connection, with an error response if none has begun."""
         self._stop_watching()
         if self._is_in_head or not self.cycle.response_started:
             body = json.dumps({"detail": detail})
@@ -132,14 +132,14 @@ class Connection(HttpToolsProtocol):
 
 
 def _give_up_stalled(transport: asyncio.Transport) -> None:
-    """By the kernel, which knows what the other side has taken; only Linux can."""
+    """Has the kernel close a connection whose peer acknowledges nothing for STALLED_SECONDS. Linux only."""
     connection, option = transport.get_extra_info("socket"), getattr(socket, "TCP_USER_TIMEOUT", None)
     if connection is not None and option is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_SECONDS))
 
 
 class _TimedFlow(FlowControl):
-    """Counts the seconds in which the server reads: those in which a client could have sent more."""
+    """Flow control that counts the seconds in which the server reads, so that a client can send."""
 
     def __init__(self, transport: asyncio.Transport, clock: Callable[[], float]) -> None:
         super().__init__(transport)
@@ -148,7 +148,7 @@ class _TimedFlow(FlowControl):
         self._paused_at = 0.0
 
     def seconds_open(self) -> float:
-        """Of a clock that stands still while reading is paused."""
+        """Returns the time of a clock that stops while reading is paused."""
         return (self._paused_at if self.read_paused else self._clock()) - self._seconds_paused
 
     def pause_reading(self) -> None:
@@ -163,7 +163,10 @@ class _TimedFlow(FlowControl):
 
 
 class _HeadWithBody(asyncio.Transport):
-    """As much of a transport as uvicorn uses for writing. It closes at once, except while `stays_open()`."""
+    """A transport that sends a response's head together with the first piece of its body.
+
+    Has only the methods that uvicorn uses for writing. `close` takes effect at once, except while `stays_open()`.
+    """
 
     def __init__(self, transport: asyncio.Transport, stays_open: Callable[[], bool]) -> None:
         super().__init__()
@@ -193,7 +196,7 @@ class _HeadWithBody(asyncio.Transport):
             self._transport.close()
 
     def _flush(self) -> None:
-        """A head that no body came for, as when HEAD was asked."""
+        """Sends a head without a body, as for a HEAD request."""
         if self._head is not None:
             self.write(b"")
 

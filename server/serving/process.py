@@ -1,7 +1,7 @@
-"""One server process: its claim on the state directory, its socket, loading, serving, and an orderly end.
+"""Runs one server process: claims the state directory, binds the socket, loads models, serves, and shuts down.
 
-On SQLite the claim is a lock for as long as the process lives. On PostgreSQL it is a lease, and the process has turns:
-it works while it has the lease, and else hands on what it is asked to the server that has it.
+On SQLite the claim is a lock that lasts as long as the process. On PostgreSQL it is a lease: the process serves while
+it holds the lease, and otherwise forwards requests to the holder.
 """
 
 import asyncio
@@ -52,30 +52,30 @@ logger = logging.getLogger(__name__)
 FORCED_STATUS = 130
 _FAILED_STATUS = 1
 _ANSWER_SECONDS = 1.0
-"""Of the time that open requests get at shutdown, what is kept for telling those that will not be done."""
+"""Part of the shutdown time that is reserved for answering the requests that cannot be completed."""
 _HOLDER_SECONDS = 0.5
-"""How soon those that wait for a holder hear that it is another one."""
+"""Interval at which a standby checks whether the lease has another holder."""
 _REST_SECONDS = 5.0
-"""Between two turns of a server that could not take the first: others, which look twice a second, come before it."""
+"""Wait of a server after a failed takeover, so that other servers, which look twice a second, can take the lease."""
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
-"""Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
+"""Allocations between two collections; Python's 700 would collect every few requests, which hardly leave cycles."""
 _LEAVING_SECONDS = 3.0
-"""How long threads that nobody waits for any more may keep the process at its end: one whose upload hangs, say."""
+"""How long leftover threads, such as one whose upload hangs, may delay the end of the process."""
 _SWITCH_SECONDS = 0.0005
-"""How long a thread that decodes a large body may keep the others waiting; Python's 5 ms are an operation's time."""
+"""How long a thread that decodes a large body may hold the GIL; Python's default, 5 ms, is as long as an operation."""
 
 
 def serve(config: ServerConfig) -> None:
-    """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot.
+    """Runs a server until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    Raises StartError, and KeyboardInterrupt where SIGINT came before anything was served.
+    Raises StartError, and KeyboardInterrupt on SIGINT before the server was ready.
     """
     check_certificate(config)
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
     claimed = locked if config.database_url is None else made
-    # In this order: where nothing can be served no state directory is made.
+    # The socket is bound first, so that no state directory is created if the server cannot listen.
     with bound(config.host, config.port) as listener, claimed(config.state_dir, config.durability == "power") as claim:
         keep_private(config.state_dir, OF_STATE)
         if config.checkpoints is not None and not is_url(config.checkpoints):
@@ -87,7 +87,7 @@ def serve(config: ServerConfig) -> None:
 
 @contextlib.contextmanager
 def left_soon() -> Iterator[None]:
-    """Behind the block all is closed: what it leaves are threads, for whose end Python would wait."""
+    """Limits how long threads that the block leaves behind, which Python would join, delay the end of the process."""
     before, status = set(threading.enumerate()), _FAILED_STATUS
     try:
         yield
@@ -111,11 +111,11 @@ def _leave_soon(threads: Sequence[threading.Thread], status: int) -> None:
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """Raises StartError where it cannot be served with."""
+    """Raises StartError if the TLS certificate and key cannot be used."""
     if config.tls_certificate is None or config.tls_key is None:
         return
     try:
-        # Who is asked for a passphrase answers none: a server has nobody to ask.
+        # An empty passphrase instead of a prompt, which no one would answer.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, lambda: "")
     except OSError as error:  # SSLError is one
         raise StartError(
@@ -125,11 +125,11 @@ def check_certificate(config: ServerConfig) -> None:
 
 
 def allow_many_connections() -> None:
-    """Each client that waits holds one, which is an open file: of those 1024 are a common soft limit."""
+    """Raises the limit of open files, commonly 1024, since each waiting client holds a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS may refuse what it names as the limit
+        with contextlib.suppress(ValueError, OSError):  # macOS may refuse the hard limit that it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -163,15 +163,15 @@ async def _serve(
 async def _leading(
     config: ServerConfig, at: KeptAt | None, live: LiveState | None, guard: Guard = lambda: None
 ) -> AsyncIterator[FastAPI]:
-    """Does all the work there is, for as long as the block lasts. Raises StartError."""
+    """Loads the models and runs the application for the duration of the block. Raises StartError."""
     scratch_dir = config.state_dir if live is None else live.directory
     epoch = None if live is None else live.tenure.record.epoch
     async with _loaded(replace(config, state_dir=scratch_dir), at, epoch) as dispatch:
-        if live is not None:  # loading may have taken long
+        if live is not None:  # the lease may have expired while models were loaded
             live.tenure.check()
         app = create_app(config, dispatch, live, guard)
         async with app.router.lifespan_context(app):
-            # What is there now stays: collections of garbage need not look at it again, which takes them long.
+            # Everything loaded so far stays alive, and scanning it again would make garbage collections slow.
             gc.collect()
             gc.freeze()
             gc.set_threshold(_GARBAGE_THRESHOLD)
@@ -183,7 +183,7 @@ async def _leading(
 
 @contextlib.asynccontextmanager
 async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
-    """Given back on leaving. Raises StartError."""
+    """Yields a lease, which is released at the end of the block. Raises StartError."""
     store = _opened_store(config)
     names = [model.name for model in config.base_models]
     lease = Lease(store, names, config.advertise_url or url, config.lease_seconds)
@@ -194,7 +194,7 @@ async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
         try:
             await lease.release()
         except SQLAlchemyError as error:
-            logger.error("the lease was not given back, and runs out by itself: %s", error)
+            logger.error("the lease could not be released, and will expire by itself: %s", error)
         store.close()
 
 
@@ -210,9 +210,10 @@ async def _prepare(lease: Lease, state_dir: Path) -> None:
 
 
 class _Turns:
-    """Of one server of several on one database and one state directory.
+    """Runs one of several servers that share a database and a state directory: alternates standby and leading.
 
-    announce: called with words for whoever looks, as soon as requests are answered, and at each change.
+    greet: returns the ready message of a leading server.
+    announce: called with a message for the user when requests are first answered, and at each change.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class _Turns:
         self._is_stopping = False
 
     async def run(self, listener: socket.socket) -> None:
-        """Until it is cancelled, or cannot take its turn. Raises StartError."""
+        """Serves until cancelled. Raises StartError if the server cannot take over."""
         http = _Http(self._config, self._switch, lambda: self._services, lambda: None)
         serving = asyncio.create_task(http.run_until_cancelled(listener))
         turns = asyncio.create_task(self._take_turns())
@@ -243,7 +244,7 @@ class _Turns:
         finally:
             self._is_stopping = True
             self._standby.drop_all()
-            for task in (serving, turns):  # nothing is closed before the doors are
+            for task in (serving, turns):  # connections are closed before anything that they use
                 task.cancel()
                 await asyncio.wait({task})
             await self._standby.close()
@@ -260,7 +261,7 @@ class _Turns:
             except (LeaseLost, TenureOver) as error:
                 logger.error("%s", error)
             except (OSError, *OUTAGES) as error:
-                logger.error("this server cannot take its turn now (%s), and tries again: another one may", error)
+                logger.error("this server cannot take over now (%s), and will try again unless another one does", error)
                 await self._give_up()
 
     async def _give_up(self) -> None:
@@ -268,7 +269,7 @@ class _Turns:
         try:
             await self._lease.give_up(_REST_SECONDS)
         except SQLAlchemyError as error:
-            logger.error("the lease was not given back, and runs out by itself: %s", error)
+            logger.error("the lease could not be released, and will expire by itself: %s", error)
 
     async def _taken(self) -> Tenure:
         taking, told = asyncio.create_task(self._lease.taken()), None
@@ -278,14 +279,17 @@ class _Turns:
                 self._standby.drop_others()
                 if self._lease.holder_url not in (None, told):
                     told, self._switch.target = self._lease.holder_url, self._standby
-                    self._announce(f"standing by: {told} has the lease")
+                    self._announce(f"standing by: {told} holds the lease")
         finally:
             taking.cancel()
         return taking.result()
 
     async def _lead(self, tenure: Tenure) -> None:
-        """Until another server has the lease. Raises StartError, and OSError or an outage where another turn may go."""
-        say(f"taking over, as number {tenure.record.epoch}")
+        """Serves until another server holds the lease.
+
+        Raises StartError, and OSError or a database outage if a later try may succeed.
+        """
+        say(f"taking over, with epoch {tenure.record.epoch}")
         keeping = asyncio.create_task(tenure.keep())
         try:
             async with _leading(self._config, self._at, await self._live_state(tenure)) as app:
@@ -309,17 +313,20 @@ class _Turns:
 
 
 _BIND_REMEDIES = {
-    errno.EADDRINUSE: "something listens there already: stop it, or choose another {port} (0 = a free one)",
-    errno.EACCES: "that takes privileges: choose a {port} above 1023",
+    errno.EADDRINUSE: "something listens there already: stop it, or choose another {port} (0 picks a free one)",
+    errno.EACCES: "that needs root privileges: choose a {port} above 1023",
     errno.EADDRNOTAVAIL: "this machine has no such address: choose another {host}",
 }
 
 
 @contextlib.contextmanager
 def bound(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> Iterator[socket.socket]:
-    """A socket with the address taken, not listening yet: while we load, clients are refused, not kept waiting.
+    """Yields a socket that is bound but not listening: clients are refused, not kept waiting, while models load.
 
-    host_flag, port_flag: where the two are from. Raises StartError.
+    Args:
+        host_flag: the flag that set the host, named in errors; port_flag likewise.
+    Raises:
+        StartError: the address cannot be bound.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -336,17 +343,17 @@ def bound(host: str, port: int, host_flag: str = "--host", port_flag: str = "--p
 
 
 HOST_NAMES: Mapping[str, str] = dict.fromkeys(("0.0.0.0", "::"), socket.gethostname())
-"""Of addresses that are all of this machine's, what other machines may know it by."""
+"""Maps wildcard addresses to the name under which other machines may reach this one."""
 
 
 def url_of(host: str, listener: socket.socket, scheme: str) -> str:
-    """An address under which a client on this machine reaches the server."""
+    """Returns a URL at which a client on this machine reaches the server."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{listener.getsockname()[1]}"
 
 
 def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
-    """The URL, and lines to paste into a shell and into Python."""
+    """Returns the ready message: the URL, and lines to paste into a shell and into Python."""
     key = "tml-..." if has_keys else "tml-local"
     origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
     return "\n".join(
@@ -359,16 +366,16 @@ def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
 
 
 def say(words: str) -> None:
-    """On standard output, which may be a file on a full disk: no work stops for that."""
+    """Prints to standard output; ignores errors, since that may be a file on a full disk."""
     with contextlib.suppress(OSError):
         print(words, flush=True)
 
 
 @contextlib.contextmanager
 def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """Yields what writes the URL there at once and whole; again: no-op. Removed at the end.
+    """Yields a function that writes the URL to the file atomically, once; removes the file at the end of the block.
 
-    Writing raises StartError.
+    The function raises StartError.
     """
     is_written = False
 
@@ -378,7 +385,7 @@ def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
             aside = path.with_name(f"{path.name}.{os.getpid()}")
             try:
                 aside.write_text(f"{url}\n")
-                aside.chmod(0o644)  # for whoever waits for it, under any user
+                aside.chmod(0o644)  # processes of any user may wait for it
                 aside.replace(path)
             except OSError as error:
                 raise StartError(f"ready file {path} cannot be written: {error.strerror}") from None
@@ -392,7 +399,7 @@ def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
 
 
 async def _has_keys(config: ServerConfig) -> bool:
-    """Whether anyone has a key. Raises StartError when someone must have one and nobody has."""
+    """True if any API key exists. Raises StartError if the server needs one and none exists."""
     store = _opened_store(config)
     try:
         await store.check_whole()
@@ -414,7 +421,7 @@ def _opened_store(config: ServerConfig) -> Store:
 
 @contextlib.asynccontextmanager
 async def _loaded(config: ServerConfig, at: KeptAt | None, epoch: int | None) -> AsyncIterator[WorkerDispatch]:
-    """The workers with their models loaded; ended on leaving, but for those that are kept. Raises StartError."""
+    """Yields a dispatch to loaded workers; at the end, stops them, except kept workers. Raises StartError."""
     try:
         settings = dispatch_config(config, at, epoch)
         if config.parallel is None:
@@ -430,9 +437,9 @@ async def _loaded(config: ServerConfig, at: KeptAt | None, epoch: int | None) ->
 
 
 class _Http(uvicorn.Server):
-    """uvicorn, with our signal handling, a call once it listens, and answers for who waits when it closes its doors.
+    """A uvicorn server that leaves signals to us, reports when it listens, and answers waiting polls at shutdown.
 
-    services: those that do the work now, if this server does.
+    services: returns the present services, or None on a standby.
     """
 
     def __init__(
@@ -463,7 +470,7 @@ class _Http(uvicorn.Server):
         self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
 
     async def run_until_cancelled(self, listener: socket.socket) -> None:
-        """Serves; on cancellation lets what was accepted be done, and then open requests end."""
+        """Serves until cancelled, then drains accepted work and lets open requests end."""
         serving = asyncio.ensure_future(self.serve([listener]))
         try:
             await asyncio.shield(serving)
@@ -471,7 +478,7 @@ class _Http(uvicorn.Server):
             if (services := self._services()) is None:
                 say("stopping")
             else:
-                say("stopping: what was accepted may be done, and open requests end")
+                say("stopping: finishing accepted work and open requests")
                 await drain(services, self._drain_seconds)
             self.should_exit = True
             await serving
@@ -486,9 +493,9 @@ class _Http(uvicorn.Server):
         if services is None:
             await super().shutdown(sockets)
             return
-        # uvicorn closes the listeners and idle connections before its first await, so nobody polls again.
+        # uvicorn closes the listeners and idle connections before its first await, so no client polls again.
         asyncio.get_running_loop().call_soon(services.futures.stop_waiting)
-        # Who is still being sampled for after uvicorn's patience gets no answer but a cut.
+        # uvicorn cuts connections at its timeout; samples are stopped before, so that their clients are answered.
         stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.sampling.stop_drawing)
         try:
             await super().shutdown(sockets)
@@ -501,11 +508,12 @@ class _Http(uvicorn.Server):
 
 
 async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object, object, None]]) -> None:
-    """Runs the work until it ends or a signal cancels it; a second signal ends the process.
+    """Runs the work until it ends or a signal cancels it; a second signal ends the process at once.
 
-    new_work: is given what the work calls once it is of use to anybody.
-
-    Raises KeyboardInterrupt where SIGINT came before that.
+    Args:
+        new_work: starts the work; receives a function that the work calls when it is ready.
+    Raises:
+        KeyboardInterrupt: SIGINT arrived before the work was ready.
     """
     signals: list[signal.Signals] = []
     ready = asyncio.Event()
@@ -514,7 +522,7 @@ async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object
     def stop(number: signal.Signals) -> None:
         signals.append(number)
         if len(signals) > 1:
-            os._exit(FORCED_STATUS)  # the workers watch their parent and go with it
+            os._exit(FORCED_STATUS)  # the workers watch their parent and end with it
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):

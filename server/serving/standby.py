@@ -1,7 +1,7 @@
-"""Standby: what a server answers that does not have the lease: what the one says that has it.
+"""ASGI applications of a server that shares its database: a standby forwards all requests to the lease's holder.
 
-Requests and answers go through as they come, piece by piece; a client that leaves leaves there, too. `Switch` is where
-requests come in for as long as the process lives, and `Held` what they meet where the server itself does the work.
+Requests and responses are streamed piece by piece; if the client disconnects, so does the standby. `Switch` receives
+requests for as long as the process lives, and `Held` serves them while this server holds the lease.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 _HEALTH, _READINESS = "/api/v1/healthz", "/api/v1/readyz"
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 30.0
-"""Shorter than servers keep connections that rest: one that they are about to close is not used."""
+"""Shorter than a server's keep-alive, so that a connection it is about to close is not reused."""
 _MOST_IDLE = 32
-"""At each request httpx looks from every idle connection at all others."""
+"""Kept small, because httpx compares every idle connection with all others at each request."""
 _RETRY_SECONDS = 1.0
 _FORWARDED = "x-trainhouse-forwarded"
 _HOP_BY_HOP = frozenset(
@@ -47,7 +47,7 @@ _HOP_BY_HOP = frozenset(
 
 
 class Switch:
-    """An ASGI application that is another one at each moment."""
+    """An ASGI application that delegates to `target`, which may change at any time; answers health checks itself."""
 
     def __init__(self, target: ASGIApp) -> None:
         self.target = target
@@ -60,7 +60,7 @@ class Switch:
 
 
 class Held:
-    """The application of a server that has the lease: an answer leaves only while it surely has."""
+    """The application of the lease's holder: sends a response only while the lease is certainly held."""
 
     def __init__(self, app: ASGIApp, tenure: Tenure) -> None:
         self._app = app
@@ -80,9 +80,9 @@ class Held:
             is_cut = True
             if has_begun:
                 return
-            reason = "the server that was asked does not have the lease any more"
+            reason = "this server no longer holds the lease"
             if (trouble := self._tenure.trouble) is not None:
-                reason = f"{reason}, for {trouble}"
+                reason = f"{reason}, because {trouble}"
             if scope["path"] == _READINESS:
                 await _readiness("unavailable", None, reason)(scope, receive, send)
             else:
@@ -92,7 +92,7 @@ class Held:
 
 
 class TakingOver:
-    """Where the server has the lease, but not the state yet."""
+    """Answers 503 while the server holds the lease, but has not recovered the state yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == _READINESS:
@@ -102,7 +102,7 @@ class TakingOver:
 
 
 class Standby:
-    """Sends requests on to who has the lease; to be closed."""
+    """Forwards requests to the lease's holder. Must be closed."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
@@ -110,20 +110,20 @@ class Standby:
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_keepalive_connections=_MOST_IDLE, keepalive_expiry=_IDLE_SECONDS),
             verify=ssl.create_default_context(),
-            trust_env=False,  # the way to other servers is no way through proxies
+            trust_env=False,  # other servers are reached directly, not through proxies
         )
-        # Those that wait for the holder of that URL.
+        # Requests being forwarded, with the URL of the holder that they wait for.
         self._under_way: dict[asyncio.Task[None], str] = {}
 
     async def close(self) -> None:
         await self._client.aclose()
 
     def drop_others(self) -> None:
-        """Those that still wait for a former holder, who need not answer."""
+        """Drops requests that still wait for a former holder, which may never respond."""
         self._drop({url for url in self._under_way.values() if url != self._lease.holder_url})
 
     def drop_all(self) -> None:
-        """When this server stops."""
+        """Drops all forwarded requests, as this server stops."""
         self._drop(set(self._under_way.values()))
 
     def _drop(self, urls: Collection[str]) -> None:
@@ -136,13 +136,13 @@ class Standby:
         if scope["path"] == _READINESS:
             await _readiness("standby", holder)(scope, receive, send)
         elif holder is None:
-            await _unavailable(scope, receive, send, "no server has the lease at this moment")
+            await _unavailable(scope, receive, send, "no server holds the lease at the moment")
         elif any(name == _FORWARDED.encode() for name, _ in scope["headers"]):
             await _unavailable(
                 scope,
                 receive,
                 send,
-                f"a standby took this server for the holder, {holder}: each server needs an --advertise-url of its own",
+                f"a standby mistook this server for the holder, {holder}: give each server its own --advertise-url",
             )
         else:
             await _Forwarding(self, holder, scope, receive, send).run()
@@ -156,7 +156,7 @@ class Standby:
 
 
 class _Forwarding:
-    """One request and its answer."""
+    """Forwards one request and its response."""
 
     def __init__(self, standby: Standby, url: str, scope: Scope, receive: Receive, send: Send) -> None:
         self._standby = standby
@@ -166,7 +166,7 @@ class _Forwarding:
         self._has_begun = False
 
     async def run(self) -> None:
-        """Until it is answered, the client leaves, or the holder is another one."""
+        """Runs until the response is sent, the client disconnects, or the holder changes."""
         answering, leaving = asyncio.create_task(self._answer()), asyncio.create_task(self._client_leaves())
         self._standby.begun(answering, self._url)
         try:
@@ -177,7 +177,7 @@ class _Forwarding:
                 task.cancel()
             await asyncio.wait({answering, leaving})
         if answering.cancelled() and not has_left:
-            await self._fail("it is not waited for any more")
+            await self._fail("the holder changed, or this server stops")
         elif not answering.cancelled() and (error := answering.exception()) is not None:
             await self._failed(error)
 
@@ -185,7 +185,7 @@ class _Forwarding:
         response = await self._standby.ask(self._request())
         async with contextlib.aclosing(response):
             headers = [(name.lower(), value) for name, value in response.headers.raw]
-            # uvicorn says the time by itself.
+            # uvicorn adds its own date header.
             passed = [(name, value) for name, value in _end_to_end(headers) if name != b"date"]
             self._has_begun = True
             await self._send({"type": "http.response.start", "status": response.status_code, "headers": passed})
@@ -208,7 +208,7 @@ class _Forwarding:
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise httpx.ReadError("the client left in the midst of its request")
+                raise httpx.ReadError("the client disconnected before its request was complete")
             yield message.get("body", b"")
             more = message.get("more_body", False)
         self._has_body.set()
@@ -220,7 +220,7 @@ class _Forwarding:
 
     async def _failed(self, error: BaseException) -> None:
         if isinstance(error, httpx.InvalidURL | httpx.LocalProtocolError) and not self._has_begun:
-            # What uvicorn lets in, such as `OPTIONS *` or two hosts, and what cannot be said to anybody else.
+            # uvicorn accepts requests that httpx cannot send, such as `OPTIONS *` or two Host headers.
             await _refuse(self._scope, self._receive, self._send, RequestError(f"the request is malformed: {error}"))
         elif isinstance(error, httpx.TransportError):
             await self._fail(f"{type(error).__name__} {error}".strip())
@@ -228,15 +228,15 @@ class _Forwarding:
             raise error
 
     async def _fail(self, reason: str) -> None:
-        """What has begun is cut: uvicorn closes the connection of an answer without an end."""
-        words = f"the server that has the lease, {self._url}, did not answer ({reason})"
+        """Answers 503; if the response has begun, it is left incomplete, and uvicorn closes the connection."""
+        words = f"the server that holds the lease, {self._url}, did not respond ({reason})"
         logger.info("%s %s: %s", self._scope["method"], self._scope["path"], words)
         if not self._has_begun:
             await _unavailable(self._scope, self._receive, self._send, words)
 
 
 def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without those that are for this connection alone. Names are in lower case."""
+    """Returns the headers without hop-by-hop ones. Names must be in lower case."""
     named = b",".join(value for name, value in headers if name == b"connection").lower().split(b",")
     dropped = _HOP_BY_HOP.union(name.strip() for name in named)
     return [(name, value) for name, value in headers if name not in dropped]
@@ -250,10 +250,9 @@ def _readiness(
 
 
 async def _unavailable(scope: Scope, receive: Receive, send: Send, reason: str) -> None:
-    """Clients send it again."""
+    """Answers 503, on which clients retry."""
     await _refuse(scope, receive, send, RequestError(f"{reason}: send this again", 503, _RETRY_SECONDS))
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: RequestError) -> None:
-    """In the words of all refusals."""
     await (await refused(Request(scope), error))(scope, receive, send)

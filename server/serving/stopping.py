@@ -1,6 +1,7 @@
-"""Stopping: from the signal to the closing of the doors, what was accepted goes on and is brought into snapshots.
+"""Drains the server between the stop signal and the closing of its connections.
 
-What it does not come to is no loss: the next process takes it up from the journal.
+Accepted work continues, and runs are snapshotted. Work that does not finish is not lost: the next process recovers it
+from the journal.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ _PERIOD_SECONDS = 0.05
 
 
 async def drain(services: Services, seconds: float) -> None:
-    """Accepts nothing from now on; returns when nothing is under way any more and all runs have snapshots, or then."""
+    """Refuses new work; returns when all accepted work is done and all runs have snapshots, or after `seconds`."""
     services.quotas.close()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -23,4 +24,4 @@ async def drain(services: Services, seconds: float) -> None:
                 await asyncio.sleep(_PERIOD_SECONDS)
             await services.runs.snapshot()
             return
-    logger.info("work that is still under way after %g s is left to the next start", seconds)
+    logger.info("work that is not finished after %g s is left to the next start", seconds)

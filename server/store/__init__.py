@@ -1,4 +1,4 @@
-"""What must survive a restart: records, and the databases that hold them."""
+"""Records that must survive a restart, and the databases that hold them."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,9 @@ STORES: Mapping[str, type[SqliteStore] | type[PostgresStore]] = {"sqlite": Sqlit
 
 
 def open_store(config: StoreConfig) -> Store:
-    """Raises ValueError when the database cannot be used, DatabaseUnreachable when it cannot be reached."""
+    """Opens the configured database. Raises ValueError if it cannot be used, DatabaseUnreachable if it cannot be
+    reached.
+    """
     return STORES[config.scheme].open(config)
 
 

@@ -1,6 +1,6 @@
-"""Store: every query on the tables. How statements reach a database is left to the subclass.
+"""Every query on the tables. Subclasses decide how statements reach a database.
 
-The SQL is portable: no dialect's own types or upserts.
+The SQL is portable: it uses no types or upserts of one dialect.
 """
 
 import asyncio
@@ -38,7 +38,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A slice of a listing; `total_count` counts all of it."""
+    """A slice of a listing.
+
+    total_count: entries of the whole listing.
+    """
 
     offset: int
     limit: int
@@ -46,37 +49,41 @@ class Page:
 
 
 class LeaseLost(SQLAlchemyError):
-    """Another server has the lease that a store's writes need: nothing was written, and nothing will be."""
+    """Another server has the lease that this store's writes need. Nothing was written, and no later write will
+    succeed.
+    """
 
 
 class Store:
-    """What must survive. Every method is awaited; a write has been committed when it returns.
+    """Everything that must survive a restart. Every method is awaited; a write has been committed when it returns.
 
-    A duplicate key raises sqlalchemy.exc.IntegrityError. Get methods answer None for what is not there, update and
-    delete methods do nothing then. With `needed_lease` every write raises LeaseLost once its base model's lease has
-    another holder or epoch: no other server can take it while a transaction is under way that has seen it.
+    A duplicate key raises sqlalchemy.exc.IntegrityError. Get methods return None for a missing row; update and delete
+    methods then do nothing. With `needed_lease`, every write raises LeaseLost as soon as its base model's lease has
+    another holder or epoch; a transaction that has seen the lease keeps other servers from taking it until the commit.
     """
 
     needed_lease: LeaseRecord | None = None
 
     def write(self, statements: Callable[[Connection], T]) -> "Future[T]":
-        """Runs `statements` all or nothing, perhaps in one transaction with other writers' statements."""
+        """Runs `statements` atomically, possibly in one transaction with other callers' statements."""
         raise NotImplementedError
 
     def read(self, statements: Callable[[Connection], T]) -> "Future[T]":
         raise NotImplementedError
 
     def close(self) -> None:
-        """Commits what was handed over and lets go of the database."""
+        """Commits pending writes and releases the database."""
         raise NotImplementedError
 
     async def check_whole(self) -> None:
-        """Raises ValueError where what the database has stored is damaged, which some databases know by themselves."""
+        """Raises ValueError if the stored data is damaged. Does nothing for databases that check their data
+        themselves.
+        """
 
     # Tenants and keys
 
     async def ensure_tenant(self, tenant: TenantRecord) -> None:
-        """Inserts the tenant unless its id is there."""
+        """Inserts the tenant unless its id exists."""
 
         def statements(connection: Connection) -> None:
             known = connection.execute(select(tenants.c.tenant_id).where(tenants.c.tenant_id == tenant.tenant_id))
@@ -112,27 +119,27 @@ class Store:
         return dataclasses.replace(new, key_id=await self._write(statements))
 
     async def find_key(self, key_hash: str) -> ApiKeyRecord | None:
-        """Revoked keys included."""
+        """Finds a key, revoked or not."""
         return await self._one(ApiKeyRecord, select(api_keys).where(api_keys.c.key_hash == key_hash))
 
     async def list_keys(self) -> tuple[ApiKeyRecord, ...]:
-        """Revoked keys included, in the order they were made."""
+        """Returns all keys, revoked ones included, in the order of creation."""
         return await self._all(ApiKeyRecord, select(api_keys).order_by(api_keys.c.key_id))
 
     async def count_keys(self) -> KeyCounts:
-        """Changes with every change of a key: none is ever deleted or put back in force."""
+        """Returns counts that change with every change of a key, since keys are never deleted or reinstated."""
         counts = select(func.count(), func.count(api_keys.c.revoked_at)).select_from(api_keys)
         return await self._read(lambda connection: KeyCounts(*connection.execute(counts).one()))
 
     async def revoke_key(self, key_id: int, revoked_at: float) -> bool:
-        """Whether there was such a key in force."""
+        """True if this revoked a key; False if there is no such key in force."""
         in_force = (api_keys.c.key_id == key_id) & api_keys.c.revoked_at.is_(None)
         return await self._update(api_keys, in_force, {"revoked_at": revoked_at}) > 0
 
     # Sessions
 
     async def insert_session(self, session: SessionRecord) -> SessionRecord:
-        """Unless its tenant has one of the same idempotency key: that one is answered then."""
+        """Inserts the session, or returns the one that its tenant already has with the same idempotency key."""
 
         def statements(connection: Connection) -> SessionRecord:
             if row := connection.execute(select(sessions).where(_same_request(session))).first():
@@ -143,11 +150,11 @@ class Store:
         return await self._write(statements)
 
     async def find_session(self, session: SessionRecord) -> SessionRecord | None:
-        """The one that was made for the same tenant under the same idempotency key."""
+        """Returns the session of the same tenant and idempotency key."""
         return await self._one(SessionRecord, select(sessions).where(_same_request(session)))
 
     async def shorten_sessions(self, most_text: int, most_json: int) -> None:
-        """Cuts texts of sessions and runs that an older trainhouse accepted at any length, and drops such JSON."""
+        """Truncates texts, and drops JSON, of sessions and runs that an older trainhouse accepted at any length."""
 
         def statements(connection: Connection) -> None:
             for column in (sessions.c.display_name, sessions.c.end_detail, sessions.c.project_id):
@@ -164,8 +171,12 @@ class Store:
         await self._write(statements)
 
     async def list_forgettable_sessions(self, ended_before: float, crowded_before: float, most: int) -> list[str]:
-        """Those that ended before then and have no checkpoint; of tenants with more than `most` of them, the oldest
-        beyond these, if they ended before `crowded_before`."""
+        """Returns ended sessions without a checkpoint: those that ended before `ended_before`, and the excess of busy
+        tenants.
+
+        Of a tenant with more than `most` of them, the oldest beyond `most` are included if they ended before
+        `crowded_before`.
+        """
         id_of, ended_at, tenant_id = sessions.c.session_id, sessions.c.finished_at, sessions.c.tenant_id
         is_over = ended_at.is_not(None) & ~_has_checkpoint()
         crowded = select(tenant_id, func.count()).where(is_over).group_by(tenant_id).having(func.count() > most)
@@ -180,7 +191,7 @@ class Store:
         return await self._read(statements)
 
     async def delete_sessions(self, session_ids: Sequence[str]) -> None:
-        """With their runs and samplers; not one that has a checkpoint, or has not ended."""
+        """Deletes sessions with their runs and samplers; skips those that have a checkpoint or have not ended."""
         these = sessions.c.session_id.in_(session_ids) & sessions.c.finished_at.is_not(None) & ~_has_checkpoint()
 
         def statements(connection: Connection) -> None:
@@ -194,17 +205,17 @@ class Store:
         return await self._one(SessionRecord, select(sessions).where(sessions.c.session_id == session_id))
 
     async def list_open_sessions(self) -> tuple[SessionRecord, ...]:
-        """Of all tenants, those that have not ended."""
+        """Returns the sessions of all tenants that have not ended."""
         return await self._all(SessionRecord, select(sessions).where(sessions.c.finished_at.is_(None)))
 
     async def list_sessions(self, tenant_id: str, offset: int, limit: int) -> tuple[SessionRecord, ...]:
-        """Newest first."""
+        """Returns the tenant's sessions, newest first."""
         order = (sessions.c.created_at.desc(), sessions.c.session_id)
         newest = select(sessions).where(sessions.c.tenant_id == tenant_id).order_by(*order)
         return await self._all(SessionRecord, newest.offset(offset).limit(limit))
 
     async def touch_sessions(self, heartbeats: Mapping[str, float]) -> None:
-        """session_id -> time of the last heartbeat."""
+        """Stores the times of the last heartbeats, by session_id."""
 
         def statements(connection: Connection) -> None:
             for session_id, heard_at in heartbeats.items():
@@ -214,7 +225,7 @@ class Store:
         await self._write(statements)
 
     async def end_session(self, session_id: str, finished_at: float, end: SessionEnd, detail: str | None) -> bool:
-        """Whether the session was open: the first end wins."""
+        """Ends the session. False if it had already ended: the first end wins."""
         is_open = (sessions.c.session_id == session_id) & sessions.c.finished_at.is_(None)
         ended = {"finished_at": finished_at, "end": end, "end_detail": detail}
         return await self._update(sessions, is_open, ended) > 0
@@ -225,7 +236,7 @@ class Store:
     # Runs
 
     async def insert_run(self, run: RunRecord) -> None:
-        """Its session must be there."""
+        """Inserts the run, whose session must exist."""
         await self._insert(runs, run)
 
     async def get_run(self, run_id: str) -> RunRecord | None:
@@ -235,11 +246,11 @@ class Store:
         await self._update(runs, runs.c.run_id == run_id, {"target_path": target_path})
 
     async def list_run_ids(self) -> frozenset[str]:
-        """Of all tenants, ended ones included."""
+        """Returns the run ids of all tenants, ended ones included."""
         return await self._read(lambda connection: frozenset(connection.execute(select(runs.c.run_id)).scalars()))
 
     async def list_session_runs(self, session_id: str) -> tuple[RunRecord, ...]:
-        """In the order they were made."""
+        """Returns the session's runs in the order of creation."""
         return await self._all(
             RunRecord, select(runs).where(runs.c.session_id == session_id).order_by(runs.c.created_at)
         )
@@ -247,21 +258,23 @@ class Store:
     async def list_runs(
         self, tenant_id: str, offset: int, limit: int, project_id: str | None = None, public_at: float | None = None
     ) -> tuple[tuple[RunRecord, ...], Page]:
-        """Most recently used first. public_at: also other tenants' runs with a public checkpoint unexpired then.
+        """Returns the tenant's runs, most recently used first.
 
-        project_id: only the tenant's own runs in that project.
+        Args:
+            project_id: only the tenant's own runs in this project.
+            public_at: include other tenants' runs that have a public checkpoint unexpired at this time.
         """
         visible: ColumnElement[bool] = runs.c.tenant_id == tenant_id
         if public_at is not None:
             public = select(checkpoints.c.run_id).where(checkpoints.c.public, _unexpired(public_at))
             visible = or_(visible, runs.c.run_id.in_(public))
         query = select(runs).where(visible)
-        if project_id is not None:  # which projects others have is theirs to know
+        if project_id is not None:  # other tenants' projects are private
             query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
         return await self._page(RunRecord, query.order_by(runs.c.last_request_at.desc(), runs.c.run_id), offset, limit)
 
     async def touch_runs(self, requests: Mapping[str, float]) -> None:
-        """run_id -> time of the last request. For many runs at once, now and then: not once a request."""
+        """Stores the times of the last requests, by run_id. Call it now and then for many runs, not per request."""
 
         def statements(connection: Connection) -> None:
             for run_id, requested_at in requests.items():
@@ -272,7 +285,9 @@ class Store:
     # Checkpoints
 
     async def put_checkpoint(self, checkpoint: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
-        """Inserts it. With `overwrite` in place of one of the same name, which is answered; else IntegrityError."""
+        """Inserts the checkpoint. With `overwrite`, replaces and returns one of the same name; else that is an
+        IntegrityError.
+        """
         same = _same_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
 
         def statements(connection: Connection) -> CheckpointRecord | None:
@@ -285,7 +300,7 @@ class Store:
         return await self._write(statements)
 
     async def insert_copy(self, session: SessionRecord, run: RunRecord, checkpoint: CheckpointRecord) -> None:
-        """A copied checkpoint with the run and the session that it belongs to, all or nothing."""
+        """Inserts a copied checkpoint with its run and its session, all or nothing."""
 
         def statements(connection: Connection) -> None:
             for table, record in ((sessions, session), (runs, run), (checkpoints, checkpoint)):
@@ -294,24 +309,24 @@ class Store:
         await self._write(statements)
 
     async def find_copy(self, session: SessionRecord) -> CheckpointRecord | None:
-        """The copy that was made for the same tenant under the same idempotency key."""
+        """Returns the copy made for the same tenant under the same idempotency key."""
         copies = select(checkpoints).join(runs, runs.c.run_id == checkpoints.c.run_id).join(sessions)
         return await self._one(CheckpointRecord, copies.where(_same_request(session)))
 
     async def get_checkpoint(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
-        """Expired ones included, as long as they are there."""
+        """Returns the checkpoint, even if it has expired but is not deleted yet."""
         same = _same_checkpoint(run_id, kind, name)
         return await self._one(CheckpointRecord, select(checkpoints).where(same))
 
     async def list_run_checkpoints(self, run_ids: Collection[str], unexpired_at: float) -> tuple[CheckpointRecord, ...]:
-        """Oldest first."""
+        """Returns the runs' unexpired checkpoints, oldest first."""
         of_runs = select(checkpoints).where(checkpoints.c.run_id.in_(run_ids), _unexpired(unexpired_at))
         return await self._all(CheckpointRecord, of_runs.order_by(checkpoints.c.created_at))
 
     async def list_checkpoints(
         self, tenant_id: str, unexpired_at: float, offset: int, limit: int
     ) -> tuple[tuple[CheckpointRecord, ...], Page]:
-        """Newest first."""
+        """Returns the tenant's unexpired checkpoints, newest first."""
         query = select(checkpoints).where(checkpoints.c.tenant_id == tenant_id, _unexpired(unexpired_at))
         order = (checkpoints.c.created_at.desc(), *checkpoints.primary_key)
         return await self._page(CheckpointRecord, query.order_by(*order), offset, limit)
@@ -320,12 +335,12 @@ class Store:
         return await self._all(CheckpointRecord, select(checkpoints).where(checkpoints.c.expires_at <= now))
 
     async def list_checkpoint_directories(self) -> frozenset[str]:
-        """Of all checkpoints of all tenants."""
+        """Returns the directories of all checkpoints of all tenants."""
         query = select(checkpoints.c.directory)
         return await self._read(lambda connection: frozenset(connection.execute(query).scalars()))
 
     async def move_checkpoint_directories(self, moves: Mapping[str, str]) -> None:
-        """Old directory -> new directory."""
+        """Changes directories, old -> new."""
 
         def statements(connection: Connection) -> None:
             for old, new in moves.items():
@@ -340,13 +355,13 @@ class Store:
         await self._update(checkpoints, _exactly(checkpoint), {"expires_at": expires_at})
 
     async def delete_checkpoint(self, checkpoint: CheckpointRecord) -> None:
-        """Leaves one of the same name alone that was saved since."""
+        """Deletes this version of the checkpoint, but not one that was saved under the same name since."""
         await self._delete(checkpoints, _exactly(checkpoint))
 
     # Copies of checkpoints
 
     async def put_copy(self, copy: CheckpointCopyRecord) -> None:
-        """In place of what is known of that copy."""
+        """Inserts or replaces the record of a copy."""
 
         def statements(connection: Connection) -> None:
             connection.execute(delete(checkpoint_copies).where(_same_copy(copy)))
@@ -355,12 +370,12 @@ class Store:
         await self._write(statements)
 
     async def list_copies(self, directories: Collection[str]) -> tuple[CheckpointCopyRecord, ...]:
-        """Of the checkpoints that lie there, by directory and mirror."""
+        """Returns the copies of the checkpoints in these directories, by directory and mirror."""
         of_these = select(checkpoint_copies).where(checkpoint_copies.c.directory.in_(directories))
         return await self._all(CheckpointCopyRecord, of_these.order_by(*checkpoint_copies.primary_key))
 
     async def list_unfinished_copies(self) -> tuple[CheckpointCopyRecord, ...]:
-        """Those that wait and those that failed, the longest untouched first."""
+        """Returns waiting and failed copies, the least recently updated first."""
         unfinished = select(checkpoint_copies).where(checkpoint_copies.c.state != "copied")
         return await self._all(CheckpointCopyRecord, unfinished.order_by(checkpoint_copies.c.updated_at))
 
@@ -375,11 +390,12 @@ class Store:
     async def acquire_leases(
         self, base_models: Collection[str], holder: str, url: str, now: float, seconds: float
     ) -> tuple[LeaseRecord, ...] | None:
-        """Takes all of them for `seconds`, or none: None when one of them is in force for somebody else.
+        """Takes all leases for `seconds`, in the order of `base_models`; None if another holder has one that has not
+        expired.
 
-        A lease that changes hands has its epoch raised by one; its holder takes it again without that, expired or not.
-        The clock is the database's own where it has one (PostgreSQL), since those of servers differ; else `now`, which
-        all processes on one machine share. The answers' order is that of `base_models`.
+        A lease that changes hands has its epoch raised by one. Its holder may take it again without that, expired or
+        not. The clock is the database's if it has one (PostgreSQL), since the clocks of servers differ; else `now`,
+        which all processes of one machine share.
         """
         of_these = select(leases).where(leases.c.base_model.in_(base_models)).order_by(leases.c.base_model)
 
@@ -402,14 +418,14 @@ class Store:
         return await self._write(statements)
 
     async def renew_leases(self, holder: str, now: float, seconds: float) -> bool:
-        """Whether all of the holder's leases were in force, and now are for `seconds` more. The clock: as above.
+        """Extends the holder's leases by `seconds`, by the clock of `acquire_leases`. False if one has expired.
 
-        After False nothing has been renewed: acquiring them again tells whether somebody else has taken one.
+        After False nothing has been renewed. Acquiring the leases again shows whether another server has taken one.
         """
         his = leases.c.holder == holder
 
         def statements(connection: Connection) -> bool:
-            # key_share: the writes of this very holder, who looks whether it is his, go on beside this.
+            # key_share: this holder's own writes, which lock the row to check the lease, can run concurrently.
             mine = select(leases.c.expires_at).where(his).with_for_update(key_share=True)
             expiries = connection.execute(mine).scalars().all()
             clock = self._clock(connection, now)
@@ -421,46 +437,48 @@ class Store:
         return await self._write(statements)
 
     async def release_leases(self, holder: str) -> None:
-        """Anybody may take them at once; their epochs stay."""
+        """Expires the holder's leases, so that any server may take them. Their epochs stay."""
         await self._update(leases, leases.c.holder == holder, {"expires_at": 0.0})
 
     async def list_leases(self) -> tuple[LeaseRecord, ...]:
-        """Those that were ever taken, by base model; expired and released ones included."""
+        """Returns all leases that were ever taken, by base model; expired and released ones included."""
         return await self._all(LeaseRecord, select(leases).order_by(leases.c.base_model))
 
     def _require_lease(self, connection: Connection) -> None:
-        """At the beginning of a transaction. Raises LeaseLost."""
+        """Called at the beginning of every write transaction. Raises LeaseLost if another server has the needed
+        lease.
+        """
         lease = self.needed_lease
         if lease is None:
             return
         same = (leases.c.base_model == lease.base_model) & (leases.c.holder == lease.holder)
         mine = select(leases.c.epoch).where(same, leases.c.epoch == lease.epoch)
         if connection.execute(mine.with_for_update(read=True, key_share=True)).first() is None:
-            raise LeaseLost(f"this server no longer has the lease of epoch {lease.epoch}: another one works now")
+            raise LeaseLost(f"this server no longer has the lease of epoch {lease.epoch}: another server has taken it")
 
     # Samplers
 
     async def insert_sampler(self, sampler: SamplerRecord) -> None:
-        """Its session must be there."""
+        """Inserts the sampler, whose session must exist."""
         await self._insert(samplers, sampler)
 
     async def get_sampler(self, sampler_id: str) -> SamplerRecord | None:
         return await self._one(SamplerRecord, select(samplers).where(samplers.c.sampler_id == sampler_id))
 
     async def list_session_samplers(self, session_id: str) -> tuple[SamplerRecord, ...]:
-        """In the order they were made."""
+        """Returns the session's samplers in the order of creation."""
         of_session = select(samplers).where(samplers.c.session_id == session_id)
         return await self._all(SamplerRecord, of_session.order_by(samplers.c.created_at))
 
     async def list_open_samplers(self) -> tuple[SamplerRecord, ...]:
-        """Of all tenants, the samplers whose session has not ended."""
+        """Returns the samplers of all tenants whose session has not ended."""
         query = select(samplers).join(sessions).where(sessions.c.finished_at.is_(None))
         return await self._all(SamplerRecord, query.order_by(samplers.c.created_at))
 
     # Results
 
     async def put_results(self, put: Sequence[ResultRecord]) -> None:
-        """Inserts them, in place of those of the same request that are there."""
+        """Inserts the results, replacing earlier ones of the same requests."""
 
         def statements(connection: Connection) -> None:
             connection.execute(delete(results).where(results.c.request_id.in_([one.request_id for one in put])))
@@ -472,7 +490,7 @@ class Store:
         return await self._one(ResultRecord, select(results).where(results.c.request_id == request_id))
 
     async def get_results(self, request_ids: Sequence[str]) -> list[ResultRecord]:
-        """Of those that have one."""
+        """Returns the results that exist for these requests."""
         found: list[ResultRecord] = []
         for first in range(0, len(request_ids), _MOST_NAMED):
             named = results.c.request_id.in_(request_ids[first : first + _MOST_NAMED])
@@ -483,13 +501,13 @@ class Store:
         return await self._one(ResultRecord, select(results).order_by(results.c.created_at.desc()).limit(1))
 
     async def list_results(self, prefix: str) -> tuple[ResultRecord, ...]:
-        """Of the requests whose ids begin so, the oldest first."""
+        """Returns the results of requests whose ids begin with `prefix`, oldest first."""
         following = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         named = (results.c.request_id >= prefix) & (results.c.request_id < following)
         return await self._all(ResultRecord, select(results).where(named).order_by(results.c.created_at))
 
     async def sum_results(self) -> dict[str, tuple[int, int]]:
-        """Tenant -> how many it has, and their bytes."""
+        """Returns the number and total bytes of results, by tenant."""
         columns = (results.c.tenant_id, func.count(), func.sum(results.c.size_bytes))
         query = select(*columns).group_by(results.c.tenant_id)
         rows = await self._read(lambda connection: connection.execute(query).all())
@@ -499,7 +517,7 @@ class Store:
         await self._delete(results, results.c.created_at < created_before)
 
     def _clock(self, connection: Connection, now: float) -> float:
-        """Seconds since the epoch, for what several servers compare. `now`: the caller's clock."""
+        """Returns the seconds since the epoch by which servers compare leases. `now` is the caller's clock."""
         return now
 
     async def _write(self, statements: Callable[[Connection], T]) -> T:
@@ -530,7 +548,7 @@ class Store:
     async def _page(
         self, record_type: type[Record], query: Select, offset: int, limit: int
     ) -> tuple[tuple[Record, ...], Page]:
-        """`query` has an order without ties, so that pages neither overlap nor leave anything out."""
+        """Returns one page. `query` must have an order without ties, so that pages neither overlap nor skip rows."""
 
         def statements(connection: Connection) -> tuple[Sequence[Row], int]:
             rows = connection.execute(query.offset(offset).limit(limit)).all()
@@ -549,13 +567,13 @@ def _unexpired(now: float) -> ColumnElement[bool]:
 
 
 def _same_request(session: SessionRecord) -> ColumnElement[bool]:
-    """Never true without an idempotency key."""
+    """True for the session of the same tenant and idempotency key; never true without a key."""
     same = (sessions.c.tenant_id == session.tenant_id) & (sessions.c.idempotency_key == session.idempotency_key)
     return same & sessions.c.idempotency_key.is_not(None)
 
 
 def _has_checkpoint() -> ColumnElement[bool]:
-    """True of a session whose runs have saved one that is still there."""
+    """True for a session of which some run still has a checkpoint."""
     of_session = select(checkpoints.c.name).join(runs, runs.c.run_id == checkpoints.c.run_id)
     return of_session.where(runs.c.session_id == sessions.c.session_id).correlate(sessions).exists()
 
@@ -580,7 +598,7 @@ def _next_epoch(lease: LeaseRecord | None, holder: str) -> int:
 
 
 def _row_values(record: object) -> dict[str, object]:
-    """A record's fields are its table's columns."""
+    """Returns the values of a row. A record's fields are named like its table's columns."""
     assert dataclasses.is_dataclass(record)
     values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return {name: _column_value(value) for name, value in values.items()}

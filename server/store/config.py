@@ -1,4 +1,4 @@
-"""StoreConfig: where the store is."""
+"""Configures where the store is."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +7,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """database_url: of SQLAlchemy; None = SQLite in the state directory. durability: see ServerConfig."""
+    """The database of a server.
+
+    database_url: for SQLAlchemy; None means SQLite in the state directory.
+    durability: see ServerConfig.
+    """
 
     state_dir: Path
     database_url: str | None = None
@@ -15,5 +19,5 @@ class StoreConfig:
 
     @property
     def scheme(self) -> str:
-        """sqlite or postgresql."""
+        """Returns "sqlite" or "postgresql"."""
         return self.database_url.partition(":")[0].partition("+")[0] if self.database_url else "sqlite"

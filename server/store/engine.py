@@ -1,4 +1,4 @@
-"""EngineStore: a store over engines of SQLAlchemy. One thread writes and commits in groups; readers go on beside it."""
+"""A store on SQLAlchemy engines. One thread writes and commits in groups; reads run concurrently in other threads."""
 
 import queue
 import threading
@@ -18,7 +18,10 @@ _MOST_PER_COMMIT = 256
 
 
 class EngineStore(Store):
-    """`writing` and `reading` may share their connections: there are NUM_READERS and the writer."""
+    """Runs the statements of Store on a writer thread and NUM_READERS reader threads.
+
+    `writing` and `reading` may share a connection pool, which needs NUM_READERS + 1 connections.
+    """
 
     def __init__(self, writing: Engine, reading: Engine) -> None:
         self._writing, self._reading = writing, reading
@@ -46,14 +49,14 @@ class EngineStore(Store):
             return statements(connection)
 
     def _commit(self, group: "Sequence[Write]") -> None:
-        """One transaction with the statements of all."""
+        """Runs the statements of all writes in one transaction."""
         with self._writing.begin() as connection:
             self._require_lease(connection)
             for write in group:
                 write.run(connection)
                 if isinstance(write.error, OperationalError):
-                    # The database may have undone the whole transaction, and with it what came before, the savepoint
-                    # included: what the statement itself met is the reason.
+                    # The database may have rolled back the whole transaction, with earlier writes and the savepoint:
+                    # later errors only follow from that, so raise the first.
                     raise _first(write.error)
 
     def _write_until_closed(self) -> None:
@@ -61,7 +64,7 @@ class EngineStore(Store):
             self._answer([write for write in group if write.done.set_running_or_notify_cancel()])
 
     def _next_group(self) -> "list[Write]":
-        """Waits for a write and takes with it those that came meanwhile; empty once the store is closed."""
+        """Waits for a write and returns it with those already queued; empty after the store is closed."""
         group: list[Write] = []
         while len(group) < _MOST_PER_COMMIT and not (group and self._writes.empty()):
             write = self._writes.get()
@@ -74,7 +77,7 @@ class EngineStore(Store):
     def _answer(self, group: "Sequence[Write]") -> None:
         try:
             self._commit(group)
-        except Exception as error:  # of the transaction itself: a full disk, no memory; the thread serves all others
+        except Exception as error:  # the transaction itself failed (disk full, out of memory); the thread must survive
             for write in group:
                 write.done.set_exception(error)
         else:
@@ -83,7 +86,7 @@ class EngineStore(Store):
 
 
 def _first(error: OperationalError) -> OperationalError:
-    """Of those that came of one another."""
+    """Returns the first OperationalError of a chain of contexts."""
     first, each = error, error.__context__
     while each is not None:
         first, each = each if isinstance(each, OperationalError) else first, each.__context__
@@ -91,11 +94,11 @@ def _first(error: OperationalError) -> OperationalError:
 
 
 class DatabaseUnreachable(SQLAlchemyError):
-    """The database has been out of reach for too long. What was asked for may be asked again."""
+    """The database has been unreachable for too long. The caller may retry."""
 
 
 class Write:
-    """One caller's statements; the caller hears of them only after the commit."""
+    """One caller's statements. Their result is delivered only after the commit."""
 
     def __init__(self, statements: Callable[[Connection], object]) -> None:
         self.done: Future = Future()
@@ -104,7 +107,9 @@ class Write:
         self._result: object = None
 
     def run(self, connection: Connection) -> None:
-        """In a savepoint, so that one caller's error undoes nobody else's statements. The last run counts."""
+        """Runs the statements in a savepoint, so that an error rolls back no other caller's. If run twice, the last run
+        counts.
+        """
         try:
             with connection.begin_nested():
                 self._result = self._statements(connection)

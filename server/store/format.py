@@ -1,4 +1,4 @@
-"""The version of the tables in a database, and how those of an older trainhouse are brought to ours."""
+"""The format version of the tables, and the migrations from older versions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,19 +29,19 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
             PRIMARY KEY (base_model)
         )""",
     ),
-    # From here on nothing makes samplers.directory, which nothing ever used. Where it is it stays, always NULL: SQLite
-    # drops columns only from 3.35 on, and Python may come with an older one.
+    # New databases have no samplers.directory, which was never used. Existing ones keep it, always NULL: SQLite can
+    # drop columns only since 3.35, and Python may be linked with an older one.
     3: (),
     4: (
         "ALTER TABLE runs ADD COLUMN role VARCHAR_C NOT NULL DEFAULT 'policy'",
         "ALTER TABLE checkpoints ADD COLUMN role VARCHAR_C NOT NULL DEFAULT 'policy'",
     ),
-    # SQLite renames columns from 3.25 on. What a full model has there, an older trainhouse would take for LoRA.
+    # SQLite can rename columns since 3.25. An older trainhouse would misread a full fine-tuning configuration as LoRA.
     5: (
         "ALTER TABLE runs RENAME COLUMN lora TO training",
         "ALTER TABLE checkpoints RENAME COLUMN lora TO training",
     ),
-    # A draft's training an older trainhouse would take for LoRA, too.
+    # An older trainhouse would misread a draft's configuration as LoRA, too.
     6: (
         "ALTER TABLE runs ADD COLUMN target_path VARCHAR_C",
         "ALTER TABLE checkpoints ADD COLUMN target_path VARCHAR_C",
@@ -49,19 +49,26 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
     7: ("ALTER TABLE samplers ADD COLUMN draft_path VARCHAR_C",),
     8: ("ALTER TABLE runs ADD COLUMN asked VARCHAR_C",),
 }
-"""What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
+"""Version -> statements that migrate from the version before. They use SQL that both databases accept, and must never
+be changed after a release.
 
-No PostgreSQL is older than 2. VARCHAR_C is there text with the collation of tables.Text, and for SQLite any text.
+PostgreSQL databases have at least format 2. VARCHAR_C becomes text with the collation of tables.Text on PostgreSQL, and
+plain text on SQLite.
 """
 
 FORMAT_VERSION = max(MIGRATIONS)
 
 
 def open_format(connection: Connection, place: str, flag: str) -> None:
-    """Makes the tables in an empty database, migrates those of an older version; all in the caller's transaction.
+    """Creates the tables in an empty database or migrates older ones, in the caller's transaction.
 
-    Nobody else may do so meanwhile. Raises ValueError when a newer trainhouse wrote them; `place` and `flag` tell the
-    user which database it is and how another is chosen.
+    No other process may do so at the same time.
+
+    Args:
+        place: names the database in messages.
+        flag: names the option that selects another database.
+    Raises:
+        ValueError: a newer trainhouse wrote the tables.
     """
     version = _version(connection)
     if version is None:
@@ -70,7 +77,7 @@ def open_format(connection: Connection, place: str, flag: str) -> None:
         return
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"{place} has format {version}, this trainhouse knows formats up to {FORMAT_VERSION}: "
+            f"{place} has format {version}, but this trainhouse supports formats up to {FORMAT_VERSION}: "
             f"upgrade trainhouse or choose another {flag}"
         )
     for newer in range(version + 1, FORMAT_VERSION + 1):
@@ -80,12 +87,12 @@ def open_format(connection: Connection, place: str, flag: str) -> None:
 
 
 def for_dialect(statement: str, name: str) -> str:
-    """A migration, in the SQL of the database of this name."""
+    """Translates a migration into the SQL of the database of this name."""
     return statement.replace("VARCHAR_C", 'VARCHAR COLLATE "C"' if name == "postgresql" else "VARCHAR")
 
 
 def _version(connection: Connection) -> int | None:
-    """None: there are no tables yet."""
+    """Returns the format version, or None if there are no tables yet."""
     if not inspect(connection).has_table(format_table.name):
         return None
     return connection.execute(select(format_table.c.version)).scalar_one_or_none()

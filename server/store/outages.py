@@ -1,13 +1,13 @@
-"""Outages: a database that cannot be used for now, which is no mistake of whoever asked."""
+"""Errors of a database that is temporarily unusable, through no fault of the caller."""
 
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from .engine import DatabaseUnreachable
 
 OUTAGES = (OperationalError, DatabaseUnreachable)
-"""A full disk, a lock held for too long, a server that is away."""
+"""Raised for example for a full disk, a lock held for too long, or an unreachable server."""
 
 
 def words_of(error: SQLAlchemyError) -> str:
-    """The reason in the driver's words, without the statement."""
+    """Returns the driver's message, without the SQL statement."""
     return str(error.orig if isinstance(error, DBAPIError) else error)

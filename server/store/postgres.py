@@ -1,7 +1,7 @@
-"""PostgresStore: a database that several servers share, and that may be out of reach for a while.
+"""A store on a PostgreSQL database that several servers may share and that may be unreachable for a while.
 
-The server may restart, and connections may be cut, at any moment: reads are asked again, and so are writes, of which
-the database knows whether they were committed.
+The database may restart and connections may break at any moment. Reads are retried. So are writes, after asking the
+database whether the first attempt was committed.
 """
 
 import threading
@@ -20,16 +20,16 @@ from .format import open_format
 T = TypeVar("T")
 
 _PATIENCE_SECONDS = 30.0
-"""Below what polls wait for, so that a poll hears of it."""
+"""Shorter than a long poll, so that a poll can report the outage."""
 _CLOSING_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
 _IDLE_MILLISECONDS = 10_000
-"""After which the database undoes a transaction whose server is gone, and lets go of its locks."""
+"""The database rolls back a transaction that is idle for longer, since its server is gone, and releases its locks."""
 _OPENING_LOCK = int.from_bytes(b"trainhou")
 _CONNECTING: Mapping[str, str] = {
     "application_name": "trainhouse",
     "connect_timeout": "10",
-    # A peer that is gone without a word is noticed within seconds, not hours.
+    # Detects a silently dead peer within seconds, not hours.
     "keepalives_idle": "5",
     "keepalives_interval": "5",
     "keepalives_count": "3",
@@ -38,32 +38,35 @@ _CONNECTING: Mapping[str, str] = {
 """Parameters of libpq; those in the URL win."""
 _PASSING_STATES = frozenset(
     {
-        "25P03",  # it took our transaction for one whose server is gone
+        "25P03",  # idle-in-transaction timeout: the database assumed that this server is gone
         "40001",  # serialization failure
         "40P01",  # deadlock
         "53300",  # too many connections
-        "57P01",  # it is shut down
-        "57P02",  # it crashes
-        "57P03",  # it starts
+        "57P01",  # the database is shutting down
+        "57P02",  # the database crashed
+        "57P03",  # the database is starting
     }
 )
 
 
 class PostgresStore(EngineStore):
-    """PostgreSQL 13 or newer. Several servers may have the same database open."""
+    """Keeps the store in PostgreSQL 13 or newer. Several servers may open the same database."""
 
     def __init__(self, url: str) -> None:
-        """Makes the tables when they are not there. `url`: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE.
+        """Connects, and creates the tables if needed.
 
-        Raises DatabaseUnreachable where it cannot be reached, or not at this moment; nobody can tell a wrong password
-        or host from that. ValueError when it cannot be used, or when a newer trainhouse wrote it.
+        Args:
+            url: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE.
+        Raises:
+            DatabaseUnreachable: it cannot be reached now. A wrong password or host cannot be distinguished from that.
+            ValueError: it cannot be used, or a newer trainhouse wrote it.
         """
         parsed = _parsed(url)
         self._place = parsed.set(query={}).render_as_string(hide_password=True)
         engine = _engine(parsed)
         try:
             with engine.begin() as connection:
-                # Two servers may be started at once, on an empty database or after an upgrade.
+                # Two servers may start at the same time on an empty database or after an upgrade.
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _OPENING_LOCK})
                 open_format(connection, self._place, "--database-url")
         except SQLAlchemyError as error:
@@ -102,17 +105,17 @@ class PostgresStore(EngineStore):
             self._require_lease(connection)
             for write in group:
                 _run(write, connection)
-            self._in_doubt = transaction  # from here on it may be committed without our hearing of it
+            self._in_doubt = transaction  # the commit that follows may succeed although its response is lost
 
     def _was_committed(self, transaction: str) -> bool:
         status = text("SELECT pg_xact_status(CAST(:id AS xid8))")
         with self._reading.connect() as connection:
             while (found := connection.execute(status, {"id": transaction}).scalar_one()) == "in progress":
-                time.sleep(_RETRY_SECONDS)  # no longer than _IDLE_MILLISECONDS
+                time.sleep(_RETRY_SECONDS)  # in total at most _IDLE_MILLISECONDS
         return found == "committed"
 
     def _insist(self, attempt: Callable[[], T]) -> T:
-        """Repeats what failed for a reason that passes. Raises DatabaseUnreachable when it does not pass in time."""
+        """Retries errors that may pass. Raises DatabaseUnreachable if they last too long."""
         while True:
             try:
                 result = attempt()
@@ -132,7 +135,9 @@ class PostgresStore(EngineStore):
 
 
 class _Outage:
-    """Since when nothing has succeeded, over all threads: those who come late into it do not wait all over again."""
+    """Tracks since when nothing has succeeded, over all threads, so that late callers do not wait the full time
+    again.
+    """
 
     def __init__(self) -> None:
         self.closing = threading.Event()
@@ -147,17 +152,17 @@ class _Outage:
 
 
 def _run(write: Write, connection: Connection) -> None:
-    """Raises what ends the whole transaction."""
+    """Runs the write. Raises only errors that end the whole transaction."""
     write.run(connection)
     if isinstance(write.error, IntegrityError):
-        # Perhaps another server inserted the same since the statements looked; now they see it.
+        # Another server may have inserted the same row after the statements looked; now they see it.
         write.run(connection)
     if write.error is not None and _passes(write.error):
         raise write.error
 
 
 def _passes(error: Exception) -> bool:
-    """Whether the same may succeed on another connection, or at another moment."""
+    """True if the same statements may succeed on another connection or later."""
     if not isinstance(error, DBAPIError):
         return False
     state = getattr(error.orig, "sqlstate", None)
@@ -166,7 +171,7 @@ def _passes(error: Exception) -> bool:
 
 
 def _reason(error: SQLAlchemyError) -> str:
-    """In one line, without the statement."""
+    """Returns the driver's message in one line, without the SQL statement."""
     return " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())
 
 
@@ -174,7 +179,7 @@ def _parsed(url: str) -> URL:
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
-        # Not with the URL: who gets it wrong has a password in it, too.
+        # The message leaves out the URL, which may contain a password.
         raise ValueError(
             "database_url cannot be parsed: expected postgresql+psycopg://USER:PASSWORD@HOST/DATABASE"
         ) from None

@@ -1,4 +1,7 @@
-"""What must survive a restart, as frozen records. Times are seconds since the epoch (UTC); None = has not happened."""
+"""Frozen records of everything that must survive a restart.
+
+Times are seconds since the epoch (UTC); None means that the event has not happened.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ SessionEnd = Literal["success", "errored", "interrupted", "expired"]
 
 @dataclass(frozen=True)
 class TenantRecord:
-    """Whoever owns sessions, runs and checkpoints. Names are unique."""
+    """An owner of sessions, runs and checkpoints. Names are unique."""
 
     tenant_id: str
     name: str
@@ -25,9 +28,12 @@ class TenantRecord:
 
 @dataclass(frozen=True)
 class ApiKeyRecord:
-    """key_hash: sha256 of the key in hex; the key itself is never stored. key_id is given by the store.
+    """An API key belongs to a tenant. The key itself is never stored.
 
-    scopes: None = all. requests_per_minute: None = no limit of its own.
+    key_id: assigned by the store.
+    key_hash: sha256 of the key, in hex.
+    scopes: None for all.
+    requests_per_minute: None for no limit specific to this key.
     """
 
     key_id: int
@@ -41,7 +47,10 @@ class ApiKeyRecord:
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """made: revoked keys included."""
+    """Counts a tenant's API keys.
+
+    made: includes revoked keys.
+    """
 
     made: int
     revoked: int
@@ -53,7 +62,10 @@ class KeyCounts:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """last_heartbeat_at is for reading: the expiry clock is kept by Sessions, in memory."""
+    """A session of a tenant.
+
+    last_heartbeat_at: for display only; Sessions keeps the expiry clock in memory.
+    """
 
     session_id: str
     tenant_id: str
@@ -72,10 +84,12 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. training.seed is drawn.
+    """A training run, whose id `<session_id>:train:<model_seq_id>` is the `model_id` on the wire.
 
-    target_path: of the checkpoint that a draft model guesses; None: the bare base model, or no draft. asked: a hash of
-    the request that made it; None: an earlier version did, or no request.
+    training: its seed has been drawn if the request had none.
+    target_path: the checkpoint that a draft model is trained for; None for the bare base model, or if the run is no
+        draft.
+    asked: hash of the request that created it; None for runs of older versions and runs that no such request created.
     """
 
     run_id: str
@@ -91,15 +105,15 @@ class RunRecord:
     asked: str | None = None
 
     def request_id(self, seq_id: int) -> str:
-        """Of one of its operations."""
+        """Returns the id of the run's operation with this seq_id."""
         return f"{self.run_id}:{seq_id}"
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A published checkpoint; its files lie in `directory` with a manifest.json. Key: (run_id, kind, name).
+    """A published checkpoint. Its files and a manifest.json are in `directory`. Key: (run_id, kind, name).
 
-    target_path: what its run guessed then, as RunRecord.target_path.
+    target_path: RunRecord.target_path at the time of the save.
     """
 
     run_id: str
@@ -129,10 +143,13 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class CheckpointCopyRecord:
-    """A checkpoint in another place. directory: the checkpoint's own. Key: (directory, mirror).
+    """A copy that a mirror has, or will have, of a checkpoint. Key: (directory, mirror).
 
-    mirror: the URL under which all copies lie; url: where this one lies.
-    error: why the last of num_tries failed. updated_at: when the state last changed or a try ended.
+    directory: the checkpoint's.
+    mirror: the URL below which all copies are stored.
+    url: of this copy.
+    error: why the last of num_tries attempts failed.
+    updated_at: when the state last changed or an attempt ended.
     """
 
     directory: str
@@ -146,10 +163,11 @@ class CheckpointCopyRecord:
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """Which server carries out the work of a base model. Key: base_model.
+    """Records which server does the work of a base model. Key: base_model.
 
-    url: where others reach the holder. epoch: how many holders there have been, from 1.
-    expires_at: by the clock of Store.acquire_leases; 0 = given back.
+    url: where other servers reach the holder.
+    epoch: counts the holders, from 1.
+    expires_at: by the clock of Store.acquire_leases; 0 if released.
     """
 
     base_model: str
@@ -161,10 +179,12 @@ class LeaseRecord:
 
 @dataclass(frozen=True)
 class SamplerRecord:
-    """A sampling session. model_path: the checkpoint it was made from. run_id: the run whose weights it has.
-    draft_path: of the draft that guesses for it, where a request names no other.
+    """A sampling session.
 
-    kind: "base" (no adapter), "checkpoint" (model_path), "snapshot" and "inflight" (ephemeral, of run_id).
+    kind: "base" (no adapter), "checkpoint" (of model_path), "snapshot" and "inflight" (ephemeral, of run_id).
+    model_path: the checkpoint it was created from.
+    run_id: the run whose weights it has.
+    draft_path: the draft model used where a request names no other.
     """
 
     sampler_id: str
@@ -183,12 +203,12 @@ class SamplerRecord:
 
     @property
     def adapter_id(self) -> str | None:
-        """What it samples, by the workers' names; None: the bare base model."""
+        """Returns the workers' id of the weights to sample from, or None for the bare base model."""
         match self.kind:
             case "base":
                 return None
             case "inflight":
-                # One target per run, which every inflight save moves for all samplers that follow it.
+                # One id per run: each inflight save updates the weights of all samplers that follow the run.
                 return f"{self.run_id}:inflight"
             case _:
                 return self.sampler_id
@@ -196,7 +216,10 @@ class SamplerRecord:
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """Where the durable result of a request lies. place: file and offset in words of the writer's choosing."""
+    """Locates the durable result of a request.
+
+    place: file and offset, in the writer's own format.
+    """
 
     request_id: str
     tenant_id: str
@@ -207,7 +230,7 @@ class ResultRecord:
 
 
 def string_metadata(metadata: Mapping[str, JsonValue] | None) -> dict[str, str] | None:
-    """Requests may carry any JSON as values, answers must have strings: other values become their JSON text."""
+    """Converts JSON values to strings: requests may carry any values, but responses must have strings."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

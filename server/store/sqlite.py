@@ -1,4 +1,4 @@
-"""SqliteStore: one file in WAL mode."""
+"""Stores everything in one SQLite file in WAL mode."""
 
 from pathlib import Path
 
@@ -14,23 +14,28 @@ DATABASE_NAME = "trainhouse.db"  # inside the state directory
 _BUSY_MILLISECONDS = 10_000
 _OF_DAMAGE = ("malformed", "not a database")
 REMEDY = (
-    "put it back from a backup; or move it away with its -wal and -shm, make new keys for the same names, and a start "
-    "takes back the checkpoints whose files say whose they are"
+    "restore it from a backup; or move it away with its -wal and -shm files and make new keys for the same names: the "
+    "next start restores the checkpoints whose manifests name their owner"
 )
-"""What to do about a database that is damaged."""
+"""The advice in messages about a damaged database."""
 
 
 class SqliteStore(EngineStore):
-    """Other processes may have the same file open (`trainhouse keys` beside a server)."""
+    """Keeps the store in one file. Other processes may open it at the same time (`trainhouse keys` while a server
+    runs).
+    """
 
     def __init__(self, path: Path, sync: bool = False) -> None:
-        """Makes the file when it is not there; `sync`: each commit waits for the disk.
+        """Opens the file, creating it if needed.
 
-        Raises ValueError when a newer trainhouse wrote it, and when it is damaged.
+        Args:
+            sync: whether each commit waits for the disk.
+        Raises:
+            ValueError: a newer trainhouse wrote the file, or it is damaged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(path, sync)
-        # Its transactions take the write lock first: one that took it midway could fail at once instead of waiting.
+        # Take the write lock first: a transaction that upgrades to it midway can fail at once instead of waiting.
         writing = engine.execution_options(begin="BEGIN IMMEDIATE")
         try:
             with writing.begin() as connection:
@@ -47,7 +52,7 @@ class SqliteStore(EngineStore):
         self._path = path
 
     async def check_whole(self) -> None:
-        """Reads all of it. Raises ValueError where it is damaged."""
+        """Reads the whole file. Raises ValueError if it is damaged."""
 
         def statements(connection: Connection) -> str:
             return connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
@@ -70,7 +75,7 @@ def _damage(path: Path, reason: str) -> ValueError:
 
 def _engine(path: Path, sync: bool) -> Engine:
     def configure(connection: DBAPIConnection, _: object) -> None:
-        connection.isolation_level = None  # the driver begins no transactions of its own, so that savepoints work
+        connection.isolation_level = None  # else the driver begins transactions itself, which breaks savepoints
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
         cursor.execute("PRAGMA journal_mode = WAL")

@@ -1,4 +1,4 @@
-"""The tables of the newest format. Large payloads are files; rows only say where they are.
+"""The tables of the newest format. Large payloads are stored in files; rows only locate them.
 
 A change here needs a new FORMAT_VERSION and a migration: see format.py.
 """
@@ -29,9 +29,9 @@ _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class Text(TypeDecorator):
-    """Text that all databases hold and compare alike: by its characters, not by a language.
+    """Text that all databases store and compare alike, by code point and not by language.
 
-    NUL and lone surrogates, which JSON can hold and databases cannot, become U+FFFD: in rows and in questions.
+    NUL and lone surrogates, which JSON allows and databases do not, become U+FFFD, in rows and in queries.
     """
 
     impl = String
@@ -45,7 +45,7 @@ class Text(TypeDecorator):
 
 
 def storable(value: JsonValue) -> JsonValue:
-    """The same JSON, with U+FFFD for what no database, or answer, takes."""
+    """Replaces characters that a database or a response cannot hold with U+FFFD."""
     match value:
         case str():
             return _UNSTORABLE.sub("\ufffd", value)
@@ -58,7 +58,7 @@ def storable(value: JsonValue) -> JsonValue:
 
 
 class Json(TypeDecorator):
-    """JSON whose text is as that of Text, also where an earlier version has stored it otherwise."""
+    """JSON that replaces unstorable characters like Text, also when reading rows of earlier versions."""
 
     impl = JSON
     cache_ok = True

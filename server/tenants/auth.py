@@ -1,6 +1,7 @@
-"""Who is asking: an API key stands for a tenant, and may have scopes and a rate. Keys are kept as hashes alone.
+"""Authenticates requests: maps an API key, which may have scopes and a rate limit, to its tenant.
 
-Which tenant may see what is decided where the thing is looked up: sessions, runs, checkpoints.
+Only hashes of keys are stored. Whether a tenant may see a session, run or checkpoint is decided where that is looked
+up.
 """
 
 import hmac
@@ -37,18 +38,19 @@ class Tenant:
 
 @dataclass(frozen=True)
 class _Known:
-    """Whom a key stands for. key: None where an open server let it in."""
+    """Pairs a tenant with its key; the key is None if an open server accepted a made-up one."""
 
     tenant: Tenant
     key: ApiKeyRecord | None
 
 
 class Auth:
-    """Key, or a token that stands for one, -> tenant. A key revoked by another process is refused within CACHE_SECONDS,
-    one revoked here at once.
+    """Maps a key, or a token issued for one, to its tenant.
 
-    `loopback`: only this machine reaches the server. Then, as long as no key was ever made, any `tml-` key is let
-    in and is its own tenant.
+    A key revoked by another process is refused within CACHE_SECONDS, one revoked here at once.
+
+    loopback: only this machine can reach the server. Then, until the first key is created, the server is open: any
+    `tml-` key is accepted and is its own tenant.
     """
 
     def __init__(
@@ -64,49 +66,52 @@ class Auth:
         self._tokens = Tokens()
         self._rates = RateLimits(clock)
         self._strangers = Strangers(strangers_per_minute, clock)
-        # Valid while the store's counts of keys stay as they are. Then replaced by new ones, so that a look-up that
-        # began before writes to those that nobody reads. Refused keys are apart and push out none that is in force.
+        # Valid until the store's counts of keys change. Then both are replaced, so that a look-up that began earlier
+        # writes to dicts that are no longer read. Refused keys are separate, so that they cannot evict valid ones.
         self._known: dict[str, _Known] = {}
         self._refused: dict[str, None] = {}
-        # Keys that were in force once: they are looked up again however many strangers there are.
+        # Keys that have been valid before: they are looked up even while their address is over its limit.
         self._familiar: dict[str, None] = {}
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
 
     async def admit(self, request: Request, route: str) -> Tenant:
-        """Who sends it. Raises RequestError 401, or 429 where its address has sent too many such requests; 403 and 429
-        where the key lacks the scope or exceeds its rate."""
+        """Returns the tenant that sends the request.
+
+        Raises:
+            RequestError: 401 without a valid key, 429 if the address has sent too many such requests, 403 if the key
+                lacks the scope, 429 if the key exceeds its rate.
+        """
         known = await self._require(presented_key(request), address_of(request))
         if known.key is not None:
             self._check(known.key, route)
         return known.tenant
 
     async def authenticate(self, key: str | None) -> Tenant:
-        """Raises RequestError 401."""
+        """Returns the key's tenant. Raises RequestError 401."""
         return (await self._require(key)).tenant
 
     async def token_for(self, key: str) -> str:
-        """A token that stands for the key for an hour. Raises RequestError 401."""
+        """Returns a token that replaces the key for an hour. Raises RequestError 401."""
         tenant = await self.authenticate(key)
         return self._tokens.issue(self._tokens.key_hash_of(key) or hash_key(key), tenant.id, tenant.name)
 
     async def tenant_of(self, key: str) -> Tenant | None:
-        """Whose weights may be read with the key; None for one that is not in force, or has not the scope read."""
+        """Returns the tenant whose weights the key may read; None if it is not valid or lacks the scope read."""
         known = await self._look_up(key)
         if known is None or (known.key is not None and "read" not in (known.key.scopes or ("read",))):
             return None
         return known.tenant
 
     async def is_operator(self, key: str | None, address: str) -> bool:
-        """True if whoever shows this may see what concerns all tenants; on an open server everybody is that. Raises
-        RequestError 429 as `admit` does."""
+        """True if the key has the scope operator, or the server is open. Raises RequestError 429 as `admit` does."""
         if not key:
             return await self._is_open()
         known = await self._look_up(key, address)
         return known is not None and (known.key is None or OPERATOR in (known.key.scopes or ()))
 
     async def key_of(self, key: str) -> ApiKeyRecord | None:
-        """The record behind a key in force; None for the keys of an open loopback server."""
+        """Returns the record of a valid key; None for made-up keys of an open server."""
         known = await self._look_up(key)
         return None if known is None else known.key
 
@@ -120,7 +125,11 @@ class Auth:
         check_scopes(key.scopes or TENANT_SCOPES, route)
 
     async def _require(self, key: str | None, address: str | None = None) -> _Known:
-        """address: of who sends the key, if that is limited. Raises RequestError 401, 429."""
+        """Returns the tenant of the key. Raises RequestError 401, 429.
+
+        Args:
+            address: the sender's, if its requests are limited.
+        """
         known = await self._look_up(key, address) if key else None
         if known is not None:
             return known
@@ -133,8 +142,10 @@ class Auth:
         raise RequestError(_refusal(key, self._was_open()), status=401)
 
     async def _look_up(self, key: str, address: str | None = None) -> _Known | None:
-        """None for a key that is not in force. Raises RequestError 429 rather than ask the store for an address that
-        has sent too many such keys."""
+        """Returns the key's tenant, or None if the key is not valid.
+
+        Raises RequestError 429, without a query to the store, if the address has sent too many invalid keys.
+        """
         if self._clock() >= self._counted_until:
             await self._count()
         stood_for = self._tokens.key_hash_of(key)
@@ -159,8 +170,8 @@ class Auth:
         self._known, self._refused = {}, {}
 
     async def _count(self) -> None:
-        """One question for all keys: each may be that of a tenant who sends many small requests."""
-        # Before the answer: who asks meanwhile need not ask the store, too.
+        """Clears the caches if a key was created or revoked; one query serves all keys, which may be many."""
+        # Set before the query, so that concurrent requests do not query the store, too.
         before, self._counted_until = self._counted_until, self._clock() + CACHE_SECONDS
         try:
             counts = await self._store.count_keys()
@@ -185,7 +196,7 @@ class Auth:
         return self._loopback and (await self._store.count_keys()).made == 0
 
     def _was_open(self) -> bool:
-        """When keys were last counted."""
+        """True if the server was open when the keys were last counted."""
         return self._loopback and self._counts is not None and self._counts.made == 0
 
     async def _own_tenant(self, key_hash: str) -> Tenant:
@@ -195,7 +206,7 @@ class Auth:
 
 
 def _keep(cache: dict[str, T], key_hash: str, found: T) -> None:
-    """In place of the oldest, where there are too many."""
+    """Adds an entry; evicts the oldest ones if the cache is full."""
     while len(cache) >= _MOST_CACHED:
         del cache[next(iter(cache))]
     cache[key_hash] = found
@@ -205,7 +216,7 @@ def _refusal(key: str, is_open: bool) -> str:
     if not key.startswith(KEY_PREFIX):
         made_up = f"send any that does, such as {KEY_PREFIX}me, as no key was made here yet, or " if is_open else ""
         return (
-            f"the API key does not start with {KEY_PREFIX}, and is no token in force: {made_up}use a key made by "
+            f"the API key does not start with {KEY_PREFIX}, and is not a valid token: {made_up}use a key made by "
             "`trainhouse keys create NAME`"
         )
     return (
@@ -215,11 +226,11 @@ def _refusal(key: str, is_open: bool) -> str:
 
 
 _ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_error=False))]
-"""For OpenAPI: /docs asks for the key and sends it."""
+"""Declares the key in the OpenAPI document, so that /docs prompts for it and sends it."""
 
 
 async def current_tenant(request: Request, _: _ApiKey) -> Tenant:
-    """Whom the gate has let in."""
+    """Returns the tenant of the request, as the gate found it."""
     return request.state.tenant
 
 
@@ -227,7 +238,7 @@ TenantDependency = Annotated[Tenant, Depends(current_tenant)]
 
 
 async def is_operator(request: Request) -> bool:
-    """For routes that take no key, too."""
+    """True if the request may see data about all tenants; works on routes that need no key."""
     return await request.app.state.services.auth.is_operator(presented_key(request), address_of(request))
 
 
@@ -239,7 +250,7 @@ def address_of(request: Request) -> str:
 
 
 def presented_key(request: Request) -> str | None:
-    """X-API-Key, as the SDK sends it, or else a bearer token, as people type it."""
+    """Returns the request's X-API-Key, which the SDK sends, or else its bearer token."""
     if key := request.headers.get("X-API-Key"):
         return key.strip()
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -247,12 +258,12 @@ def presented_key(request: Request) -> str | None:
 
 
 def hash_key(key: str) -> str:
-    """sha256 in hex. Keys are 256 random bits, so nothing slower is needed."""
+    """Returns sha256 in hex; keys are 256 random bits, so a slower hash is not needed."""
     return sha256(key.encode()).hexdigest()
 
 
 async def require_keys(config: ServerConfig, store: Store) -> None:
-    """Raises ValueError when other machines reach the server and nobody has a key."""
+    """Raises ValueError if other machines can reach the server and no key is valid."""
     if config.is_loopback:
         return
     if not (await store.count_keys()).in_force:
@@ -263,7 +274,7 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
 
 
 def _place_of(config: ServerConfig) -> str:
-    """The flag that leads `trainhouse keys` to the keys of this server. A URL may have a password: it is not shown."""
+    """Returns the flag with which `trainhouse keys` finds this server's keys. Hides a URL: it may have a password."""
     if config.database_url is not None:
         return "--database-url URL"
     return f"--state-dir {shlex.quote(str(config.state_dir))}"
@@ -272,14 +283,17 @@ def _place_of(config: ServerConfig) -> str:
 async def create_key(
     store: Store, name: str, scopes: tuple[str, ...] | None = None, requests_per_minute: int | None = None
 ) -> str:
-    """A new key of the tenant of that name, who is made if there is none. The key can be shown only now.
+    """Creates a key for the tenant of that name, and the tenant if there is none. The key cannot be shown later.
 
-    scopes: None = TENANT_SCOPES. requests_per_minute: None = any number. Raises ValueError when it is no name that
-    --tenant-weights can say.
+    Args:
+        scopes: None means TENANT_SCOPES.
+        requests_per_minute: None means unlimited.
+    Raises:
+        ValueError: --tenant-weights cannot express the name.
     """
     if not name or name != name.strip() or "," in name or "=" in name:
         raise ValueError(
-            f"{name!r} cannot be the name of a key: take one without ',' and '=', and without blanks around it, so "
+            f"{name!r} cannot be the name of a key: use one without ',' and '=', and without spaces around it, so "
             "that --tenant-weights can name it"
         )
     tenant = await store.find_tenant(name)
@@ -293,7 +307,7 @@ async def create_key(
 
 @dataclass(frozen=True)
 class KeyInfo:
-    """What may be shown of a key."""
+    """The public properties of a key."""
 
     key_id: int
     name: str
@@ -312,6 +326,6 @@ async def list_keys(store: Store) -> tuple[KeyInfo, ...]:
 
 
 async def revoke_key(store: Store, key_id: int) -> None:
-    """Raises ValueError when there is no such key in force."""
+    """Revokes a key. Raises ValueError if there is no such key, or it is already revoked."""
     if not await store.revoke_key(key_id, time.time()):
-        raise ValueError(f"there is no key {key_id} in force: `trainhouse keys list` shows those there are")
+        raise ValueError(f"there is no key {key_id} in force: `trainhouse keys list` shows all keys")

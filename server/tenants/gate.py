@@ -1,4 +1,4 @@
-"""Gate: what a request passes before a byte of its body is read: who sends it, what it may do, how much it may send."""
+"""Checks a request before its body is read: its tenant, its scope, its rate, and the size of its body."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -13,10 +13,12 @@ ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class Gate:
-    """ASGI middleware around all routes. What it finds is in the request's state: `tenant` (of routes that take a key)
-    and `body_limits`; reading a body beyond them raises BodyTooLarge.
+    """ASGI middleware around all routes that authenticates a request and limits its body.
 
-    error_handlers: what the application has registered for the errors that authentication raises.
+    Sets `tenant` (on routes that take a key) and `body_limits` in the request's state; reading a body beyond the
+    limits raises BodyTooLarge.
+
+    error_handlers: the application's handlers of the errors that authentication raises.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Gate:
         await self._app(scope, limited(receive, limits.received_bytes), send)
 
     async def _refusal(self, request: Request, route: str) -> Response | None:
-        """The answer to a request that may not come in. Its body is not waited for."""
+        """Returns the response to a request that is refused, without waiting for its body; None if it is admitted."""
         try:
             request.state.tenant = await request.app.state.services.auth.admit(request, route)
         except tuple(self._error_handlers) as error:

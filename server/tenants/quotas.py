@@ -1,9 +1,9 @@
-"""Quotas: how much a tenant may have waiting and send per minute, and what all together may hold in memory.
+"""Limits what a tenant may queue and send per minute, and the memory that all tenants' queued operations may take.
 
-Who is beyond a limit is told when to come again (429); what was accepted is never dropped. So that this cannot hold up
-for good what was accepted, the first missing operation of a run, where others wait behind it, is let past the limits of
-its tenant; of a tenant's runs that stand still one at a time may have by itself what the limits allow for all; and of
-the memory of all a part is kept for operations that can be done as things are.
+Over a limit: 429 with Retry-After. Accepted operations are never dropped. Three rules keep the limits from blocking
+accepted operations forever: the first missing operation of a run is exempt from its tenant's limits if others wait for
+it; of a tenant's stalled runs, one at a time may use on its own what the limits allow for all runs; and half of the
+memory of all tenants is reserved for operations that can run at once.
 """
 
 import logging
@@ -33,7 +33,7 @@ _RUN_SECONDS = 30.0
 _SESSION_SECONDS = 10.0
 _LEAVING_SECONDS = 1.0
 _LEAVING_PART = 4
-"""Large results on their way may take this part of what queued operations may."""
+"""Large results that are being sent may take this fraction (one in so many) of what queued operations may take."""
 
 _STOPPING_SECONDS = 2.0
 _REMEMBERED_SECONDS = 60.0
@@ -42,12 +42,13 @@ _DRAIN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Standing:
-    """Of a request in the order of its run.
+    """The position of a request in the order of its run, which decides its priority.
 
-    ready: nothing that has not arrived comes before it. alone: nothing of its run is queued, and one operation of each
-    run is accepted whatever else its tenant has queued. needed: its run may stand still until it has been accepted: it
-    is what others wait for (ready), or clients may send that only after this one. num_operations, num_bytes: that wait
-    in its run.
+    ready: all earlier operations of the run have arrived.
+    alone: no operation of the run is queued; one per run is accepted, however much else its tenant has queued.
+    needed: the run may be stalled until this request is accepted, because queued operations wait for it (if ready), or
+        because clients may send the missing operation only after it.
+    num_operations, num_bytes: operations that wait in the run, and their size.
     """
 
     run_id: str = ""
@@ -63,7 +64,12 @@ UNORDERED = Standing()
 
 @dataclass(frozen=True)
 class PutOff:
-    """Why a request was not accepted for now. knob: whose limit it is. at: by the clock of the quotas."""
+    """The reason why a request was throttled.
+
+    knob: sets the limit that was reached.
+    seconds: until a retry may succeed.
+    at: time of the refusal, by the clock of Quotas.
+    """
 
     knob: str
     reason: str
@@ -74,7 +80,7 @@ class PutOff:
 
 @dataclass
 class _Drain:
-    """How much per second has been done of late: an average over about _DRAIN_SECONDS."""
+    """Estimates throughput: an exponential average of work done over about the last _DRAIN_SECONDS."""
 
     began_at: float
     at: float
@@ -85,7 +91,7 @@ class _Drain:
         self.amount += amount
 
     def seconds_for(self, amount: float, now: float) -> float:
-        """Until so much more is done, if it goes on like this."""
+        """Returns the seconds until `amount` more is done at the present rate."""
         self._decay(now)
         span = min(now - self.began_at, _DRAIN_SECONDS)
         return amount * span / self.amount if self.amount > 0 else _UNKNOWN_SECONDS
@@ -97,7 +103,7 @@ class _Drain:
 
 @dataclass
 class _Bucket:
-    """Tokens that a tenant may send: a minute's worth at most. Below zero is a debt, which passes with time."""
+    """A token bucket for a tenant's tokens per minute. A level below zero is a debt, which shrinks with time."""
 
     per_minute: int
     level: float
@@ -121,13 +127,13 @@ class _Bucket:
 
 
 class _StandingStill:
-    """Runs that stand still for want of room: the first of them has precedence, until it moves or falls silent."""
+    """Runs that are stalled for lack of room; the first has precedence until it advances or stops sending requests."""
 
     def __init__(self) -> None:
         self._asked_at: dict[str, float] = {}
 
     def is_first(self, run_id: str, now: float) -> bool:
-        """Of a run that asks for room now."""
+        """Records that the run requests room; returns True if it has precedence."""
         self._asked_at[run_id] = now
         for other, asked_at in list(self._asked_at.items()):
             if asked_at + _REMEMBERED_SECONDS >= now:
@@ -141,8 +147,12 @@ class _StandingStill:
 
 @dataclass
 class _Usage:
-    """Of one tenant; uploads count from their beginning. arriving: of these, what is not accepted yet. leaving: large
-    results on their way to clients."""
+    """The usage of one tenant; an upload counts from its beginning.
+
+    num_arriving, num_bytes_arriving: the part that is not accepted yet.
+    num_bytes_leaving: large results that are being sent to clients.
+    put_off: the last time a request was throttled.
+    """
 
     bucket: _Bucket
     operations_drain: _Drain
@@ -157,7 +167,11 @@ class _Usage:
 
 
 class Quotas:
-    """`clock`: monotonic seconds. is_closed: nothing is accepted any more."""
+    """Counts every tenant's usage and throttles requests that exceed a limit.
+
+    clock: monotonic seconds.
+    is_closed: the server is stopping and accepts nothing more.
+    """
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -170,62 +184,69 @@ class Quotas:
         self.is_closed = False
 
     def close(self) -> None:
-        """From now on nothing is accepted."""
+        """Refuses all requests from now on, with 503."""
         self.is_closed = True
 
     def admission(self, tenant_id: str) -> "Admission":
         return Admission(self, tenant_id)
 
     def check_sessions(self, tenant_id: str, num_sessions: int) -> None:
-        """Before one more. Raises RequestError 429."""
+        """Raises RequestError 429 if the tenant cannot have one more."""
         limit = self._config.tenant_sessions
         if num_sessions >= limit:
             reason = (
-                f"you have {num_sessions} open sessions, and {_words('tenant_sessions', limit)}: close those that are "
-                f"over, or let {self._config.session_expiry_seconds:g} s of silence do it"
+                f"you have {num_sessions} open sessions, and {_words('tenant_sessions', limit)}: close those you no "
+                f"longer need, or stop their heartbeats for {self._config.session_expiry_seconds:g} s to end them"
             )
             put_off = PutOff("tenant_sessions", reason, "paused_capacity", _SESSION_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
     def check_runs(self, tenant_id: str, num_runs: int) -> None:
-        """Before one more. Raises RequestError 429."""
+        """Raises RequestError 429 if the tenant cannot have one more."""
         limit = self._config.tenant_runs
         if num_runs >= limit:
             reason = (
-                f"you have {num_runs} live runs, and {_words('tenant_runs', limit)}: close sessions that are over, or "
-                f"let {self._config.session_expiry_seconds:g} s of silence do it"
+                f"you have {num_runs} live runs, and {_words('tenant_runs', limit)}: close sessions you no longer "
+                f"need, or stop their heartbeats for {self._config.session_expiry_seconds:g} s to end them"
             )
             self._refuse(tenant_id, PutOff("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock()))
 
     @property
     def max_logprobs(self) -> int:
-        """Most alternatives to a token that a sample may ask for."""
+        """Most alternatives per token that a sample may request."""
         return self._config.max_logprobs
 
     @property
     def most_bytes(self) -> int:
-        """Returns the size beyond which nothing would ever be accepted."""
+        """The size in bytes beyond which a request could never be accepted."""
         return min(self._config.tenant_queued_bytes, self._config.queued_bytes // 2)
 
     def check_results(self, tenant_id: str, kept_bytes: int, result_bytes: int) -> None:
-        """Raises RequestError 400 or 429 where one more result has no room. kept_bytes: of the tenant's results."""
+        """Checks that one more result has room.
+
+        Args:
+            kept_bytes: size of the tenant's kept results.
+            result_bytes: upper bound of the new result.
+        Raises:
+            RequestError: 400 if the result could never fit, 429 if it does not fit now.
+        """
         if result_bytes > self.most_bytes:
             raise RequestError(
-                f"the result may take {result_bytes} bytes, and {self.most_bytes} are the most: lower num_samples, "
+                f"the result may take {result_bytes} bytes, and the limit is {self.most_bytes}: lower num_samples, "
                 f"max_tokens, {', '.join(ALTERNATIVES)}, or send several requests"
             )
         limit = self._config.tenant_result_bytes
         if kept_bytes and kept_bytes + result_bytes > limit:
             reason = (
-                f"results of yours take {kept_bytes} bytes, that of this request may take {result_bytes}, and "
-                f"{_words('tenant_result_bytes', limit)}: a result goes {self._config.result_ttl_seconds:g} s after it "
-                "came (--result-ttl-seconds)"
+                f"your results take {kept_bytes} bytes, that of this request may take {result_bytes}, and "
+                f"{_words('tenant_result_bytes', limit)}: a result is deleted {self._config.result_ttl_seconds:g} s "
+                "after it is ready (--result-ttl-seconds)"
             )
             put_off = PutOff("tenant_result_bytes", reason, "paused_rate_limit", _MOST_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
     def limits(self, tenant: Tenant, num_runs: int, num_sessions: int = 0, result_bytes: int = 0) -> Limits:
-        """The tenant's, and their use."""
+        """Returns the tenant's limits and its usage of them."""
         config, usage = self._config, self._usage(tenant.id)
         tokens = config.tenant_tokens_per_minute
         return Limits(
@@ -240,7 +261,7 @@ class Quotas:
         )
 
     def pending(self, tenant_id: str) -> Pending | None:
-        """Why requests of the tenant were put off of late, for who waits for one of them."""
+        """Returns why the tenant's requests were throttled lately, for its waiting polls; None if they were not."""
         usage = self._usages.get(tenant_id)
         put_off = usage and usage.put_off
         if not put_off or put_off.at + put_off.seconds + _REMEMBERED_SECONDS < self._clock():
@@ -248,7 +269,7 @@ class Quotas:
         return Pending(queue_state=put_off.state, queue_state_reason=put_off.reason)
 
     def forget_idle(self) -> None:
-        """Tenants without anything queued and without a debt need no record."""
+        """Drops the records of tenants that have nothing queued, no debt and no recent refusal."""
         now = self._clock()
         for tenant_id, usage in list(self._usages.items()):
             is_idle = not usage.num_operations and not usage.num_bytes_leaving
@@ -261,7 +282,7 @@ class Quotas:
     # For Leaving
 
     def check_leaving(self, tenant_id: str, num_bytes: int) -> None:
-        """Raises RequestError 429, but lets a tenant have one at any time."""
+        """Raises RequestError 429 if the result exceeds a limit; one at a time per tenant is always allowed."""
         of_tenant, of_all = (
             self._config.tenant_queued_bytes // _LEAVING_PART,
             self._config.queued_bytes // _LEAVING_PART,
@@ -269,28 +290,28 @@ class Quotas:
         own = self._usage(tenant_id).num_bytes_leaving
         if own and (own + num_bytes > of_tenant or self._num_bytes_leaving + num_bytes > of_all):
             reason = (
-                f"results of yours with {own} bytes are being sent to you, this one takes {num_bytes}, and at most "
-                f"{of_tenant} of a tenant and {of_all} of all may be (a quarter of --tenant-queued-bytes and "
+                f"results with {own} bytes are being sent to you, this one takes {num_bytes}, and the limits are "
+                f"{of_tenant} for a tenant and {of_all} for all tenants (a quarter of --tenant-queued-bytes and "
                 "of --queued-bytes): "
-                "retrieve fewer at a time, or take what is sent faster"
+                "retrieve fewer at a time, or read responses faster"
             )
             put_off = PutOff("tenant_queued_bytes", reason, "paused_capacity", _LEAVING_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
     def leaves(self, tenant_id: str, num_bytes: int) -> None:
-        """Counts what is on its way; negative: what has left."""
+        """Adds bytes that are being sent; negative after they have been sent."""
         self._usage(tenant_id).num_bytes_leaving += num_bytes
         self._num_bytes_leaving += num_bytes
 
     # For Admission
 
     def fits(self, tenant_id: str, num_bytes: int) -> bool:
-        """Whether it may come in wherever it stands in the order of its run."""
+        """True if a request of this size is accepted regardless of its position in the order of its run."""
         within = self._put_off(self._usage(tenant_id), num_bytes, UNORDERED) is None
         return within and not self.is_closed and self._num_bytes + num_bytes <= self._config.queued_bytes // 2
 
     def check(self, tenant_id: str, num_bytes: int, standing: Standing) -> None:
-        """Raises RequestError 429, and 503 once it is closed."""
+        """Raises RequestError 429 if the request exceeds a limit, 503 if the server is stopping."""
         if self.is_closed:
             raise RequestError("the server is stopping: send it again when it is back", 503, _STOPPING_SECONDS)
         put_off = self._put_off(self._usage(tenant_id), num_bytes, standing) or self._no_memory(num_bytes, standing)
@@ -304,7 +325,7 @@ class Quotas:
         self._num_bytes += num_bytes
 
     def arrives(self, tenant_id: str, num_operations: int, num_bytes: int) -> None:
-        """Or, where they are negative, has arrived."""
+        """Adds uploads in progress; negative after they have arrived."""
         usage = self._usage(tenant_id)
         usage.num_arriving += num_operations
         usage.num_bytes_arriving += num_bytes
@@ -329,7 +350,7 @@ class Quotas:
         return usage
 
     def _put_off(self, usage: _Usage, num_bytes: int, standing: Standing) -> PutOff | None:
-        """By a limit of the tenant."""
+        """Returns why the request exceeds a limit of the tenant, or None."""
         if standing.needed and standing.ready:
             return None
         if seconds := usage.bucket.seconds_in_debt(self._clock()):
@@ -347,9 +368,10 @@ class Quotas:
         return None
 
     def _has_precedence(self, usage: _Usage, num_bytes: int, standing: Standing) -> bool:
-        """Runs of one tenant, none of which has all that it needs to move, would fill its limits for good.
+        """True if the request may exceed its tenant's limits because its run is stalled and has precedence.
 
-        So one of them at a time may have by itself what the limits allow for all, and all together twice that.
+        Otherwise stalled runs of a tenant, each of which misses an operation, could fill its limits forever. So one of
+        them at a time may use on its own what the limits allow for all, and all together twice that.
         """
         most, most_bytes = self._config.tenant_queued_operations, self._config.tenant_queued_bytes
         fits = (
@@ -363,7 +385,7 @@ class Quotas:
     def _too_many_tokens(self, usage: _Usage, seconds: float) -> PutOff:
         limit = self._config.tenant_tokens_per_minute
         reason = (
-            f"you have used {usage.bucket.used(self._clock())} tokens of late, and "
+            f"you have used {usage.bucket.used(self._clock())} tokens recently, and "
             f"{_words('tenant_tokens_per_minute', limit)}: more are accepted in {math.ceil(seconds)} s"
         )
         return PutOff("tenant_tokens_per_minute", reason, "paused_rate_limit", seconds, self._clock())
@@ -371,8 +393,8 @@ class Quotas:
     def _too_many_operations(self, usage: _Usage) -> PutOff:
         limit, now = self._config.tenant_queued_operations, self._clock()
         reason = (
-            f"{usage.num_operations} operations of yours are queued, and {_words('tenant_queued_operations', limit)}: "
-            "more are accepted as those are done"
+            f"{usage.num_operations} of your operations are queued, and {_words('tenant_queued_operations', limit)}: "
+            "more are accepted as those finish"
         )
         seconds = usage.operations_drain.seconds_for(1, now)
         return PutOff("tenant_queued_operations", reason, "paused_rate_limit", seconds, now)
@@ -380,25 +402,25 @@ class Quotas:
     def _too_many_bytes(self, usage: _Usage, num_bytes: int) -> PutOff:
         limit, now = self._config.tenant_queued_bytes, self._clock()
         reason = (
-            f"operations of yours with {usage.num_bytes} bytes are queued, this one has {num_bytes}, and "
-            f"{_words('tenant_queued_bytes', limit)}: more are accepted as those are done"
+            f"your queued operations have {usage.num_bytes} bytes, this one has {num_bytes}, and "
+            f"{_words('tenant_queued_bytes', limit)}: more are accepted as those finish"
         )
         seconds = usage.bytes_drain.seconds_for(usage.num_bytes + num_bytes - limit, now)
         return PutOff("tenant_queued_bytes", reason, "paused_rate_limit", seconds, now)
 
     def _no_memory(self, num_bytes: int, standing: Standing) -> PutOff | None:
-        """By the limit of all tenants.
+        """Returns why the request exceeds the limit of all tenants together, or None.
 
-        Half of it is for any operation. The other half is for those that can be done as things are, so it empties by
-        itself; and, except for room for the largest of these, for that run which has stood still longest.
+        Any operation may use half of the limit. The other half is for operations that can run at once, so it empties by
+        itself, and for the run that has been stalled longest, which must leave room for the largest such operation.
         """
         limit, now = self._config.queued_bytes, self._clock()
         missing = self._num_bytes + num_bytes - self._most_bytes(num_bytes, standing, now)
         if missing <= 0:
             return None
         reason = (
-            f"the server's memory for queued operations of all tenants has no room, this one has {num_bytes} bytes, "
-            f"and {_words('queued_bytes', limit)}: more are accepted as those are done"
+            f"the server's memory for queued operations of all tenants is full, this one has {num_bytes} bytes, "
+            f"and {_words('queued_bytes', limit)}: more are accepted as those finish"
         )
         seconds = self._drain.seconds_for(missing, now)
         return PutOff("queued_bytes", reason, "paused_capacity", seconds, now)
@@ -413,7 +435,7 @@ class Quotas:
         return limit // 2
 
     def moves(self, tenant_id: str, run_id: str) -> None:
-        """The run stands still no longer."""
+        """Records that the run is no longer stalled."""
         self._standing_still.moves(run_id)
         if usage := self._usages.get(tenant_id):
             usage.standing_still.moves(run_id)
@@ -421,7 +443,7 @@ class Quotas:
     def _refuse(self, tenant_id: str, put_off: PutOff) -> None:
         usage = self._usage(tenant_id)
         if self.pending(tenant_id) is None or (usage.put_off and usage.put_off.knob != put_off.knob):
-            logger.info("requests of tenant %s are put off: %s", tenant_id, put_off.reason)
+            logger.info("requests of tenant %s are throttled: %s", tenant_id, put_off.reason)
         usage.put_off = put_off
         seconds = min(max(_LEAST_SECONDS, put_off.seconds), _MOST_SECONDS)
         raise RequestError(put_off.reason, 429, retry_after_seconds=seconds)
@@ -432,7 +454,7 @@ def _words(knob: str, limit: int) -> str:
 
 
 class Leaving:
-    """The claim of one large result, from before it is read until the client has it, or is gone."""
+    """The reservation of one large result, from before it is read until the client has received it or disconnected."""
 
     def __init__(self, quotas: Quotas, tenant_id: str) -> None:
         self._quotas = quotas
@@ -440,22 +462,22 @@ class Leaving:
         self._num_bytes = 0
 
     def claim(self, num_bytes: int) -> None:
-        """Raises RequestError 429."""
+        """Reserves room for the result if it is large. Raises RequestError 429."""
         if num_bytes >= LARGE_BYTES:
             self._quotas.check_leaving(self._tenant_id, num_bytes)
             self._quotas.leaves(self._tenant_id, num_bytes)
             self._num_bytes += num_bytes
 
     def release(self) -> None:
-        """Again: no-op."""
+        """Releases the reservation; a repeated call does nothing."""
         self._quotas.leaves(self._tenant_id, -self._num_bytes)
         self._num_bytes = 0
 
 
 class Admission:
-    """The claim of one request, from before its body is read until its operation is answered.
+    """The reservation of one request, from before its body is read until its operation is answered.
 
-    Leaving the `with` gives it back, unless it was kept for an accepted operation; then `release` does, once.
+    The end of the `with` block releases it, unless `keep` was called for an accepted operation; then `release` does.
     """
 
     def __init__(self, quotas: Quotas, tenant_id: str) -> None:
@@ -475,25 +497,25 @@ class Admission:
             self._give_back(done=False)
 
     def try_claim(self, num_bytes: int) -> bool:
-        """Whether it was granted, whatever the request may be."""
+        """Reserves room if a request of this size is accepted regardless of its run; returns whether it did."""
         fits = self._quotas.fits(self._tenant_id, num_bytes)
         if fits:
             self._claim(num_bytes)
         return fits
 
     def claim(self, num_bytes: int, standing: Standing) -> None:
-        """Raises RequestError 429, 503."""
+        """Reserves room for the request. Raises RequestError 429, 503."""
         self._quotas.check(self._tenant_id, num_bytes, standing)
         self._claim(num_bytes)
 
     def grow(self, num_bytes: int, standing: Standing) -> None:
-        """To what the body has once decompressed. Raises RequestError 429, 503."""
+        """Raises the reservation to the body's decompressed size. Raises RequestError 429, 503."""
         if num_bytes > self.num_bytes:
             self._give_back(done=False)
             self.claim(num_bytes, standing)
 
     def keep(self, num_bytes: int, num_tokens: int) -> None:
-        """For an operation that is accepted: the bytes that it holds now it is decoded, and its tokens."""
+        """Keeps the reservation for an accepted operation, with its decoded size, and charges its tokens."""
         if not self._claimed:
             self._claim(0)
         self._kept = True
@@ -503,16 +525,16 @@ class Admission:
         self._quotas.charge(self._tenant_id, num_tokens)
 
     def also(self, feature_bytes: int, release: Callable[[], None]) -> None:
-        """Room for what is captured, which is given back with it."""
+        """Adds a reservation of captured features, which is released together with this one."""
         self.feature_bytes += feature_bytes
         self._others.append(release)
 
     def charge(self, num_tokens: int) -> None:
-        """For tokens that were not known before."""
+        """Charges tokens that were not known when the operation was accepted."""
         self._quotas.charge(self._tenant_id, num_tokens)
 
     def release(self) -> None:
-        """Its operation is answered. Again: no-op."""
+        """Releases the reservation, as the operation is answered; a repeated call does nothing."""
         self._give_back(done=True)
 
     def _claim(self, num_bytes: int) -> None:

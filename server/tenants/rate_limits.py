@@ -1,5 +1,7 @@
-"""Rate limits: how many requests a minute a key may send, where it was made with a limit, and how many may come without
-a key in force. Counted by this process."""
+"""Limits requests per minute: of keys that were created with a limit, and of addresses without a valid key.
+
+Each process counts for itself.
+"""
 
 import time
 from collections.abc import Callable
@@ -15,43 +17,43 @@ UNCOUNTED = frozenset(
         "POST /api/v1/session_heartbeat",
     }
 )
-"""Polls and heartbeats: how many there are is the server's and the client's doing, not the user's."""
+"""Polls and heartbeats are not counted: server and client library, not the user, determine their number."""
 
 _MOST_ADDRESSES = 4096
 _ADDRESSES_IN_ALL = 10
-"""So many addresses together may send as many requests without a key as they would alone."""
+"""All addresses together may send this many times the requests without a key of one address."""
 
 
 @dataclass
 class _Bucket:
-    """level: requests that may be sent at once, of a minute's worth at most, as of `at`."""
+    """A token bucket that holds at most a minute's worth. level: requests allowed at once, as of time `at`."""
 
     per_minute: int
     level: float
     at: float
 
     def seconds_to_wait(self, now: float) -> float:
-        """Until there is room for a request; 0: there is."""
+        """Returns the seconds until one request is allowed, 0 if one is allowed now."""
         self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
         self.at = now
         return max(0.0, (1 - self.level) * 60 / self.per_minute)
 
 
 class RateLimits:
-    """`clock`: monotonic seconds."""
+    """Counts the requests of each key. clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: dict[int, _Bucket] = {}
 
     def take(self, key_id: int, per_minute: int) -> None:
-        """One request. Raises RequestError 429."""
+        """Counts one request. Raises RequestError 429 if the key has exceeded its rate."""
         now = self._clock()
         bucket = self._buckets.setdefault(key_id, _Bucket(per_minute, per_minute, now))
         if seconds := bucket.seconds_to_wait(now):
             raise RequestError(
-                f"this key may send {per_minute} requests a minute, and has: send fewer, larger ones, or use a key "
-                f"made by `trainhouse keys create NAME --requests-per-minute {2 * per_minute}`",
+                f"this key has used up its limit of {per_minute} requests a minute: send fewer, larger ones, or use a "
+                f"key made by `trainhouse keys create NAME --requests-per-minute {2 * per_minute}`",
                 status=429,
                 retry_after_seconds=seconds,
             )
@@ -59,8 +61,10 @@ class RateLimits:
 
 
 class Strangers:
-    """Requests without a key in force: how many an address, and all addresses together, may send. Of the addresses the
-    last _MOST_ADDRESSES are known. `clock`: monotonic seconds."""
+    """Limits requests without a valid key, for each address and for all addresses together.
+
+    Keeps the last _MOST_ADDRESSES addresses. clock: monotonic seconds.
+    """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
@@ -69,18 +73,18 @@ class Strangers:
         self._of_all = _full_bucket(_ADDRESSES_IN_ALL * per_minute, clock())
 
     def check(self, address: str) -> None:
-        """Raises RequestError 429 where the address, or all together, have sent too many."""
+        """Raises RequestError 429 if the address, or all addresses together, have sent too many."""
         now, bucket = self._clock(), self._of_address.get(network_of(address))
         if seconds := max(self._of_all.seconds_to_wait(now), bucket.seconds_to_wait(now) if bucket else 0.0):
             raise RequestError(
-                f"too many requests without an API key in force: {self._per_minute} a minute are answered to an "
-                "address: send one with X-API-Key",
+                f"too many requests without a valid API key: the limit is {self._per_minute} a minute for each "
+                "address: send a key as X-API-Key",
                 status=429,
                 retry_after_seconds=seconds,
             )
 
     def take(self, address: str) -> None:
-        """One request. Raises RequestError 429."""
+        """Counts one request. Raises RequestError 429 as `check` does."""
         self.check(address)
         now, network = self._clock(), network_of(address)
         bucket = self._of_address.pop(network, None) or _full_bucket(self._per_minute, now)
@@ -92,7 +96,7 @@ class Strangers:
 
 
 def network_of(address: str) -> str:
-    """The address; of IPv6 the first half, since who has one has as many as the other half says."""
+    """Returns an IPv4 address unchanged, and the /64 network of an IPv6 address, since a host often has a whole /64."""
     try:
         known = ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,8 +1,10 @@
-"""Scopes: what a key may do. One table says for each route which scopes open it; any one of them is enough.
+"""Lists the scopes that give a key access to each route; any one of them is enough.
 
-read: list and get what is there, results and weights included. sample: sampling sessions, samples, OpenAI's endpoint.
-train: models, their operations, saving. admin: delete, publish and age checkpoints, revoke the key. operator: see what
-concerns all tenants together; a key has it only where `trainhouse keys create` was told so.
+read: list and get everything of the tenant, including results and weights.
+sample: sampling sessions, samples, OpenAI's endpoint.
+train: models, their operations, saving.
+admin: delete, publish and set the lifetime of checkpoints, revoke the key.
+operator: see data about all tenants; a key has it only if `trainhouse keys create --scopes` named it.
 """
 
 import re
@@ -14,14 +16,14 @@ from ...schemas.errors import RequestError
 
 OPERATOR = "operator"
 TENANT_SCOPES = ("train", "sample", "read", "admin")
-"""Those of a key that was made without any."""
+"""The scopes of a key that was created without --scopes."""
 SCOPES = (*TENANT_SCOPES, OPERATOR)
 
 _WORK = ("train", "sample")
 _USE = ("train", "sample", "read")
 
 ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
-    # What every client asks before it does anything.
+    # Every client requests these before anything else.
     "POST /api/v1/auth/token": SCOPES,
     "GET /api/v1/auth/apikey/me": SCOPES,
     "POST /api/v1/client/config": SCOPES,
@@ -30,7 +32,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /api/v1/get_server_capabilities": SCOPES,
     "GET /api/v1/limits": SCOPES,
     "GET /api/v1/workers": (OPERATOR,),
-    # Sessions hold models and samplers; who only lists needs none.
+    # Sessions hold models and samplers; listing needs none.
     "POST /api/v1/create_session": _WORK,
     "POST /api/v1/session_heartbeat": _WORK,
     "POST /api/v1/sessions/{session_id}/finish": _WORK,
@@ -57,7 +59,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/asample": ("sample",),
     "POST /v1/completions": ("sample",),
     "POST /v1/chat/completions": ("sample",),
-    # Who may ask for something may have what comes of it, and what it is made of.
+    # A key that may submit a request may also get its result, and information about its inputs.
     "POST /api/v1/retrieve_future": _USE,
     "POST /api/v1/retrieve_futures": _USE,
     "POST /api/v1/cancel_future": _WORK,
@@ -96,7 +98,7 @@ LARGE_BODIES = frozenset(
         "POST /v1/chat/completions",
     }
 )
-"""The routes that carry data of training and sampling, whose bodies may be as large as --max-body-bytes."""
+"""Routes that carry training and sampling data, so that their bodies may be as large as --max-body-bytes."""
 
 _PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
     (method, compile_path(path)[0], route) for route in ROUTE_SCOPES for method, path in [route.split(" ")]
@@ -104,26 +106,26 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
 
 
 def find_route(method: str, path: str) -> str | None:
-    """METHOD and path template of a route that takes a key; None: it takes none, or there is no such route."""
+    """Returns "METHOD path-template" of a route that takes a key; None if it takes none or does not exist."""
     if (route := f"{method} {path}") in ROUTE_SCOPES:
         return route
-    # Also those without parameters: the router takes a path with a line break at its end for the one without it.
+    # Includes routes without parameters, because the router also matches a path with a trailing line break.
     return next((route for verb, pattern, route in _PATTERNS if verb == method and pattern.match(path)), None)
 
 
 def check_scopes(scopes: Iterable[str], route: str) -> None:
-    """Raises RequestError 403."""
+    """Raises RequestError 403 if none of the scopes gives access to the route."""
     needed = ROUTE_SCOPES[route]
     if not set(needed).intersection(scopes):
         raise RequestError(
-            f"this key has the scope {', '.join(scopes)}, and {route} needs {' or '.join(needed)}: use a key that has "
-            f"it, made by `trainhouse keys create NAME --scopes {','.join((*scopes, needed[0]))}`",
+            f"this key has the scope {', '.join(scopes)}, and {route} needs {' or '.join(needed)}: use a key with "
+            f"that scope, made by `trainhouse keys create NAME --scopes {','.join((*scopes, needed[0]))}`",
             status=403,
         )
 
 
 def parse_scopes(text: str) -> tuple[str, ...]:
-    """train,sample: in the order of SCOPES. Raises ValueError."""
+    """Parses "train,sample"; returns the scopes in the order of SCOPES. Raises ValueError."""
     given = {name.strip() for name in text.split(",")}
     if wrong := sorted(given.difference(SCOPES)):
         raise ValueError(f"{wrong[0]!r} is not a scope: give one or more of {','.join(SCOPES)}")

@@ -1,4 +1,5 @@
-"""Sessions: a client's life. It ends by a word or by silence, and what belonged to it is let go."""
+"""Tracks client sessions. A session ends when the client finishes it or its heartbeats stop; its resources are then
+released."""
 
 import asyncio
 import logging
@@ -21,19 +22,20 @@ from .auth import Tenant
 logger = logging.getLogger(__name__)
 
 _MOST_METADATA_TEXT = 8 * MOST_METADATA_BYTES
-"""Characters that JSON may need, with all of its escapes, for the most that a request may say."""
+"""Characters of JSON, with all escapes, for the largest metadata that a request may have."""
 
 _CROWDED_SECONDS = 120.0
-"""So long an ended session stays, however many its tenant has: what belonged to it may still be on its way out."""
+"""An ended session is kept at least this long, however many its tenant has: its resources may not be released yet."""
 
 _FORGOTTEN_AT_ONCE = 500
 
 
 @dataclass
 class _Open:
-    """heard_at: monotonic, so that a machine that slept does not end everybody's session.
+    """An open session.
 
-    num_held: requests under way whose client cannot send heartbeats.
+    heard_at: monotonic, so that a machine that slept does not end all sessions.
+    num_held: running requests whose client cannot send heartbeats.
     """
 
     record: SessionRecord
@@ -42,10 +44,11 @@ class _Open:
 
 
 class Sessions:
-    """The open ones are held here and checked for silence; the store has all of them.
+    """Holds the open sessions and ends those whose heartbeats stop; the store has all sessions.
 
-    The expiry clock stops while the server is down: at start every open session has the whole time again.
-    `on_end`: called with the session id once a session has ended, in order; what they raise is logged.
+    While the server is down no session expires: at start every open session gets the full time again.
+
+    on_end: called in order with the id of each session that has ended; their exceptions are logged.
     """
 
     def __init__(
@@ -55,7 +58,12 @@ class Sessions:
         clock: Callable[[], float] = time.monotonic,
         check_room: Callable[[str, int], None] = lambda tenant_id, num_open: None,
     ) -> None:
-        """check_room: called before one more with the tenant's id and how many it has; raises RequestError."""
+        """Takes the store and the limits.
+
+        Args:
+            check_room: called before a session is created, with the tenant's id and its number of open sessions;
+                raises RequestError.
+        """
         self._store = store
         self._expiry_seconds = expiry_seconds
         self._clock = clock
@@ -73,7 +81,7 @@ class Sessions:
         self._num_open = Counter(known.record.tenant_id for known in self._open.values())
 
     def watch(self) -> None:
-        """From now on silence counts."""
+        """Starts to expire sessions without heartbeats."""
         now = self._clock()
         for known in self._open.values():
             known.heard_at = now
@@ -86,7 +94,10 @@ class Sessions:
         await self._save_heartbeats()
 
     async def create(self, tenant: Tenant, request: CreateSessionRequest, idempotency_key: str | None) -> SessionRecord:
-        """The same idempotency key of the same tenant answers the same session. Raises RequestError 429."""
+        """Creates a session, or returns the one that the tenant created with the same idempotency key.
+
+        Raises RequestError 429 if the tenant has too many.
+        """
         now = time.time()
         new = SessionRecord(
             session_id=secrets.token_hex(8),
@@ -103,7 +114,7 @@ class Sessions:
         if (known := await self._store.find_session(new)) is not None:
             return known
         self._check_room(tenant.id, self._num_open[tenant.id])
-        # Counted before it is there: others may be asked for meanwhile.
+        # Counted before it is inserted, since others may be created meanwhile.
         self._num_open[tenant.id] += 1
         try:
             record = await self._store.insert_session(new)
@@ -115,7 +126,7 @@ class Sessions:
                 self._num_open[tenant.id] -= 1
 
     async def get(self, tenant: Tenant, session_id: str) -> SessionRecord:
-        """Ended ones included. Raises RequestError 404, also for another tenant's."""
+        """Returns the session, open or ended. Raises RequestError 404, also for another tenant's session."""
         known = self._open.get(session_id)
         record = known.record if known else await self._store.get_session(session_id)
         if record is None or record.tenant_id != tenant.id:
@@ -123,7 +134,7 @@ class Sessions:
         return record
 
     async def require_open(self, tenant: Tenant, session_id: str) -> SessionRecord:
-        """The session, which has just been heard of. Raises RequestError 404, or 410 when it has ended."""
+        """Returns the session and counts this as a heartbeat. Raises RequestError 404, or 410 if it has ended."""
         record = await self.get(tenant, session_id)
         if record.finished_at is not None:
             raise RequestError(f"session {session_id} has ended ({record.end}): create a new one", status=410)
@@ -141,13 +152,13 @@ class Sessions:
         return session_id in self._open
 
     def heard_of(self, session_id: str) -> None:
-        """Any request in a session's name keeps it alive, as a heartbeat does. Unknown or ended ones: no-op."""
+        """Counts any request of a session as a heartbeat. Ignores unknown and ended sessions."""
         if known := self._open.get(session_id):
             known.heard_at = self._clock()
 
     @contextmanager
     def held(self, session_id: str) -> Iterator[None]:
-        """Silence does not end the session within the block. Unknown or ended ones: no-op."""
+        """Keeps the session from expiring within the block. Ignores unknown and ended sessions."""
         known = self._open.get(session_id)
         if known is None:
             yield
@@ -160,27 +171,31 @@ class Sessions:
             known.heard_at = self._clock()
 
     async def finish(self, tenant: Tenant, session_id: str, request: FinishSessionRequest) -> None:
-        """The first end wins. Raises RequestError 404."""
+        """Ends the session; if it has already ended, the first reason stays. Raises RequestError 404."""
         await self.get(tenant, session_id)
         await self._end(session_id, request.reason.type, request.detail)
 
     async def set_project(self, tenant: Tenant, session_id: str, project_id: str) -> None:
-        """Raises RequestError 404."""
+        """Moves the session to a project. Raises RequestError 404."""
         await self.get(tenant, session_id)
         await self._store.set_session_project(session_id, project_id)
         if known := self._open.get(session_id):
             known.record = replace(known.record, project_id=project_id)
 
     async def expire(self) -> None:
-        """Ends the sessions that were silent for too long."""
+        """Ends the sessions without heartbeats for too long."""
         silent_since = self._clock() - self._expiry_seconds
         for session_id, known in list(self._open.items()):
             if known.heard_at < silent_since and not known.num_held:
                 await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
 
     async def forget(self, ttl_seconds: float, most: int, spared: Collection[str]) -> None:
-        """Deletes sessions that ended so long ago and saved nothing, with their runs and samplers; of a tenant that has
-        more than `most` of them the oldest before their time. spared: ids of those that are still being ended."""
+        """Deletes sessions that ended at least `ttl_seconds` ago and saved nothing, with their runs and samplers.
+
+        Args:
+            most: of a tenant with more ended sessions than this, the oldest are deleted early.
+            spared: ids of sessions that are still being ended.
+        """
         now = time.time()
         old = await self._store.list_forgettable_sessions(now - ttl_seconds, now - _CROWDED_SECONDS, most)
         forgotten = [session_id for session_id in old if session_id not in spared]
@@ -197,8 +212,8 @@ class Sessions:
         for ended in self.on_end:
             try:
                 await ended(session_id)
-            except Exception:  # the session has ended whether or not all of it could be let go
-                logger.exception("after the end of session %s", session_id)
+            except Exception:  # the session has ended even if not all its resources could be released
+                logger.exception("releasing the resources of session %s failed", session_id)
 
     async def _expire_in_time(self) -> None:
         period, trouble = min(10.0, self._expiry_seconds / 4), Trouble(logger, "bringing sessions up to date")
@@ -207,13 +222,13 @@ class Sessions:
             try:
                 await self._save_heartbeats()
                 await self.expire()
-            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+            except SQLAlchemyError as error:  # for example a full disk: the next round may succeed
                 trouble.failed(error)
             else:
                 trouble.passed()
 
     async def _save_heartbeats(self) -> None:
-        """For those who list sessions; the expiry does not read them."""
+        """Stores the last heartbeats, which listings show; expiry does not read them from the store."""
         now, shift = self._clock(), time.time() - self._clock()
         heard = {one: known.heard_at + shift for one, known in self._open.items() if known.heard_at >= self._saved_at}
         self._saved_at = now

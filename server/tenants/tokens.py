@@ -1,6 +1,6 @@
-"""Tokens: short-lived JSON web tokens (HS256) that stand for an API key, for clients that keep the key to themselves.
+"""Issues short-lived JSON web tokens (HS256) that replace an API key in requests.
 
-Their secret is this process's own: after a restart they are refused, and clients exchange their key again.
+Their secret is private to the process: after a restart they are refused, and clients exchange their key again.
 """
 
 import base64
@@ -20,14 +20,14 @@ class Tokens:
         self._clock = clock
 
     def issue(self, key_hash: str, tenant_id: str, tenant_name: str) -> str:
-        """The claims are those that the SDK's `whoami` shows, and the key's hash."""
+        """Returns a token with the key's hash and the claims that the SDK's `whoami` shows."""
         now = int(self._clock())
         claims = {"sub": tenant_id, "org_id": "trainhouse", "email": tenant_name, "key": key_hash}
         signed = f"{_encoded(_HEADER)}.{_encoded(claims | {'iat': now, 'exp': now + LIFETIME_SECONDS})}"
         return f"{signed}.{self._signature(signed)}"
 
     def key_hash_of(self, token: str) -> str | None:
-        """None for what is no token of this process, or has expired."""
+        """Returns the hash of the token's key, or None if this process did not issue it or it has expired."""
         signed, dot, signature = token.rpartition(".")
         if not dot or not hmac.compare_digest(self._signature(signed).encode(), signature.encode()):
             return None

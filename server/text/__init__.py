@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, chat templates, stop strings."""
+"""Tokenizers, chat templates and stop strings."""

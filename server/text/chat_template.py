@@ -1,7 +1,7 @@
-"""ChatTemplate: messages to text by a model's Jinja template, to the letter as transformers does it.
+"""Renders chats with a model's Jinja template, exactly as transformers does.
 
-What templates see and may do is that of `transformers.utils.chat_template_utils`, which cannot be imported here: it
-would load torch. A test holds the two against each other.
+What templates can see and do follows `transformers.utils.chat_template_utils`. Importing that would load torch, so this
+is a copy, and a test compares the two.
 """
 
 import json
@@ -23,8 +23,12 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
+    """A compiled chat template.
+
+    special_tokens: by their names in templates, such as bos_token.
+    """
+
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """special_tokens: by their names in templates, such as bos_token."""
         self._source = source
         self._special_tokens = special_tokens
 
@@ -35,7 +39,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, JsonValue],
     ) -> str:
-        """Raises whatever the template does: jinja2.TemplateError where it refuses by itself."""
+        """Raises any exception that the template causes; jinja2.TemplateError if it refuses the messages itself."""
         return self._compiled.render(
             messages=[_normalized(message) for message in messages],
             tools=tools,
@@ -46,7 +50,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Whether tools can change what it renders. Raises TemplateError on a source that is no template."""
+        """True if the template uses `tools`. Raises TemplateError if the source cannot be parsed."""
         names = _environment().parse(self._source).find_all(nodes.Name)
         return any(name.name == "tools" and name.ctx == "load" for name in names)
 
@@ -56,7 +60,7 @@ class ChatTemplate:
 
 
 def _normalized(message: Message) -> dict[str, JsonValue]:
-    """Without nulls, which many templates would print; reasoning under each of the names that templates read."""
+    """Drops nulls, which many templates would print, and gives reasoning both names that templates read."""
     given: dict[str, JsonValue] = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in _REASONING_FIELDS if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
@@ -78,7 +82,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it is only passed through."""
+    """Passes `{% generation %}` blocks through. They mark assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -88,7 +92,7 @@ class _Generation(Extension):
 
 
 class _Dictionary:
-    """`dict` without attributes by which a template could leave the sandbox."""
+    """A `dict` without attributes that would let a template leave the sandbox."""
 
     def __call__(self, *items: Iterable[tuple[str, object]], **named: object) -> dict[str, object]:
         return dict(*items, **named)
@@ -98,7 +102,7 @@ class _Dictionary:
 
 
 class _Namespace(Namespace):
-    """jinja2's, but names with an underscore in front are refused: they reach the interpreter."""
+    """A jinja2 namespace that refuses names with a leading underscore, which would reach the interpreter."""
 
     def __init__(*given: object, **named: object) -> None:
         # `self` is not named, so that a template may have an attribute of this name.
@@ -129,5 +133,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the escapes for HTML that jinja2's own filter makes."""
+    """Encodes JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

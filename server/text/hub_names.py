@@ -1,7 +1,7 @@
-"""Hub names: where the official SDK looks for the tokenizer of a base model, and whether it finds one there.
+"""Works out where the official SDK looks for the tokenizer of a base model, and whether it finds one.
 
-Its training clients ask the server (`tokenizer_id`). Its sampling clients know the served name alone, which they give
-to transformers: a hub id, or a directory of the client's machine.
+Training clients of the SDK get the `tokenizer_id` from the server. Sampling clients only have the served name, which
+they pass to transformers: a hub id, or a directory on the client's machine.
 """
 
 import json
@@ -13,32 +13,32 @@ from ...workers.protocol.config import ServedModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WITH_OWN_TOKENIZERS = ("TML/", "thinkingmachines/")
-"""Of such names the SDK has the tokenizers itself, or none."""
+"""Prefixes of names for which the SDK never asks the hub: it has the tokenizer itself, or none."""
 _ORIGINS = (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path"))
 
 
 def tokenizer_id(model: ServedModel, is_loopback: bool) -> str:
-    """What the SDK's training clients give to transformers.
+    """Returns what the SDK's training clients pass to transformers.
 
-    A directory is told to clients on this machine alone; others get the hub id that its files name, where the served
-    name is none.
+    A directory is only reported to clients on this machine. Others get the served name if it is a hub id, else the hub
+    id that the model's files name.
     """
     if not Path(model.source).is_dir():
         return model.source
     directory = str(Path(model.source).absolute())
-    if is_loopback and ":" not in directory:  # the SDK cuts the id there
+    if is_loopback and ":" not in directory:  # the SDK truncates the id at a colon
         return directory
     return model.name if _is_found(model.name, is_loopback) else _origin(model) or model.name
 
 
 def unresolved(models: Sequence[ServedModel], is_loopback: bool) -> Iterator[str]:
-    """Warnings: of each name under which the SDK finds no tokenizer."""
+    """Yields a warning for each served name under which the SDK finds no tokenizer."""
     for model in models:
         if not _is_found(model.name, is_loopback):
             hub_id = _origin(model) or "ORGANISATION/MODEL, its name on the hub"
             yield (
-                f"{model.name} is no id of the hub, where the official SDK's sampling clients look for its tokenizer "
-                f"(ours gets it from here): serve {model.source} under the name {hub_id}"
+                f"{model.name} is not a hub id, but the official SDK's sampling clients look for its tokenizer on the "
+                f"hub (our client gets it from this server): serve {model.source} under the name {hub_id}"
             )
 
 
@@ -50,14 +50,16 @@ def _is_found(name: str, is_loopback: bool) -> bool:
 
 
 def _looked_up(name: str) -> str:
-    """As tinker.lib.public_interfaces.sampling_client makes it of a name: ORGANISATION/MODEL/VARIANT and MODEL:VARIANT
-    are MODEL. So is a directory with two slashes, to its harm."""
+    """Returns the tokenizer id that tinker.lib.public_interfaces.sampling_client derives from a served name.
+
+    ORGANISATION/MODEL/VARIANT and MODEL:VARIANT become MODEL. A directory with two slashes is truncated the same way.
+    """
     parts = name.partition(":")[0].split("/")
     return "/".join(parts[:2]) if len(parts) == 3 else "/".join(parts)
 
 
 def _origin(model: ServedModel) -> str | None:
-    """The hub id that the files of a directory name as theirs."""
+    """Returns the hub id that the files in the model's directory name as their origin."""
     for file, key in _ORIGINS:
         try:
             named = json.loads(Path(model.source, file).read_text()).get(key)

@@ -1,8 +1,7 @@
-"""A program that prints what transformers makes of a tokenizer's files:
-`python -m trainhouse.server.text.read_tokenizer SOURCE`.
+"""Prints a tokenizer's files as transformers reads them: `python -m trainhouse.server.text.read_tokenizer SOURCE`.
 
-Its classes decide that (some rebuild what tokenizer.json says, some mend it), and loading them loads torch, which the
-server never does: so they run in a process of their own, once a model, and what they made comes over as JSON.
+Some tokenizer classes of transformers rebuild or repair tokenizer.json, and loading them loads torch, which the server
+never does. So this runs in a separate process, once per model, and passes the result as JSON.
 """
 
 import contextlib
@@ -14,13 +13,17 @@ from .tokenizer import TokenizerFacts
 
 
 def read(source: str) -> TokenizerFacts:
-    """source: a directory or a hub id. Raises OSError, ValueError: it has no tokenizer that can be used."""
-    # Imported here, once `main` has seen to it that torch is not.
+    """Returns the tokenizer of a directory or hub id.
+
+    Raises:
+        OSError, ValueError: it has no usable tokenizer.
+    """
+    # Imported here, after `main` has hidden torch.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"its tokenizer {type(tokenizer).__name__} is not one of the tokenizers library")
+        raise ValueError(f"its tokenizer {type(tokenizer).__name__} is not a fast one (of the tokenizers library)")
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise ValueError("the vocabulary of its tokenizer is empty")
     backend = tokenizer.backend_tokenizer
@@ -35,7 +38,7 @@ def read(source: str) -> TokenizerFacts:
 
 
 def main() -> int:
-    # Taken for not installed: loading it takes longer than all of the rest.
+    # Hide torch: loading it takes longer than everything else.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
     try:
         with contextlib.redirect_stdout(sys.stderr):

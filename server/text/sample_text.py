@@ -1,4 +1,4 @@
-"""SampleText: the text of one sample as its tokens come, and how much of it can be shown already."""
+"""Turns the tokens of one sample into text as they arrive, and decides how much of it can be shown already."""
 
 import codecs
 from collections.abc import Collection, Iterable, Sequence
@@ -8,11 +8,14 @@ from .tokenizer import Tokenizer
 
 
 class SampleText:
-    """Feed it tokens with `add` and take the text that they complete; all that was taken is the whole text.
+    """Receives tokens with `add` and returns the text that they complete with `take`; all taken pieces make up the
+    text.
 
-    A character comes once all of its bytes are there. Special tokens and the end token are no text; a stop string and
-    what follows is left out, and what may be the beginning of one is held back until it is known not to be. stopped: a
-    stop string is there.
+    A character is returned when all of its bytes have arrived. Special tokens and the end token give no text. A stop
+    string and everything after it is left out; a possible beginning of one is held back until the tokens decide.
+
+    min_tokens: a stop string that is complete after fewer tokens does not count.
+    stopped: a stop string has been found.
     """
 
     def __init__(
@@ -22,7 +25,6 @@ class SampleText:
         end_token_ids: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        """min_tokens: a stop string that is complete with fewer of them does not count."""
         self.stopped = False
         self._tokenizer = tokenizer
         self._searches = [StopSearch(stop) for stop in stop_strings]
@@ -30,15 +32,15 @@ class SampleText:
         self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_tokens = 0
-        self._held = ""  # searched, and not taken
-        self._fresh: list[str] = []  # not searched
+        self._held = ""  # searched but not taken
+        self._fresh: list[str] = []  # not searched yet
         self._num_characters = 0
         self._num_taken = 0
         self._num_searched = 0
         self._num_unstopped = 0
 
     def add(self, tokens: Iterable[int]) -> list[int]:
-        """Characters of text in front of each of them."""
+        """Returns, for each token, the number of characters of text before it."""
         offsets = []
         for token in tokens:
             is_text = token not in self._end_token_ids and not self._tokenizer.is_special(token)
@@ -53,7 +55,7 @@ class SampleText:
         return offsets
 
     def take(self, last: bool = False) -> str:
-        """The text that can be shown and was not taken yet. last: no tokens follow."""
+        """Returns the text that can be shown and was not taken yet. `last` means that no tokens follow."""
         if last:
             self._end_character()
         if self.stopped:
@@ -68,7 +70,9 @@ class SampleText:
         return text
 
     def _find_stop(self) -> int | None:
-        """Where the stop string begins that is complete first; of those that end there, the longest."""
+        """Returns where the first complete stop string begins; of those that end at the same place, the longest
+        counts.
+        """
         fresh = "".join(self._fresh)
         self._fresh.clear()
         self._held += fresh
@@ -78,7 +82,7 @@ class SampleText:
         return start + min(ends)[1] if ends else None
 
     def _end_character(self) -> None:
-        """One whose bytes are not all there is not going to be complete."""
+        """Ends a character whose remaining bytes will not arrive."""
         self._append(self._decoder.decode(b"", final=True))
 
     def _append(self, text: str) -> None:
@@ -87,5 +91,5 @@ class SampleText:
 
 
 def _continues_character(spelled: bytes) -> bool:
-    """Or may do so: it has no bytes."""
+    """True if the bytes continue a character, or are empty."""
     return not spelled or spelled[0] & 0xC0 == 0x80

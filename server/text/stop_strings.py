@@ -1,14 +1,15 @@
-"""StopString: a text that ends samples; StopSearch: how far the text of one sample has come in it."""
+"""Incremental search for stop strings in the text of a sample."""
 
 
 class StopString:
-    """borders: of the first 1, 2, ... characters, how many at their end are also at their beginning, but not all.
+    """A text that ends samples, prepared for the search of Knuth, Morris and Pratt (https://doi.org/10.1137/0206024),
+    which reads every character once.
 
-    (Knuth, Morris and Pratt, https://doi.org/10.1137/0206024: so that no character of a text is looked at again.)
+    text: not empty.
+    borders: for each prefix, the length of its longest proper prefix that is also its suffix.
     """
 
     def __init__(self, text: str) -> None:
-        """text: not empty."""
         self.text = text
         self.borders = [0]
         for character in text[1:]:
@@ -19,16 +20,19 @@ class StopString:
 
 
 class StopSearch:
-    """num_begun: characters at the end of the text that begin the stop string, the most of them."""
+    """The state of the search for one stop string in one text.
+
+    num_begun: length of the longest suffix of the text so far that is a prefix of the stop string.
+    """
 
     def __init__(self, stop: StopString) -> None:
         self.stop = stop
         self.num_begun = 0
 
     def find(self, text: str, num_unstopped: int) -> int | None:
-        """How many characters of `text`, which follows what was searched before, end with the stop string.
+        """Returns how many characters of `text`, which continues the text searched so far, end with the stop string.
 
-        None: it does not end in there, or only within the first `num_unstopped`.
+        None if it does not end in `text`, or only within the first `num_unstopped` characters.
         """
         stop, borders = self.stop.text, self.stop.borders
         place = 0

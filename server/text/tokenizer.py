@@ -1,6 +1,6 @@
-"""Tokenizer: a base model's text and chats to tokens, and the bytes of a token; Tokenizers: those of all base models.
+"""Encodes texts and chats of a base model as tokens, and gives the bytes of a token.
 
-Exactly as transformers' AutoTokenizer does it, without transformers: see read_tokenizer.
+Results are those of transformers' AutoTokenizer, without importing transformers: see read_tokenizer.
 """
 
 import asyncio
@@ -35,10 +35,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What transformers makes of a tokenizer's files.
+    """A tokenizer's files as transformers reads them.
 
-    backend: JSON of the tokenizers library. special_tokens: name, such as bos_token -> its text.
-    chat_templates: name -> Jinja; empty for a model that does not chat.
+    backend: JSON of the tokenizers library.
+    special_tokens: name, such as bos_token -> its text.
+    chat_templates: name -> Jinja source; empty for a model without a chat template.
     """
 
     backend: str
@@ -48,7 +49,10 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat template turns into a prompt. variables: what else the template may read."""
+    """A chat to be rendered as a prompt.
+
+    variables: further variables for the template.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[JsonValue] | None = None
@@ -57,11 +61,14 @@ class Chat:
 
 
 class UnreadTools(Exception):
-    """A chat has tools, and the model's chat template has no place for them."""
+    """The chat has tools, but the model's chat template does not use them."""
 
 
 class Tokenizer:
-    """num_marks: spaces that texts are given in front and lose when tokens are read as a text of their own."""
+    """The tokenizer of one base model.
+
+    num_marks: spaces that the tokenizer prepends to a text, and removes when it decodes tokens as a whole text.
+    """
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._backend = tokenizers.Tokenizer.from_str(facts.backend)
@@ -80,18 +87,23 @@ class Tokenizer:
         self.num_marks = self._count_marks()
 
     def encode(self, text: str, most_tokens: int) -> list[int]:
-        """With the tokens that begin every text of the model, such as BOS.
+        """Encodes a text, with the tokens that begin every text of the model, such as BOS.
 
-        most_tokens: of the context. A text that is longer whatever its tokens is refused with RequestError, before it
-        has taken its time; others may have more tokens, too.
+        Args:
+            most_tokens: size of the context.
+        Raises:
+            RequestError: the text exceeds the context for certain, by its length alone. This spares the time to encode
+                it;
+                other results may exceed `most_tokens`, too.
         """
         return self._encode(text, most_tokens, add_special_tokens=True)
 
     def encode_chat(self, chat: Chat, most_tokens: int) -> list[int]:
-        """As `AutoTokenizer.apply_chat_template`.
+        """Encodes a chat like `AutoTokenizer.apply_chat_template`.
 
-        Raises RequestError: no chat template, or it refuses the chat, or what comes of it is too long as in `encode`;
-        UnreadTools where it would leave out the tools.
+        Raises:
+            RequestError: there is no chat template, it refuses the chat, or the text is too long (see `encode`).
+            UnreadTools: the template would ignore the tools.
         """
         template = self._template(chat)
         try:
@@ -99,20 +111,22 @@ class Tokenizer:
                 raise UnreadTools
             text = template.render(chat.messages, chat.tools, chat.add_generation_prompt, chat.variables or {})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise RequestError(f"the model's chat template does not take these messages: {error}") from None
+            raise RequestError(f"the model's chat template does not accept these messages: {error}") from None
         return self._encode(text, most_tokens, add_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of a token within a text, UTF-8 once they are joined; of ids that the tokenizer does not know, none."""
+        """Returns the token's bytes within a text. Joined they are UTF-8; an unknown id has none."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._read_bytes(token_id)
         return self._bytes[token_id]
 
     def name_of(self, token_id: int) -> str:
-        """Its text; of one that is not whole characters `bytes:\\xe2\\x82`; of one that is not known its number."""
+        """Returns the token's text; its escaped bytes after `bytes:` if they are not whole characters; its id if
+        unknown.
+        """
         if token_id not in self._names:
             self._names[token_id] = _name(token_id, self.token_bytes(token_id))
         return self._names[token_id]
@@ -121,10 +135,10 @@ class Tokenizer:
         most_characters = most_tokens * self._longest_token
         if len(text) > most_characters:
             raise RequestError(
-                f"the prompt has {len(text)} characters, and the context of the model, {most_tokens} tokens, has no "
-                f"more than {most_characters}: shorten it"
+                f"the prompt has {len(text)} characters, but the model's context of {most_tokens} tokens holds at "
+                f"most {most_characters}: shorten it"
             )
-        # `encode` would keep the interpreter, and so the event loop, waiting until it is done.
+        # `encode` would hold the GIL, and so block the event loop; encode_batch releases it.
         return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _count_marks(self) -> int:
@@ -154,20 +168,23 @@ class Tokenizer:
 
 
 class Tokenizers:
-    """By base model, read when first asked for. `clock`: monotonic seconds."""
+    """The tokenizers of all base models, each read when first requested. `clock` gives monotonic seconds."""
 
     def __init__(self, models: Sequence[ServedModel], clock: Callable[[], float] = time.monotonic) -> None:
         self._models = {model.name: model for model in models}
         self._clock = clock
         self._reading: dict[str, asyncio.Task[Tokenizer]] = {}
         self._refused_at: dict[str, float] = {}
-        # Their own: long texts would keep the other work of threads waiting.
+        # A separate pool, since long texts would block other work in threads.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "tokenizer")
 
     async def get(self, base_model: str) -> Tokenizer:
-        """Raises RequestError when the model has none, OperationError when it could not be read.
+        """Returns the tokenizer of a base model, reading it if needed. Errors are remembered for a minute, since
+        reading one costs seconds of a core.
 
-        Both are remembered for a minute: reading one costs seconds of a core.
+        Raises:
+            RequestError: the model has no usable tokenizer.
+            OperationError: it could not be read.
         """
         if base_model not in self._reading or self._may_have_changed(base_model):
             self._refused_at.pop(base_model, None)
@@ -175,7 +192,7 @@ class Tokenizers:
         return await asyncio.shield(self._reading[base_model])
 
     async def apart(self, work: Callable[[], Result]) -> Result:
-        """For long texts: done in a thread."""
+        """Runs `work` on a long text in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _may_have_changed(self, base_model: str) -> bool:
@@ -192,7 +209,7 @@ class Tokenizers:
 
 
 async def _read(model: ServedModel) -> bytes:
-    """JSON of TokenizerFacts, made in a process of its own, in seconds."""
+    """Returns JSON of TokenizerFacts, read in a separate process, which takes seconds."""
     program = (sys.executable, "-m", f"{__package__}.read_tokenizer", str(model.source))
     process = await asyncio.create_subprocess_exec(*program, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
     try:
@@ -205,8 +222,8 @@ async def _read(model: ServedModel) -> bytes:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode and process.returncode < 0:  # memory ran out, or Ctrl-C reached all processes
-        message = f"the tokenizer of {model.name} was not read: {signal.Signals(-process.returncode).name} ended that"
+    if process.returncode and process.returncode < 0:  # out of memory, or Ctrl-C, which reaches all processes
+        message = f"reading the tokenizer of {model.name} was ended by {signal.Signals(-process.returncode).name}"
         raise OperationError(f"{message}: try again in a minute", "server")
     if process.returncode:
         reason = (errors.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
@@ -230,7 +247,9 @@ def _decoder_types(backend: str) -> set[str]:
 
 @cache
 def _byte_of_letter() -> Mapping[str, int]:
-    """The alphabet in which byte-level tokenizers spell bytes: printable ones as they are, the others from 256 on."""
+    """Returns the alphabet of byte-level tokenizers: printable bytes map to themselves, the others to characters from
+    256 on.
+    """
     printable = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

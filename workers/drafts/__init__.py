@@ -1,1 +1,2 @@
-"""Draft models for speculative decoding: small models that guess what their target, a base model, will say."""
+"""Draft models for speculative decoding: small models that propose tokens for their target, a base model with or
+without trained weights."""

@@ -1,4 +1,5 @@
-"""DraftGroups: how the ranks of a base model share out the work of its drafts, by a factorisation of their own."""
+"""The layout of draft training: how the ranks of a base model divide the work of its drafts, which may differ from the
+layout of the base model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ from ..shapes.draft_spec import check_draft_spec, default_draft_spec
 
 @dataclass(frozen=True, eq=False)
 class DraftGroups:
-    """mesh: of the same ranks as the base model's: along its replicas each takes other sequences, along sp stretches of
-    the same ones, along tp parts of the draft's layers. Those of one place along replicas are a block.
+    """The rank groups that train drafts together.
 
-    audience: the ranks that bring each other what the target was told. Of these `num_sharing` neighbours have one
-    micro-batch together.
+    mesh: the base model's ranks in the layout of the drafts. Ranks along replicas train on different sequences, ranks
+    along sp on different shards of the same sequences, and ranks along tp have different parts of the draft's layers.
+    The sp * tp ranks at one position along replicas are a block.
+    audience: the ranks that exchange captured features. Every `num_sharing` neighbours among them share one
+    micro-batch.
     """
 
     mesh: Mesh
@@ -25,8 +28,15 @@ class DraftGroups:
 
     @staticmethod
     def of(base: Mesh, target: PreTrainedConfig, wanted: ParallelSpec | None) -> "DraftGroups":
-        """wanted: None = as `default_draft_spec` has it. Of all ranks at once. Raises ValueError on what cannot
-        work."""
+        """Returns the groups for the layout that the user wants.
+
+        All ranks call this together, since it may create process groups.
+
+        Args:
+            wanted: None = `default_draft_spec`.
+        Raises:
+            ValueError: the layout is not possible on the base model's ranks.
+        """
         if base.is_single and wanted in (None, SINGLE):
             return DraftGroups.alone()
         config: Any = target.get_text_config()
@@ -41,25 +51,25 @@ class DraftGroups:
 
     @staticmethod
     def alone() -> "DraftGroups":
-        """For drafts that this rank has for itself."""
+        """Returns the groups of a draft that only this rank has."""
         return DraftGroups(Mesh(), Mesh().along(), 1)
 
     @property
     def num_micro_batches(self) -> int:
-        """Of the audience."""
+        """Returns the number of micro-batches in the audience."""
         return self.audience.size // self.num_sharing
 
     @property
     def num_blocks(self) -> int:
-        """Of the audience."""
+        """Returns the number of blocks in the audience."""
         return self.audience.size // self._block_size
 
     def block_of(self, index: int) -> int:
-        """Of a rank of the audience."""
+        """Returns the block of the rank with this index in the audience."""
         return index // self._block_size
 
     def stretch_of(self, index: int) -> int:
-        """Which of its block's a rank of the audience has."""
+        """Returns which sequence shard of its block the rank with this index in the audience has."""
         return index % self._block_size // self.mesh.spec.tp
 
     @property

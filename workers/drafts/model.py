@@ -1,4 +1,4 @@
-"""DraftModel: what a draft has learned, the tokens that it can say, and its target."""
+"""A draft model: its trained weights, its vocabulary and the target whose tokens it predicts."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,15 +25,25 @@ from .sequences.stored import FeatureKind
 
 
 class DraftModel(Learner):
-    """vocabulary: int64, ascending, the target's tokens that it can say. vocabulary_is_chosen: whether anybody has said
-    which; else they are the lowest ids, with which it learns nothing. target: whose words it guesses, None = those
-    of the bare base model; and its version. was_loaded: whether it has what another one has learned. reach: where it
-    guesses samples."""
+    """The trainable state of one draft model on this rank.
+
+    vocabulary: int64, ascending: the target's tokens that the draft can propose.
+    vocabulary_is_chosen: False while `vocabulary` holds only a placeholder, the lowest ids, with which the draft cannot
+    be trained.
+    target: the model whose tokens it predicts, None = the bare base model.
+    target_version: the version of the target's weights (see version.py).
+    was_loaded: True if its weights were loaded from another draft.
+    reach: how many tokens it proposes at a time while sampling.
+    """
 
     def __init__(
         self, draft: DraftConfig, base: BaseModel, program: DraftProgram, moments: Moments, groups: DraftGroups
     ) -> None:
-        """groups: of the ranks that train it. Raises OperationError on what makes no such draft."""
+        """Raises OperationError if the configuration is not possible for this base model.
+
+        Args:
+            groups: the ranks that train the draft.
+        """
         self._base = base
         self._strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
@@ -56,7 +66,7 @@ class DraftModel(Learner):
 
     @property
     def of_trunk(self) -> Learner | None:
-        """As of any learner: whose weights the base model has when it runs for this one."""
+        """Returns the model whose weights the base model uses when it runs for this draft: the target."""
         return self.target
 
     @property
@@ -66,12 +76,12 @@ class DraftModel(Learner):
 
     @property
     def says_all(self) -> bool:
-        """Whether it can say all of the target's tokens."""
+        """True if the draft uses the target's full vocabulary."""
         return self.shape.vocabulary == self.shape.target_vocabulary
 
     @property
     def feature_kind(self) -> FeatureKind:
-        """What it is to be told of its target, as it is aimed now."""
+        """Returns the kind of captured features that the draft needs of its current target."""
         layers, target_repr = tuple(self.capture_layers), self._strategy.target_repr
         return FeatureKind(self.target_version, layers, target_repr, self.shape.hidden, self._base.dtype)
 
@@ -85,41 +95,50 @@ class DraftModel(Learner):
             self.layout.copy_parts(self.weights, whole.named_views(drawn))
 
     def say(self, token_ids: np.ndarray) -> None:
-        """From now on these tokens, int64 ascending, as many as it can. Raises OperationError once it has learned."""
+        """Sets the draft's vocabulary and reinitializes its weights.
+
+        Args:
+            token_ids: int64, ascending, as many as the draft's vocabulary size.
+        Raises:
+            OperationError: the number of tokens is wrong, or the draft has already been trained.
+        """
         if len(token_ids) != self.shape.vocabulary:
-            raise OperationError(f"{len(token_ids)} tokens for a draft_vocab_size of {self.shape.vocabulary}")
+            raise OperationError(f"{len(token_ids)} tokens do not fit a draft_vocab_size of {self.shape.vocabulary}")
         if self.vocabulary_is_chosen and (self.num_steps or self.window.num_operations or self.was_loaded):
             raise OperationError(
-                f"the draft has learned with its vocabulary, for {self.num_steps} steps"
+                f"the draft was already trained with its vocabulary, for {self.num_steps} steps"
                 f"{' and before it was loaded' if self.was_loaded else ''}: build the map before the first"
                 " forward_backward, or create a new draft"
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
         self.vocabulary_is_chosen = True
-        self.clear_window()  # of what was refused for want of it
+        self.clear_window()  # operations that were refused because the vocabulary was not chosen
         self.initialize()
 
     @property
     def lacking(self) -> str | None:
-        """See Learner: somebody has to say which tokens it can say."""
+        """Returns why the draft cannot be scored yet: its vocabulary was not chosen. None if it was."""
         if self.vocabulary_is_chosen:
             return None
         return (
-            f"draft_vocab_size is {self.shape.vocabulary}, the target's vocabulary {self.shape.target_vocabulary}, and"
-            " which of it the draft says was not chosen: call build_vocab_map with your corpus first, or create a draft"
+            f"draft_vocab_size is {self.shape.vocabulary} of the target's {self.shape.target_vocabulary} tokens, and"
+            " the draft's vocabulary was not chosen: call build_vocab_map with your corpus first, or create a draft"
             " without draft_vocab_size"
         )
 
     def halo(self, options: Options) -> int:
-        """See Strategy."""
         return self._strategy.halo(options)
 
     def published(self) -> Mapping[str, Any]:
-        """What engines that sample with such a draft read in its config, beside the shape of its layers."""
+        """Returns what inference engines read in the draft's config.json, in addition to the shape of its layers."""
         return self._strategy.published(self.draft)
 
     def network(self, trains: bool) -> Network:
-        """Of its weights as they are now. trains: whether passes over it add to its gradients."""
+        """Returns the draft's modules over its current weights.
+
+        Args:
+            trains: whether backward passes add to the draft's gradients.
+        """
         weights = self.weight_views()
         if trains:
             gradients = self.gradient_views()
@@ -133,7 +152,7 @@ def _by_name(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:
 
 
 def _learning(weight: Tensor, gradient: Tensor) -> Tensor:
-    """gradient: float32, to which backward passes add."""
+    """Returns the weight as a leaf of autograd. Backward passes add to `gradient`, which is float32."""
     leaf = weight.detach().requires_grad_()
     leaf.grad_dtype = torch.float32
     leaf.grad = gradient

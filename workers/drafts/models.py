@@ -1,4 +1,4 @@
-"""Drafts: all draft models of one base on this rank."""
+"""The registry of all draft models of one base model on this rank."""
 
 from functools import cached_property
 
@@ -25,22 +25,32 @@ class Drafts(Holder[DraftModel]):
         optimizer_states: OptimizerStates = "float32",
         groups: DraftGroups | None = None,
     ) -> None:
-        """residency: None = all of them stay on the device. groups: of the ranks that train them, None = there is
-        one."""
+        """Creates an empty registry.
+
+        Args:
+            residency: None = all drafts stay on the device.
+            groups: the ranks that train the drafts, None = this rank alone.
+        """
         super().__init__(residency or Residency(base.device))
         self._base, self._moments = base, MOMENTS[optimizer_states]
         self._groups = groups or DraftGroups.alone()
 
     def build(self, draft: DraftConfig, program: DraftProgram, is_shared: bool = True) -> DraftModel:
-        """One with zero weights and no id yet. is_shared: whether all ranks train it; else each has it for itself.
-        Raises OperationError on what makes no such draft."""
+        """Returns a draft with zero weights and no id yet.
+
+        Args:
+            is_shared: whether all ranks train it together; otherwise each rank has a draft for itself.
+        Raises:
+            OperationError: the configuration is not possible for this base model.
+        """
         groups = self._groups if is_shared else DraftGroups.alone()
         built = DraftModel(draft, self._base, program, self._moments, groups)
         built.target_version = self._base_version
         return built
 
     def version_of(self, target: Learner | None) -> str:
-        """Of this rank's part of it, which is on the device; None = the bare base model."""
+        """Returns the version of this rank's part of the target, which must be on the device. None = the bare base
+        model."""
         return self._base_version if target is None else learned_version(self._base_version, target)
 
     @cached_property

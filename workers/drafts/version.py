@@ -1,4 +1,5 @@
-"""Versions: by what features that were captured are known to be of the very target that a draft is aimed at."""
+"""Versions of target weights: hashes that show whether captured features were computed by the target that a draft is
+trained for."""
 
 import hashlib
 import json
@@ -18,13 +19,14 @@ _DIGITS = 16
 _CHUNK = 1 << 22
 _BLOCK = 1 << 16
 
-# Of each file of weights as much of its beginning, where its names are, and of its end.
+# Bytes hashed at the beginning of each weight file, where the tensor names are, and at its end.
 _ENDS_BYTES = 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def base_version(base: BaseModel) -> str:
-    """Of the bare base model: its config, the precision it runs in, and the files that it was loaded from."""
+    """Returns the version of the bare base model, a hash of its config, its precision and samples of its weight
+    files."""
     config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
     digest = hashlib.sha256(f"{json.dumps(config, sort_keys=True, default=str)} {base.precision}".encode())
     directory = model_directory(base.source)
@@ -37,8 +39,10 @@ def base_version(base: BaseModel) -> str:
 
 
 def learned_version(base: str, model: Learner) -> str:
-    """Of what a model has learned on the base of this version: of this rank's part of it, which is on the device. The
-    seed that it began with does not matter."""
+    """Returns the version of a trained model on the base model with version `base`.
+
+    The hash covers this rank's part of the weights, which must be on the device. The seed is left out.
+    """
     shape = model.training.model_dump_json(exclude={"seed"})
     digest = hashlib.sha256(f"{base} {model.program.role} {shape}".encode())
     for piece in _pieces(model.weights):
@@ -47,7 +51,8 @@ def learned_version(base: str, model: Learner) -> str:
 
 
 def version_of_parts(versions: Sequence[str]) -> str:
-    """versions: of all ranks; one that all of them have is that of the whole, which each has."""
+    """Returns the version of the whole model, given those of all ranks. Equal versions mean that each rank has the
+    whole model."""
     if len(set(versions)) == 1:
         return versions[0]
     return hashlib.sha256(" ".join(versions).encode()).hexdigest()[:_DIGITS]
@@ -62,8 +67,10 @@ def _ends(path: Path) -> Iterator[bytes]:
 
 @torch.no_grad()
 def _pieces(vector: Tensor) -> Iterator[Tensor]:
-    """What tells a float32 vector from others, in host memory: itself; of a GPU, from where it would take longer than
-    a pass, sums of each _BLOCK numbers times odd factors, modulo 2^64.
+    """Yields host tensors that identify a float32 vector.
+
+    On a CPU these are the vector itself. Copying it from a GPU would take longer than a pass, so there they are sums of
+    each _BLOCK numbers times random odd factors, modulo 2^64.
 
     Thorup, High speed hashing for integers and strings (2015), https://arxiv.org/abs/1504.06804, section 3.
     """
@@ -75,7 +82,8 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def sums_of(chunk: Tensor) -> Tensor:
-    """float32 [n] -> int64 [blocks, 2], which are the same of two vectors by a chance of about 2^-64."""
+    """Hashes float32 [n] to int64 [blocks, 2]. Two different vectors have equal hashes with a probability of about
+    2^-64."""
     factors = np.random.PCG64(0).random_raw(2 * _BLOCK).view(np.int64) | 1
     by_block = pad(chunk, (0, -len(chunk) % _BLOCK)).view(torch.int32).unflatten(0, (-1, _BLOCK)).long()
     both = torch.from_numpy(factors).to(chunk.device).unflatten(0, (2, _BLOCK))

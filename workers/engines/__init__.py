@@ -1,1 +1,1 @@
-"""Engines: where sampling of a base model happens. Loads neither torch nor ray: the work is done by other processes."""
+"""Sampling engines of a base model. Loads neither torch nor ray: other processes do the work."""

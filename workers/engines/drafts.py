@@ -1,4 +1,4 @@
-"""Drafts that guess for samples, in the workers of a group: lost with these."""
+"""Loads and drops draft models in the workers of a group. A crash of a worker loses them."""
 
 from pathlib import Path
 
@@ -13,6 +13,6 @@ async def load_draft(group: Group, draft_id: str, directory: Path) -> None:
 
 
 async def drop_draft(group: Group, draft_id: str) -> None:
-    """Unknown and lost ones: no-op. Raises OperationError."""
+    """Drops the draft. Unknown and lost drafts are ignored. Raises OperationError."""
     if not group.forget_lost(draft_id):
         await group.submit(draft_id, "", Verb("drop_adapter", (draft_id,), drops=draft_id))

@@ -1,4 +1,4 @@
-"""Engine: what the dispatch asks of whatever samples a base model."""
+"""The interface between the dispatch and the engines that sample a base model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,64 +11,68 @@ from ..scheduler.cohorts import OnProgress
 
 
 class Engine(Protocol):
-    """Samples one base model, bare and with the adapters that it was given. Every verb raises OperationError.
+    """Samples one base model, with or without one of the adapters it holds. Every method may raise OperationError.
 
-    The group that trains the model is started before the engine and closed after it, by the dispatch.
+    The dispatch starts the group that trains the model before the engine, and closes it after the engine.
     """
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Raises ValueError with the reason when it does not come up."""
+        """Raises ValueError with the reason if the engine does not start."""
         ...
 
     async def close(self) -> None: ...
 
     def status(self) -> str | None:
-        """What sampling waits for, in words; None when nothing waits but in the training group."""
+        """Returns why sampling waits, in words; None if it waits for nothing but the training group."""
         ...
 
     def pids(self) -> list[int]:
-        """Of the processes that it has beside the training workers."""
+        """Returns the ids of its processes, without those of the training workers."""
         ...
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        """The weights of the run as of its last step, in its order; the same id again is a newer version."""
+        """Copies the run's weights after its previous operations. A repeated id replaces the older version."""
         ...
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
-        """A checkpoint's weights; what becomes of the directory afterwards does not matter."""
+        """Loads the weights of a checkpoint. The directory may be deleted afterwards."""
         ...
 
     async def drop_adapter(self, adapter_id: str) -> None:
-        """Unknown and lost adapters: no-op."""
+        """Drops the adapter. Unknown and lost adapters are ignored."""
         ...
 
     def has_draft(self, draft_id: str) -> bool:
-        """Whether requests may be guessed by it as they are."""
+        """True if requests can use the draft without loading it first."""
         ...
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
-        """A draft's checkpoint; what becomes of the directory afterwards does not matter. It is lost with a worker."""
+        """Loads a draft's checkpoint. The directory may be deleted afterwards. A crash of a worker loses the draft."""
         ...
 
     async def drop_draft(self, draft_id: str) -> None:
-        """Unknown and lost ones: no-op."""
+        """Drops the draft. Unknown and lost drafts are ignored."""
         ...
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """on_progress: told what the samples of a job that streams grow by, each token once."""
+        """Samples the job.
+
+        Args:
+            on_progress: receives the new tokens of a job that streams, each token once.
+        """
         ...
 
     def cancel(self, job_id: str) -> None:
-        """The job's caller gets an OperationError that says so. Unknown or finished jobs: no-op."""
+        """Fails the job with an OperationError. Unknown and finished jobs are ignored."""
         ...
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        """Name -> bytes by purpose, of its own processes that are up."""
+        """Returns bytes by purpose, for each of its own running processes by name."""
         ...
 
 
 def gone(adapter_id: str) -> OperationError:
-    """What a request is told whose adapter is not there."""
+    """Returns the error of a request whose adapter does not exist."""
     return OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
 
 

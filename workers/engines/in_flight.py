@@ -1,4 +1,4 @@
-"""Sampling requests under way: cancelling them by id, and running them again without telling a token twice."""
+"""Sampling requests in flight: cancels them by id, and retries them without streaming any token twice."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ Attempt = Callable[[OnProgress | None], Coroutine[None, None, SampleResponse]]
 
 
 class Underway:
-    """The requests that an engine works on, by job id."""
+    """The requests that an engine is working on, by job id."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[SampleResponse]] = {}
@@ -27,10 +27,14 @@ class Underway:
         return len(self._tasks)
 
     async def run(self, job_id: str, work: Coroutine[None, None, SampleResponse]) -> SampleResponse:
-        """Raises OperationError when it is cancelled by its id. A caller that is cancelled cancels it, too."""
+        """Runs the request until it ends. Cancelling the caller cancels the request too.
+
+        Raises:
+            OperationError: the request was cancelled by its id, or the server is shutting down.
+        """
         if job_id in self._tasks:
             work.close()
-            raise OperationError(f"sampling request {job_id} is under way already", "server")
+            raise OperationError(f"sampling request {job_id} is already in flight", "server")
         task = self._tasks[job_id] = asyncio.create_task(work)
         try:
             await asyncio.wait({task})
@@ -46,20 +50,21 @@ class Underway:
         return task.result()
 
     def cancel(self, job_id: str) -> None:
-        """Finished or unknown: no-op."""
+        """Cancels the request. Finished and unknown ids are ignored."""
         if task := self._tasks.get(job_id):
             task.cancel()
 
     async def close(self) -> None:
-        """Fails what is under way, and waits for its end."""
+        """Fails all requests in flight, and waits until they have ended."""
         self._closed = True
         await end_all(self._tasks.values())
 
 
 class Told:
-    """What a job's caller was told already. A request that is run again tells all of it again: that is left out.
+    """The tokens that a job has already streamed to its caller.
 
-    The same seed gives the same tokens, unless the adapter has moved on meanwhile, or vLLM had another batch.
+    A retried request samples everything again from the start: tokens already streamed are left out. The same seed gives
+    the same tokens, unless the adapter has a newer version by then or vLLM batched the request differently.
     """
 
     def __init__(self, on_progress: OnProgress | None) -> None:
@@ -71,7 +76,7 @@ class Told:
         return bool(self._told)
 
     async def run(self, attempt: Attempt) -> SampleResponse:
-        """One run of the request. Raises OperationError as soon as it draws other tokens than were told."""
+        """Runs the request. Raises OperationError as soon as its tokens differ from those already streamed."""
         if self._on_progress is None:
             return await attempt(None)
         repetition = _Repetition({sample: np.concatenate(parts) for sample, parts in self._told.items()})
@@ -82,8 +87,8 @@ class Told:
                 repetition.check(task.result())
             if repetition.failed.done():
                 raise OperationError(
-                    "the sample was begun again after what drew it had died, and came out otherwise than what was"
-                    " streamed of it: send the request again",
+                    "the sampler crashed during this request, and the retry sampled tokens that differ from those"
+                    " already streamed: send the request again",
                     "server",
                 )
             return task.result()
@@ -100,7 +105,7 @@ class Told:
 
 
 class _Repetition:
-    """One run, and what was told before it, by sample. failed: once it is seen to contradict that."""
+    """One attempt, compared with what was streamed before it. failed: done as soon as a token differs."""
 
     def __init__(self, told: Mapping[int, np.ndarray]) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -108,7 +113,7 @@ class _Repetition:
         self._num_seen: Counter[int] = Counter()
 
     def rest(self, part: SampledPart) -> SampledPart | None:
-        """What was not told."""
+        """Returns the tokens of this part that have not been streamed; None if all of them have."""
         start = self._num_seen[part.sample]
         self._num_seen[part.sample] += len(part.tokens)
         told = self._told.get(part.sample, part.tokens[:0])[start : start + len(part.tokens)]
@@ -127,7 +132,7 @@ class _Repetition:
 
 
 async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels them, and waits until they have ended."""
+    """Cancels the tasks and waits until they have ended."""
     ending = list(tasks)
     for task in ending:
         task.cancel()

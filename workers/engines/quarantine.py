@@ -1,8 +1,8 @@
-"""Company: which requests run at the same time on a server that may die of one of them.
+"""Finds the request that crashes a server, by deciding which requests may run at the same time.
 
-After a death those that were there are suspected: they run again in ever smaller company of each other, until the one
-that the server dies of is alone. Others run beside them meanwhile; where the only suspect dies among such, it is alone
-next time. Only deaths of a request that was alone are strikes against it.
+After a crash the requests that were running are suspects. They are retried in ever smaller groups until the one that
+crashes the server runs alone. Requests that are not suspects run alongside; if a crash had only one suspect and others
+ran with it, that suspect is retried alone. Only a crash during which a request ran alone is a strike against it.
 """
 
 import asyncio
@@ -16,19 +16,22 @@ logger = logging.getLogger(__name__)
 
 MOST_STRIKES = 3
 
-# Of the suspects at a death, how many may be together next time: fewer deaths until one is alone, or more at a time.
+# Each crash divides the suspects that may run together by this. Higher: fewer crashes until one runs alone. Lower: more
+# suspects run at a time.
 _SHRINKS = 4
 
-# Times as long as it ran before the death, and so many seconds more, a suspect runs until it is none any more.
+# A suspect is cleared after it has run for this factor of its time before the crash, plus the margin.
 _SLOWER, _MARGIN_SECONDS = 1.5, 5.0
 
 
 @dataclass(eq=False)
 class Standing:
-    """Of one request. most_together: so many suspects may run while it does, itself included; infinite = it is none.
+    """The state of one request.
 
-    began_at: when it came to the server that is up, None before. suspected_seconds: it takes to come past the place at
-    which the server died.
+    num_strikes: crashes during which it was the only running request.
+    most_together: how many suspects may run while it does, itself included; infinite if it is not a suspect.
+    began_at: loop time at which the current server process received it; None before.
+    suspected_seconds: how long it must run to get past the point of the crash.
     """
 
     num_strikes: int = 0
@@ -41,7 +44,11 @@ class Standing:
         return self.most_together < math.inf
 
     def suspect(self, num_together: int, now: float) -> None:
-        """num_together: suspects that were there at the death."""
+        """Makes the request a suspect.
+
+        Args:
+            num_together: suspects that were running at the crash.
+        """
         assert self.began_at is not None
         self.most_together = max(1, num_together // _SHRINKS)
         self.suspected_seconds = _SLOWER * (now - self.began_at) + _MARGIN_SECONDS
@@ -49,13 +56,13 @@ class Standing:
 
 
 class Company:
-    """Of one server, which messages call by its name."""
+    """Admits the requests of one server. The name is for log messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._there: set[Standing] = set()
         self._waiting: dict[Standing, asyncio.Future[None]] = {}
-        # Nobody else runs until it has come past the place at which the server died, or ended.
+        # While set, only this request runs, until it is past the point of the crash or has ended.
         self._alone: Standing | None = None
 
     @property
@@ -64,7 +71,7 @@ class Company:
 
     @contextmanager
     def standing(self) -> Iterator[Standing]:
-        """Of a request that lasts as long as the block."""
+        """Yields the state of a new request, which lasts as long as the block."""
         standing = Standing()
         try:
             yield standing
@@ -73,7 +80,7 @@ class Company:
 
     @asynccontextmanager
     async def joined(self, standing: Standing) -> AsyncIterator[None]:
-        """Waits until it may run; who waits for less company is passed by others."""
+        """Waits until the request may run. Requests that need fewer others around them may be overtaken."""
         admitted = self._waiting[standing] = asyncio.get_running_loop().create_future()
         standing.began_at = None
         self._admit()
@@ -87,7 +94,7 @@ class Company:
 
     @asynccontextmanager
     async def running(self, standing: Standing) -> AsyncIterator[None]:
-        """While the server has the request. One that gets far enough is no suspect any more."""
+        """Wraps the time in which the server has the request. A suspect that runs for long enough is cleared."""
         loop = asyncio.get_running_loop()
         standing.began_at = loop.time()
         passing = loop.call_later(standing.suspected_seconds, self._clear, standing) if standing.is_suspect else None
@@ -98,7 +105,7 @@ class Company:
                 passing.cancel()
 
     def died(self, standing: Standing) -> None:
-        """The server died, which each of those that are there may tell: the first one is heard."""
+        """Records a crash of the server. Each running request may report the same crash: the first report counts."""
         if standing not in self._there:
             return
         fatal = {each for each in self._there if each.began_at is not None}
@@ -114,9 +121,9 @@ class Company:
 
     def _log(self, num_fatal: int, accused: set[Standing]) -> None:
         most, seconds = next(iter(accused)).most_together, max(each.suspected_seconds for each in accused)
-        others = "nothing else runs" if self._alone is not None else "others run beside them"
+        others = "no other request runs" if self._alone is not None else "other requests run alongside"
         logger.error(
-            "%s died, %d requests were there: %d of them, %.0f at a time, are tried for up to %.0f s each, and %s",
+            "%s crashed with %d requests: %d of them are retried, %.0f at a time, for up to %.0f s each, and %s",
             self._name, num_fatal, len(accused), most, seconds, others,
         )  # fmt: skip
 
@@ -130,7 +137,7 @@ class Company:
         for standing, admitted in list(self._waiting.items()):
             if self._has_room_for(standing):
                 del self._waiting[standing]
-                if not admitted.done():  # else its caller went away
+                if not admitted.done():  # else its caller was cancelled
                     self._there.add(standing)
                     admitted.set_result(None)
 

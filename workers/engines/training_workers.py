@@ -1,4 +1,4 @@
-"""The training workers as the engine: one copy of the base for both, and a trained adapter is sampled where it is."""
+"""The training workers as a sampling engine: one base model for both; adapters are sampled where they are trained."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from .drafts import drop_draft, load_draft
 
 
 class TrainingWorkers:
-    """Sampling takes turns with training. Adapters are lost with the worker, as the runs are."""
+    """Sampling takes turns with training. A crash of a worker loses adapters as it loses runs."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Full fine-tuning: models whose weights are all their own."""
+"""Full fine-tuning: models that have their own copy of all weights."""
 
 from .models import FullModels
 from .weights import FullWeights

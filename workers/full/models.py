@@ -1,4 +1,4 @@
-"""FullModels: all models of one base on this rank that have weights of their own."""
+"""The registry of all fully fine-tuned models of one base model on this rank."""
 
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, TrainingConfig
@@ -22,42 +22,46 @@ class FullModels(Holder[FullWeights]):
         residency: Residency | None = None,
         optimizer_states: OptimizerStates = "float32",
     ) -> None:
-        """most: how many there may be before one more copy; who lets runs be created bounds their number.
+        """Creates an empty registry.
 
-        residency: None = all of them stay on the device.
+        Args:
+            most: the number of models from which `check_room` refuses another copy. The server limits how many runs are
+                created.
+            residency: None = all models stay on the device.
         """
         super().__init__(residency or Residency(base.device))
         self._base, self._most = base, most
         self._moments = MOMENTS[optimizer_states]
 
     def build(self, full: FullConfig, program: Program) -> FullWeights:
-        """One with zero weights and no id yet. Raises OperationError where the base model cannot be trained."""
+        """Returns a model with zero weights and no id yet. Raises OperationError if the base model cannot be fully
+        trained."""
         if self._base.is_quantized:
             raise OperationError(
-                "all weights of a model can be trained where its base model is whole: train LoRA, or serve without"
+                "full fine-tuning needs an unquantized base model: train LoRA, or start the server without"
                 " --base-quantization"
             )
         if buffers := self._base.saved_buffers:
             raise OperationError(
-                f"{self._base.config.model_type} models keep {buffers[0]} beside their weights, which is neither"
-                " trained nor saved with them here: train LoRA"
+                f"{self._base.config.model_type} models have a buffer {buffers[0]}, which would be neither trained nor"
+                " saved with the weights: train LoRA"
             )
         return FullWeights(full, self._base, program, self._moments)
 
     def is_overwritten(self, model_id: str, training: TrainingConfig) -> bool:
-        """Whether a copy of a policy, of this id, takes the place of the weights that are there."""
+        """True if copying a policy to this id overwrites the weights that the id has now."""
         model = self._models.get(model_id)
         if model is None or self.is_shared(model_id):
             return False
         return model.training == training and model.program is POLICY
 
     def check_room(self, model_id: str) -> None:
-        """For a copy of this id. Raises OperationError where there are as many as there may be."""
+        """Raises OperationError if a copy with this id would exceed the limit on models."""
         num_others = len({id(self.get(each)) for each in self if each != model_id})
         if num_others >= self._most:
             raise OperationError(
-                f"there are {num_others} models with weights of their own, fully trained ones and copies of them for"
-                " samplers, which is all that max_full_models allows: save with kind inflight, which moves one copy"
-                " forward, end a session that has some, or serve with more --max-full-models, of which those that are"
-                " not in use wait on disk"
+                f"there are {num_others} models with full weights, trained ones and copies for samplers, and"
+                " max_full_models allows no more: save with kind inflight, which updates one copy, end a session that"
+                " has some, or start the server with a higher --max-full-models; models that are not in use are"
+                " offloaded to disk"
             )

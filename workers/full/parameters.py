@@ -1,4 +1,4 @@
-"""Which parameters of a base model a fully trained one has of its own, and what of each is this rank's."""
+"""The parameters of a fully fine-tuned model, and this rank's part of each."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,12 +11,13 @@ from ..shapes.split import Split
 from ..state.parameter import Cut, ExpertParameter, Parameter
 from ..state.program import Program
 
-# As they lie in experts of transformers, each below the other.
+# The linear layers that are stacked in each expert parameter of transformers.
 _PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}
 
 
 def parameters_of(base: BaseModel, program: Program) -> list[Parameter]:
-    """The same on all ranks, and in the same order; the output head only where the program reads it."""
+    """Returns the parameters in the same order on all ranks. The output head is included only if the program reads
+    it."""
     own = base.own_parameters()
     if program.scores != "logprobs" and base.head_name != base.embedding_name:
         del own[base.head_name]
@@ -36,7 +37,7 @@ def _parameter(base: BaseModel, name: str, own: Tensor) -> Parameter:
 
 
 def _in_files(base: BaseModel, name: str) -> str:
-    """The part of a layer that has experts may be called otherwise there."""
+    """Returns the parameter's name in checkpoint files, where the block with the experts may have another name."""
     block = next(
         (path.removesuffix("experts") for path in base.experts if name.startswith(path[: -len("experts")])), None
     )
@@ -56,13 +57,13 @@ def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[Cut]:
 
 
 def _is_repeated(base: BaseModel, name: str) -> bool:
-    """What of the residual stream all ranks along tp have, and parts of layers that all of them have whole."""
+    """True if all ranks along tp have the whole parameter and compute its whole gradient."""
     if base.spec.tp == 1:
         return False
     unit = _unit(name.split("."))
     if unit is not None:
         return base.spec.tp_of(unit) == 1
-    # The first rank alone adds to the gradient of the embedding, and all of them score tokens of their own.
+    # Only the first rank adds to the gradient of the embedding, and each rank scores different tokens.
     return not (base.shards_activations or name in (base.embedding_name, base.head_name))
 
 

@@ -1,4 +1,4 @@
-"""FullWeights: a model's own weights, all of them, with a view of its vectors for each parameter."""
+"""The weights of a fully fine-tuned model, with a view of its flat vectors for each parameter."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -17,7 +17,8 @@ from .parameters import parameters_of
 
 
 class FullWeights(Learner):
-    """Views are by the names of parameters in transformers' model, and of what the program learns beside them."""
+    """A fully fine-tuned model. Views are named as parameters in transformers, or as the program names its additional
+    ones."""
 
     def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: Moments) -> None:
         self.full = self.training = full
@@ -28,16 +29,16 @@ class FullWeights(Learner):
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The base model's."""
+        """Returns the base model's config."""
         return self._base.config
 
     @property
     def source(self) -> str:
-        """Where the base model was loaded from."""
+        """Returns the name or path that the base model was loaded from."""
         return self._base.source
 
     def initialize(self) -> None:
-        """Those of the base model, and what the program draws."""
+        """Copies the base model's weights, and initializes those that the program adds."""
         views = _views(self.layout, self.weights)
         for name, value in self._base.own_parameters().items():
             if name in views:

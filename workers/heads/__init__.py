@@ -1,4 +1,4 @@
-"""What last hidden states are scored by, one a file: see head.py."""
+"""Heads, one per file: they compute scores from final hidden states (see head.py)."""
 
 from .head import Head, HeadPass
 from .logprobs import LogprobHead

@@ -1,4 +1,5 @@
-"""Head: what gives a number, or several, for each last hidden state; and its way through the rows of a micro-batch."""
+"""The interface of a head, which computes one or more numbers from each final hidden state, and of its pass over the
+rows of a micro-batch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -10,36 +11,48 @@ from ..lora import Segment
 
 
 class HeadPass(Protocol):
-    """A head on its way through n rows of last hidden states, some after the others."""
+    """A head's pass over n rows of final hidden states, in chunks."""
 
     @property
     def chunk_rows(self) -> int:
-        """How many are scored at a time."""
+        """Returns how many rows to score at a time."""
         ...
 
     def scores(self, rows: slice) -> Tensor:
-        """float32, of the shape of their targets: [m] or [m, K]."""
+        """Returns the scores, float32, in the shape of the rows' targets: [m] or [m, K]."""
         ...
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
-        """gradient: by the scores that were given last. Writes the one by their hidden states [m, hidden], and adds
-        those by what adapters learn to their scratch."""
+        """Computes the gradients of the rows that were scored last.
+
+        Writes the gradient by their hidden states, [m, hidden], and adds those by trained weights to the models'
+        scratch.
+
+        Args:
+            gradient: by the scores.
+        """
         ...
 
 
 class Head(Protocol):
-    """Stateless but for frozen weights."""
+    """Has no state but frozen weights."""
 
     def one_of(self, number: int) -> "Head":
-        """One of so many that run at once, which have together as much memory as one alone."""
+        """Returns one of `number` heads that run concurrently and share the memory budget of a single one."""
         ...
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Inside, this rank has all that `over` needs. Of all ranks at once."""
+        """Holds everything that `over` needs on this rank while the context is active. All ranks enter it together."""
         ...
 
     def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> HeadPass:
-        """hidden [n, hidden]; targets int64 [n] or [n, K]. segments: whose part of the head each row gets, in order."""
+        """Starts a pass.
+
+        Args:
+            hidden: [n, hidden].
+            segments: in order, the model whose part of the head each row uses.
+            targets: int64, [n] or [n, K].
+        """
         ...
 
 

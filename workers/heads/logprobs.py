@@ -1,7 +1,7 @@
-"""The unembedding: log-probabilities a chunk of rows at a time, and the gradient of what is made of them.
+"""The output head: log-probabilities of target tokens, in chunks of rows, and their gradients.
 
-A chunk's rows may be of any adapters. No [tokens, vocabulary] tensor exists beyond one chunk. Log-probabilities are
-float32 for a bf16 base too.
+The rows of a chunk may belong to any adapters. No [tokens, vocabulary] tensor exists beyond one chunk.
+Log-probabilities are float32 even if the base model is bfloat16.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from ..ops.linear import add_product
 
 
 class LogprobHead:
-    """Stateless but for the frozen weights. Segments say whose part of the output head each row gets."""
+    """Has no state but the frozen weights. Segments say which adapter's part of the output head each row uses."""
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self.unembedding, self.product = base.unembedding, base.product
@@ -26,22 +26,22 @@ class LogprobHead:
         self.chunk_rows = chunk_rows
 
     def one_of(self, number: int) -> "LogprobHead":
-        """As Head; of so many, all have together as many logits as one alone."""
+        """Returns one of `number` concurrent heads. Together they hold as many logits as a single one."""
         part = copy(self)
         part.chunk_rows = max(1, self.chunk_rows // number)
         return part
 
     def in_use(self) -> AbstractContextManager[None]:
-        """As Head: outside, ranks may keep the unembedding in parts."""
+        """Holds the whole unembedding. Outside the context, each rank may keep only a part of it."""
         return self._base.whole_unembedding()
 
     def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_LogprobPass":
-        """As Head. Scores are the log-probabilities of the targets."""
+        """Starts a pass whose scores are the log-probabilities of the targets."""
         return _LogprobPass(self, hidden, segments, targets)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, pair: LoraPair | None) -> Tensor:
-        """hidden [n, hidden] -> float32 [n, vocab]; the caller bounds n."""
+        """Computes logits, [n, hidden] -> float32 [n, vocab]. The caller bounds n."""
         logits = self.product(hidden, self.unembedding)
         if pair is not None:
             pair.add_up(logits, pair.down(hidden))
@@ -49,17 +49,17 @@ class LogprobHead:
 
     @torch.no_grad()
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """As `logits`, for rows of several adapters: hidden [n, hidden] -> float32 [n, vocab]."""
+        """Computes logits for rows of several adapters, [n, hidden] -> float32 [n, vocab]."""
         logits = self.product(hidden, self.unembedding)
         _add_pairs(logits, hidden, segments)
         return logits.float()
 
 
 class _LogprobPass:
-    """See HeadPass. Logits of one chunk after the other lie in the same memory.
+    """Implements HeadPass. All chunks reuse one buffer for their logits.
 
-    Had each chunk a tensor of its own, glibc before 2.38 would seldom find the room of the last one again: torch wants
-    it aligned. Memory would then grow as if all logits were kept.
+    With a new tensor for each chunk, glibc before 2.38 would rarely reuse the memory of the last one, because torch
+    wants it aligned. Memory would then grow as if all logits were kept.
     """
 
     def __init__(self, head: LogprobHead, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
@@ -78,9 +78,9 @@ class _LogprobPass:
         return _gather(self._log_softmax(), self._targets[rows])
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
-        """Of the last chunk, whose logits' memory it takes.
+        """Computes the gradients of the last chunk, in the buffer of its logits.
 
-        Rows without a gradient are left out: it is exactly 0 there, whatever the logits are, and costs nothing.
+        Rows without a gradient are skipped: their gradient is exactly 0, even if their logits are not finite.
         """
         log_softmax, hidden, targets = self._logits, self._hidden[self._rows], self._targets[self._rows]
         segments = within(self._segments, self._rows)
@@ -97,7 +97,7 @@ class _LogprobPass:
 
     @property
     def _logits(self) -> Tensor:
-        """Where those of the last chunk lie."""
+        """Returns the part of the buffer that the last chunk uses."""
         return self._room[: self._rows.stop - self._rows.start]
 
     def _log_softmax(self) -> Tensor:
@@ -113,7 +113,7 @@ class _LogprobPass:
     def _gradient_of(
         self, log_softmax: Tensor, targets: Tensor, d_logprobs: Tensor, hidden: Tensor, segments: Sequence[Segment]
     ) -> Tensor:
-        """d l_y / d logits = onehot(y) - softmax."""
+        """Applies d l_y / d logits = onehot(y) - softmax."""
         d_targets = d_logprobs if d_logprobs.ndim == 2 else d_logprobs[:, None]
         d_logits = log_softmax.exp_().mul_(-d_targets.sum(dim=1, keepdim=True))
         d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
@@ -127,14 +127,14 @@ class _LogprobPass:
         return d_hidden
 
     def _some_of(self, log_softmax: Tensor, rows: Tensor) -> Tensor:
-        """A copy of these rows; valid until the next call."""
+        """Returns a copy of these rows, valid until the next call."""
         if self._some_rows is None:
             self._some_rows = torch.empty_like(self._room)
         return torch.index_select(log_softmax, 0, rows, out=self._some_rows[: len(rows)])
 
 
 def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
-    """The segments of a selection of rows, int64 in ascending order, counted from its first."""
+    """Returns the segments of a selection of rows, int64 in ascending order, with positions within the selection."""
     if not any(True for _ in _with_pair(segments)):
         return []
     borders = torch.tensor([[segment.start, segment.stop] for segment in segments], device=rows.device)
@@ -152,7 +152,7 @@ def _add_pairs(logits: Tensor, hidden: Tensor, segments: Sequence[Segment]) -> N
 
 
 def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:
-    """Those whose adapter has a part of the output head."""
+    """Yields the segments whose adapter has a part of the output head."""
     for segment in segments:
         pair = segment.adapter.unembed if segment.adapter is not None else None
         if pair is not None:

@@ -1,4 +1,4 @@
-"""The value head: a number for each last hidden state, by weights that the run learns."""
+"""The value head of critics: one number for each final hidden state, from weights that the run trains."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,10 +13,10 @@ from ..state.trainable import Learner
 
 
 class ValueHead:
-    """Values are float32 whatever the base is. What each run learns is with its adapter."""
+    """Computes values in float32, even if the base model is bfloat16. The weights belong to each run's adapter."""
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
-        """chunk_rows: of heads that need as much memory as logits do."""
+        """Ignores chunk_rows, which limits heads that need as much memory as logits do."""
 
     def one_of(self, number: int) -> "ValueHead":
         return self
@@ -25,12 +25,12 @@ class ValueHead:
         return nullcontext()
 
     def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_ValuePass":
-        """As Head. Each row has one score, whatever its target is; of a second column they are 0."""
+        """Starts a pass. Each row has one score, which does not depend on its target; further columns are 0."""
         return _ValuePass(hidden, segments, targets)
 
 
 class _ValuePass:
-    """See HeadPass: all rows at once."""
+    """Implements HeadPass, with all rows in one chunk."""
 
     def __init__(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
         self._hidden, self._segments, self._targets = hidden, segments, targets

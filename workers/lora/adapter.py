@@ -1,4 +1,4 @@
-"""Adapter: one LoRA adapter, with a view of its vectors for each matrix."""
+"""One LoRA adapter: its targets, its flat vectors, and the views of A and B in them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from .target import Target
 
 
 class Adapter(Learner):
-    """pairs: by target name."""
+    """A trainable LoRA adapter on a frozen base, with views of its vectors for each target in `pairs`."""
 
     def __init__(
         self,
@@ -29,7 +29,11 @@ class Adapter(Learner):
         program: Program = POLICY,
         not_adapted: Sequence[str] = (),
     ) -> None:
-        """not_adapted: names of the trunk's other layers that have matrices."""
+        """Creates an adapter with zero weights; `initialize` draws them.
+
+        Args:
+            not_adapted: names of the trunk's other layers that have matrices.
+        """
         self.lora = self.training = lora
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
@@ -52,19 +56,22 @@ class Adapter(Learner):
         return any(target.num_experts is not None for target in self.targets)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B^T of the target `name`: float32 views of the weights."""
+        """Returns A and B^T of the target `name`: float32 views of the weights."""
         return self._vector("weights").views[name]
 
     def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """By target: the views that take the gradients of A and B^T in this thread's lane."""
+        """Returns, by target, the views that collect the gradients of A and B^T in this thread's lane."""
         return self.gradient_views()
 
     def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """By target: A and B^T in the base's dtype, for products."""
+        """Returns A and B^T by target, in the base's dtype."""
         return self.weight_views()
 
     def initialize(self) -> None:
-        """A as PEFT draws it, B zero. Drawn on the CPU in the targets' order, so any device gives the same numbers."""
+        """Draws A as PEFT does and leaves B zero.
+
+        The numbers are drawn on the CPU in the targets' order, so any device gives the same ones.
+        """
         self.weights.zero_()
         generator = torch.Generator().manual_seed((self.lora.seed or 0) & SEED_MASK)
         for target in self.targets:
@@ -76,12 +83,12 @@ class Adapter(Learner):
 
 
 def layout_of(targets: Sequence[Target], rank: int, beside: Sequence[Matrix] = ()) -> Layout:
-    """Of an adapter of these targets, and what is learned beside them."""
+    """Returns the layout of an adapter of these targets and of the `beside` matrices that are trained with it."""
     return Layout([*(side for target in targets for side in target.sides(rank)), *beside])
 
 
 def pair_of(layout: Layout, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-    """A [rank, in] and B^T [rank, out] in a vector [P], of experts [experts * rank, ...]."""
+    """Returns A [rank, in] and B^T [rank, out] in a vector [P]; of experts [experts * rank, ...]."""
     return layout.view(vector, (target.name, "lora_A")), layout.view(vector, (target.name, "lora_B"))
 
 

@@ -1,4 +1,4 @@
-"""Adapters: all adapters of one base on this rank, by id, and which linears they target."""
+"""All adapters of one base on this rank, by id, and the linear layers that they target."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ _FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
 
 
 class Adapters(Holder[Adapter]):
-    """All adapters of one base on this rank. Makes every target of the base's trunk a LoraLinear."""
+    """Holds all adapters of one base on this rank, and makes every target in the base's trunk a LoraLinear."""
 
     things = "adapters"
 
     def __init__(self, base: BaseModel, max_rank: int, residency: Residency | None = None) -> None:
-        """residency: None = all of them stay on the device."""
+        """Wraps the base's targets. A `residency` of None keeps all adapters on the device."""
         super().__init__(residency or Residency(base.device))
         self._base = base
         self._max_rank = max_rank
@@ -45,7 +45,11 @@ class Adapters(Holder[Adapter]):
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 
     def build(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
-        """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
+        """Returns an adapter with zero weights that has no id yet.
+
+        Raises:
+            OperationError: the rank is too high, or nothing would be trained.
+        """
         self.check_rank(lora)
         if program.scores != "logprobs":  # nothing runs through the output head
             lora = lora.model_copy(update={"train_unembed": False})
@@ -53,7 +57,7 @@ class Adapters(Holder[Adapter]):
         return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.not_adapted(targets))
 
     def check_rank(self, lora: LoraConfig) -> None:
-        """Raises OperationError on a rank too high."""
+        """Raises OperationError if the rank exceeds max_lora_rank."""
         if lora.rank > self._max_rank:
             raise OperationError(
                 f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
@@ -62,23 +66,23 @@ class Adapters(Holder[Adapter]):
 
     @property
     def all_targets(self) -> tuple[Target, ...]:
-        """That an adapter of this base may adapt."""
+        """The layers that an adapter of this base may adapt."""
         return (*self._trunk_targets, self._unembed_target)
 
     def not_adapted(self, targets: Sequence[Target]) -> tuple[str, ...]:
-        """Returns the names of the layers of the trunk that have matrices, and are not among these targets."""
+        """Returns the names of the trunk's layers that have matrices and are not among these targets."""
         adapted = {target.name for target in targets}
         return (*(each.name for each in self._trunk_targets if each.name not in adapted), *self._frozen)
 
     def check_groups(self, lora: LoraConfig) -> None:
-        """Raises OperationError where train_attn or train_mlp would adapt nothing of this base."""
+        """Raises OperationError if train_attn or train_mlp would adapt nothing of this base."""
         there = {target.group for target in self._trunk_targets}
         idle = [flag for flag, group in _FLAGS.items() if getattr(lora, flag) and group not in there]
         if idle:
             kinds = sorted({name.rpartition(".")[2] for name in self._frozen})
             raise OperationError(
                 f"{' and '.join(f'{flag}=True' for flag in idle)} would adapt nothing of {self._base.config.model_type}"
-                f" models such as {self._base.source}: adapters know no layers called {', '.join(kinds) or 'so'};"
+                f" models such as {self._base.source}: adapters do not support {', '.join(kinds) or 'its layers'};"
                 f" create it with {' and '.join(f'{flag}=False' for flag in idle)}, or train all weights"
                 ' (training="full")'
             )
@@ -93,20 +97,25 @@ class Adapters(Holder[Adapter]):
         return numbers * (5 * torch.float32.itemsize + 2 * self._base.dtype.itemsize)
 
     def selecting(self, lora: LoraConfig, names: Collection[str]) -> LoraConfig:
-        """That adapts the groups of layers in which these targets are."""
+        """Returns `lora` with the flags set that adapt the groups of layers of the targets `names`."""
         groups = {target.group for target in self._trunk_targets if target.name in names}
         adapted = {flag: group in groups for flag, group in _FLAGS.items()}
         return lora.model_copy(update=adapted | {"train_unembed": self._unembed_target.name in names})
 
     def plan(self, segments: Sequence[Segment], before: Plan | None = None) -> Plan:
-        """Segments are in order and end at the row's last token; none at all = the bare base. before: see Plan."""
+        """Returns the plan of these segments.
+
+        Args:
+            segments: in order, ending at the row's last token; none for the bare base.
+            before: an earlier plan to reuse copies from, see Plan.
+        """
         return Plan(segments, self._kind, before)
 
     @contextmanager
     def applied(self, segments: Sequence[Segment] | Plan, company: Sequence[Adapter] = ()) -> Iterator[None]:
-        """Inside, forward and backward of the trunk use these adapters, as their weights are on entering.
+        """Applies these adapters in forward and backward passes of the trunk, with the weights that they have on entry.
 
-        A plan serves any number of rows of the same segments, until a weight changes. company: see Plan.
+        A plan serves any number of rows of the same segments, until a weight changes. For `company` see Plan.
         """
         plan = segments if isinstance(segments, Plan) else Plan(segments, self._kind, company=company)
         assert plan.is_current, "an adapter's weights have changed since the plan was made"
@@ -128,7 +137,10 @@ class Adapters(Holder[Adapter]):
 
 
 def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
-    """Replaces the targets of the trunk by LoraLinear, in the model's order; experts add the terms themselves."""
+    """Replaces the trunk's targets by LoraLinear and yields them in the model's order.
+
+    Experts are not replaced: they add their adapters' terms themselves.
+    """
     inside = {id(module) for module in base.trunk.modules()}
     all_experts = base.adaptable_experts()
     for name, module in list(base.model.named_modules()):
@@ -149,7 +161,7 @@ def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
 
 
 def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[str]:
-    """Yields the names of the trunk's layers with matrices of which adapters adapt nothing, the embedding left out."""
+    """Yields the names of the trunk's layers with matrices that adapters leave alone, except for the embedding."""
     inside = {id(module) for module in base.trunk.modules()}
     experts = {name.rpartition(".")[0] for name in adapted}
     for name, module in base.model.named_modules():
@@ -160,7 +172,7 @@ def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[str]:
 
 
 def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:
-    """splits: of its weight, by dimension."""
+    """Returns the target for a linear layer, in its full size. `splits` are those of its weight, by dimension."""
     out_split, in_split = splits.get(0), splits.get(1)
     in_features = sum(in_split.sections) if in_split else linear.in_features
     out_features = sum(out_split.sections) if out_split else linear.out_features
@@ -168,7 +180,7 @@ def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target
 
 
 def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapping[int, Split]]) -> Iterator[Target]:
-    """splits: of parameters, by dimension."""
+    """Yields the targets of a sparse layer. `splits` are those of its parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
     of_gate_up, of_down = (splits.get(f"{name}.{kind}", {}) for kind in ("gate_up_proj", "down_proj"))
     packed, inner, by_expert = of_gate_up.get(1), of_down.get(2), of_down.get(0)
@@ -187,5 +199,5 @@ def _unembed_target(base: BaseModel) -> Target:
 
 
 def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:
-    """Whether a row of any layer's input or output is a multiple of 16 bytes."""
+    """True if a row of every layer's input and output is a multiple of 16 bytes."""
     return all(size * dtype.itemsize % 16 == 0 for t in targets for size in (t.own_in, t.own_out))

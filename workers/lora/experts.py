@@ -1,7 +1,7 @@
-"""What adapters add to the experts of sparse layers: to each expert's gate, up and down a pair of matrices of its own.
+"""Adds adapters to the experts of sparse layers: each expert's gate, up and down has a pair of matrices.
 
-Pairs of token and expert are sorted by expert and adapter, so a product with the matrices of all experts of several
-adapters is one with groups of rows (see ../grouped.py).
+Pairs of token and expert are sorted by expert and adapter, so one grouped product (see ../ops/grouped_gemm.py) covers
+the matrices of all experts of several adapters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,16 @@ from .segment import Segment
 GATE_UP = ("gate_proj", "up_proj")
 DOWN = ("down_proj",)
 
-# Ranks of a product in 16 bits on CUDA: rows are multiples of 16 bytes.
+# On CUDA, ranks are padded to a multiple of this, so that rows of 16-bit numbers are multiples of 16 bytes.
 _NATIVE_RANK = 8
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Adapters of one rank and scale, which share products. kinds: where they are among all of a plan."""
+    """Adapters of equal rank and scale, which share products.
+
+    kinds: the places of these adapters among all adapters of the plan.
+    """
 
     adapters: tuple[Adapter, ...]
     kinds: slice
@@ -36,9 +39,10 @@ class Bundle:
 
 
 class ExpertPlan:
-    """Which adapter each token of a packed row has at its experts, decided once for all sparse layers.
+    """Assigns each token of a packed row the adapter that its experts use, once for all sparse layers.
 
-    adapters: those that adapt experts; a token's kind is the place of its adapter among them, or their number.
+    adapters: those that adapt experts. The kind of a token is its adapter's place among them, or their number if it has
+    none.
     """
 
     def __init__(
@@ -48,8 +52,13 @@ class ExpertPlan:
         device: torch.device,
         before: "ExpertPlan | None" = None,
     ) -> None:
-        """company: adapters whose tokens come here from any rank, on all of them in the same order. before: a plan
-        whose copies serve on where they are of the same adapters."""
+        """Sorts the adapters into bundles.
+
+        Args:
+            company: adapters of the tokens that reach this rank's experts from any rank; all ranks list them in the
+                same order.
+            before: an earlier plan, whose copies are reused where the adapters are the same.
+        """
         adapting = [adapter for adapter in dict.fromkeys(company) if adapter.adapts_experts]
         self.adapters = sorted(adapting, key=_likeness)
         self.bundles = list(_bundles(self.adapters))
@@ -65,11 +74,11 @@ class ExpertPlan:
 
     @property
     def has_bare(self) -> bool:
-        """Whether some of this rank's tokens have no adapter at their experts."""
+        """True if some of this rank's tokens have no adapter at their experts."""
         return sum(segment.length for _, segment in self._adapted) != self._num_tokens
 
     def slots(self, num_tokens: int) -> Tensor:
-        """int64 [num_tokens]: the kind of each."""
+        """Returns the kind of each token: int64 [num_tokens]."""
         assert self._num_tokens in (None, num_tokens), (
             f"{num_tokens} tokens, but the segments end at {self._num_tokens}"
         )
@@ -81,27 +90,33 @@ class ExpertPlan:
         return self._slots
 
     def terms(self, layer: str, counts: Tensor, has_bare: bool) -> "ExpertTerms | None":
-        """For one call of a layer, whose experts have this name. None where no adapter adapts them.
+        """Returns the terms for one call of the layer whose experts have this name, or None if no adapter adapts them.
 
-        counts: int64 [experts, kinds], the rows of each; has_bare: whether there may be some of the last kind.
+        Args:
+            counts: rows of each, int64 [experts, kinds].
+            has_bare: whether some rows may be of the last kind, which has no adapter.
         """
         return ExpertTerms(self, layer, counts, has_bare) if self.adapters else None
 
     def factors(self, name: str, bundle: Bundle, num_experts: int, is_kept: bool) -> tuple[Tensor, Tensor]:
-        """A [groups, rank, in] and B^T [groups, rank, out]. is_kept: whether they serve later calls, too."""
+        """Returns A [groups, rank, in] and B^T [groups, rank, out] of a bundle.
+
+        Args:
+            is_kept: whether to keep the copies for later calls.
+        """
         key = name, bundle.adapters
         if key in self._copies:
             return self._copies[key]
         pairs = [adapter.all_factors()[name] for adapter in bundle.adapters]
         a, b = (_stacked([pair[side] for pair in pairs], num_experts) for side in (0, 1))
-        # What a single adapter has is used where it is, and must not be held: it may be paged out.
+        # The matrices of a single adapter are used in place, and must not be held: they may be offloaded.
         if is_kept and len(pairs) > 1:
             self._copies[key] = a, b
         return a, b
 
 
 class ExpertTerms:
-    """Those of one call of a sparse layer: forward, and the way back where there is one."""
+    """The adapters' terms for one call of a sparse layer, forward and backward."""
 
     def __init__(self, plan: ExpertPlan, layer: str, counts: Tensor, has_bare: bool) -> None:
         is_kept = not torch.is_grad_enabled()
@@ -113,15 +128,15 @@ class ExpertTerms:
         self._down: list[list[Tensor]] = []
 
     def add_gate_up(self, y: Tensor, x: Tensor) -> None:
-        """Adds to y [rows, 2 * features], gates first, the terms of x [rows, hidden]."""
+        """Adds the terms of x [rows, hidden] to y [rows, 2 * features], gates first."""
         self._gate_up = [part.add(self._names(GATE_UP), y, x) for part in self._parts]
 
     def add_down(self, y: Tensor, x: Tensor) -> None:
-        """Adds to y [rows, hidden] the terms of x [rows, features]."""
+        """Adds the terms of x [rows, features] to y [rows, hidden]."""
         self._down = [part.add(self._names(DOWN), y, x) for part in self._parts]
 
     def gate_up_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> None:
-        """Adds to the gradients of A and B, and to that of x where there is one. grad: that of y."""
+        """Adds to the gradients of A and B, and to `grad_x` unless it is None. `grad` is the gradient of y."""
         for part, reduced in zip(self._parts, self._gate_up, strict=True):
             part.backward(self._names(GATE_UP), grad, x, reduced, grad_x)
 
@@ -134,19 +149,23 @@ class ExpertTerms:
 
 
 class _Part:
-    """The rows of a bundle's adapters, in one call of a layer."""
+    """The rows of one bundle's adapters in one call of a layer."""
 
     def __init__(
         self, plan: ExpertPlan, bundle: Bundle, counts: Tensor, kind_of_each: Tensor | None, is_kept: bool
     ) -> None:
-        """kind_of_each: int64 of the rows; None = they all are the bundle's."""
+        """Groups the bundle's rows by expert and adapter.
+
+        Args:
+            kind_of_each: int64, one per row; None if all rows are the bundle's.
+        """
         self._plan, self._bundle, self._is_kept = plan, bundle, is_kept
         self._num_experts = len(counts)
         self._groups = GroupedRows(counts[:, bundle.kinds].flatten())
         self._rows = None if kind_of_each is None else _within(kind_of_each, bundle.kinds)
 
     def add(self, names: Sequence[str], y: Tensor, x: Tensor) -> list[Tensor]:
-        """Returns, of each name, what `backward` needs."""
+        """Returns what `backward` needs, one tensor per name."""
         own, kept = self._own(x), []
         for name, columns in zip(names, y.chunk(len(names), dim=1), strict=True):
             a, b = self._factors(name)
@@ -182,14 +201,17 @@ class _Part:
         return self._plan.factors(name, self._bundle, self._num_experts, self._is_kept)
 
     def _gradients(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each adapter: where those of A and B^T are summed, [experts, rank, in] and [experts, rank, out]."""
+        """Returns the tensors in which each adapter sums the gradients of A and B^T.
+
+        Shapes are [experts, rank, in] and [experts, rank, out].
+        """
         pairs = [adapter.all_gradients()[name] for adapter in self._bundle.adapters]
         of_a, of_b = ([_by_expert(pair[side], self._num_experts) for pair in pairs] for side in (0, 1))
         return of_a, of_b
 
 
 def _likeness(adapter: Adapter) -> tuple[int, float]:
-    """Adapters that agree in it are of one bundle."""
+    """Returns the sort key that the adapters of a bundle share."""
     return adapter.lora.rank, adapter.scale
 
 
@@ -202,7 +224,7 @@ def _bundles(adapters: Sequence[Adapter]) -> Iterator[Bundle]:
 
 
 def _stacked(matrices: Sequence[Tensor], num_experts: int) -> Tensor:
-    """[experts * rank, n] of each adapter -> [groups, rank, n], an expert's adapters one after the other."""
+    """Stacks each adapter's [experts * rank, n] to [groups, rank, n]; an expert's adapters follow each other."""
     by_expert = [_by_expert(matrix, num_experts) for matrix in matrices]
     rank = by_expert[0].shape[1]
     if matrices[0].is_cuda and rank % _NATIVE_RANK:
@@ -211,16 +233,16 @@ def _stacked(matrices: Sequence[Tensor], num_experts: int) -> Tensor:
 
 
 def _by_expert(matrix: Tensor, num_experts: int) -> Tensor:
-    """[experts * rank, n] -> [experts, rank, n]"""
+    """Reshapes [experts * rank, n] to [experts, rank, n]."""
     return matrix.view(num_experts, -1, matrix.shape[1])
 
 
 def _kind_of_each(counts: Tensor) -> Tensor:
-    """counts [experts, kinds] of rows -> int64 [rows]"""
+    """Returns the kind of each row, int64 [rows], from the rows' counts [experts, kinds]."""
     kinds = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     return kinds.repeat_interleave(counts.flatten())
 
 
 def _within(kinds: Tensor, wanted: slice) -> Tensor:
-    """Where these kinds are, in order."""
+    """Returns the positions of the kinds in `wanted`, in order."""
     return ((kinds >= wanted.start) & (kinds < wanted.stop)).nonzero().squeeze(1)

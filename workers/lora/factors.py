@@ -1,4 +1,4 @@
-"""Factors: the matrices of some adapters at a site, as products take them."""
+"""The A and B matrices of some adapters at one site, stacked for products."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from .rows import Rows
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Linear layers of one input, by name, whose outputs lie side by side."""
+    """Linear layers of one input, by name, whose outputs are concatenated."""
 
     names: tuple[str, ...]
     out_features: tuple[int, ...]
 
     @cached_property
     def columns(self) -> tuple[slice, ...]:
-        """Where the output of each lies."""
+        """The columns of each layer's output."""
         return stretches(self.out_features)
 
 
 @dataclass(frozen=True)
 class Folded:
-    """Both factors of all layers of a site, for products without a gradient: x a b are the terms, scale included.
+    """Holds both factors of all layers of a site, for products without gradients: x a b are the terms, scale included.
 
-    a [in, R] and b [R, out], or [n, in, R] and [n, R, out] of n adapters; R: the ranks of the layers, one after the
-    other, so b is zero but for a block of each layer.
+    a is [in, R] and b [R, out], or [n, in, R] and [n, R, out] for n adapters. R is the sum of the layers' ranks, so b
+    is zero but for one block per layer.
     """
 
     a: Tensor
@@ -38,29 +38,29 @@ class Folded:
 
 
 class Factors:
-    """A and B of these adapters, stacked as their rows take them: of no use once weights change."""
+    """Holds A and B of these adapters, stacked as `Rows.stack` does; stale as soon as the weights change."""
 
     def __init__(self, site: Site, adapters: Sequence[Adapter], rows: Rows) -> None:
         self._site, self._adapters, self._stack = site, adapters, rows.stack
 
     @cached_property
     def a(self) -> Tensor:
-        """[R, in] or [n, R, in]"""
+        """The stacked A: [R, in] or [n, R, in]."""
         return self._new_a()
 
     @cached_property
     def bs(self) -> list[Tensor]:
-        """Of each layer: [rank, out] or [n, rank, out]."""
+        """B^T of each layer: [rank, out] or [n, rank, out]."""
         return self._stacks(1)
 
     @cached_property
     def ranks(self) -> tuple[slice, ...]:
-        """Where those of each layer lie among the R."""
+        """The part of R that each layer has."""
         return stretches([b.shape[-2] for b in self.bs])
 
     @cached_property
     def folded(self) -> Folded:
-        """Copies, which hold nothing of the adapters: it may be kept while they are paged out."""
+        """The folded factors. They are copies, so they may be kept while the adapters are offloaded."""
         a, bs = self._new_a().mT.clone(memory_format=torch.contiguous_format), self._stacks(1)
         b = a.new_zeros(*a.shape[:-2], a.shape[-1], sum(self._site.out_features))
         for ranks, columns, of_layer in zip(stretches([b.shape[-2] for b in bs]), self._site.columns, bs, strict=True):
@@ -72,17 +72,17 @@ class Factors:
         return stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
 
     def _stacks(self, which: int) -> list[Tensor]:
-        """Of each layer A (0) or B^T (1), of all adapters."""
+        """Returns, for each layer, the adapters' A (which=0) or B^T (which=1)."""
         matrices = [adapter.all_factors() for adapter in self._adapters]
         return [self._stack([each[name][which] for each in matrices]) for name in self._site.names]
 
     def _scales(self, like: Tensor) -> Tensor | float:
-        """In float32 whatever the factors are in, as where gradients are wanted."""
+        """Returns the scales, in float32 even if the factors are not, like products with gradients do."""
         if like.dim() == 2:
             return self._adapters[0].scale
         return torch.tensor([adapter.scale for adapter in self._adapters], device=like.device).view(-1, 1, 1)
 
 
 def stretches(sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Consecutive slices of these sizes."""
+    """Returns consecutive slices of these sizes."""
     return tuple(slice(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True))

@@ -1,4 +1,4 @@
-"""The linear layers that apply to each token of a packed row the adapter of its segment."""
+"""Linear layers that add, for each token of a packed row, the term of its segment's adapter."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -34,14 +34,14 @@ class LoraLinear(nn.Module):
         self.site = Site((name,), (base.out_features,))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [1, tokens, in] or [tokens, in] -> the same with out features."""
+        """Maps x [1, tokens, in] or [tokens, in] to the same shape with `out` features."""
         return self.active.apply(self.site, x, self.weight, self.bias)
 
 
 class MergedLoraLinear(nn.Module):
     """Several LoraLinears of one input as one product.
 
-    Their weights become views of the merged one, so nothing is held twice and each still works by itself.
+    Their weights become views of the merged one, so nothing is stored twice and each still works by itself.
     """
 
     def __init__(self, linears: Sequence[LoraLinear]) -> None:
@@ -54,20 +54,20 @@ class MergedLoraLinear(nn.Module):
 
     @property
     def out_features(self) -> tuple[int, ...]:
-        """Of each linear, in order: how to split the output's last dimension."""
+        """The output features of each linear, in order: the sizes to split the last dimension into."""
         return self.site.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [1, tokens, in] or [tokens, in] -> the same with the out features of all linears, one after the other."""
+        """Maps x [1, tokens, in] or [tokens, in] to the concatenated outputs of all linears."""
         weight, bias = self._merged
         return self.active.apply(self.site, x, weight, bias)
 
 
 class Active:
-    """What every LoraLinear of a base shares: the plan in force, and how products with frozen weights are made.
+    """Holds what all LoraLinears of a base share: the active plan, and the product with frozen weights.
 
-    plan: of this thread, since lanes have each their own. is_sharded: whether weights are gathered for use. anchor: a
-    leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
+    plan: of this thread, since each lane has one. is_sharded: whether weights are gathered for use. anchor: a leaf that
+    makes the outputs of adapted layers require a gradient, because autograd does not see the adapters' matrices.
     """
 
     def __init__(self, base: BaseModel) -> None:
@@ -86,12 +86,12 @@ class Active:
 
     @property
     def experts(self) -> ExpertPlan | None:
-        """For those of sparse layers."""
+        """The part of the active plan for sparse layers."""
         return self.plan.experts if self.plan is not None else None
 
     @contextmanager
     def in_force(self, plan: Plan | None) -> Iterator[None]:
-        """Inside, on this thread."""
+        """Makes `plan` the active one on this thread while inside."""
         before, self.plan = self.plan, plan
         try:
             yield
@@ -99,11 +99,11 @@ class Active:
             self.plan = before
 
     def again(self) -> Again:
-        """Puts in force what is now, on whichever thread."""
+        """Returns a context manager factory that activates the current plan on any thread."""
         return partial(self.in_force, self.plan)
 
     def apply(self, site: Site, x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
-        """x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
+        """Returns x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)
         y = self._product(rows, weight, bias, self._plan_terms(site, rows.shape[0]))
         return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
@@ -129,8 +129,10 @@ class Active:
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x W^T + bias + terms; backward adds to the adapters' scratch, and to the `grad` of W and bias where they have
-    one."""
+    """Computes x W^T + bias + terms.
+
+    backward adds to the adapters' scratch gradients, and to the `grad` of W and bias if they have one.
+    """
 
     @staticmethod
     def forward(
@@ -165,7 +167,7 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _merge(linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor | None]:
-    """The weights of all in one tensor, and the biases; absent ones are zeros where others have one."""
+    """Returns all weights in one tensor, and all biases; missing biases are zeros if any layer has one."""
     weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
     weight = _merge_parameters(weights)
     if all(linear.bias is None for linear in linears):

@@ -1,4 +1,4 @@
-"""LoraPair: the two matrices of one target, and their products."""
+"""The two matrices of one target, and their products."""
 
 import weakref
 from typing import TYPE_CHECKING
@@ -11,53 +11,53 @@ if TYPE_CHECKING:
 
 
 class LoraPair:
-    """The two matrices of one target: y += scale * (x A^T) B^T."""
+    """Applies one target's matrices: y += scale * (x A^T) B^T."""
 
     def __init__(self, adapter: "Adapter", name: str) -> None:
         self.scale = adapter.scale
-        # Weak: the adapter holds its pairs, and a cycle would keep a dropped one in memory until Python looks for it.
+        # Weak: the adapter holds its pairs, and a cycle would keep a dropped one in memory until garbage collection.
         self._adapter: Adapter = weakref.proxy(adapter)
         self._name = name
 
     @property
     def a(self) -> Tensor:
-        """float32 [rank, in]: a view of the adapter's weights."""
+        """A: float32 [rank, in], a view of the adapter's weights."""
         return self._adapter.matrices(self._name)[0]
 
     @property
     def b(self) -> Tensor:
-        """float32 [out, rank]: a view of the adapter's weights."""
+        """B: float32 [out, rank], a view of the adapter's weights."""
         return self._adapter.matrices(self._name)[1].t()
 
     @property
     def a_grad(self) -> Tensor:
-        """float32 [rank, in]: the view that takes it in this thread's lane."""
+        """The gradient of A in this thread's lane: float32 [rank, in]."""
         return self._adapter.all_gradients()[self._name][0]
 
     @property
     def b_grad(self) -> Tensor:
-        """float32 [out, rank]: the view that takes it in this thread's lane."""
+        """The gradient of B in this thread's lane: float32 [out, rank]."""
         return self._adapter.all_gradients()[self._name][1].t()
 
     def down(self, x: Tensor) -> Tensor:
-        """x [tokens, in] -> x A^T [tokens, rank]. x has the base's dtype, here as in the other products."""
+        """Returns x A^T [tokens, rank] for x [tokens, in]. x has the base's dtype, as in the other products."""
         a, _ = self._adapter.all_factors()[self._name]
         return x @ a.t()
 
     def add_up(self, y: Tensor, reduced: Tensor) -> None:
-        """y [tokens, out] += scale * reduced B^T."""
+        """Adds scale * reduced B^T to y [tokens, out]."""
         _, b_t = self._adapter.all_factors()[self._name]
         y.addmm_(reduced, b_t, alpha=self.scale)
 
     def frozen_backward(self, grad: Tensor, grad_x: Tensor) -> None:
-        """Of one that learns nothing: adds to the gradient of x alone, as `backward`."""
+        """Adds to the gradient of x alone, for a pair that is not trained."""
         a, b_t = self._adapter.all_factors()[self._name]
         grad_x.addmm_((grad @ b_t.t()).mul_(self.scale), a)
 
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
-        """Adds to the gradients of A and B, and to that of x where there is one.
+        """Adds to the gradients of A and B, and to `grad_x` [tokens, in] unless it is None.
 
-        grad [tokens, out] is the gradient of y, x and reduced are as in `add_up`, grad_x [tokens, in].
+        `grad` [tokens, out] is the gradient of y; x and reduced are those of `down` and `add_up`.
         """
         a, b_t = self._adapter.all_factors()[self._name]
         grad_reduced = (grad @ b_t.t()).mul_(self.scale)
@@ -68,7 +68,7 @@ class LoraPair:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """total += scale * left @ right, summed in float32."""
+    """Adds scale * left @ right to `total`, summed in float32."""
     if left.dtype == torch.float32:
         total.addmm_(left, right, alpha=scale)
     elif left.is_cuda:

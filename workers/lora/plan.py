@@ -1,4 +1,4 @@
-"""Plan: what the adapted layers of a packed row multiply with, decided once for all of them."""
+"""Decides once per packed row which matrices its adapted layers multiply with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,20 @@ from .terms import Terms
 
 @dataclass(frozen=True)
 class Kind:
-    """What a plan depends on beside its segments. aligned: whether all features are multiples of 16 bytes."""
+    """Holds what a plan depends on in addition to its segments.
+
+    aligned: whether all features are multiples of 16 bytes.
+    """
 
     device: torch.device
     aligned: bool
 
 
 class Plan:
-    """The segments of one packed row. It holds copies of the matrices, so it is of no use once weights change."""
+    """The segments of one packed row, grouped for products.
+
+    It holds copies of the matrices, so a change of weights makes it stale.
+    """
 
     def __init__(
         self,
@@ -31,8 +37,13 @@ class Plan:
         before: "Plan | None" = None,
         company: Sequence[Adapter] = (),
     ) -> None:
-        """before: a plan of other segments, whose copies serve on where they are of the same adapters. company: all
-        adapters of a pass, in the same order on all ranks, where tokens of other ranks come to this one's experts."""
+        """Groups the segments.
+
+        Args:
+            before: a plan of other segments, whose copies are reused where the adapters are the same.
+            company: all adapters of a pass, in the same order on all ranks; needed if tokens of other ranks are routed
+                to this rank's experts.
+        """
         self._segments = tuple(segments)
         self._num_rows = segments[-1].stop if segments else 0
         groups = grouped(segments)
@@ -52,15 +63,15 @@ class Plan:
 
     @property
     def is_current(self) -> bool:
-        """Whether all weights are as they were."""
+        """True if no weight has changed since the plan was built."""
         return all(adapter.num_changes == num_changes for adapter, num_changes in self._made_of)
 
     def serves(self, segments: tuple[Segment, ...]) -> bool:
-        """Whether it is of these segments and still current."""
+        """True if the plan is of these segments and still current."""
         return self._segments == segments and self.is_current
 
     def terms(self, site: Site) -> Terms | None:
-        """None where no adapter adapts it. Made for the first layer call that asks, and kept."""
+        """Returns the terms at a site, or None if no adapter adapts it. The first call builds them."""
         if site not in self._terms:
             adapted = [(group, rows) for group, rows in self._groups if site.names[0] in group.adapters[0].pairs]
             groups = [(group, rows, self._factors_of(site, tuple(group.adapters), rows)) for group, rows in adapted]

@@ -1,7 +1,7 @@
-"""Rows: how the rows of several adapters meet each its own matrices, in all products behind the low-rank terms.
+"""Multiplies the rows of several adapters each by its adapter's matrices, for all products of the low-rank terms.
 
-Which way is the fastest depends on how many rows each has; `arrange` decides it, once for all layers of a pass. Every
-way keeps the adapters apart: no number of one enters a sum of another, so a NaN stays where it is.
+The fastest way depends on how many rows each adapter has; `arrange` chooses it, once for all layers of a pass. Every
+way keeps the adapters apart: no number of one enters a sum of another, so a NaN stays with its adapter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,34 +17,42 @@ _FEW_ROWS = 128
 
 
 class Rows(Protocol):
-    """The rows of n adapters, one's after the other's."""
+    """The rows of n adapters, concatenated."""
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
-        """[rank, q] of each adapter -> what `times` takes. The rows that lower ranks lack are zeros."""
+        """Stacks each adapter's [rank, q] for `times`. The rows that lower ranks lack are zeros."""
         ...
 
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-        """Each row of x [rows, p] by its adapter's [p, q] -> [rows, q], written to `out` where that is given."""
+        """Multiplies each row of x [rows, p] by its adapter's [p, q]. Returns [rows, q], in `out` if given."""
         ...
 
     def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-        """Adds to y [rows, q] each row of x [rows, p] by its adapter's a [p, R] and b [R, q]."""
+        """Adds to y [rows, q] the product of each row of x [rows, p] with its adapter's a [p, R] and b [R, q]."""
         ...
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
-        """Each adapter's total += left^T right over its rows, summed in float32.
+        """Adds to each adapter's total left^T right over its rows, summed in float32.
 
-        left [rows, p], right [rows, q]; totals float32 [rank, q]: columns of `left` beyond the rank are left out.
+        Args:
+            totals: float32 [rank, q]; columns of `left` beyond the rank are left out.
+            left: [rows, p].
+            right: [rows, q].
         """
         ...
 
     def scale(self, x: Tensor) -> Tensor:
-        """x, its rows multiplied in place by their adapter's scale."""
+        """Multiplies the rows of x in place by their adapter's scale."""
         ...
 
 
 def arrange(lengths: Sequence[int], scales: Sequence[float], device: torch.device, aligned: bool) -> Rows:
-    """lengths, scales: of each adapter, no length zero. aligned: whether `Ragged` can be used."""
+    """Returns the fastest way to multiply the rows of these adapters.
+
+    Args:
+        lengths: rows of each adapter, all positive.
+        aligned: whether `Ragged` can be used.
+    """
     if len(lengths) == 1:
         return One(scales[0])
     if len(set(lengths)) == 1:
@@ -55,7 +63,7 @@ def arrange(lengths: Sequence[int], scales: Sequence[float], device: torch.devic
 
 
 class One:
-    """The rows of a single adapter, whose matrices are used where they are."""
+    """The rows of a single adapter, whose matrices are used in place."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -83,7 +91,7 @@ class One:
 
 
 class _Several:
-    """The rows of more than one adapter. Their matrices are copied to one tensor [n, p, q]."""
+    """The rows of more than one adapter, whose matrices are copied to one tensor [n, p, q]."""
 
     def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
         self._lengths = torch.tensor(lengths, device=device)
@@ -92,10 +100,10 @@ class _Several:
             self._scale = torch.tensor(scales, device=device).repeat_interleave(self._lengths)[:, None]
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
-        # A multiple of 8 ranks is one of 16 bytes.
+        # A multiple of 8 ranks is a multiple of 16 bytes.
         rank = -(-max(len(matrix) for matrix in matrices) // 8) * 8
         if all(len(matrix) == rank for matrix in matrices):
-            # A third of the time of torch.stack.
+            # Takes a third of the time of torch.stack.
             return torch.cat(list(matrices)).view(len(matrices), rank, -1)
         stack = matrices[0].new_zeros(len(matrices), rank, matrices[0].shape[1])
         places = [padded[: len(matrix)] for padded, matrix in zip(stack.unbind(), matrices, strict=True)]
@@ -107,7 +115,7 @@ class _Several:
 
 
 class Even(_Several):
-    """Adapters with equally many rows: a batch as they are."""
+    """Adapters with equally many rows, which form a batch without copying."""
 
     def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
         super().__init__(lengths, scales, device)
@@ -119,7 +127,7 @@ class Even(_Several):
         if out is not None and out.is_contiguous():
             out.view(count, length, -1).baddbmm_(batch, matrices, beta=0)
             return out
-        # Into columns that lie apart it would be a loop over the adapters.
+        # With strided columns as the output, bmm would loop over the adapters.
         product = torch.bmm(batch, matrices).view(count * length, -1)
         return product if out is None else out.copy_(product)
 
@@ -136,7 +144,7 @@ class Even(_Several):
 
 
 class Padded(_Several):
-    """Adapters with few rows: copied to a batch in which each has as many as the longest, its last one repeated."""
+    """Adapters with few rows, copied to a batch padded to the longest; the padding repeats an adapter's last row."""
 
     def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
         super().__init__(lengths, scales, device)
@@ -166,7 +174,10 @@ class Padded(_Several):
 
 
 class Ragged(_Several):
-    """Adapters with differently many rows, by torch's grouped product, which wants strides of multiples of 16 bytes."""
+    """Adapters with differing numbers of rows, multiplied by torch's grouped product.
+
+    It requires strides that are multiples of 16 bytes.
+    """
 
     def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
         super().__init__(lengths, scales, device)
@@ -182,12 +193,12 @@ class Ragged(_Several):
         y.add_(self.times(self.times(x, a), b))
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
-        """On CUDA each product is rounded to its factors' dtype in the end."""
+        """Adds the outer products; on CUDA each is rounded to its factors' dtype at the end."""
         left, right = _summable(left, right)
         if left.is_cuda:
             _add(totals, torch.ops.aten._grouped_mm(left.t(), right, self._stops).float())
             return
-        # Summing onto the totals saves more than a single call for all.
+        # Summing onto the totals saves more than a single call for all adapters would.
         with _one_thread(left.device):
             for total, own_left, own_right in zip(
                 totals, left.split(self._split), right.split(self._split), strict=True
@@ -197,7 +208,10 @@ class Ragged(_Several):
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On the CPU the grouped product is a loop over short products, done before another thread has woken up."""
+    """Limits torch to one thread on the CPU while inside.
+
+    The grouped product is a loop over short products there, each done before a second thread would have woken up.
+    """
     num_threads = torch.get_num_threads()
     if device.type != "cpu" or num_threads == 1:
         yield
@@ -210,19 +224,18 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _summable(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """As float32 where products of the dtype cannot be summed in it."""
+    """Returns both in float32 on the CPU, where products of 16-bit numbers cannot be summed in float32."""
     return (left, right) if left.is_cuda else (left.float(), right.float())
 
 
 def _batched_outer(left: Tensor, right: Tensor) -> Tensor:
-    """float32 [n, p, q] of left [n, rows, p] and right [n, rows, q]."""
+    """Returns left^T right of each, float32 [n, p, q], for left [n, rows, p] and right [n, rows, q]."""
     if left.dtype == torch.float32:
         return torch.bmm(left.transpose(1, 2), right)
     return torch.bmm(left.transpose(1, 2), right, out_dtype=torch.float32)
 
 
 def _add(totals: Sequence[Tensor], products: Tensor) -> None:
-    """To each total its product of products [n, p, q], without the rows of a rank that it does not have."""
     parts = [
         product if len(product) == len(total) else product[: len(total)]
         for product, total in zip(products.unbind(), totals, strict=True)

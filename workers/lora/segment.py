@@ -1,4 +1,4 @@
-"""Segment: tokens of a packed row that run with one adapter; and Group: neighbours that are multiplied together."""
+"""Segments, the tokens of a packed row that run with one adapter, and groups, neighbours multiplied together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,19 @@ from ..parallel.rows import overlap
 from ..state.trainable import Learner
 from .adapter import Adapter
 
-# A group's ranks are padded to its highest, which may be this many times their mean.
+# A group's ranks are padded to its highest, which may be up to this many times their mean.
 _MOST_PADDING = 3.0
 
-# On the CPU, products of so many rows are worth a call of their own.
+# On the CPU, a segment of at least this many rows is worth a separate call.
 _LONG = 192
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens start:stop of the packed row run for this model; None = the bare base.
+    """Tokens start:stop of the packed row, which run with this model; None is the bare base.
 
-    Where the trunk runs with one that is no adapter, this has weights of its own: all tokens of the row are its.
+    If the trunk runs with a model that is not an adapter, this one has its own full weights, and all tokens of the row
+    are its.
     """
 
     start: int
@@ -38,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring segments, none empty, of different adapters that adapt the same layers of the trunk."""
+    """Neighbouring, non-empty segments of different adapters that adapt the same layers of the trunk."""
 
     segments: tuple[Segment, ...]
 
@@ -59,7 +60,7 @@ class Group:
         return [adapter.scale for adapter in self.adapters]
 
     def takes(self, segment: Segment) -> bool:
-        """Whether the next segment may join: not an adapter's second one, whose gradients would collide."""
+        """True if the next segment may join. A second segment of an adapter may not: its gradients would collide."""
         adapters, adapter = self.adapters, segment.adapter
         return (
             adapter is not None
@@ -70,7 +71,7 @@ class Group:
         )
 
     def split(self) -> Iterator["Group"]:
-        """Long segments apart, unless all are equally long."""
+        """Yields long segments separately, unless all are equally long."""
         if len(set(self.lengths)) == 1:
             yield self
             return
@@ -82,7 +83,7 @@ class Group:
 
 
 def grouped(segments: Sequence[Segment]) -> list[Group]:
-    """Segments of the bare base, and empty ones, are in no group."""
+    """Groups neighbouring segments. Segments of the bare base, and empty ones, are in no group."""
     groups: list[Group] = []
     for segment in segments:
         if segment.adapter is None or not segment.length:
@@ -95,17 +96,17 @@ def grouped(segments: Sequence[Segment]) -> list[Group]:
 
 
 def _layers(adapter: Adapter) -> tuple[bool, bool]:
-    """What decides which layers of the trunk it adapts."""
+    """Returns the flags that decide which layers of the trunk the adapter adapts."""
     return adapter.lora.train_attn, adapter.lora.train_mlp
 
 
 def _padding(adapters: Sequence[Adapter]) -> float:
-    """The highest rank by the mean one."""
+    """Returns the highest rank divided by the mean rank."""
     ranks = [adapter.lora.rank for adapter in adapters]
     return max(ranks) * len(ranks) / sum(ranks)
 
 
 def within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
-    """The segments of `rows`, counted from their first."""
+    """Returns the parts of the segments inside `rows`, counted from its first row."""
     parts = [(overlap(rows, segment.start, segment.stop), segment.model) for segment in segments]
     return [Segment(part.start, part.stop, model) for part, model in parts if part.start < part.stop]

@@ -1,4 +1,4 @@
-"""Target: a linear layer that adapters adapt, and the two matrices that each has for it."""
+"""The linear layers that adapters adapt, and the two matrices that each adapter has for one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from ..shapes.split import Split
 
 Group = Literal["attention", "mlp"]
 
-# By the last part of their names, and where that says too little by the one before.
+# Layers are recognised by the last part of their names, and where that is ambiguous, by the part before it too.
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn"})
 _MLP = frozenset(
     {
@@ -24,7 +24,7 @@ _WITHIN_ATTENTION = _ATTENTION | {"out_proj", "dense", "c_proj", "gate_proj"}
 
 
 def group_of(name: str) -> Group | None:
-    """Returns which group of layers a linear layer of this name is adapted with; None: it stays as it is."""
+    """Returns the group of layers that a linear layer of this name belongs to, or None if it stays frozen."""
     *_, block, kind = "", *name.split(".")
     if block in _ATTENTION_BLOCKS:
         return "attention" if kind in _WITHIN_ATTENTION else None
@@ -35,13 +35,13 @@ def group_of(name: str) -> Group | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer that an adapter adapts. name: its path in the causal LM, such as model.layers.0.mlp.up_proj.
+    """A linear layer that an adapter adapts.
 
-    in_split, out_split: how its inputs or outputs are shared out, where ranks have parts of it. num_experts: where it
-    is one of each expert of a sparse layer, model.layers.0.mlp.experts.up_proj, each with a pair of matrices of its
-    own. expert_split: how experts are shared out. saved_as: what an expert's layer is called in PEFT's files, None = as
-    here. saved_path: the whole path of another layer there, None = its name. is_repeated: whether all ranks along tp
-    have all of it, and run the same tokens.
+    name: its path in the causal LM, such as model.layers.0.mlp.up_proj. in_split, out_split: how its inputs or outputs
+    are split over ranks. num_experts: set for the experts of a sparse layer, model.layers.0.mlp.experts.up_proj, each
+    of which has its own pair of matrices. expert_split: how experts are split over ranks. saved_as: the name of an
+    expert's layer in PEFT's files, None if the same as here. saved_path: the whole path of any other layer there, None
+    if it is `name`. is_repeated: whether all ranks along tp have all of it, and run the same tokens.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Target:
 
     @property
     def group(self) -> Group | None:
-        """Returns which of train_attn and train_mlp adapts it; None for the output head, and what neither does."""
+        """The group whose flag (train_attn or train_mlp) adapts it; None for the output head and layers of neither."""
         return group_of(self.name)
 
     @property
     def path(self) -> str:
-        """Returns the last two parts of its name, such as mlp.up_proj."""
+        """The last two parts of its name, such as mlp.up_proj."""
         return ".".join(self.name.split(".")[-2:])
 
     @property
@@ -85,25 +85,25 @@ class Target:
 
     @property
     def num_own(self) -> int:
-        """Pairs of matrices on this rank: of a plain layer one."""
+        """Pairs of matrices on this rank; one for a plain layer."""
         return self.expert_split.own_size if self.expert_split else self.num_experts or 1
 
     def sides(self, rank: int) -> tuple["Side", "Side"]:
-        """A and B^T of an adapter of this rank."""
+        """Returns A and B^T of an adapter of this rank."""
         a = Side(self, "lora_A", rank, self.in_split, self.own_in)
         return a, Side(self, "lora_B", rank, self.out_split, self.own_out)
 
     def whole(self) -> "Target":
-        """As on a rank that has all of it."""
+        """Returns the unsplit target."""
         return replace(self, in_split=None, out_split=None, expert_split=None, is_repeated=False)
 
 
 @dataclass(frozen=True)
 class Side:
-    """A [rank, in], or B^T [rank, out], of a target; of one with experts, those of its experts one below the other. B
-    lies transposed: its gradient is then twice as fast.
+    """A [rank, in], or B^T [rank, out], of a target; for experts, the matrices of all of them stacked.
 
-    kind: its name in PEFT's files. split: of its features.
+    B is stored transposed, which makes its gradient twice as fast. kind: its name in PEFT's files. split: of its
+    features over ranks.
     """
 
     target: Target
@@ -118,7 +118,7 @@ class Side:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """On this rank."""
+        """The shape of this rank's part."""
         return self.target.num_own * self.rank, self.own_features
 
     @property
@@ -127,11 +127,11 @@ class Side:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Along which ranks have different parts of it."""
+        """The mesh axes along which ranks have different parts of it."""
         return tuple(split.axis for split in (self.target.expert_split, self.split) if split)
 
     def part(self, whole: Tensor) -> Tensor:
-        """[experts * rank, features] -> this rank's part of it."""
+        """Returns this rank's part of a whole [experts * rank, features]."""
         if self.split:
             whole = self.split.part(whole, 1)
         if not self.target.expert_split:
@@ -140,24 +140,24 @@ class Side:
         return self.target.expert_split.part(by_expert, 0).flatten(0, 1)
 
     def whole(self) -> "Side":
-        """As on a rank that has all of it."""
+        """Returns the unsplit side."""
         a, b = self.target.whole().sides(self.rank)
         return a if self.kind == "lora_A" else b
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Of the parts of all ranks along `axes`, in their order."""
+        """Joins the parts of all ranks along `axes`, given in rank order."""
         num = self.split.size if self.split else 1
         rows = [parts[i : i + num] for i in range(0, len(parts), num)]
         return torch.cat([self.split.whole(each, 1) if self.split else each[0] for each in rows])
 
     def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part as the matrices of PEFT's files: B as [out, rank], and each expert's by itself."""
+        """Yields this rank's part as the matrices of PEFT's files: B as [out, rank], each expert's separately."""
         by_expert = own.view(self.target.num_own, -1, own.shape[1])
         for name, each in zip(self._names(), by_expert.unbind(), strict=True):
             yield name, each if self.kind == "lora_A" else each.t()
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
-        """Of a whole matrix of a file, by this name, what of it this rank has."""
+        """Returns this rank's part of a whole matrix of a file."""
         return self.split.part(saved, 1 if self.kind == "lora_A" else 0) if self.split else saved
 
     def _names(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Terms: what the adapters of a packed row add at one site, scale * (x A^T) B^T, and its gradients."""
+"""The LoRA terms of a packed row at one site, scale * (x A^T) B^T, and their gradients."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,17 +10,17 @@ from .segment import Group
 
 
 class Terms:
-    """The terms of all rows at a site: zero between the groups that adapt it."""
+    """The terms of all rows at a site; zero for rows of no group."""
 
     def __init__(self, site: Site, groups: Sequence[tuple[Group, Rows, Factors]], num_rows: int) -> None:
-        """groups: in order, at least one."""
+        """Takes at least one group, in row order."""
         self.num_rows = num_rows
         self._groups = [(group.rows, _GroupTerms(site, group, rows, factors)) for group, rows, factors in groups]
         self._num_columns = sum(site.out_features)
         self._gaps = list(_gaps([rows for rows, _ in self._groups], num_rows))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """x [rows, in] -> the terms [rows, out], and what `backward` needs."""
+        """Returns the terms [rows, out] of x [rows, in], and what `backward` needs."""
         if self._is_one:
             ((_, terms),) = self._groups
             y, reduced = terms.forward(x, None)
@@ -29,7 +29,7 @@ class Terms:
         return y, [terms.forward(x[rows], y[rows])[1] for rows, terms in self._groups]
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
-        """Adds the terms of x [rows, in] to y [rows, out]: the same as `forward` in fewer calls, without `backward`."""
+        """Adds the terms of x [rows, in] to y [rows, out]: like `forward` in fewer calls, but without backward."""
         if self._is_one:
             self._groups[0][1].add_to(y, x)
             return
@@ -37,9 +37,10 @@ class Terms:
             terms.add_to(y[rows], x[rows])
 
     def backward(self, grad: Tensor, x: Tensor, all_reduced: list[Tensor], of_x: bool) -> Tensor | None:
-        """Adds to the gradients of all A and B; grad [rows, out] is that of the terms.
+        """Adds to the gradients of all A and B. `grad` [rows, out] is the gradient of the terms.
 
-        Returns their part of the gradient of x [rows, in], None unless asked for by `of_x`.
+        Returns:
+            the terms' part of the gradient of x [rows, in] if `of_x`, else None.
         """
         if self._is_one:
             ((_, terms),) = self._groups
@@ -54,11 +55,11 @@ class Terms:
 
     @property
     def _is_one(self) -> bool:
-        """Whether one group has all rows."""
+        """True if one group has all rows."""
         return len(self._groups) == 1 and not self._gaps
 
     def _empty(self, like: Tensor, num_columns: int) -> Tensor:
-        """For results [rows, num_columns] of the groups."""
+        """Returns an output [rows, num_columns] for the groups, already zero in the rows of none."""
         empty = like.new_empty(len(like), num_columns)
         for gap in self._gaps:
             empty[gap] = 0
@@ -66,8 +67,6 @@ class Terms:
 
 
 class _GroupTerms:
-    """The terms of a group's adapters."""
-
     def __init__(self, site: Site, group: Group, rows: Rows, factors: Factors) -> None:
         self._site, self._rows, self._adapters, self._factors = site, rows, group.adapters, factors
 
@@ -76,7 +75,7 @@ class _GroupTerms:
         self._rows.add_product(y, x, folded.a, folded.b)
 
     def forward(self, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [rows, in] -> the terms [rows, out], in `out` where that is given, and what `backward` needs."""
+        """Returns the terms [rows, out] of x [rows, in], in `out` if given, and what `backward` needs."""
         reduced = self._rows.scale(self._rows.times(x, self._factors.a.mT))
         if len(self._factors.bs) == 1:
             return self._rows.times(reduced, self._factors.bs[0], out), reduced
@@ -86,9 +85,12 @@ class _GroupTerms:
         return out, reduced
 
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor) -> Tensor:
-        """Adds to the gradients of A and B. Returns the gradient [rows, rank] by the reduced x, for `grad_x`.
+        """Adds to the gradients of A and B.
 
-        grad [rows, out]: that of the site's output.
+        Args:
+            grad: gradient of the site's output, [rows, out].
+        Returns:
+            the gradient of the reduced x, [rows, rank], for `grad_x`.
         """
         grad_reduced = self._rows.scale(self._grad_reduced(grad))
         gradients = [adapter.all_gradients() for adapter in self._adapters]
@@ -99,7 +101,7 @@ class _GroupTerms:
         return grad_reduced
 
     def grad_x(self, grad_reduced: Tensor, out: Tensor | None) -> Tensor:
-        """The terms' part of the gradient of x [rows, in], in `out` where that is given."""
+        """Returns the terms' part of the gradient of x [rows, in], in `out` if given."""
         return self._rows.times(grad_reduced, self._factors.a, out)
 
     def _grad_reduced(self, grad: Tensor) -> Tensor:
@@ -111,11 +113,10 @@ class _GroupTerms:
         return grad_reduced
 
     def _parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Of each layer: its part of the reduced columns, of the output's columns, and B."""
+        """Yields, for each layer, its columns of the reduced x, its columns of the output, and B^T."""
         return zip(self._factors.ranks, self._site.columns, self._factors.bs, strict=True)
 
 
 def _gaps(covered: Sequence[slice], num_rows: int) -> Iterator[slice]:
-    """What lies before, between and behind these rows."""
     starts, stops = [rows.start for rows in covered], [rows.stop for rows in covered]
     return (slice(a, b) for a, b in zip([0, *stops], [*starts, num_rows], strict=True) if a < b)

@@ -1,6 +1,6 @@
-"""The losses, one a file, by what they are of: log-probabilities, a critic's values, or a draft's guesses.
+"""The losses, one per file, grouped by what they score: log-probabilities, a critic's values, or a draft's predictions.
 
-To add one: write the file and its line here; the parametrized tests pick it up.
+To add one, write its file and add its line here. The parametrized tests pick it up.
 """
 
 from .capture import CAPTURE

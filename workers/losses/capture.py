@@ -1,4 +1,5 @@
-"""No loss: a pass of a draft that puts what the target has inside where later passes find it, and guesses nothing."""
+"""The capture operation, which has no loss: a pass of a draft that stores the target's features for later passes and
+predicts nothing."""
 
 from collections.abc import Mapping
 
@@ -8,7 +9,7 @@ from .loss import Config, Loss, LossOutput
 
 
 def capture(scores: object, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    raise AssertionError("nothing is guessed where features are captured")
+    raise AssertionError("a capture pass computes no loss")
 
 
 CAPTURE = Loss(

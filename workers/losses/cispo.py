@@ -1,4 +1,4 @@
-"""CISPO (arXiv 2506.13585): the ratio is clipped as a weight, without a gradient: -sum sg(clip(r, low, high)) l A."""
+"""CISPO (arXiv 2506.13585): the clipped ratio is a weight without a gradient, -sum sg(clip(r, low, high)) l A."""
 
 from collections.abc import Mapping
 

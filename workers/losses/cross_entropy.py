@@ -1,4 +1,4 @@
-"""Weighted negative log-likelihood: -sum w l. Weights may be negative or fractional; absent, every one is 1."""
+"""Weighted negative log-likelihood, -sum w l. Weights may be negative or fractional, and are 1 if absent."""
 
 from collections.abc import Mapping
 

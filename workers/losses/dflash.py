@@ -1,10 +1,10 @@
-"""DFlash's losses of a draft's guesses: sum over guesses k = 1, 2, ... of a block of d_k w l_k, w being the weight of
-the token that is guessed, and l the cross-entropy with it.
+"""DFlash's losses: sum over draft tokens k = 1, 2, ... of a block of d_k w l_k, with the weight w of the predicted
+token and its cross-entropy l.
 
 ce: d_k = exp(-(k - 1) / gamma), and "mean" divides by the sum of d w (Chen et al., DFlash (2026), arXiv 2602.06036).
-dpace: d_k = sum over j >= k of P_j, with P_j = product over i <= j of (1 - alpha) q_i + alpha, both over guesses that
-count; q_i = exp(-l_i), without a gradient (D-PACE, arXiv 2605.18810, equations 7 to 9). There "mean" divides by the sum
-of the first w of each block, which is the number of blocks where weights are 1.
+dpace: d_k = sum over j >= k of P_j, with P_j = product over i <= j of (1 - alpha) q_i + alpha, both over draft tokens
+with a weight; q_i = exp(-l_i), without a gradient (D-PACE, arXiv 2605.18810, equations 7 to 9). Here "mean" divides by
+the sum of the first w of each block, which is the number of blocks if all weights are 1.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .loss import Config, Loss, LossOutput
 
 
 def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    """num_anchors and seed are read before, where the blocks are drawn."""
+    """Computes the loss. num_anchors and seed are read earlier, when the blocks are sampled."""
     weights = inputs["weights"] * scores.exists
     counts = weights != 0
     cross_entropy = torch.where(counts, scores.cross_entropy, 0.0)
@@ -34,7 +34,7 @@ def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
 
 
 def _confidence(cross_entropy: Tensor, counts: Tensor, alpha: float) -> Tensor:
-    """[m, depth]"""
+    """Returns d of dpace, [m, depth]."""
     reached = torch.where(counts, (1 - alpha) * torch.exp(-cross_entropy) + alpha, 1.0).cumprod(1) * counts
     return reached.flip(1).cumsum(1).flip(1)
 

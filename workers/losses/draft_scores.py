@@ -1,4 +1,4 @@
-"""DraftScores: how well a draft guesses what its target says, by guess."""
+"""Scores of a draft's predictions against its target or the text, and gradients by them."""
 
 from dataclasses import dataclass, replace
 
@@ -8,13 +8,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class DraftScores:
-    """Of m rows, each with `depth` guesses of tokens further and further ahead: all [m, depth], float32 at least.
+    """Holds per-position scores of m rows of `depth` draft tokens: all [m, depth], at least float32, 0 where no token
+    was predicted.
 
-    cross_entropy: of the draft's distribution with what it is to learn, the target's or a token. acceptance: the
-    probability that the target accepts a token that the draft draws, sum of min(p, q), both at temperature 1; with a
-    token to learn, that token's. correct: whether its likeliest token is the target's, or that token. covered: whether
-    the draft can say it. exists: whether there is such a guess; all else is 0 where there is none. greedy, sampled: the
-    products of correct, or of acceptance, along the guesses that were made from the same place, up to this one.
+    cross_entropy: of the draft's distribution with what it learns, the target's distribution or a token of the text.
+    acceptance: the probability that the target accepts a token that the draft samples, sum of min(p, q) at temperature
+    1; the draft's probability of the token, if it learns a token.
+    correct: 1 if the draft's likeliest token is the target's, or the token that it learns.
+    covered: 1 if that token is in the draft's vocabulary. exists: 1 if a token was predicted.
+    greedy, sampled: products of `correct` and of `acceptance` along the draft tokens that were predicted from the same
+    token, up to this one.
     """
 
     cross_entropy: Tensor
@@ -26,14 +29,14 @@ class DraftScores:
     sampled: Tensor
 
     def leaves(self) -> tuple["DraftScores", list[Tensor]]:
-        """The same ones, and of these what losses have gradients by."""
+        """Returns a copy of the scores, and the two tensors in it by which losses have gradients."""
         cross_entropy, acceptance = (each.detach().requires_grad_() for each in (self.cross_entropy, self.acceptance))
         return replace(self, cross_entropy=cross_entropy, acceptance=acceptance), [cross_entropy, acceptance]
 
 
 @dataclass(frozen=True, eq=False)
 class Slopes:
-    """The gradient of a loss by cross_entropy and acceptance, [m, depth]."""
+    """The gradients of a loss by cross_entropy and acceptance, [m, depth] each."""
 
     cross_entropy: Tensor
     acceptance: Tensor

@@ -1,9 +1,10 @@
-"""EAGLE-3's losses of a draft's guesses (arXiv 2503.01840): sum over guesses k = 1, 2, ... of decay^(k-1) w l_k, where
-the draft can say what the target finds likeliest, w being the weight of the token that is guessed.
+"""EAGLE-3's losses (arXiv 2503.01840): sum over draft tokens k = 1, 2, ... of decay^(k-1) w l_k, with the weight w of
+the predicted token, and only where the draft's vocabulary contains the target's likeliest token.
 
-kl: l is the cross-entropy with the target's distribution. lk_alpha: -log a, a being the probability that the target
-accepts what the draft draws. lk_lambda: v l_kl + (1 - v) (1 - a) with v = lk_scale exp(-lk_decay sg(a))
-(arXiv 2602.23881; there v is made of a mean over the batch, here of each guess's own a: a batch in parts is the same).
+kl: l is the cross-entropy with the target's distribution. lk_alpha: -log a, where a is the probability that the target
+accepts the draft's token. lk_lambda: v l_kl + (1 - v) (1 - a) with v = lk_scale exp(-lk_decay sg(a)) (arXiv 2602.23881,
+which computes v from a mean over the batch; here each draft token has its own v, so that splitting a batch changes
+nothing).
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from .draft_scores import DraftScores
 from .guesses import guess_ratios
 from .loss import Config, Loss, LossOutput
 
-# Of an acceptance of 0, which has no logarithm.
+# Replaces an acceptance of 0, which has no logarithm.
 _LEAST = 1e-12
 
 
@@ -28,7 +29,7 @@ def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
 
 
 def _of_guesses(scores: DraftScores, config: Config) -> Tensor:
-    """[m, depth]"""
+    """Returns the loss of each draft token, [m, depth]."""
     match config["objective"]:
         case "lk_alpha":
             return -scores.acceptance.clamp(min=_LEAST).log()

@@ -1,4 +1,4 @@
-"""GSPO, token variant (arXiv 2507.18071): one ratio a sequence, clipped, with a gradient token by token.
+"""GSPO, token variant (arXiv 2507.18071): one clipped ratio per sequence, with a gradient for each token.
 
 s = exp(mean over sequence_ratio_mask of (l - q)), s_t = sg(s) exp(l - sg(l)), -sum min(s_t A, clip(s_t, low, high) A).
 """

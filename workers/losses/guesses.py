@@ -1,4 +1,4 @@
-"""What the losses of drafts tell of guesses: how good those are, by how far ahead they look."""
+"""Metrics of a draft's predictions by distance from the anchor, shared by the losses of drafts."""
 
 from torch import Tensor
 
@@ -6,7 +6,8 @@ from .draft_scores import DraftScores
 
 
 def guess_ratios(scores: DraftScores, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each number of a guess from 1, the sums over those that count, and their number. weights: [m, depth]."""
+    """Returns for each metric and each position from 1 the sum over predictions with a weight, and their number.
+    `weights` is [m, depth]."""
     counts = scores.exists * (weights != 0)
     kinds = {
         "accuracy": scores.correct,

@@ -1,6 +1,6 @@
-"""What a loss is: a pure function of float32 scores, and a declaration of what it reads.
+"""The definition of a loss: a pure function of float32 scores, and a declaration of its inputs.
 
-A position whose weight or advantage is 0 contributes exactly 0 and no gradient, whatever its scores are.
+A position whose weight or advantage is 0 contributes exactly 0 and no gradient, even if its scores are not finite.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,18 +15,19 @@ Arrays = Mapping[str, np.ndarray]
 Fill = Callable[[Arrays, Config], "np.ndarray | float"]
 
 
-# What a head gives for each token.
+# What a head computes for each token.
 Scores = Literal["logprobs", "values", "losses", "features"]
 
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """losses: float32 of the shape of the scores; their sum is the loss.
+    """The result of a loss.
 
-    metrics: name -> a number per position, of the same shape and without a gradient; `name:mean` is their sum divided
-    by the number of counted positions of the operation. ratios: name -> numerator and denominator, one number each,
-    which are summed over the operation before they are divided. denominator: what "mean" divides gradients by, where
-    only the scores tell; it is summed, too.
+    losses: float32, in the shape of the scores; their sum is the loss.
+    metrics: by name, one number per position, in the same shape and without a gradient. `name:mean` is their sum
+    divided by the number of counted positions of the operation.
+    ratios: by name, a numerator and a denominator, which are summed over the operation before the division.
+    denominator: what "mean" divides gradients by if it depends on the scores; also summed over the operation.
     """
 
     losses: Tensor
@@ -37,16 +38,16 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class Loss:
-    """function(scores [n] or [n, K], inputs of the same shape, config) -> LossOutput.
+    """A loss: function(scores [n] or [n, K], inputs of the same shape, config) -> LossOutput.
 
-    scores: of which head: log-probabilities of target_tokens, or values, which have no targets; or the losses of a
-    draft, whose function is given DraftScores and the weights of what was guessed, all [m, guesses]; or nothing of
-    one, but where features were put.
-    required, optional: names of inputs besides target_tokens; an optional one that is absent is filled.
-    config: numbers and their defaults. choices: of those that are words, the first is the default. counted_by: the
-    input whose zeros do not count.
-    sequence_wise: the function must see one whole sequence and nothing else at a time. Other functions see positions
-    of any sequences, of several operations too, and keep them apart: what is wrong at one changes no other.
+    scores: "logprobs" of target_tokens; "values", which have no targets; "losses" of a draft, whose function gets
+    DraftScores and the weights of the predicted tokens, all [m, depth]; or "features", which only stores features.
+    required, optional: names of inputs in addition to target_tokens. An absent optional one is filled in.
+    config: numeric options and their defaults. choices: options that are words; the first is the default.
+    counted_by: the input whose zeros mark positions that do not count.
+    sequence_wise: the function needs one whole sequence at a time and nothing else. Other functions get positions of
+    any sequences, possibly of several operations, and must keep them independent: a wrong value at one position must
+    not change another.
     many_targets: target_tokens may be [T, K].
     """
 
@@ -61,8 +62,8 @@ class Loss:
     scores: Scores = "logprobs"
 
     def denominator(self, counts: np.ndarray) -> float:
-        """What "mean" divides gradients by: the summed weights, or the number of positions with an advantage; 0 where
-        the scores tell."""
+        """Returns what "mean" divides gradients by: the sum of weights, or the number of positions with an advantage; 0
+        if the loss returns it itself."""
         if self.scores == "losses":
             return 0.0
         return float(counts.sum(dtype=np.float64)) if self.counted_by == "weights" else float(np.count_nonzero(counts))

@@ -1,4 +1,4 @@
-"""What the losses of policy gradients share: the counted positions, and the bounds on the probability ratio."""
+"""Parts shared by policy-gradient losses: the counted positions, and the bounds on the probability ratio."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ RATIO_INPUTS = ("logprobs", "advantages")
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """logprobs: of the policy in training. sampler_logprobs: of the policy that sampled. Both 0 where A = 0."""
+    """Log-probabilities of sampled tokens, 0 where A = 0.
+
+    logprobs: of the policy in training. sampler_logprobs: of the policy that sampled.
+    """
 
     logprobs: Tensor
     sampler_logprobs: Tensor
@@ -25,12 +28,12 @@ class Sampled:
         return self.logprobs - self.sampler_logprobs
 
     def kl(self) -> Tensor:
-        """Estimate of the divergence of the policy in training from the sampler's, E_q[q - l], per position."""
+        """Estimates the divergence of the policy in training from the sampler's, E_q[q - l], per position."""
         return -self.log_ratio.detach()
 
 
 def counted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Sampled:
-    """Replaces what is at positions with A = 0 by 0, so that nothing non-finite there is multiplied by 0."""
+    """Sets log-probabilities at positions with A = 0 to 0, so that a non-finite one is never multiplied by 0."""
     advantages = inputs["advantages"]
     is_counted = advantages != 0
     return Sampled(torch.where(is_counted, logprobs, 0.0), torch.where(is_counted, inputs["logprobs"], 0.0), advantages)
@@ -41,18 +44,18 @@ def clip(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def clipped(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Which counted positions have a ratio outside the bounds."""
+    """Returns which counted positions have a ratio outside the bounds."""
     outside = (ratio < inputs["clip_low_threshold"]) | (ratio > inputs["clip_high_threshold"])
     return outside & (inputs["advantages"] != 0)
 
 
 def clip_config(low: float, high: float) -> dict[str, float]:
-    """Bounds on the ratio itself: 0.8 is 1 - 0.2."""
+    """Returns the defaults of the bounds. They apply to the ratio itself: 0.8 is 1 - 0.2."""
     return {"clip_low_threshold": low, "clip_high_threshold": high}
 
 
 def clip_inputs() -> dict[str, Fill]:
-    """The bounds may also come token by token, as inputs of the same names."""
+    """Returns the bounds as optional inputs, for clients that set them token by token."""
     return {name: _config_value(name) for name in clip_config(0, 0)}
 
 

@@ -1,7 +1,8 @@
-"""REINFORCE with a capped ratio and a penalty on drift. Ours: the hosted service does not publish its objective.
+"""REINFORCE with a capped ratio and a penalty on drift. The objective is ours, since the hosted service does not
+publish its own.
 
--sum sg(min(r, 2)) l A + kl_coeff/2 sum (l - q)^2, both over positions with A != 0, r and the penalty only where a
-sampler drew the token (elsewhere there is no q: r = 1). The server fills `logprobs` and `sampled_mask` from what was
+-sum sg(min(r, 2)) l A + kl_coeff/2 sum (l - q)^2, both over positions with A != 0; r and the penalty apply only where a
+sampler drew the token (elsewhere q is unknown and r = 1). The server fills `logprobs` and `sampled_mask` from what was
 recorded when the sequences were sampled.
 """
 

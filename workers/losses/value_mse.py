@@ -1,7 +1,7 @@
-"""Squared error of a critic's values: sum w (v - R)^2 / 2, clipped as PPO's critics are where `old_values` are given.
+"""Squared error of a critic's values, sum w (v - R)^2 / 2, clipped as for PPO's critics if `old_values` are given.
 
-Clipped: the larger of the errors of v and of old + clamp(v - old, -clip, clip) (Schulman et al., PPO (2017), as in
-OpenAI's baselines and TRL).
+The clipped error is the larger of the errors of v and of old + clamp(v - old, -clip, clip) (Schulman et al., PPO
+(2017), as in OpenAI's baselines and TRL).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def value_mse(values: Tensor, inputs: Mapping[str, Tensor], config: Config) -> L
     weights, returns, old = inputs["weights"], inputs["returns"], inputs["old_values"]
     values = torch.where(weights != 0, values, 0.0)
     error, clip = (values - returns).square(), config["clip"]
-    # Without old values, which are NaN then, nothing is far from them.
+    # Absent old values are NaN, so that no value is far from them.
     is_far = (values - old).abs() > clip
     near = torch.where(is_far, old + torch.clamp(values - old, -clip, clip), values)
     clipped_error = (near - returns).square()

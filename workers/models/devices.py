@@ -1,6 +1,4 @@
-"""Devices: the CUDA devices of this machine that the ranks of a group take, and whether there are any. Imports no
-torch.
-"""
+"""The CUDA devices of this machine that rank groups take, and whether it has any. Imports no torch."""
 
 from collections.abc import Mapping
 from importlib import metadata
@@ -10,25 +8,29 @@ from ..planner.checks import cuda_devices
 from ..planner.footprint import runs_on_cpu
 from ..protocol.config import WorkerConfig
 
-# Of NVIDIA's driver, also on a Jetson and under Windows, and of AMD's, which torch calls CUDA, too.
+# Device files of NVIDIA's driver, also on a Jetson and under Windows, and of AMD's, which torch calls CUDA too.
 _DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
 
 
 def first_device(device: str) -> int:
-    """Of "cuda:2" 2, of "cuda" and "auto" 0."""
+    """Returns the index of a device: 2 for "cuda:2", 0 for "cuda" and "auto"."""
     return int(device.partition(":")[2] or 0)
 
 
 def device_of(device: str, rank: int) -> str:
-    """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
+    """Returns the device of a rank, counted from the group's first one: "cuda:3" for rank 1 of "cuda:2"."""
     return f"cuda:{first_device(device) + rank}"
 
 
 def check_cuda(device: str, dev: Path = Path("/dev")) -> None:
-    """For a process of this machine. dev: where its devices are files. Raises ValueError on CUDA that is not there."""
+    """Raises ValueError if `device` is CUDA and this machine has none.
+
+    Args:
+        dev: directory of the device files.
+    """
     try:
         torch_version = metadata.version("torch")
-    except metadata.PackageNotFoundError:  # a worker tells
+    except metadata.PackageNotFoundError:  # without torch here, the worker reports it
         return
     is_there = not torch_version.endswith("+cpu") and any(any(dev.glob(driver)) for driver in _DRIVERS)
     if device.startswith("cuda") and not is_there:
@@ -48,27 +50,33 @@ def check_devices(
     layout_flag: str,
     device_flag: str | None = None,
 ) -> None:
-    """Of groups by their names. device_flag: None = that of their layouts. Raises ValueError where one of them takes
-    devices that are not there, and where it shares a part of them with another one, which is an oversight."""
+    """Checks the devices of groups, given by name.
+
+    Args:
+        others: groups that were checked before.
+        device_flag: None for the flag of their layouts.
+    Raises:
+        ValueError: a group takes devices that do not exist, or shares only some of its devices with another group,
+            which is surely an oversight.
+    """
     num_devices, others, device_flag = cuda_devices(), dict(others), device_flag or layout_flag
     for name, group in groups.items():
         own = _taken(group)
         if num_devices is not None and own.stop > num_devices:
             raise ValueError(
-                f"{name} takes {_shown(own)}, one for each rank of {layout_flag} {group.parallel}, and there is "
+                f"{name} takes {_shown(own)}, one for each rank of {layout_flag} {group.parallel}, but the machine has "
                 f"{_shown(range(num_devices))}: name an earlier one with {device_flag}, or use fewer ranks"
             )
         for other, theirs in ((other, _taken(model)) for other, model in others.items()):
             if 0 < len(set(own) & set(theirs)) < min(len(own), len(theirs)):
                 raise ValueError(
-                    f"{name} takes {_shown(own)}, and {other} {_shown(theirs)}, which is neither apart nor together: "
+                    f"{name} takes {_shown(own)}, and {other} {_shown(theirs)}, which overlap in part: "
                     f"name another device with {device_flag}"
                 )
         others[name] = group
 
 
 def _taken(model: WorkerConfig) -> range:
-    """Empty where the ranks compute on the CPU."""
     first = first_device(model.device)
     return range(first, first + (0 if runs_on_cpu(model) else model.parallel.num_ranks))
 

@@ -1,7 +1,7 @@
-"""The experts of a sparse layer: tokens go to the ranks that have theirs, and run sorted by expert in grouped products.
+"""The experts of a sparse layer: tokens go to the ranks that have their experts, and run in grouped products.
 
-Of each expert rows are sorted by adapter, so that all adapters' terms are grouped products, too.
-Fedus et al., Switch Transformers (2021); Lepikhin et al., GShard (2020), section 3.2.
+The rows of each expert are sorted by adapter, so that all adapters' terms are grouped products too. Fedus et al.,
+Switch Transformers (2021); Lepikhin et al., GShard (2020), section 3.2.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ..parallel.mesh import Team
 
 
 class AdapterTerms(Protocol):
-    """What adapters add to the experts of one layer, whose rows are sorted as the experts' are."""
+    """The adapters' terms for the experts of one layer, with rows sorted like the experts' rows."""
 
     def add_gate_up(self, y: Tensor, x: Tensor) -> None: ...
 
@@ -33,7 +33,7 @@ class AdapterTerms(Protocol):
 
 
 class AdapterPlan(Protocol):
-    """Which adapter each token of a packed row has at its experts."""
+    """Says which adapter each token of a packed row has at its experts."""
 
     adapters: Any
 
@@ -43,14 +43,14 @@ class AdapterPlan(Protocol):
         ...
 
     def slots(self, num_tokens: int) -> Tensor:
-        """int64 [num_tokens]: the place of each token's adapter among `adapters`, or their number."""
+        """Returns the place of each token's adapter in `adapters`, or their number if none: int64 [num_tokens]."""
         ...
 
     def terms(self, layer: str, counts: Tensor, has_bare: bool) -> AdapterTerms | None: ...
 
 
 class ActiveAdapters(Protocol):
-    """The plan in force, and a leaf that makes outputs require a gradient."""
+    """The active plan, and a leaf that makes outputs require a gradient."""
 
     anchor: Tensor
 
@@ -59,8 +59,10 @@ class ActiveAdapters(Protocol):
 
 
 def runs_as_ours(experts: Any) -> bool:
-    """True if RoutedExperts computes what this module of transformers does, as its flags say: a gate with SiLU before
-    the ups, nothing interleaved, transposed or added."""
+    """True if RoutedExperts computes the same as this module of transformers, judging by its flags.
+
+    That is a gate with SiLU before the ups, with nothing interleaved, transposed or added.
+    """
     flags = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
     return (
         [getattr(experts, flag, None) for flag in flags] == [True, True, False, False, False]
@@ -70,10 +72,11 @@ def runs_as_ours(experts: Any) -> bool:
 
 
 class RoutedExperts:
-    """Experts of transformers, whose weights lie one after the other: gate_up_proj [experts, 2 * features, hidden], the
-    gates before the others, and down_proj [experts, hidden, features]. Of a team each rank has some.
+    """Runs transformers' experts, of which each rank of a team has some.
 
-    linears: what gate, up and down of one are called in files. router: None = transformers' own layers choose.
+    Their weights are stacked: gate_up_proj [experts, 2 * features, hidden], gates first, and down_proj [experts,
+    hidden, features]. linears: the names of an expert's gate, up and down in files. router: None if transformers' own
+    layers choose the experts.
     """
 
     def __init__(self, experts: Any, team: Team, linears: tuple[str, str, str], router: Any = None) -> None:
@@ -84,7 +87,7 @@ class RoutedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Of all ranks."""
+        """Experts on all ranks together."""
         return self._experts.num_experts
 
     @property
@@ -93,27 +96,35 @@ class RoutedExperts:
 
     @property
     def num_features(self) -> int:
-        """Of each expert, on all ranks."""
+        """Features of each expert, on all ranks together."""
         return self._experts.intermediate_dim
 
     def adapt(self, active: ActiveAdapters, name: str) -> None:
-        """From now on adapters add their terms. name: of the experts in the causal LM."""
+        """Makes adapters add their terms from now on. `name` is the path of the experts in the causal LM."""
         self._active, self._name = active, name
         if self._router is None:
             self._experts.forward = self.weighted
 
     def quantize(self, quantize: Callable[..., None]) -> None:
-        """quantize: parameters of a module, by name."""
+        """Quantizes the experts' weights with a function that takes a module and names of its parameters."""
         quantize(self._experts, "gate_up_proj", "down_proj")
 
     def forward(self, x: Tensor, are_alike: bool) -> Tensor:
-        """x [tokens, hidden] -> the same. are_alike: whether all ranks of the team have the same tokens."""
+        """Returns the layer's output [tokens, hidden] for x [tokens, hidden].
+
+        Args:
+            are_alike: whether all ranks of the team have the same tokens.
+        """
         _, weights, chosen = self._router(x)
         return self.weighted(x, chosen, weights, are_alike)
 
     def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
-        """As `forward`. chosen, weights [tokens, experts of each]: which experts, and by what their outputs are
-        multiplied."""
+        """Returns the experts' weighted outputs [tokens, hidden], like `forward` after routing.
+
+        Args:
+            chosen: the experts of each token, [tokens, experts of each].
+            weights: factors of their outputs, of the same shape.
+        """
         keys = self._keys(chosen)
         if are_alike or self._team.size == 1:
             pairs = _OwnPairs(keys, self._num_own, self._num_kinds, self._team)
@@ -127,19 +138,19 @@ class RoutedExperts:
 
     @property
     def _num_kinds(self) -> int:
-        """Adapters of experts, and none."""
+        """One for each adapter that adapts experts, and one for none."""
         plan = self._active.experts if self._active else None
         return 1 + (len(plan.adapters) if plan else 0)
 
     def _keys(self, chosen: Tensor) -> Tensor:
-        """Of each pair of token and expert [tokens, experts of each] the group, by expert and adapter."""
+        """Returns the group, by expert and adapter, of each pair of token and expert: [tokens, experts of each]."""
         plan = self._active.experts if self._active else None
         if plan is None or not plan.adapters:
             return chosen
         return chosen * self._num_kinds + plan.slots(len(chosen))[:, None]
 
     def _mlp(self, x: Tensor, pairs: "_Pairs") -> Tensor:
-        """x [tokens, hidden] -> [pairs, hidden]. Of pairs beyond this rank's, zeros."""
+        """Returns the experts' outputs [pairs, hidden] for x [tokens, hidden]; zeros for pairs of other ranks."""
         terms, anchor = None, None
         if self._active is not None and self._active.experts is not None:
             terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_bare(self._active.experts))
@@ -150,34 +161,36 @@ class RoutedExperts:
 
 
 class _Pairs(Protocol):
-    """Pairs of token and expert, as this rank's experts have them: sorted by expert and kind, which is the adapter or
-    none. counts: int64 [own experts, kinds]. groups: the pairs of each expert."""
+    """Pairs of token and expert on this rank, sorted by expert and kind, which is the adapter or none.
+
+    counts: int64 [own experts, kinds]. groups: the pairs of each expert.
+    """
 
     counts: Tensor
     groups: GroupedRows
 
     def gathered(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> [pairs, hidden], without a gradient."""
+        """Returns the rows of all pairs [pairs, hidden] for x [tokens, hidden], without a gradient."""
         ...
 
     def spread(self, grad: Tensor) -> Tensor:
-        """The way back: the gradient of what was gathered -> of x."""
+        """Returns the gradient of x [tokens, hidden], given the gradient of the gathered rows."""
         ...
 
     def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
-        """What the experts give [pairs, hidden] -> its weighted sum [tokens, hidden]."""
+        """Returns the weighted sum [tokens, hidden] of the experts' outputs [pairs, hidden]."""
         ...
 
     def has_bare(self, plan: AdapterPlan) -> bool:
-        """Whether there may be some without an adapter."""
+        """True if some pairs may have no adapter."""
         ...
 
 
 class _OwnPairs:
-    """Those of tokens that this rank has; the pairs of other ranks' experts lie behind its own."""
+    """Pairs of the tokens that this rank has; those of other ranks' experts are sorted to the end."""
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
-        """keys: int64 [tokens, experts of each], expert * num_kinds + kind."""
+        """Sorts the pairs by `keys`, expert * num_kinds + kind, int64 [tokens, experts of each]."""
         number, num_groups = keys.flatten() - team.index * num_own * num_kinds, num_own * num_kinds
         if team.size > 1:
             number = torch.where((number >= 0) & (number < num_groups), number, num_groups)
@@ -200,15 +213,15 @@ class _OwnPairs:
 
 
 class _SentPairs:
-    """Those that all ranks of a team have for the experts of this one: they come from there, and go back."""
+    """Pairs that any rank of a team has for this rank's experts: their rows are sent here, and the outputs back."""
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
-        """keys: as of _OwnPairs."""
+        """Exchanges the counts of pairs with the team and sorts them. For `keys` see _OwnPairs."""
         number, num_groups = keys.flatten(), num_own * num_kinds
         self._team, self._shape, order = team, keys.shape, number.argsort(stable=True)
         self._tokens, self._places = order // keys.shape[1], _inverse(order)
         counts = number.bincount(minlength=num_groups * team.size)
-        # [ranks, own groups]: how many come from each rank for each of this one's groups.
+        # Rows that each rank sends for each of this rank's groups: [ranks, own groups].
         arriving = team.exchanged(counts).view(team.size, -1)
         self._sent, self._received = counts.view(team.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
         self._sorted = _group_of_each(arriving).argsort(stable=True)
@@ -229,15 +242,15 @@ class _SentPairs:
         return (_by_token(returned, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
 
     def has_bare(self, plan: AdapterPlan) -> bool:
-        """Of any rank's tokens."""
         return bool(self.counts[:, -1].any())
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Experts and adapters' terms; backward adds to the adapters' scratch, and to the `grad` of the experts' weights
-    where they have one.
+    """Computes the experts and their adapters' terms.
 
-    Kept are the tokens, where adapters want them, and gate and up; rows are gathered again, activations made again.
+    backward adds to the adapters' scratch gradients, and to the `grad` of the experts' weights if they have one. It
+    keeps the gate and up outputs, and the tokens if adapters need them; rows are gathered and activations computed a
+    second time.
     """
 
     @staticmethod
@@ -259,7 +272,7 @@ class _ExpertMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """In the memory of gate and up, which nothing else reads: backward runs once."""
+        """Overwrites the saved gate and up outputs, which nothing else reads, since backward runs once."""
         x, features = ctx.saved_tensors
         pairs, terms, grad = ctx.pairs, ctx.terms, grads[0].contiguous()
         gate, up = features.chunk(2, dim=-1)
@@ -284,13 +297,13 @@ class _ExpertMlp(torch.autograd.Function):
 
 
 def _group_of_each(arriving: Tensor) -> Tensor:
-    """arriving [ranks, groups], how many rows come from each for each -> of every row, as they come, its group."""
+    """Returns the group of each row in order of arrival, from the rows' counts `arriving` [ranks, groups]."""
     groups = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
     return groups.repeat_interleave(arriving.flatten())
 
 
 def _by_token(of_pairs: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """[pairs, hidden] -> [tokens, experts of each, hidden]"""
+    """Reorders [pairs, hidden] to [tokens, experts of each, hidden]."""
     return of_pairs[places].view(*shape, -1)
 
 

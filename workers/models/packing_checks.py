@@ -1,5 +1,8 @@
-"""Checks that a loaded model may run packed: its modules are of kinds that look at each token by itself, but for
-attention, and a packed pass has the numbers of transformers' own passes over each sequence."""
+"""Checks that a loaded model can run packed rows.
+
+Its modules must be of kinds that treat each token separately, except in attention, and a packed pass must give the
+numbers of transformers' own passes over each sequence.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,26 +20,26 @@ from ..ops.attention import AttentionKind, CachedPacking, Packing, attend, pack_
 from ..ops.memory import is_out_of_memory
 
 Logits = Callable[[Tensor, Tensor, CachedPacking], Tensor]
-"""Of tokens and positions int64 [tokens], in a packing: [tokens, vocab]."""
+"""Maps tokens and positions, int64 [tokens], in a packing to logits [tokens, vocab]."""
 
-# The sequences that are compared: each crosses the window that layers have meanwhile.
+# Lengths of the sequences that are compared; each is longer than the window that layers get for the check.
 LENGTHS = [5, 11, 8]
 _WINDOW = 4
 
-# How far log-probabilities may lie apart, as a part of how far they lie from their mean. Measured over the models of
-# tests/workers/test_survey.py and SmolLM2-135M: rounding makes at most 4e-6 in float32 and 0.12 in bfloat16,
-# where a router may choose another expert.
+# The largest distance allowed between log-probabilities, relative to their spread around the mean. Measured over the
+# models of tests/workers/models/test_survey.py and SmolLM2-135M: rounding causes at most 4e-6 in float32, and 0.12 in
+# bfloat16, where a router may choose another expert.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
-# torch's and transformers' modules by whose name alone it is clear that tokens do not meet in them.
+# Modules of torch and transformers that are known not to mix tokens.
 _BY_TOKEN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ModuleList, nn.Sequential)
 _HOMES = ("transformers.activations", "torch.nn.modules.activation")
-# What the classes of a model's own modules end with. Attention is looked at by its numbers.
+# Endings of the class names of a model's own modules. Attention is checked by its numbers.
 _ENDINGS = re.compile(r"(Attention|MLP|Norm(1P)?|Experts|Router|Gate|Gating|Statics|M[oO][eEA](Layer|Block)?)$")
 
 
 def check_modules(source: str, model: PreTrainedModel) -> None:
-    """Raises ValueError where a module below a layer is none whose tokens are known to meet in attention alone."""
+    """Raises ValueError if a module below a layer is not known to mix tokens in attention alone."""
     for path, layer in _layers(model):
         for name, module in layer.named_modules():
             if name and not _is_plain(module):
@@ -49,14 +52,17 @@ def check_modules(source: str, model: PreTrainedModel) -> None:
 def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: int | None) -> None:
     """Compares a packed pass of three short sequences with transformers' own pass over each of them.
 
-    logits: of the packed pass. longest: the longest context; windows that are shorter are made so short that the
-    sequences cross them. Raises ValueError where the difference is more than rounding.
+    Args:
+        logits: runs the packed pass.
+        longest: the longest context; shorter windows are reduced for the check, so that the sequences cross them.
+    Raises:
+        ValueError: the difference is more than rounding.
     """
     model_type = model.config.model_type
     try:
         with _short_windows(model, longest):
             distance = _distance(model, logits)
-    except Exception as error:  # whatever a model of another shape makes of it
+    except Exception as error:  # a model of another shape may fail with anything
         if is_out_of_memory(error):
             raise
         raise ValueError(
@@ -66,8 +72,10 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
 
 
 class _Seen:
-    """A packing that looks at what layers give to attention: a cache holds a key and a value of one shape for each
-    token and layer."""
+    """A packing that records the keys and values that layers pass to attention.
+
+    A cache needs one key and one value of the same shape for each token and layer.
+    """
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
@@ -86,16 +94,20 @@ class _Seen:
         return attend(query, key, value, self._packing, kind)
 
     def check(self, num_layers: int) -> None:
-        """Raises ValueError where a cache would not hold what all layers gave."""
+        """Raises ValueError if a cache could not store the keys and values of all layers."""
         if self._layers != list(range(num_layers)):
             raise ValueError(f"its {num_layers} layers attend in the order {self._layers}, not once each")
 
 
 def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[MicroBatch], Tensor]) -> None:
-    """Compares a packed pass of the same sequences with single ones, by ranks that have the model together: none of
-    them can run transformers' own. Raises ValueError as `check_numbers`.
+    """Compares a packed pass of the same sequences with single passes, by ranks that share the model.
 
-    hidden_states: the last ones of a micro-batch, [tokens, hidden]; of all ranks at once.
+    None of these ranks can run transformers' own pass.
+
+    Args:
+        hidden_states: returns the last ones of a micro-batch, [tokens, hidden]; all ranks call it together.
+    Raises:
+        ValueError: see `check_numbers`.
     """
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
@@ -106,7 +118,7 @@ def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[Mi
 
 def _remedy(model: PreTrainedModel, longest: int | None) -> str:
     windows = sorted(_windows(model, longest))
-    return f"; without its window it may be: serve with --max-context-length {windows[0]}" if windows else ""
+    return f"; without its window it may be supported: serve with --max-context-length {windows[0]}" if windows else ""
 
 
 def _refuse_distance(source: str, model: PreTrainedModel, distance: float, what: str, other: str, remedy: str) -> None:
@@ -138,18 +150,16 @@ def _sequences(vocab_size: int, device: torch.device) -> MicroBatch:
 
 
 def _bounds() -> list[tuple[int, int]]:
-    """Returns where each sequence starts and stops."""
     return list(pairwise(accumulate(LENGTHS, initial=0)))
 
 
 def _farthest(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the mean over the tokens of the sequence that is farthest off."""
+    """Returns the mean distance over the tokens of the sequence that is farthest off."""
     by_token = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     return max(float(by_token[start:stop].mean()) for start, stop in _bounds())
 
 
 def _centered(logits: Tensor) -> Tensor:
-    """Returns log-probabilities less their mean."""
     logits = logits.float()
     return logits - logits.mean(dim=-1, keepdim=True)
 
@@ -166,7 +176,7 @@ def _attention_of_transformers(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel, longest: int | None) -> Iterator[None]:
-    """Inside, layers whose window some sequence may cross have one that short sequences cross."""
+    """Gives layers with a window that some sequence may cross one that the short sequences cross, while inside."""
     with ExitStack() as held:
         for owner in _owners(model):
             if _is_crossed(window := getattr(owner, "sliding_window", None), longest):
@@ -185,14 +195,13 @@ def _is_crossed(window: object, longest: int | None) -> TypeGuard[int]:
 
 
 def _owners(model: PreTrainedModel) -> list[Any]:
-    """Returns what has windows: configs, and modules."""
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     return [*configs.values(), *modules]
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers with their paths: those of the outermost list that has as many modules as there are layers."""
+    """Yields the layers with their paths: the outermost list that has as many modules as the model has layers."""
     number = model.config.num_hidden_layers
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:

@@ -1,6 +1,6 @@
-"""Tensor parallelism: which of a model's weights the ranks of a team have parts of, and how they come to them.
+"""Tensor parallelism: which parts of a model's weights each rank of a team has, and how it loads them.
 
-The parts are read from the files as such (shard on read, by transformers), and are plain tensors afterwards.
+The parts are read from the files as such (transformers shards on read), and are plain tensors afterwards.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from ..shapes.styles import Placement, placement_of
 
 
 class Placed:
-    """The parts that this rank has of a model's parameters.
+    """Records the parts that this rank has of a model's parameters, and loads them.
 
-    splits: by name of the parameter, dimension -> Split along tp, or of experts along ep. sharded: names of those of
-    which a rank keeps some rows only, along fsdp (and sp), and gathers the others for use. left: biases by name, which
-    another rank along tp adds.
+    splits: by parameter name, dimension -> Split along tp, or along ep for experts. sharded: names of the parameters of
+    which each rank keeps only some rows, along fsdp (and sp), and gathers the others for use. left: by name, biases
+    that another rank along tp adds.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -33,12 +33,12 @@ class Placed:
         self.splits: dict[str, dict[int, Split]] = {}
         self.sharded: list[str] = []
         self.left: dict[str, Tensor] = {}
-        # By storage of what is still to be read, rows of it that lie apart.
+        # Rows that are not contiguous, by the storage of the parameter that has not been read yet.
         self._unread: dict[int, list[slice]] = {}
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
-        """Inside, `from_pretrained` with these arguments reads the parts alone."""
+        """Makes `from_pretrained` with the yielded arguments read only this rank's parts, while inside."""
         if self._mesh.along("fsdp", "ep", "tp").size == 1:
             yield {}
             return
@@ -55,13 +55,13 @@ class Placed:
             yield {"distributed_config": DistributedConfig()}
         finally:
             loader.DtensorShardOperation = DtensorShardOperation
-            for name in own:  # those of its base class are behind them
+            for name in own:  # the base class has the originals
                 delattr(hooks, name)
 
     def settle(self, model: nn.Module) -> None:
-        """After loading: the parts become plain parameters, and linear layers know their own sizes."""
+        """Makes the parts plain parameters after loading, and corrects the sizes of linear layers."""
         assert not self._unread, "weights in sections were read as if they had none"
-        # Of one that is tied, the same in both places.
+        # A tied parameter stays one parameter in both places.
         plain: dict[int, nn.Parameter] = {}
         for name, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
@@ -77,7 +77,6 @@ class Placed:
         self._leave_bias_to_first(model)
 
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Of parameters that hold nothing yet."""
         prefix = f"{model.base_model_prefix}."
         ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
         for name, parameter in list(model.named_parameters()):
@@ -95,7 +94,6 @@ class Placed:
         return model
 
     def _marked_end(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """Of the embedding, or of the output head."""
         team = self._mesh.keeping_team
         if team.size == 1 or parameter.shape[0] % team.size:
             return parameter
@@ -114,7 +112,7 @@ class Placed:
         if sharded.size > 1 and parameter.shape[0] % (num_parts * sharded.size) == 0:
             self.sharded.append(name)
             axes.append("fsdp")
-            # Of the rows that this rank has along the other axes.
+            # Splits the rows that this rank has along the other axes.
             shards.append(_StridedShard(0, split_factor=num_parts) if num_parts > 1 else Shard(0))
         if experts.size > 1:
             by_expert = Split("ep", experts.size, experts.index, (parameter.shape[0],))
@@ -131,13 +129,16 @@ class Placed:
             return parameter
         marked = distribute_tensor(parameter.data, self._mesh.torch_mesh(*axes), shards, src_data_rank=None)
         if tensor.size > 1 and placement.dim == 0 and len(sections) > 1:
-            # torch has no placement of rows that lie apart in sections of any size: of this one the size alone counts.
+            # torch has no placement for rows from several sections of any size: only the size of this one counts.
             part = sharded if name in self.sharded else self._mesh.along()
             self._unread[_storage(marked)] = self.splits[name][0].stretches(part.index, part.size)
         return nn.Parameter(marked, requires_grad=False)
 
     def _leave_bias_to_first(self, model: nn.Module) -> None:
-        """Outputs of layers whose inputs are shared out are added up over the ranks: their bias must be once in it."""
+        """Removes the biases that only the first rank adds.
+
+        Outputs of layers whose inputs are split are summed over the ranks, so their bias must be added once.
+        """
         for name, by_dim in self.splits.items():
             if 1 in by_dim and self._mesh.along("tp").index > 0:
                 path = name.rpartition(".")[0]
@@ -148,7 +149,7 @@ class Placed:
 
 
 def _reading(unread: dict[int, list[slice]]) -> type[DtensorShardOperation]:
-    """How parameters are read from files, also those of whose rows several stretches are this rank's."""
+    """Returns a reader of parameters that also reads non-contiguous rows."""
 
     class Reading(DtensorShardOperation):
         def __init__(self, param: DTensor) -> None:
@@ -166,6 +167,6 @@ def _reading(unread: dict[int, list[slice]]) -> type[DtensorShardOperation]:
 
 
 def _storage(parameter: DTensor | Tensor) -> int:
-    """The same of all views, and of what holds nothing yet, too."""
+    """Returns an id that all views of a parameter share, even before it holds numbers."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Allocator: how a worker's process keeps freed memory for its next pass, and gives it back. Imports no torch."""
+"""Tunes how a worker process keeps freed memory for its next pass, and returns it to the system. Imports no torch."""
 
 import ctypes
 import os
@@ -12,9 +12,9 @@ _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 _MOST_ARENAS = -8
 
-# oneDNN compiles each product for its number of rows, which takes half a millisecond and leaves half a megabyte in a
-# cache; torch keeps more of it for each thread. Both keep 1024 products unless these say otherwise before the first, in
-# heaps that they fragment. A pass needs a dozen for each shape of its micro-batches.
+# oneDNN compiles each product for its number of rows, which takes half a millisecond and half a megabyte of its cache;
+# torch caches more for each thread. Both keep 1024 products, which fragments the heap, unless these variables are set
+# before the first product. A pass needs a dozen products for each shape of its micro-batches.
 _PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "16"}
 
 IDLE_SECONDS = 5.0
@@ -23,24 +23,27 @@ _WORK_SECONDS = 0.02
 
 
 def tune_allocator() -> bool:
-    """Bounds the caches of products, and has glibc keep freed memory; call it at process start.
+    """Bounds the caches of products, and makes glibc keep freed memory. Call it at process start.
 
     A training step frees and allocates the same large tensors over and over, each time at the price of page faults.
-    Returns whether the allocator took the setting; others than glibc do not.
+    Returns whether the allocator took the setting, which only glibc does.
     """
     for name, capacity in _PRODUCT_CACHES.items():
         os.environ.setdefault(name, capacity)
     if not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    # Arenas of further threads would not hold what is larger than 64 MB.
+    # One arena, because those of other threads cannot hold allocations larger than 64 MB.
     settings = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _MOST_ARENAS: 1}
     return 0 not in [mallopt(name, value) for name, value in settings.items()]
 
 
 @contextmanager
 def one_arena_for_those_started() -> Iterator[None]:
-    """Processes started inside have one heap from the beginning: a limit set later leaves what threads have by then."""
+    """Makes processes started inside have one arena from the beginning.
+
+    A limit that a process sets later does not remove the arenas that its threads have by then.
+    """
     before = os.environ.get("MALLOC_ARENA_MAX")
     os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     try:
@@ -51,13 +54,13 @@ def one_arena_for_those_started() -> Iterator[None]:
 
 
 def trim() -> None:
-    """Gives all whole pages of freed memory back to the system; does nothing where there is no glibc."""
+    """Returns all whole pages of freed memory to the system; does nothing without glibc."""
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_bytes() -> int:
-    """Returns how much the allocator could hand out without asking the system, given back or not; 0: unknown."""
+    """Returns how much the allocator could hand out without asking the system, trimmed or not; 0 if unknown."""
     library = ctypes.CDLL(None)
     if not (_is_glibc() and hasattr(library, "mallinfo2")):
         return 0
@@ -66,7 +69,7 @@ def free_bytes() -> int:
 
 
 class _MallInfo(ctypes.Structure):
-    """mallinfo2(3)"""
+    """Holds the result of mallinfo2(3)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -75,8 +78,11 @@ class _MallInfo(ctypes.Structure):
 
 
 class Trimming:
-    """Trims from a thread of its own: once when there has been no work for some seconds, and now and then in steady
-    work, where the page faults afterwards are worth less than a hundredth of the time."""
+    """Trims from a background thread.
+
+    It trims when there has been no work for some seconds, and every few minutes during steady work, where the page
+    faults that follow cost less than a hundredth of the time.
+    """
 
     def __init__(self, idle_seconds: float = IDLE_SECONDS, steady_seconds: float = STEADY_SECONDS) -> None:
         self._idle_seconds, self._steady_seconds = idle_seconds, steady_seconds
@@ -87,7 +93,7 @@ class Trimming:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work is done inside, unless that takes no time: a question how much memory there is."""
+        """Marks work while inside; anything very short, such as reading how much memory there is, does not count."""
         self._is_working, began = True, time.monotonic()
         try:
             yield

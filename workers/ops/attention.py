@@ -1,7 +1,7 @@
-"""Attention over packed sequences, for training, prefill and decoding alike, behind transformers' attention interface.
+"""Attention over packed sequences for training, prefill and decoding, behind transformers' attention interface.
 
-A forward runs one packed row [1, tokens]; `Packing` says which tokens belong together. Sequences never share an
-attention row, so what is wrong in one (a NaN) cannot reach another.
+A forward pass runs one packed row [1, tokens]; `Packing` says which tokens belong together. Sequences never share an
+attention row, so a NaN in one cannot reach another.
 """
 
 import inspect
@@ -20,13 +20,16 @@ from ..shapes.windows import queries_of_mask
 
 ATTENTION = "trainhouse_packed"
 
-# torch 2.11's kernel takes fewer key than query heads without being told.
+# torch 2.11's kernel accepts fewer key heads than query heads without this flag.
 _TELLS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
 class Group:
-    """`count` consecutive sequences of one `length`, the first of them starting at token `start` of the packed row."""
+    """Consecutive sequences of equal length:
+
+    `count` of them, the first one starting at token `start` of the packed row.
+    """
 
     start: int
     count: int
@@ -35,7 +38,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """The sequences of a packed row in order, none with a past; consecutive equal lengths are one group."""
+    """The sequences of a packed row in order, all without cached tokens; consecutive equal lengths form one group."""
 
     groups: tuple[Group, ...]
     cumulative: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -51,7 +54,7 @@ class Packing:
         return max(group.length for group in self.groups)
 
     def bounds(self, device: torch.device) -> Tensor:
-        """int32 [sequences + 1]: where each sequence starts, and the end. Made once for all layers."""
+        """Returns the start of each sequence, and the end: int32 [sequences + 1], computed once for all layers."""
         if device not in self.cumulative:
             lengths = [group.length for group in self.groups for _ in range(group.count)]
             self.cumulative[device] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -59,20 +62,20 @@ class Packing:
 
 
 class CachedPacking(Protocol):
-    """The sequences of a packed row of which some have a past in a key/value cache."""
+    """The sequences of a packed row, some of which have earlier tokens in a KV cache."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, those in the cache included."""
+        """Tokens of the longest sequence, including those in the cache."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: "AttentionKind") -> Tensor:
-        """As the function `attend`; stores keys and values too."""
+        """Computes the function `attend`, and stores the keys and values."""
         ...
 
 
 def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
-    """Consecutive equal lengths become one group, attended as one batch."""
+    """Groups consecutive sequences of equal length, which are attended as one batch."""
     groups: list[Group] = []
     start = 0
     for length in lengths:
@@ -87,9 +90,9 @@ def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What sets a layer's attention apart. layer: its index, in the cache too.
+    """Holds what differs between the attention of layers.
 
-    window: how many tokens it sees, itself included; None = all that came before.
+    layer: its index, in the cache too. window: how many tokens a token sees, itself included; None for all before it.
     """
 
     layer: int
@@ -98,11 +101,11 @@ class AttentionKind:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """How many tokens before and behind a query's own it sees; -1 = all."""
+        """Tokens that a query sees before and after its own; -1 for all."""
         return (self.window - 1 if self.window else -1, 0)
 
     def views(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["View"]:
-        """Of a sequence: one, where causal attention is all there is to it, else of some queries after the others."""
+        """Yields one view if causal attention is enough for this length, else one per block of queries."""
         window = self.window
         if not window or window >= length:
             yield View(slice(0, length), slice(0, length), None)
@@ -118,7 +121,10 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class View:
-    """What some queries of a sequence see: mask [queries, keys], added to the scores, None = causal attention."""
+    """The keys that some queries of a sequence see.
+
+    mask: added to the scores, [queries, keys]; None for causal attention.
+    """
 
     queries: slice
     keys: slice
@@ -126,7 +132,10 @@ class View:
 
 
 def _window_mask(window: int, num_queries: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[queries, queries + window - 1] of consecutive queries: the first sees the first `window` keys."""
+    """Returns the mask [queries, queries + window - 1] of consecutive queries.
+
+    The first query sees the first `window` keys.
+    """
     shape = num_queries, num_queries + window - 1
     seen = torch.ones(shape, dtype=torch.bool, device=device).tril_(window - 1).triu_()
     return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(seen.logical_not_(), float("-inf"))
@@ -143,11 +152,12 @@ def packed_attention(
     scaling: float,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, tokens, head_dim], key and value with kv_heads; returns [1, tokens, heads, head_dim].
+    """Returns the attention output [1, tokens, heads, head_dim].
 
-    Signature of transformers' AttentionInterface; `packing` arrives through the model's keyword arguments.
+    query is [1, heads, tokens, head_dim], key and value the same with kv_heads. The signature is that of transformers'
+    AttentionInterface; `packing` arrives through the model's keyword arguments.
     """
-    del attention_mask  # by this name for models that give it so; what it would say is in the packing
+    del attention_mask  # named so because models pass it by keyword; the packing replaces it
     layer = module.layer_idx
     assert isinstance(layer, int)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -156,13 +166,18 @@ def packed_attention(
 
 
 def window_in_mask(module: Any) -> int | None:
-    """Returns the window of a layer that leaves it to transformers' mask."""
+    """Returns the window of a layer that leaves its window to transformers' mask."""
     of_all_layers = module.config.sliding_window if module.config.model_type == "phimoe" else None
     return getattr(module, "sliding_window", of_all_layers)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedPacking, kind: AttentionKind) -> Tensor:
-    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; returns the shape of the query."""
+    """Returns the attention output, of the query's shape.
+
+    Args:
+        query: [tokens, heads, head_dim].
+        key: [tokens, kv_heads, head_dim], like `value`.
+    """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
     if query.device.type == "cpu":
@@ -175,13 +190,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedP
 
 
 def rows_by_group(x: Tensor, group: Group) -> Tensor:
-    """[tokens, heads, head_dim] -> a view [count, heads, length, head_dim] of a group's sequences."""
+    """Returns a view [count, heads, length, head_dim] of a group's sequences in x [tokens, heads, head_dim]."""
     part = x[group.start : group.start + group.count * group.length]
     return part.unflatten(0, (group.count, group.length)).transpose(1, 2)
 
 
 def joined_groups(parts: list[Tensor]) -> Tensor:
-    """[count, heads, length, head_dim] of each group -> [tokens, heads, head_dim]."""
+    """Concatenates the groups' [count, heads, length, head_dim] to [tokens, heads, head_dim]."""
     tokens = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
@@ -200,7 +215,7 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group,
 
 
 def fits_varlen(query: Tensor) -> bool:
-    """What flash attention takes: 16 bit, heads of a multiple of 8 up to 256, a GPU no older than Ampere."""
+    """True if flash attention supports this: 16 bit, head sizes that are multiples of 8 up to 256, Ampere or newer."""
     head_dim = query.shape[-1]
     return (
         query.is_cuda
@@ -220,7 +235,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: A
 def varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, aux: AuxRequest | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    """All sequences in one kernel. aux: as of torch's varlen_attn. No machine with a GPU has run this yet."""
+    """Attends all sequences in one kernel. For `aux` see torch's varlen_attn. Not yet run on a GPU."""
     bounds, longest = packing.bounds(query.device), packing.longest
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}
     return varlen_attn(
@@ -241,7 +256,7 @@ def varlen(
 def _flash_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
 ) -> tuple[Tensor, list[Tensor]]:
-    """Attention, and per group the logarithm of the sum of its scores' exponentials, which backward needs."""
+    """Returns the attention output, and each group's log-sum-exp of the scores, which backward needs."""
     outs, log_sums = [], []
     for group in packing.groups:
         q, k, v = (rows_by_group(x, group) for x in (query, key, value))
@@ -252,8 +267,13 @@ def _flash_on_cpu(
 
 
 def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
-    """Of sequences of one length, query [count, heads, length, head_dim], key and value with kv_heads: the result, and
-    float32 [count, heads, length] the logarithm of the sum of the scores' exponentials."""
+    """Attends sequences of one length.
+
+    Args:
+        query: [count, heads, length, head_dim]; key and value have kv_heads.
+    Returns:
+        the output, and the log-sum-exp of the scores, float32 [count, heads, length].
+    """
     flash, parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
     for view in kind.views(query.shape[2], query.device, query.dtype):
         q, k, v = query[:, :, view.queries], key[:, :, view.keys], value[:, :, view.keys]
@@ -267,7 +287,10 @@ def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind)
 def flash_gradients_on_cpu(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, kind: AttentionKind
 ) -> tuple[Tensor, ...]:
-    """Of query, key and value, as `flash_on_cpu` takes them. Those of keys in several views are added up in float32."""
+    """Returns the gradients of query, key and value of `flash_on_cpu`.
+
+    Gradients of keys and values that are in several views are summed in float32.
+    """
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
@@ -284,7 +307,7 @@ def flash_gradients_on_cpu(
 
 
 class _FlashOnCpu(torch.autograd.Function):
-    """torch's own kernels with the groups inside: autograd would make a zero tensor of all tokens for each group."""
+    """Runs torch's CPU kernels over the groups; autograd would create a zero tensor of all tokens for each group."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
@@ -305,5 +328,5 @@ class _FlashOnCpu(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-# Registered without a mask function: transformers then builds no mask, and `Packing` says all there is to say.
+# Registered without a mask function, so that transformers builds no mask: `Packing` defines what tokens see.
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,5 +1,7 @@
-"""Attention over some of a query's keys: with the logarithm of the sum of their scores' exponentials, by which results
-over several parts make the one over all, and the gradients of a part from the sums over all.
+"""Attention over some of a query's keys, with the log-sum-exp of their scores.
+
+By it the results over several parts are combined to the result over all keys, and the gradients of a part are computed
+from the log-sum-exp over all keys.
 
 Milakov and Gimelshein, Online normalizer calculation for softmax (2018), https://arxiv.org/abs/1805.02867; Dao,
 FlashAttention-2 (2023), section 3.1, https://arxiv.org/abs/2307.08691.
@@ -26,14 +28,17 @@ from .attention import (
 
 
 class Attended(NamedTuple):
-    """out: [tokens, heads, head_dim]. log_sums: float32 [tokens, heads]."""
+    """An attention output and the log-sum-exp of its scores.
+
+    out: [tokens, heads, head_dim]. log_sums: float32 [tokens, heads].
+    """
 
     out: Tensor
     log_sums: Tensor
 
 
 class Gradients(NamedTuple):
-    """Of the shapes of query, key and value."""
+    """Gradients of query, key and value, of their shapes."""
 
     query: Tensor
     key: Tensor
@@ -41,7 +46,7 @@ class Gradients(NamedTuple):
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Attended:
-    """As the function `attend`, without gradients."""
+    """Computes the function `attend` over these keys, without gradients."""
     if fits_varlen(query):
         return _varlen(query, key, value, packing, kind)
     of_group = flash_on_cpu if _fits_cpu(query) else _chunked
@@ -56,7 +61,12 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kin
 def part_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, packing: Packing, kind: AttentionKind
 ) -> Gradients:
-    """whole, grad: of the result over all keys, and its gradient."""
+    """Returns the gradients of query, and of these keys and values.
+
+    Args:
+        grad: gradient of the output over all keys.
+        whole: the output over all keys.
+    """
     if fits_varlen(query):
         return _varlen_gradients(grad, query, key, value, whole, packing, kind)
     of_group = flash_gradients_on_cpu if _fits_cpu(query) else _chunked_gradients
@@ -72,7 +82,7 @@ def _fits_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
 
 
-# Flash attention on CUDA. No machine with a GPU has run this yet.
+# Flash attention on CUDA. Not yet run on a GPU.
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Attended:
@@ -95,11 +105,10 @@ def _varlen_gradients(
     )  # fmt: skip
 
 
-# What flash attention on CUDA does not take: some queries after the others
+# Plain attention in chunks of queries, where flash attention on CUDA does not apply.
 
 
 def _chunked(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Attended:
-    """query [count, heads, length, head_dim], key and value with kv_heads."""
     out, sums = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
     for rows, seen in _chunks(query, kind):
         scores = _scores(query, key, rows, seen, kind)
@@ -128,10 +137,10 @@ def _chunked_gradients(
 
 
 def _chunks(query: Tensor, kind: AttentionKind) -> Iterator[tuple[slice, slice]]:
-    """Queries, and the keys that some of them see."""
+    """Yields chunks of queries, and the keys that any query of the chunk sees."""
     count, heads, length, _ = query.shape
     window = min(kind.window or length, length)
-    # Of n queries (n + window) keys: n such that this is not too many, for all sequences and heads.
+    # n queries have n * (n + window) scores; n bounds them, over all sequences and heads.
     most = MOST_SCORES // (count * heads)
     step = max(16, min(window, most // (2 * window), length))
     for start in range(0, length, step):
@@ -140,7 +149,7 @@ def _chunks(query: Tensor, kind: AttentionKind) -> Iterator[tuple[slice, slice]]
 
 
 def _scores(query: Tensor, key: Tensor, rows: slice, seen: slice, kind: AttentionKind) -> Tensor:
-    """float32 [count, kv_heads, queries of each, rows, seen]; what is not seen is -inf."""
+    """Returns the scores, float32 [count, kv_heads, queries of each, rows, seen]; hidden keys have -inf."""
     queries = _grouped(query, key.shape[1])[..., rows, :].float()
     scores = queries @ key[:, :, None, seen].float().mT
     at, of = (torch.arange(each.start, each.stop, device=query.device) for each in (rows, seen))
@@ -152,5 +161,5 @@ def _scores(query: Tensor, key: Tensor, rows: slice, seen: slice, kind: Attentio
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[count, heads, ...] -> [count, kv_heads, queries of each, ...]."""
+    """Reshapes [count, heads, ...] to [count, kv_heads, queries of each, ...]."""
     return x.unflatten(1, (kv_heads, -1))

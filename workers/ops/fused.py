@@ -1,8 +1,7 @@
-"""What lies between the matrix products of a Llama-shaped layer, in few passes over memory: norms, rotation, gates.
+"""Everything between the matrix products of a Llama-shaped layer in few passes over memory: norms, rotation, gates.
 
-Every function treats each token by itself and has a gradient written by hand; weights of norms get theirs in their
-`grad`, where they have one.
-Norms and rotation compute in float32 whatever dtype comes in.
+Every function treats each token separately and has a hand-written gradient. The gradients of norm weights are added to
+their `grad`, if they have one. Norms and rotation compute in float32 for inputs of any dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +19,13 @@ from .kernels import kernels_for
 class RmsNorm:
     """A root mean square norm: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
 
-    weight: [size], or [heads, size] where each head has its own. eps: float32 scalar, on the weight's device.
+    weight: [size], or [heads, size] if each head has its own. eps: float32 scalar, on the weight's device.
     """
 
     weight: Tensor
 
     def __init__(self, parameter: Tensor, eps: Tensor, adds_one: bool = False, own: slice | None = None) -> None:
-        """adds_one: whether the weight is 1 more than the parameter. own: which features of it; None = all."""
+        """Uses the features `own` of the parameter (None for all), plus 1 if `adds_one`."""
         self.parameter, self.eps = parameter, eps
         self._adds_one, self._own = adds_one, own
         self.refresh()
@@ -36,12 +35,12 @@ class RmsNorm:
         return self.eps.item()
 
     def refresh(self) -> None:
-        """After the parameter has become another."""
+        """Updates the weight after the parameter was replaced."""
         weight = self._own_of(self.parameter.detach())
         self.weight = weight.float() + 1 if self._adds_one else weight
 
     def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
-        """grad: of the norm's output, both [..., size]. Nothing, where the parameter takes none."""
+        """Adds to the parameter's gradient, if it has one, given the gradient of the norm's output [..., size]."""
         if self.parameter.grad is not None:
             along = (grad * x).mul_(inverse).flatten(0, -2).sum(0)
             self._own_of(self.parameter.grad).add_(along)
@@ -52,16 +51,16 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotates heads of size 2 n, the first half of a head the real and the second the imaginary parts.
+    """Rotates heads of size 2 n, whose first half holds the real and second half the imaginary parts.
 
-    cos [tokens, 1, 2 n], the second half as the first; sin [tokens, 1, n]; float32.
+    cos [tokens, 1, 2 n], both halves equal; sin [tokens, 1, n]; float32.
     """
 
     cos: Tensor
     sin: Tensor
 
     def apply(self, x: Tensor, sign: float = 1.0) -> Tensor:
-        """float32 [tokens, heads, 2 n] -> the same, rotated; back again, and so the gradient, with sign -1."""
+        """Returns float32 [tokens, heads, 2 n] rotated; sign -1 rotates back, and maps the gradient."""
         out = x * self.cos
         (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
         out_first.addcmul_(second, self.sin, value=-sign)
@@ -70,16 +69,16 @@ class Rotation:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions seen so far, as transformers' rotary embeddings make them in float32."""
+    """Caches cosines and sines of all positions seen so far, computed in float32 as transformers does."""
 
     def __init__(self, inverse_frequencies: Tensor, scale: float) -> None:
         self._frequencies = inverse_frequencies.float()
         self._scale = scale
-        # Both at once: several threads may find them too short.
+        # One attribute for both tables: several threads may find them too short and replace them.
         self._tables = self._made(0)
 
     def at(self, positions: Tensor, longest: int) -> Rotation:
-        """positions int64 [tokens], all below `longest`."""
+        """Returns the rotation of positions, int64 [tokens], all below `longest`."""
         cos, sin = self._tables
         if longest > len(cos):
             cos, sin = self._tables = self._made(max(longest, 2 * len(cos)))
@@ -93,7 +92,7 @@ class RotaryTable:
 
 
 def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
-    """x [tokens, size]"""
+    """Returns the norm of x [tokens, size]."""
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
     if (kernels := kernels_for(x)) is not None:
@@ -102,7 +101,7 @@ def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-    """x + update, and the norm of that; all [tokens, size]."""
+    """Returns x + update, and its norm; all [tokens, size]."""
     if torch.is_grad_enabled():
         return _AddRmsNorm.apply(x, update, norm)  # pyright: ignore[reportReturnType]
     if (kernels := kernels_for(x)) is not None:
@@ -112,7 +111,7 @@ def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tens
 
 
 def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
-    """x [tokens, heads, size]; where there is a norm, each head goes through it first."""
+    """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
     if (kernels := kernels_for(x)) is not None:
@@ -122,7 +121,7 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up: Shazeer, https://arxiv.org/abs/2002.05202."""
+    """Returns silu(gate) * up: Shazeer, https://arxiv.org/abs/2002.05202."""
     if torch.is_grad_enabled():
         return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
     if (kernels := kernels_for(gate)) is not None:
@@ -131,13 +130,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, gelu by its approximation with tanh: Shazeer, https://arxiv.org/abs/2002.05202."""
+    """Returns gelu(gate) * up with the tanh approximation: Shazeer, https://arxiv.org/abs/2002.05202."""
     if torch.is_grad_enabled():
         return _GeGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
     return gelu(gate, approximate="tanh").mul_(up)
 
 
-# By the name that transformers has for the activation.
+# Keyed by transformers' name of the activation.
 GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
@@ -208,7 +207,7 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """In the memory of what was kept, which nothing else reads: backward runs once."""
+        """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
         grad_active = up.mul_(grad)
@@ -225,7 +224,7 @@ class _GeGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """In the memory of what was kept, as of _SwiGlu."""
+        """Overwrites the saved tensors, like _SwiGlu."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
         grad_gate = torch.ops.aten.gelu_backward(up.mul_(grad), gate, approximate="tanh")
@@ -233,7 +232,7 @@ class _GeGlu(torch.autograd.Function):
 
 
 def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """float32 [..., 1]: 1 / sqrt(mean(x^2) + eps) over the last dimension."""
+    """Returns 1 / sqrt(mean(x^2) + eps) over the last dimension, float32 [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
@@ -250,7 +249,7 @@ def _rotated(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tenso
 
 
 def _norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
-    """grad float32 [..., size] of x * inverse -> that of x, in the same memory."""
+    """Returns the gradient of x, given the gradient of x * inverse, float32 [..., size], which it overwrites."""
     wide = x.float()
     along = inverse.pow(3).mul_(torch.linalg.vecdot(grad, wide).unsqueeze(-1)).mul_(-1 / x.shape[-1])
     return grad.mul_(inverse).addcmul_(wide, along)

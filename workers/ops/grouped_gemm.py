@@ -1,4 +1,4 @@
-"""GroupedRows: rows sorted into groups, some of them empty, each multiplied by a matrix of its own."""
+"""Grouped matrix products: rows sorted into groups, some of them empty, each multiplied by its group's matrix."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class GroupedRows:
-    """Rows, one group's after the other's; rows behind them are of no group. counts: int64 [groups]."""
+    """Rows sorted by group; rows after the last group belong to none. counts: int64 [groups]."""
 
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts
 
     def times(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Each row of x [rows, p] by its group's of matrices [groups, p, q] -> [rows, q]. Rows of none become zeros."""
+        """Multiplies each row of x [rows, p] by its group's matrix of [groups, p, q]. Rows of no group become zeros."""
         if _is_native(x):
             y = torch._grouped_mm(x, matrices, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
             return y.masked_fill_(torch.arange(len(x), device=x.device)[:, None] >= self._stops[-1], 0)
@@ -26,7 +26,7 @@ class GroupedRows:
         return y
 
     def add_times(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:
-        """Adds to y [rows, q] what `times` gives."""
+        """Adds the result of `times` to y [rows, q]."""
         if _is_native(x):
             y.add_(self.times(x, matrices))
             return
@@ -34,9 +34,14 @@ class GroupedRows:
             y[rows].addmm_(x[rows], matrices[number])
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
-        """left^T right over a group's rows, summed in float32: of group g of n totals to totals[g % n][g // n].
+        """Adds left^T right over each group's rows, summed in float32.
 
-        left [rows, p], right [rows, q]; totals float32 [groups / n, rank, q]: columns of `left` beyond are left out.
+        The product of group g goes to totals[g % n][g // n], for n totals.
+
+        Args:
+            totals: float32 [groups / n, rank, q]; columns of `left` beyond the rank are left out.
+            left: [rows, p].
+            right: [rows, q].
         """
         if _is_native(left):
             _add_to_each(totals, self._outer(left, right))
@@ -46,7 +51,7 @@ class GroupedRows:
             total.addmm_(left[rows, : len(total)].t().float(), right[rows].float())
 
     def _outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """[groups, p, q], rounded to the factors' dtype in the end."""
+        """Returns the products [groups, p, q], rounded to the factors' dtype at the end."""
         products = torch._grouped_mm(left.t(), right, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
         return products.masked_fill_((self._counts == 0)[:, None, None], 0)
 
@@ -56,7 +61,6 @@ class GroupedRows:
 
     @cached_property
     def _spans(self) -> list[tuple[int, slice]]:
-        """Number and rows of the groups that have any."""
         spans, start = [], 0
         for number, count in enumerate(self._counts.tolist()):
             if count:
@@ -66,7 +70,6 @@ class GroupedRows:
 
 
 def _is_native(x: Tensor) -> bool:
-    """Whether torch has a kernel for all groups at once."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 

@@ -1,7 +1,8 @@
-/* What a forward pass does between its matrix products, in float32, each in one pass over memory: see kernels.py.
+/* The operations of a forward pass between its matrix products, in float32, each in one pass over memory: see
+ * kernels.py.
  *
- * Rows of the inputs may lie apart (strides, in numbers); the numbers of a row lie side by side. Sums are made in an
- * order that does not depend on the other rows. What is not finite stays so, and stays in its row.
+ * Rows of the inputs may have strides (in numbers); the numbers of a row are contiguous. The order of summation does not
+ * depend on the other rows. Non-finite numbers stay non-finite, and stay in their row.
  */
 
 #include <math.h>
@@ -9,19 +10,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Fewer numbers than this are not worth waking up other threads for. */
+/* With fewer numbers than this, waking up other threads does not pay. */
 #define WORTH_THREADS 65536
 
-/* Sixteen numbers, which lie anywhere: compilers make of it what the processor has. */
+/* Sixteen numbers at any address; compilers map them to the processor's vectors. */
 #define LANES 16
 typedef float lanes __attribute__((vector_size(64), aligned(4), may_alias));
 #define AT(pointer) (*(lanes *)(pointer))
 
-/* exp to 2 units in the last place, as compilers can vectorize it; 0 for what is below the least normal number. */
+/* exp to 2 units in the last place, in a form that compilers can vectorize; 0 below the least normal number. */
 static inline float exponential(float x) {
     float clamped = x > 88.0f ? 88.0f : x;
     clamped = clamped < -87.0f ? -87.0f : clamped;
-    /* x = n ln 2 + r: adding and taking away 1.5 * 2^23 rounds to a whole number. */
+    /* x = n ln 2 + r: adding and subtracting 1.5 * 2^23 rounds to a whole number. */
     float shifted = clamped * 1.44269504088896341f + 12582912.0f;
     float n = shifted - 12582912.0f;
     float r = clamped - n * 0.693359375f;
@@ -35,7 +36,7 @@ static inline float exponential(float x) {
     p = p * r * r + r + 1.0f;
     int32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
-    /* The low bits of the shifted number are n; what is not a number stays one through p. */
+    /* The low bits of the shifted number are n; a NaN is kept by p. */
     bits = (bits + 127) << 23;
     float power;
     memcpy(&power, &bits, sizeof power);
@@ -49,7 +50,7 @@ static inline float squares(const float *x, int64_t size) {
     return sum;
 }
 
-/* total = x + update (total and update may be absent), out = the norm of that; all [rows, size]. */
+/* total = x + update (total and update may be NULL), out = its norm; all [rows, size]. */
 void add_rms_norm(float *out, float *total, const float *x, const float *update, const float *weight, float eps,
                   int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > WORTH_THREADS)
@@ -67,7 +68,7 @@ void add_rms_norm(float *out, float *total, const float *x, const float *update,
     }
 }
 
-/* x [rows, heads, size], rows `stride` apart -> out, side by side: each head normed, if there are weights [size] (or
+/* Maps x [rows, heads, size], rows `stride` apart, to contiguous out: each head normed, if there are weights [size] (or
  * [heads, size]: `weight_stride` is then size, else 0), and rotated by cos [rows, size] and sin [rows, size / 2]. */
 void rotate_heads(float *out, const float *x, int64_t stride, const float *weight, int64_t weight_stride, float eps,
                   const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t size) {
@@ -98,7 +99,7 @@ void rotate_heads(float *out, const float *x, int64_t stride, const float *weigh
     }
 }
 
-/* out [rows, size] = silu(gate) * up, whose rows are `stride` apart. */
+/* out [rows, size] = silu(gate) * up; the rows of gate and up are `stride` apart. */
 void swiglu(float *out, const float *gate, const float *up, int64_t stride, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > WORTH_THREADS)
     for (int64_t row = 0; row < rows; row++) {
@@ -108,11 +109,11 @@ void swiglu(float *out, const float *gate, const float *up, int64_t stride, int6
     }
 }
 
-/* Attention goes through the keys so many at a time. */
+/* Attention processes this many keys at a time. */
 #define TILE 64
 
-/* A query under way: of the keys so far the largest score, the sum of exp(score - largest), and the values [size]
- * weighed by those. */
+/* A query in progress: over the keys so far, the largest score, the sum of exp(score - largest), and the values [size]
+ * weighted by exp(score - largest). */
 struct query {
     const float *vector;
     float *weighed, largest, sum;
@@ -125,7 +126,7 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-/* The sums of neighbours: first those of a, then those of b. */
+/* The sums of adjacent pairs, first of a, then of b. */
 static inline lanes neighbours(lanes a, lanes b) {
     return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
            __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -146,7 +147,7 @@ static inline lanes sixteen_dots(const float *query, const float *keys, int64_t 
     return neighbours(neighbours(sums[0], sums[1]), neighbours(sums[2], sums[3]));
 }
 
-/* Of `count` keys [count, size], behind which there is `room` for more. */
+/* Computes the scores of `count` keys [count, size]; the memory after them has `room` for more keys. */
 static inline void score(float *scores, const float *query, const float *keys, int64_t count, int64_t room,
                          int64_t size) {
     int64_t t = 0;
@@ -166,7 +167,7 @@ static inline __attribute__((always_inline)) void weigh_lanes(const int width, f
     for (int i = 0; i < width; i++) AT(weighed + i * LANES) = sums[i];
 }
 
-/* The same for all of d. */
+/* weighed[d] += weights[t] * values[t, d], for all d. */
 static inline void weigh(float *weighed, const float *weights, const float *values, int64_t count, int64_t size) {
     int64_t d = 0;
     for (; d + 8 * LANES <= size; d += 8 * LANES) weigh_lanes(8, weighed + d, weights, values + d, count, size);
@@ -176,7 +177,7 @@ static inline void weigh(float *weighed, const float *weights, const float *valu
         for (int64_t t = 0; t < count; t++) weighed[d] += weights[t] * values[t * size + d];
 }
 
-/* The query sees `count` keys and values more, at most TILE, behind which there is `room`. */
+/* Adds `count` keys and values, at most TILE, to a query; the memory after them has `room` for more. */
 static inline void see(struct query *query, const float *keys, const float *values, int64_t count, int64_t room,
                        int64_t size, float scaling) {
     float scores[TILE], largest = query->largest, sum = 0.0f;
@@ -202,14 +203,15 @@ static inline void see(struct query *query, const float *keys, const float *valu
     weigh(query->weighed, scores, values, count, size);
 }
 
-/* A step of decoding: one new token of each of many sequences. Its key and value go behind the lengths[row] tokens that
- * slot slots[row] holds, and its query sees them and itself, or the last `window` of them if that is not 0.
+/* A decode step: one new token for each of many sequences. Its key and value are stored after the lengths[row] tokens in
+ * slot slots[row], and its query sees them and itself, or the last `window` of them if that is not 0.
  *
- * query and out [rows, heads, size], key and value [rows, kv_heads, size]; rows of each its stride apart, those of out
- * side by side. keys and values [slots, kv_heads, capacity, size].
+ * query and out are [rows, heads, size], key and value [rows, kv_heads, size], each with its stride between rows; out is
+ * contiguous. keys and values are [slots, kv_heads, capacity, size].
  *
- * order [rows] lists the rows group by group, bounds [groups + 1] says where each begins: the sequences of a group have
- * their first shared[group] tokens in common, which are read from the slot of its first. Returns 0, or 1 without memory.
+ * order [rows] lists the rows group by group; bounds [groups + 1] has the start of each group. The sequences of a group
+ * share their first shared[group] tokens, which are read from the slot of the group's first row. Returns 0, or 1 if out
+ * of memory.
  */
 int attend_once(float *out, const float *query, int64_t query_stride, const float *key, int64_t key_stride,
                 const float *value, int64_t value_stride, float *keys, float *values, const int64_t *slots,
@@ -262,10 +264,10 @@ int attend_once(float *out, const float *query, int64_t query_stride, const floa
     return failed;
 }
 
-/* Choosing goes through a vocabulary in this many blocks at the most. */
+/* The largest number of blocks into which sampling divides a vocabulary. */
 #define BLOCKS 1024
 
-/* The sum of exp((logits - largest) / temperature) for each block of `block` tokens; returns that of all. */
+/* Computes the sum of exp((logits - largest) / temperature) for each block of `block` tokens; returns the total. */
 static inline double block_sums(float *sums, const float *logits, float largest, float inverse_temperature,
                                 int64_t vocab, int64_t block) {
     double total = 0.0;
@@ -280,8 +282,8 @@ static inline double block_sums(float *sums, const float *logits, float largest,
     return total;
 }
 
-/* The token at which the cumulated exp((logits - largest) / temperature) pass `target`. Rounding may leave none: then
- * the last that has any weight. */
+/* Returns the first token at which the cumulative exp((logits - largest) / temperature) exceeds `target`. If rounding
+ * leaves none, returns the last token with any weight. */
 static inline int64_t token_at(double target, const float *sums, const float *logits, float largest,
                                float inverse_temperature, int64_t vocab, int64_t block) {
     int64_t last = 0;
@@ -302,8 +304,8 @@ static inline int64_t token_at(double target, const float *sums, const float *lo
     return last;
 }
 
-/* One token for each row of logits [rows, vocab]: the likeliest where the temperature is 0, else the one at which the
- * cumulated probabilities pass uniform[row]. logprobs: those at temperature 1, NaN where a logit is. */
+/* Samples one token for each row of logits [rows, vocab]: the most likely one at temperature 0, otherwise the first at
+ * which the cumulative probability exceeds uniform[row]. logprobs are those at temperature 1, NaN if any logit is. */
 void choose(int64_t *tokens, float *logprobs, const float *logits, const float *temperatures, const float *uniform,
             int64_t rows, int64_t vocab) {
     int64_t block = (vocab + BLOCKS - 1) / BLOCKS;

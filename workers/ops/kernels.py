@@ -1,7 +1,7 @@
-"""Kernels: kernels.c, compiled for this machine at first use where it has a C compiler, and called on tensors.
+"""Compiles kernels.c for this machine at first use, if it has a C compiler, and calls it on tensors.
 
-A step of decoding is hundreds of short operations; here each does in one pass what torch does in two to ten. Where
-there is no compiler, on other devices and for other types than float32, torch's own operations do the same.
+A decode step is hundreds of short operations; a kernel does in one pass what torch does in two to ten. Without a
+compiler, on other devices and for dtypes other than float32, torch's own operations compute the same.
 """
 
 import ctypes
@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows of a step whose sequences begin alike. order: int64 [rows], group by group.
+    """Rows of a decode step grouped by a shared prefix of their sequences.
 
-    bounds: int64 [groups + 1], where each begins in it. num_shared: int64 [groups], the tokens that a group has in
-    common.
+    order: int64 [rows], group by group. bounds: int64 [groups + 1], where each group begins in `order`. num_shared:
+    int64 [groups], the tokens that all sequences of a group share.
     """
 
     order: Tensor
@@ -49,7 +49,10 @@ class Groups:
 
 
 class Kernels:
-    """float32 on the CPU, without gradients. The numbers of a row lie side by side, or a copy is made."""
+    """Calls the kernels on float32 tensors on the CPU, without gradients.
+
+    The numbers of a row must be contiguous; a copy is made if they are not.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():
@@ -57,7 +60,7 @@ class Kernels:
         self._library = library
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [tokens, size], weight [size]"""
+        """Returns the norm of x [tokens, size] with weight [size]."""
         x, out = x.contiguous(), x.new_empty(x.shape)
         self._library.add_rms_norm(
             out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), eps, x.shape[0], x.shape[1]
@@ -65,7 +68,7 @@ class Kernels:
         return out
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + update, and the norm of that; all [tokens, size]."""
+        """Returns x + update, and its norm; all [tokens, size]."""
         x, update = x.contiguous(), update.contiguous()
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
         pointers = (tensor.data_ptr() for tensor in (out, total, x, update, weight))
@@ -73,7 +76,14 @@ class Kernels:
         return total, out
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """x [tokens, heads, size], cos [tokens, 1, size], sin [tokens, 1, size / 2], weight [size] or [heads, size]."""
+        """Returns the heads normed, if there is a weight, and rotated.
+
+        Args:
+            x: [tokens, heads, size].
+            cos: [tokens, 1, size].
+            sin: [tokens, 1, size / 2].
+            weight: [size] or [heads, size].
+        """
         tokens, heads, size = x.shape
         x, out = _with_rows(x), x.new_empty(x.shape)
         pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
@@ -84,7 +94,7 @@ class Kernels:
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up; all [tokens, size]."""
+        """Returns silu(gate) * up; all [tokens, size]."""
         gate, up = _with_rows(gate), _with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
@@ -106,10 +116,14 @@ class Kernels:
         scaling: float,
         num_threads: int,
     ) -> Tensor:
-        """A step of decoding. query [rows, heads, size]; key and value [rows, kv_heads, size], which are stored.
+        """Runs the attention of a decode step, and stores the new keys and values. Returns the query's shape.
 
-        keys and values [slots, kv_heads, capacity, size], contiguous; slots and lengths int64 [rows]: where each row's
-        sequence is, and the tokens that it has so far. Returns the shape of the query.
+        Args:
+            query: [rows, heads, size].
+            key: [rows, kv_heads, size], like `value`.
+            keys: the cache, contiguous [slots, kv_heads, capacity, size], like `values`.
+            slots: the slot of each row's sequence, int64 [rows].
+            lengths: its tokens so far, int64 [rows].
         """
         query, key, value, out = _with_rows(query), _with_rows(key), _with_rows(value), query.new_empty(query.shape)
         new = (part for tensor in (query, key, value) for part in (tensor.data_ptr(), tensor.stride(0)))
@@ -123,9 +137,14 @@ class Kernels:
         return out
 
     def choose(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """A token of each row, int64 [n], and its log-probability at temperature 1, float32 [n], NaN if a logit is.
+        """Samples a token for each row, int64 [n].
 
-        logits [n, vocab]; temperature [n], 0 = the likeliest; uniform [n], which the cumulated probabilities must pass.
+        Also returns its log-probability at temperature 1, float32 [n], NaN if any logit is.
+
+        Args:
+            logits: [n, vocab].
+            temperature: [n]; 0 takes the most likely token.
+            uniform: [n]; the sampled token is the first at which the cumulative probability exceeds it.
         """
         rows, vocab = logits.shape
         logits = logits.contiguous()
@@ -136,29 +155,29 @@ class Kernels:
 
 
 def kernels_for(x: Tensor) -> Kernels | None:
-    """None where torch's own operations are to be used."""
+    """Returns the kernels, or None if x needs torch's own operations."""
     return load_kernels() if x.dtype == torch.float32 and x.is_cpu else None
 
 
 @cache
 def load_kernels() -> Kernels | None:
-    """Compiles them, which takes a second or two, unless an earlier process has."""
+    """Compiles the kernels, which takes a second or two, unless an earlier process already has."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        _log.warning("no C compiler here: sampling on the CPU takes up to twice as long. Install gcc or clang")
+        _log.warning("no C compiler found: sampling on the CPU takes up to twice as long. Install gcc or clang")
         return None
     try:
         return Kernels(ctypes.CDLL(str(_compiled(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        _log.warning("%s does not compile kernels.c, sampling on the CPU takes up to twice as long: %s", compiler, said)
+        _log.warning("%s cannot compile kernels.c: sampling on the CPU takes up to twice as long: %s", compiler, said)
         return None
 
 
 def _compiled(compiler: str) -> Path:
     library = _directory() / f"kernels-{_digest(compiler)}.so"
     if not library.exists():
-        # Under a name of its own first: other processes may be at the same.
+        # Compiled under another name first, because other processes may compile it at the same time.
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             made = Path(scratch) / library.name
             command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
@@ -168,7 +187,6 @@ def _compiled(compiler: str) -> Path:
 
 
 def _directory() -> Path:
-    """The user's cache, or where there is none a directory of this process."""
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -178,7 +196,10 @@ def _directory() -> Path:
 
 
 def _digest(compiler: str) -> str:
-    """Of all that the compiled code depends on; a home may be shared by machines of several kinds."""
+    """Returns a hash of everything that the compiled code depends on.
+
+    A home directory may be shared by machines with different processors.
+    """
     processors = Path("/proc/cpuinfo")
     lines = processors.read_text().splitlines() if processors.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
@@ -187,6 +208,6 @@ def _digest(compiler: str) -> str:
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """The numbers of each row side by side, the rows as they are."""
+    """Returns x, or a copy if the numbers of a row are not contiguous."""
     rest = x.stride()[1:]
     return x if rest in ((1,), (x.shape[-1], 1)) else x.contiguous()

@@ -1,6 +1,6 @@
-"""Keys and values of sequences under way, in shelves of slots of one length, and attention against them.
+"""Keys and values of sequences in progress, in shelves of slots of equal length, and attention over them.
 
-Slots are contiguous, so that a step of decoding reads them where they lie.
+Slots are contiguous, so that a decode step reads them in place.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from .attention import AttentionKind, Packing, attend
 from .kernels import Groups, kernels_for
 
-# Views of a shelf are made for so many tokens more, lest each step make new ones.
+# The span of a shelf's views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16
 
-# Reading so many keys takes longer than waking up other threads.
+# Reading this many numbers takes longer than waking up other threads.
 _WORTH_THREADS = 1 << 18
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Views of a layer. keys, values: all of it, [slots, kv_heads, capacity, head_dim].
+    """Views of a layer's cache.
 
-    first_keys [n * kv_heads, head_dim, span] and first_values [n * kv_heads, span, head_dim]: what a step reads.
+    keys, values: all of it, [slots, kv_heads, capacity, head_dim]. first_keys [n * kv_heads, head_dim, span] and
+    first_values [n * kv_heads, span, head_dim]: the part that a decode step reads.
     """
 
     keys: Tensor
@@ -36,8 +37,8 @@ class Reading:
 class Shelf:
     """Slots for sequences of up to `capacity` tokens: per layer keys and values [slots, kv_heads, capacity, head_dim].
 
-    A slot in use is zero beyond its sequence: whoever fills it clears what an earlier sequence left there, which may be
-    non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
+    A slot in use is zero beyond its sequence. The code that fills it must clear what an earlier sequence left there,
+    which may be non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
@@ -49,7 +50,10 @@ class Shelf:
         self._read = (0, 0)
 
     def reading(self, layer: int, like: Tensor, num_slots: int, span: int) -> "Reading":
-        """The first slots' first tokens, at least `span` of them; what is longer than a sequence is zeros."""
+        """Returns views of the first tokens, at least `span`, of the first slots.
+
+        They are zero beyond a sequence's end.
+        """
         span = min(self.capacity, -(-span // _READ_TOKENS) * _READ_TOKENS)
         if self._read != (num_slots, span):
             self._reading, self._read = {}, (num_slots, span)
@@ -60,7 +64,10 @@ class Shelf:
         return self._reading[layer]
 
     def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, made at its first use for keys like `like` [tokens, kv_heads, head_dim]."""
+        """Returns keys and values of a layer.
+
+        They are allocated at first use, for keys like `like` [tokens, kv_heads, head_dim].
+        """
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             kv_heads, head_dim = like.shape[-2:]
@@ -70,11 +77,14 @@ class Shelf:
         return keys, values
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer; none at all before the first forward pass."""
+        """Returns keys and values of every layer; empty before the first forward pass."""
         return [(k, v) for k, v in zip(self._keys, self._values, strict=True) if k is not None and v is not None]
 
     def resize(self, num_slots: int) -> None:
-        """Keeps the first slots. Moves one tensor at a time, which bounds what is held twice to half a layer."""
+        """Changes the number of slots, and keeps the first ones.
+
+        Copies one tensor at a time, so that at most half a layer is held twice.
+        """
         kept = min(num_slots, self.num_slots)
         self._reading = {}
         for tensors in (self._keys, self._values):
@@ -85,7 +95,7 @@ class Shelf:
         self.num_slots = num_slots
 
     def copy_slot(self, slot: int, target: "Shelf", target_slot: int) -> None:
-        """Of as many tokens as both have room for; the rest of the target is cleared."""
+        """Copies as many tokens as both slots can hold, and clears the rest of the target."""
         length = min(self.capacity, target.capacity)
         for layer, (keys, values) in enumerate(self.layers()):
             for mine, other in zip((keys, values), target.of_layer(layer, keys[0].transpose(0, 1)), strict=True):
@@ -93,7 +103,7 @@ class Shelf:
                 other[target_slot, :, length:] = 0
 
     def copies(self, slot: int, tokens: slice) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer keys and values [kv_heads, tokens, head_dim]."""
+        """Returns copies of each layer's keys and values [kv_heads, tokens, head_dim]."""
         return [(keys[slot, :, tokens].clone(), values[slot, :, tokens].clone()) for keys, values in self.layers()]
 
     def num_bytes(self) -> int:
@@ -104,10 +114,10 @@ class Shelf:
 class DecodeStep:
     """One new token for each of n sequences of a shelf.
 
-    rows: which tokens of the packed row they are. slots: int64 [n], the slot of each. in_order: they are 0 to n - 1.
-    lengths: int64 [n], the cached tokens of each; the new one is stored behind them and attends to itself too.
-    num_slots: the slots that are read, those of all n among them. span: tokens of the longest, the new one included.
-    groups: which of them begin alike. num_threads: of a step that is worth so many.
+    rows: places of the tokens in the packed row. slots: int64 [n], the slot of each. in_order: whether the slots are 0
+    to n - 1. lengths: int64 [n], the cached tokens of each; the new one is stored after them and attends to itself too.
+    num_slots: the slots that are read, including those of all n. span: tokens of the longest sequence, including the
+    new one. groups: sequences that share a prefix. num_threads: used if the step is large enough.
     """
 
     shelf: Shelf
@@ -122,7 +132,7 @@ class DecodeStep:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def advance(self) -> None:
-        """To the next token of the same sequences."""
+        """Moves to the next token of the same sequences."""
         self.lengths += 1
         self.span += 1
         mask = self._masks.get(None)
@@ -132,7 +142,7 @@ class DecodeStep:
             self._masks[None] = mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """query, key and value of the packed row; returns [n, heads, head_dim]."""
+        """Returns the attention output [n, heads, head_dim] for query, key and value of the packed row."""
         if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
         kernels = kernels_for(key)
@@ -151,9 +161,9 @@ class DecodeStep:
         return out if self.in_order else out[self.slots]
 
     def _out_of_sight(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
-        """[num_slots * kv_heads, 1, span] by slot, added to the scores: minus infinity for the keys out of sight.
+        """Returns the mask [num_slots * kv_heads, 1, span], by slot: minus infinity for hidden keys.
 
-        Made once a step for each kind of layer. A slot that takes no part sees its first key.
+        It is built once per step for each kind of layer. A slot that takes no part sees its first key.
         """
         if window not in self._masks:
             lengths = self.lengths
@@ -170,8 +180,10 @@ class DecodeStep:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Tokens start:stop of the packed row, which go on a sequence that has `cached` tokens in its slot. is_causal:
-    whether none of them sees those behind it; no window goes with the other."""
+    """Tokens start:stop of the packed row, which continue a sequence that has `cached` tokens in its slot.
+
+    is_causal: whether tokens do not see those after them; if False, layers must not have a window.
+    """
 
     start: int
     stop: int
@@ -182,7 +194,7 @@ class Chunk:
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """query, key and value of the packed row; returns [stop - start, heads, head_dim]."""
+        """Returns the attention output [stop - start, heads, head_dim] for query, key and value of the packed row."""
         keys, values = self.store(key, value, kind.layer)
         length = self.cached + self.stop - self.start
         q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
@@ -195,7 +207,7 @@ class Chunk:
         return out[0].transpose(0, 1)
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """key and value of the packed row; returns those of the layer, see Shelf.of_layer."""
+        """Stores key and value of the packed row. Returns the layer's, see Shelf.of_layer."""
         keys, values = self.shelf.of_layer(layer, key)
         length = self.cached + self.stop - self.start
         keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
@@ -203,7 +215,6 @@ class Chunk:
         return keys, values
 
     def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
-        """[stop - start, length], added to the scores."""
         mine = torch.arange(self.cached, length, device=like.device)[:, None]
         position = torch.arange(length, device=like.device)
         hidden = position > mine
@@ -214,7 +225,7 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Storing:
-    """`count` sequences of one `length`, the first at token `start` of the packed row, go into slots int64 [count]."""
+    """Stores `count` new sequences of one `length`, from token `start` of the packed row, in slots int64 [count]."""
 
     start: int
     count: int
@@ -231,9 +242,9 @@ class Storing:
 
 @dataclass(frozen=True, eq=False)
 class CachedRow:
-    """A packed row of sequences in the cache: those that take one token, those that take several, and new ones.
+    """A packed row of sequences in the cache: some take one token, some several, and some are new.
 
-    fresh: the new ones, the last of the row, which start at token `fresh_start`. storing: where they go, if anywhere.
+    fresh: the new ones, at the end of the row from token `fresh_start`. storing: the slots to store them in, if any.
     """
 
     steps: Sequence[DecodeStep]
@@ -249,7 +260,7 @@ class CachedRow:
         return max((*(step.span for step in self.steps), *chunks, *of_fresh))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """As `attention.attend`; without gradients."""
+        """Computes `attention.attend` without gradients."""
         if len(self.steps) == 1 and not self.chunks and self.fresh is None:
             return self.steps[0].attend(query, key, value, kind)
         out = torch.empty_like(query)
@@ -266,9 +277,10 @@ class CachedRow:
 
 
 def _attend_once(q: Tensor, reading: Reading, mask: Tensor, scaling: float) -> Tensor:
-    """q [n, heads, head_dim], mask [n * kv_heads, 1, span]; returns the shape of q.
+    """Returns the attention output, of the shape of q [n, heads, head_dim]. mask: [n * kv_heads, 1, span].
 
-    Plain products take half the time of torch's fused kernel on the CPU, but would round scores to a low precision.
+    In float32 plain products take half the time of torch's fused kernel on the CPU; in lower precision they would round
+    the scores.
     """
     num_rows, num_heads, head_dim = q.shape
     if q.dtype == torch.float32:
@@ -278,7 +290,7 @@ def _attend_once(q: Tensor, reading: Reading, mask: Tensor, scaling: float) -> T
     kv_heads = mask.shape[0] // num_rows
     k = reading.first_keys.transpose(1, 2).unflatten(0, (-1, kv_heads))
     v = reading.first_values.unflatten(0, (-1, kv_heads))
-    # The heads of a group as queries of one: fused kernels take no mask together with shared heads.
+    # The heads that share keys become queries of one head: fused kernels take no mask together with shared heads.
     mask = mask.unflatten(0, (-1, kv_heads))[:, :1].expand(-1, 1, num_heads // kv_heads, -1)
     grouped = q.view(num_rows, kv_heads, -1, head_dim)
     return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scaling).reshape(q.shape)

@@ -1,7 +1,7 @@
-"""Lanes: parts of a pass side by side on the CPU, each on a thread of its own with its share of the cores.
+"""Lanes: parts of a pass that run in parallel on the CPU, each in a thread with its share of the cores.
 
-Two halves that run beside each other end sooner than two threads that meet after every product of the whole: nobody
-waits for the other, neither for a core that somebody else took nor while Python finds the next product.
+Two halves in parallel finish sooner than two threads that synchronize after every product of the whole: neither waits
+for the other, whether for a core that another process took or while Python prepares the next product.
 """
 
 import threading
@@ -10,19 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-# Python runs in one thread at a time: more lanes would wait for it.
+# Python runs one thread at a time, so more lanes would wait for the interpreter.
 _MOST_LANES = 4
 
 _own = threading.local()
 
 
 def current_lane() -> int:
-    """The number of the lane that this thread runs; 0 outside of lanes, too."""
+    """Returns the number of the lane that this thread runs; 0 outside of lanes too."""
     return getattr(_own, "lane", 0)
 
 
 class Lanes:
-    """num_lanes: the most that run side by side; 1 on other devices than the CPU."""
+    """Runs functions in parallel, at most `num_lanes` of them; 1 on devices other than the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
@@ -30,9 +30,9 @@ class Lanes:
         self._others = _started(self.num_lanes - 1)
 
     def run(self, works: Sequence[Callable[[], None]]) -> None:
-        """Each in the lane of its place, the first on this thread.
+        """Runs each function in the lane of its place, the first on this thread.
 
-        Returns when all have ended; raises what the first of those that failed raised.
+        Returns when all have finished. Raises the error of the first one that failed.
         """
         if len(works) == 1:
             works[0]()
@@ -51,8 +51,11 @@ class Lanes:
 
 
 def _started(num_threads: int) -> ThreadPoolExecutor:
-    """All of its threads are there: one that could not be started later would leave its work for another pass."""
-    # Torch gives a thread that asks for the first time a number of its own, which must not be after we have set one.
+    """Returns an executor whose threads have all started.
+
+    If a thread could not be started later, its function would stay in the queue until another pass.
+    """
+    # Torch sets a thread's default number of threads on the first query, which must not happen after we have set one.
     executor = ThreadPoolExecutor(max(1, num_threads), "lane", initializer=torch.get_num_threads)
     all_there = threading.Barrier(num_threads + 1)
     for _ in range(num_threads):
@@ -68,7 +71,10 @@ def _run_in(lane: int, num_threads: int, work: Callable[[], None]) -> None:
 
 
 def _raise_first(others: list[Future[None]]) -> None:
-    """Leaves no cycle of an error and the frame in its traceback, which would hold the tensors of the lane."""
+    """Raises the first error.
+
+    It breaks the cycle between the error and the frame in its traceback, which would hold the lane's tensors.
+    """
     try:
         while others:
             others.pop(0).result()

@@ -1,4 +1,4 @@
-"""Memory: how much there is, and how to be told when there is none left."""
+"""Measures available memory, and turns running out of it into an error that can be caught."""
 
 import resource
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from .allocator import free_bytes, trim
 
 _SIZES = Path("/proc/self/statm")
 
-# The share of what is available that stays for others.
+# One part in this many of the available memory is left to other processes.
 _RESERVE = 20
 
-# torch has a type of its own for CUDA only: its CPU allocator and the libraries below raise plain RuntimeErrors.
+# torch has an error type for CUDA only: its CPU allocator and the libraries below it raise plain RuntimeErrors.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "ALLOC_FAILED")
 
 
 def give_back_freed(device: torch.device) -> None:
-    """To the system, what the allocators keep for later."""
+    """Returns freed memory that the allocators keep to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
@@ -36,7 +36,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Raises OperationError (server) where there is none for what is done inside."""
+    """Raises OperationError (server) if memory runs out inside."""
     try:
         yield
     except Exception as error:
@@ -46,7 +46,7 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """What the device can still give; None: unknown."""
+    """Returns how much memory the device still has, or None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return footprint.available_bytes()
@@ -54,10 +54,10 @@ def available_bytes(device: torch.device) -> int | None:
 
 @contextmanager
 def bounded_memory(device: torch.device) -> Iterator[None]:
-    """Inside, to take more than the machine has is an error that can be caught.
+    """Turns taking more memory than the machine has into an error that can be caught, while inside.
 
-    Linux promises memory that it does not have, and ends who takes it at its word. Only for the CPU; elsewhere than on
-    Linux does nothing.
+    Linux overcommits memory, and kills a process that uses it. For the CPU only; does nothing on systems other than
+    Linux.
     """
     available = available_bytes(device) if device.type == "cpu" and _SIZES.exists() else None
     if available is None:
@@ -73,13 +73,16 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
 
 
 def _given_back_bytes() -> int:
-    """What the allocator has given back and will take again without being asked: it is available, and part of
-    `_data_bytes`. Nobody counts it, so it is the least of what is not touched and what the allocator could hand out."""
+    """Returns the freed memory that the allocator has trimmed but will reuse without asking the system.
+
+    It is available, but part of `_data_bytes`. There is no count of it, so this is the smaller of the untouched memory
+    and what the allocator could hand out.
+    """
     resident, of_files = (int(number) for number in _SIZES.read_text().split()[1:3])
     untouched = _data_bytes() - (resident - of_files) * resource.getpagesize()
     return min(untouched, free_bytes()) if untouched > 0 else 0
 
 
 def _data_bytes() -> int:
-    """What this process has taken, touched or not; what its allocator keeps for later is part of it."""
+    """Returns the memory that this process has taken, touched or not, including what its allocator keeps."""
     return int(_SIZES.read_text().split()[5]) * resource.getpagesize()

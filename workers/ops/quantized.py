@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits each (NF4), made whole for as long as a product with them takes.
+"""Frozen weights in 4 bits each (NF4), dequantized for as long as a product with them takes.
 
 Dettmers et al., QLoRA (2023), https://arxiv.org/abs/2305.14314, by bitsandbytes.
 """
@@ -13,7 +13,7 @@ _BLOCK = 64
 
 
 class QuantizedWeight:
-    """In blocks of 64 numbers, each with the largest of them as float32: 4.5 bits a number."""
+    """Holds a weight in blocks of 64 numbers, each with its largest absolute value as float32: 4.5 bits a number."""
 
     requires_grad = False
     grad = None
@@ -29,11 +29,11 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What it is held in."""
+        """The packed numbers and the scales."""
         return self._packed, self._state.absmax
 
     def whole(self) -> Tensor:
-        """In the dtype that it had."""
+        """Returns the dequantized weight in its original dtype."""
         return functional().dequantize_4bit(self._packed, self._state).view(self.shape)
 
 
@@ -45,7 +45,7 @@ def whole(weight: FrozenWeight) -> Tensor:
 
 
 def check_installed(knob: str, value: str, needs_nothing: str) -> None:
-    """Raises ValueError where what a knob of this value needs is not installed."""
+    """Raises ValueError if this value of a knob needs a package that is not installed."""
     if value != needs_nothing and find_spec("bitsandbytes") is None:
         raise ValueError(
             f"{knob} {value} needs bitsandbytes, which is not installed: pip install 'trainhouse[quantization]'"
@@ -53,7 +53,7 @@ def check_installed(knob: str, value: str, needs_nothing: str) -> None:
 
 
 def replace_parameter(module: nn.Module, name: str) -> QuantizedWeight:
-    """By its quantised values, which are no parameter."""
+    """Replaces a parameter of the module by its quantized values, which are no parameter."""
     weight = module.get_parameter(name).data
     delattr(module, name)
     quantized = QuantizedWeight(weight)
@@ -62,7 +62,7 @@ def replace_parameter(module: nn.Module, name: str) -> QuantizedWeight:
 
 
 def functional() -> Any:
-    """Of bitsandbytes."""
+    """Returns bitsandbytes.functional, imported only when it is needed."""
     import bitsandbytes.functional
 
     return bitsandbytes.functional

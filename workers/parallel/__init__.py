@@ -1,1 +1,1 @@
-"""Many ranks for one base model: what each of them holds, and what they tell each other."""
+"""Parallelism over the ranks of one base model: rank groups, collectives and the division of tokens."""

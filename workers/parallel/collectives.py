@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of a team that gradients pass through, each the transpose of another.
+"""Collectives that gradients pass through: the backward of each is the transpose of its forward.
 
 Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing activation recomputation in large
 transformer models (2022), section 4.2.
@@ -14,48 +14,51 @@ from .mesh import Team
 
 
 def copied(x: Tensor, team: Team) -> Tensor:
-    """x, which all ranks have alike; its gradient is the sum of theirs."""
+    """Returns x, which is equal on all ranks. Its gradient is summed over the ranks."""
     return x if team.size == 1 or not torch.is_grad_enabled() else _apply(_Copied, x, team)
 
 
 def summed(x: Tensor, team: Team) -> Tensor:
-    """The sum over all ranks, whose gradient each of them has alike. Without gradients in place."""
+    """Returns the sum over all ranks; the gradient passes unchanged. Sums in place if gradients are disabled."""
     if team.size == 1:
         return x
     return _apply(_Summed, x, team) if torch.is_grad_enabled() else team.sum(x)
 
 
 def joined_rows(x: Tensor, team: Team) -> Tensor:
-    """[n, ...] of each rank -> [size * n, ...]; each gets the sum of the gradients by its rows."""
+    """Gathers [n, ...] of each rank to [size * n, ...]. The gradient of a rank's rows is summed over all ranks."""
     return x if team.size == 1 else _apply(_JoinedRows, x, team)
 
 
 def summed_rows(x: Tensor, team: Team) -> Tensor:
-    """[size * n, ...] -> this rank's [n, ...] of the sum over all ranks."""
+    """Reduces [size * n, ...] over all ranks and scatters the sum, [n, ...] to each rank."""
     return x if team.size == 1 else _apply(_SummedRows, x, team)
 
 
 def joined_alike(x: Tensor, team: Team) -> Tensor:
-    """[n, ...] of each rank -> [size * n, ...]; each gets its rows of the gradient, which all ranks have alike."""
+    """Gathers [n, ...] of each rank to [size * n, ...]. Each rank takes its rows of the gradient, which must be equal
+    on all ranks."""
     return x if team.size == 1 else _apply(_JoinedAlike, x, team)
 
 
 def own_rows(x: Tensor, team: Team) -> Tensor:
-    """[size * n, ...], which all ranks have alike -> this rank's [n, ...]; each gets the gradients of all."""
+    """Returns this rank's [n, ...] of [size * n, ...], which is equal on all ranks. The gradients of all ranks are
+    gathered."""
     return x if team.size == 1 else _apply(_OwnRows, x, team)
 
 
 def exchanged(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-    """As Team.exchanged; the gradients go back the same way."""
+    """Calls Team.exchanged; gradients travel back the same way."""
     return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How the residual stream, between the layers' linear parts, lies on the ranks of a tensor-parallel team.
+    """The layout of the residual stream over a tensor-parallel team.
 
-    sharded: each rank has its tokens of it, which it gathers for the linear layers; else each has all. are_alike:
-    whether the ranks of an expert-parallel team have the same tokens.
+    sharded: whether each rank has only its tokens of the stream, and gathers them for the linear layers; otherwise each
+    has all tokens.
+    are_alike: whether the ranks of an expert-parallel team have the same tokens.
     """
 
     team: Team
@@ -63,14 +66,19 @@ class Stream:
     are_alike: bool
 
     def enter(self, x: Tensor, is_replicated: bool) -> Tensor:
-        """From the stream to a part of a layer, which wants all tokens. is_replicated: whether all ranks have all
-        of its weights, and so do the same; else the first layers there share out their outputs."""
+        """Moves x from the stream into a part of a layer, which needs all tokens.
+
+        Args:
+            is_replicated: whether all ranks have all weights of the part and compute the same; otherwise its first
+                layers are split by their outputs.
+        """
         if is_replicated:
             return joined_alike(x, self.team) if self.sharded else x
         return joined_rows(x, self.team) if self.sharded else copied(x, self.team)
 
     def leave(self, x: Tensor, is_replicated: bool) -> Tensor:
-        """Back to the stream, from the last layers there, whose outputs are to be added up unless all do the same."""
+        """Moves x back to the stream. The outputs of the part's last layers are summed, unless the part is
+        replicated."""
         if is_replicated:
             return own_rows(x, self.team) if self.sharded else x
         return summed_rows(x, self.team) if self.sharded else summed(x, self.team)
@@ -159,5 +167,5 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _own(x: Tensor) -> Tensor:
-    """A copy that may be written to: autograd still knows x."""
+    """Returns a copy that may be overwritten, since autograd still refers to x."""
     return x.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""SharedEmbedding: an embedding of which each rank of a team keeps some rows."""
+"""An embedding whose rows are divided over the ranks of a team."""
 
 from torch import Tensor, nn
 
@@ -7,21 +7,23 @@ from .mesh import Team
 
 
 class SharedEmbedding:
-    """Tokens go to the ranks that have their rows, and these come back; gradients by them go the same way. That takes
-    less than to gather the embedding, of whose rows a pass wants few."""
+    """Sends tokens to the ranks that have their rows, and gets the rows back; gradients travel the same way.
+
+    This moves less data than gathering the embedding, of which a pass needs few rows.
+    """
 
     def __init__(self, embedding: nn.Embedding, team: Team) -> None:
-        """embedding: its weights are this rank's rows, or all of them where it is gathered for as long as samples are
-        drawn."""
+        """Wraps an embedding whose weights are this rank's rows, or all rows while it is gathered for sampling."""
         self._embedding, self._team = embedding, team
         self._num_rows = len(embedding.weight)
         if embedding.padding_idx is not None:
-            # Of a token whose row is never trained.
+            # The row of the padding token is never trained; only the rank that has it must know.
             rank, row = divmod(embedding.padding_idx, self._num_rows)
             embedding.padding_idx = row if rank == team.index else None
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """int64 [n], any number -> [n, hidden]. Of all ranks of the team at once, unless it is gathered."""
+        """Looks up int64 [n] -> [n, hidden]; n may differ between ranks. All ranks of the team call this together,
+        unless the embedding is gathered."""
         if len(self._embedding.weight) > self._num_rows:
             return self._embedding(tokens)
         by_rank, order = tokens.sort(stable=True)

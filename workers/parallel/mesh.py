@@ -1,4 +1,4 @@
-"""Mesh: this rank among the others of its base model, and the teams of them that it exchanges tensors with."""
+"""This rank's position among the ranks of its base model, and the teams of ranks that it exchanges tensors with."""
 
 import fcntl
 import os
@@ -21,48 +21,52 @@ from ..protocol.parallel_spec import AXES, SINGLE, ParallelSpec, Unit
 
 LOOPBACK = "127.0.0.1"
 
-# Linux's request for the address of an interface (netdevice(7)): 16 bytes of its name, then a socket address.
+# Linux's ioctl for the address of an interface (netdevice(7)): 16 bytes of its name, then a socket address.
 _SIOCGIFADDR = 0x8915
 
-# Of an exchange. Who calls the ranks knows how long they may take, and ends those that wait (see Patience).
+# The timeout of collectives. The caller of the ranks knows how long they may take, and ends those that hang (see
+# Patience).
 _FOREVER = timedelta(days=365)
 
 Value = TypeVar("Value")
 
-# Before torch 2.13 these had other names, at which later releases warn.
+# These had other names before torch 2.13, and later releases warn about the old ones.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor on its way from other ranks, and the one that goes to them meanwhile, which nobody may change."""
+    """A collective in progress.
+
+    received: the result, valid after `wait`. sent: this rank's contribution, which must not be modified before that.
+    """
 
     works: Sequence[dist.Work]
     received: Tensor
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """What was to come; the other has left."""
+        """Waits for the result and returns it. After that, `sent` may be modified."""
         for work in self.works:
             work.wait()
         return self.received
 
 
 class Team:
-    """The ranks that differ from this one along some axes only, itself among them; all of them make the same calls.
+    """The ranks that differ from this one only along some axes, including this rank. All of them make the same calls.
 
-    size: how many they are. index: which of them this one is. sent: how often each kind of call was made.
+    size: their number. index: of this rank. sent: counts the calls by kind.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, sent: Counter[str]) -> None:
-        """group: None of a rank that is alone."""
+        """Creates a team. `group` is None if the team has one rank."""
         self.ranks = ranks
         self.size, self.index = len(ranks), ranks.index(rank)
         self._group, self._sent = group, sent
 
     def exchange(self, value: Value) -> list[Value]:
-        """What each rank gives, in their order: small values, from host to host."""
+        """Returns each rank's value, in rank order. For small values, sent from host to host."""
         if self.size == 1:
             return [value]
         self._sent["all_gather_object"] += 1
@@ -71,18 +75,19 @@ class Team:
         return values
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """In place, over all ranks."""
+        """Sums over all ranks, in place."""
         if self.size > 1:
             self._sent["all_reduce"] += 1
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group)
         return tensor
 
     def joined(self, tensor: Tensor) -> Tensor:
-        """[n, ...] of each rank, all alike in shape -> [size * n, ...], in the order of the ranks."""
+        """Gathers [n, ...] of each rank, equal in shape, to [size * n, ...] in rank order."""
         return tensor if self.size == 1 else self.joining(tensor).wait()
 
     def joining(self, tensor: Tensor, into: Tensor | None = None) -> Arriving:
-        """Begins to do the same, of a team of several. into: memory for as many numbers, None = new one."""
+        """Starts what `joined` does, for a team of several ranks. The result is written to the memory of `into`, if
+        given."""
         self._sent["all_gather"] += 1
         sent, shape = tensor.contiguous(), (self.size * tensor.shape[0], *tensor.shape[1:])
         whole = tensor.new_empty(shape) if into is None else into.view(shape)
@@ -91,7 +96,7 @@ class Team:
         return Arriving([work], whole, sent)
 
     def at_first(self, tensor: Tensor) -> list[Tensor] | None:
-        """That of each rank, all alike in shape, in the order of the ranks: for the first of them, None elsewhere."""
+        """Gathers the ranks' tensors, equal in shape, on the first rank. Returns None on the others."""
         if self.size == 1:
             return [tensor]
         self._sent["gather"] += 1
@@ -100,11 +105,11 @@ class Team:
         return parts
 
     def part(self, tensor: Tensor) -> Tensor:
-        """[size * n, ...] -> the part [n, ...] that has this rank's index."""
+        """Returns this rank's part of [size * n, ...], [n, ...]."""
         return tensor.chunk(self.size)[self.index]
 
     def summed_part(self, tensor: Tensor) -> Tensor:
-        """[size * n, ...] -> the part [n, ...] of the sum over all ranks that has this one's index."""
+        """Sums [size * n, ...] over all ranks and returns this rank's part, [n, ...]."""
         if self.size == 1:
             return tensor
         self._sent["reduce_scatter"] += 1
@@ -113,9 +118,11 @@ class Team:
         return part
 
     def exchanged(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-        """The first rows to the first rank, the next to the next, and theirs for this one in the same order.
+        """Sends the first rows to the first rank, the next ones to the next, and receives this rank's rows in rank
+        order.
 
-        sent, received: how many for and from each rank; None = as many for each.
+        Args:
+            sent, received: the number of rows for and from each rank; None = equally many.
         """
         if self.size == 1:
             return tensor
@@ -126,8 +133,12 @@ class Team:
         return arrived
 
     def passed_on(self, tensor: Tensor, distance: int, tag: int = 0) -> Arriving:
-        """Begins to send the tensor to the rank `distance` behind this one, around the team, and to receive that of
-        the one as far before. tag: of those that are under way at once each has another."""
+        """Starts to send the tensor to the rank `distance` after this one, around the team, and to receive one from the
+        rank as far before.
+
+        Args:
+            tag: must differ between transfers in progress at the same time.
+        """
         self._sent["pass_on"] += 1
         sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
         after, before = (self.ranks[(self.index + places) % self.size] for places in (distance, -distance))
@@ -138,7 +149,7 @@ class Team:
         return Arriving(works, received, sent)
 
     def from_first(self, tensor: Tensor) -> Tensor:
-        """In place, what the first of the ranks has."""
+        """Broadcasts the first rank's tensor, in place."""
         if self.size > 1:
             self._sent["broadcast"] += 1
             dist.broadcast(tensor, self.ranks[0], group=self._group)
@@ -149,10 +160,13 @@ ALONE = Team((0,), 0, None, Counter())
 
 
 class Mesh:
-    """spec, rank: which of its ranks this one is. sent: by kind, how often this rank has exchanged tensors."""
+    """This rank's position in the layout `spec`, and its teams.
+
+    sent: counts this rank's tensor exchanges by kind.
+    """
 
     def __init__(self, spec: ParallelSpec = SINGLE, rank: int = 0) -> None:
-        """Of more than one rank, `connect` comes first."""
+        """Creates all teams. With more than one rank, `connect` must be called first."""
         self.spec, self.rank = spec, rank
         self.coordinates = spec.coordinates(rank)
         self.sent: Counter[str] = Counter()
@@ -166,21 +180,21 @@ class Mesh:
 
     @property
     def is_coupled(self) -> bool:
-        """Whether ranks exchange tensors within a forward pass, so that none goes on alone."""
+        """True if ranks exchange tensors within a forward pass, so that none can run alone."""
         return self.along("fsdp", "ep", "sp", "tp").size > 1
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank tells what those that run the same sequences have found."""
+        """True if this rank reports the results for all ranks that run the same sequences."""
         return self.coordinates["sp"] == self.coordinates["tp"] == 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files for all of them."""
+        """True if this rank writes files for all ranks."""
         return self.rank == 0
 
     def exchange(self, value: Value) -> list[Value]:
-        """What each rank gives, by rank: small values, from host to host."""
+        """Returns each rank's value, in rank order. For small values, sent from host to host."""
         if self._words is None:
             return [value]
         values: list[Value] = [value] * self.spec.num_ranks
@@ -188,33 +202,34 @@ class Mesh:
         return values
 
     def found(self, values: Sequence[Value | None]) -> list[Value | None]:
-        """In each place what the first rank has that has something there; None where none has."""
+        """Returns for each position the value of the first rank where it is not None, None if it is None everywhere."""
         of_places = zip(*self.exchange(list(values)), strict=True)
         return [next((value for value in of_place if value is not None), None) for of_place in of_places]
 
     def along(self, *axes: str) -> Team:
-        """Those that differ along these axes only."""
+        """Returns the team of ranks that differ from this one only along these axes."""
         return self._teams[self._needed(axes)]
 
     def beside(self, *axes: str) -> Team:
-        """Those that do not differ along these axes."""
+        """Returns the team of ranks that agree with this one along these axes."""
         return self.along(*(axis for axis in AXES if axis not in axes))
 
     @property
     def keeping_team(self) -> Team:
-        """Those that each keep a part of weights, and gather the others."""
+        """Returns the team whose ranks each keep a part of the weights and gather the other parts."""
         return self.along("fsdp", "sp") if self.spec.num_kept_parts > 1 else self.along()
 
     def tensor_team(self, unit: Unit) -> Team:
-        """Those along tp that share out this part of every layer."""
+        """Returns the team that divides this part of every layer along tp."""
         return self.along("tp" if self.spec.tp_of(unit) > 1 else "")
 
     def expert_team(self, unit: Unit) -> Team:
-        """Those along ep that share out the experts that this part of every layer has."""
+        """Returns the team that divides the experts of this part of every layer along ep."""
         return self.along("ep" if self.spec.ep_of(unit) > 1 else "")
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
-        """These ranks as torch's distributed tensors want them; each axis has more than one, and fsdp those of sp."""
+        """Returns a DeviceMesh of all ranks for torch's DTensor. The axes must have more than one rank; sp is merged
+        into fsdp."""
         if self._torch_mesh is None:
             ranks = torch.arange(self.spec.num_ranks).view(self.spec.sizes)
             joined = ranks.movedim(AXES.index("sp"), AXES.index("fsdp") + 1).flatten(1, 2)
@@ -225,7 +240,8 @@ class Mesh:
         return tuple(axis for axis in AXES if axis in axes and getattr(self.spec, axis) > 1)
 
     def _new_team(self, axes: tuple[str, ...]) -> Team:
-        """All ranks make all teams, in the same order."""
+        """Creates the teams of all ranks and returns this rank's. Every rank must create all of them, in the same
+        order."""
         own = None
         for ranks in self.spec.groups(axes):
             group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
@@ -236,7 +252,7 @@ class Mesh:
 
 
 class Meeting:
-    """Where the ranks find each other: the first of them opens it, the others come to its address."""
+    """The rendezvous of the ranks: the first one opens it, and the others connect to its address."""
 
     def __init__(self, store: TCPStore) -> None:
         self.store = store
@@ -247,7 +263,8 @@ class Meeting:
 
     @staticmethod
     def opened(host: str, timeout_seconds: float) -> "Meeting":
-        """On a free port of this address alone: by itself torch would listen on all that the machine has."""
+        """Opens a rendezvous on a free port of this address only. By default torch would listen on all addresses of the
+        machine."""
         timeout = timedelta(seconds=timeout_seconds)
         with socket.create_server((host, 0)) as server:
             port, listening = server.getsockname()[1], server.detach()
@@ -259,14 +276,14 @@ class Meeting:
 
     @staticmethod
     def at(address: str, timeout_seconds: float) -> "Meeting":
-        """Raises RuntimeError where nobody has opened it."""
+        """Connects to a rendezvous. Raises RuntimeError if it was not opened."""
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=timeout_seconds)
         return Meeting(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
 
 
 def own_host(towards: str = "192.0.2.1") -> str:
-    """The address by which another machine reaches this one; that of loopback where there is no way to it."""
+    """Returns the address by which another machine reaches this one, loopback if there is no route to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((towards, 9))  # sends nothing
@@ -276,7 +293,7 @@ def own_host(towards: str = "192.0.2.1") -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has the address; None where that cannot be told."""
+    """Returns this machine's network interface with the address, None if it is unknown."""
     if not sys.platform.startswith("linux"):
         return "lo0" if address == LOOPBACK else None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -287,7 +304,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _address_of(interface: str, asking: socket.socket) -> str | None:
-    """None: it has none."""
     request = struct.pack("256s", interface.encode())
     try:
         answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
@@ -297,10 +313,11 @@ def _address_of(interface: str, asking: socket.socket) -> str | None:
 
 
 def connect(meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
-    """Once in a process. Raises RuntimeError when the others are not there in time."""
+    """Connects this process to the other ranks, once per process. Raises RuntimeError if they do not connect in
+    time."""
     interface = interface_of(own_host(towards=meeting.store.host))
     if interface is not None:
-        # Else gloo listens on the address that the machine's name stands for, often one that others cannot reach.
+        # By default gloo listens on the address of the machine's host name, which others often cannot reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -313,7 +330,8 @@ def connect(meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.devic
 
 
 def _teams_of(spec: ParallelSpec) -> list[tuple[str, ...]]:
-    """By the axes along which their ranks differ: all combinations of those that have more than one rank."""
+    """Returns the teams, each as the axes along which its ranks differ: all combinations of axes with more than one
+    rank."""
     teams: list[tuple[str, ...]] = [()]
     for axis in AXES:
         if getattr(spec, axis) > 1:

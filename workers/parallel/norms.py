@@ -1,4 +1,4 @@
-"""JointNorms: norms of queries and keys over all heads together, of which each rank along tp has some."""
+"""Norms of queries and keys over all heads together, where each rank along tp has only some of the heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from .mesh import Team
 
 
 class JointNorms:
-    """query, key: of the whole queries and keys."""
+    """The norms of a layer's queries and keys, given as norms over all heads."""
 
     def __init__(self, query: RmsNorm, key: RmsNorm, team: Team) -> None:
         self.team = team
@@ -20,7 +20,7 @@ class JointNorms:
         self.parts = [RmsNorm(norm.parameter, norm.eps, own=each) for norm, each in zip((query, key), own, strict=True)]
 
     def normed(self, query: Tensor, key: Tensor) -> Sequence[Tensor]:
-        """Of this rank's heads, [tokens, features] each. All ranks of the team at once."""
+        """Normalizes this rank's heads, [tokens, features] each. All ranks of the team call this together."""
         if self.team.size == 1:
             return [rms_norm(x, norm) for x, norm in zip((query, key), self.parts, strict=True)]
         normed = _Normed.apply(query, key, self)
@@ -28,13 +28,14 @@ class JointNorms:
         return normed
 
     def means(self, of_ranks: Sequence[Tensor]) -> Tensor:
-        """[tokens] of queries and of keys, each a sum over this rank's features -> [2, tokens], means over all."""
+        """Returns the means over all features, [2, tokens], given this rank's sums for queries and keys, [tokens]
+        each."""
         sums = self.team.sum(torch.stack(list(of_ranks)))
         return sums.div_(sums.new_tensor(self.sizes)[:, None])
 
 
 class _Normed(torch.autograd.Function):
-    """Forward and backward exchange one sum of a number for each token and norm."""
+    """Exchanges one number for each token and norm in forward, and one in backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, norms: JointNorms) -> tuple[Tensor, ...]:

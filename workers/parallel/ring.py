@@ -1,10 +1,11 @@
-"""Ring attention: each rank has the queries of a stripe of a row's tokens, and keys and values of all stripes come by.
+"""Ring attention: each rank has the queries of one stripe of a row's tokens, and keys and values of all stripes pass
+by.
 
-Liu, Zaharia and Abbeel, Ring Attention (2023), https://arxiv.org/abs/2310.01889: keys and values go from rank to rank
-while the product with those before is made, results are joined by the sums of their softmax, and on the way back the
-gradients of keys and values travel with them. Brandon et al., Striped Attention (2023),
-https://arxiv.org/abs/2311.09431: a stripe's tokens lie a ring's size apart, so that under causal attention, whatever
-the lengths of the packed sequences, all ranks have as much to do at every step.
+Liu, Zaharia and Abbeel, Ring Attention (2023), https://arxiv.org/abs/2310.01889: keys and values travel from rank to
+rank while the product with the previous ones is computed, results are merged by the sums of their softmax, and in the
+backward pass the gradients of keys and values travel with them. Brandon et al., Striped Attention (2023),
+https://arxiv.org/abs/2311.09431: the tokens of a stripe are one ring size apart, so that under causal attention all
+ranks have the same amount of work in each step, for any lengths of the packed sequences.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +20,16 @@ from ..ops.attention_parts import Attended, attend_part, part_gradients
 from ..shapes.sequence_split import SequenceSplit
 from .mesh import Arriving, Team
 
-_KEYS, _GRADIENTS = 0, 1  # what travels at the same time
+_KEYS, _GRADIENTS = 0, 1  # tags of the transfers in progress at the same time
 
 
 @dataclass(frozen=True)
 class Block:
-    """What the queries of one stripe see of another, of every sequence as many queries as keys, a triangle as in causal
-    attention. queries, keys: those, of the tokens of either stripe. packing: of these."""
+    """The pairs of queries of one stripe and keys of another that attend, as packed causal attention.
+
+    queries, keys: the rows of either stripe; each sequence has as many queries as keys, which form a triangle.
+    packing: of these rows.
+    """
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -33,10 +37,10 @@ class Block:
 
 
 class Ring:
-    """One for a row: what of it this rank sees is found once for all layers."""
+    """Computes the attention of one row. What this rank sees of the row is found once for all layers."""
 
     def __init__(self, packing: Packing, team: Team, split: SequenceSplit) -> None:
-        """team: of all ranks along sp. packing: of the whole row."""
+        """Prepares the attention. `team` has all ranks along sp, and `packing` describes the whole row."""
         self._team, self._distance = team, split.ulysses
         self.size, self._stripe = split.ring, team.index // split.ulysses
         lengths = np.repeat([group.length for group in packing.groups], [group.count for group in packing.groups])
@@ -45,35 +49,39 @@ class Ring:
         self._blocks: dict[int, Block | None] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """query [tokens of the stripe, heads, head_dim], key and value with kv_heads; returns the query's shape."""
+        """Returns the output in the query's shape. query is [tokens of the stripe, heads, head_dim], key and value have
+        kv_heads."""
         if torch.is_grad_enabled():
             return _RingAttention.apply(query, key, value, self, kind)  # pyright: ignore[reportReturnType]
         return _forward(query, key, value, self, kind).out
 
     def num_steps(self, kind: AttentionKind) -> int:
-        """Of how many stripes a query sees tokens: those `step` before its own from a distance of `step` on."""
+        """Returns how many stripes a query sees tokens of: tokens of the stripe `step` before its own are at least
+        `step` away."""
         return min(self.size, kind.window or self.size)
 
     def kind_of_step(self, step: int, kind: AttentionKind) -> AttentionKind:
-        """With the window counted in tokens of the stripe that is `step` before this rank's."""
+        """Returns the kind with its window counted in tokens of the stripe that is `step` before this rank's."""
         if not kind.window:
             return kind
         return replace(kind, window=(kind.window - 1 - step) // self.size + 1)
 
     def block(self, step: int, device: torch.device) -> Block | None:
-        """None where no query sees anything of the stripe that is `step` before this rank's."""
+        """Returns the pairs for the stripe that is `step` before this rank's, None if no query sees anything of it."""
         if step not in self._blocks:
             self._blocks[step] = self._new_block((self._stripe - step) % self.size, device)
         return self._blocks[step]
 
     def pass_on(self, tensor: Tensor, what: int, stripes: int = 1) -> Arriving:
-        """To the rank that has the stripe so many behind this one's."""
+        """Starts to send a tensor to the rank whose stripe is `stripes` after this one's."""
         return self._team.passed_on(tensor, stripes * self._distance, what)
 
     def _new_block(self, other: int, device: torch.device) -> Block | None:
-        """A query sees the keys up to its own position: of the other stripe those at its own number within the
-        sequence or before, or, where the sequence begins with this stripe sooner than with the other, at that number
-        less one."""
+        """Finds the visible keys: a query sees the keys up to its own position.
+
+        In the other stripe, these are the keys with at most the query's index within its sequence. If the sequence
+        starts in this stripe before it starts in the other one, the limit is that index minus one.
+        """
         queries, end = (self._numbers(bounds, self._stripe) for bounds in (self._starts, self._stops))
         keys = self._numbers(self._starts, other)
         queries = queries + (self._place(keys, other) > self._place(queries, self._stripe))
@@ -84,16 +92,16 @@ class Ring:
         return Block(_rows(queries, lengths, device), _rows(keys, lengths, device), packing)
 
     def _numbers(self, bounds: np.ndarray, stripe: int) -> np.ndarray:
-        """How many tokens of the stripe come before each bound."""
+        """Returns how many tokens of the stripe are before each bound."""
         return -((stripe - bounds) // self.size)
 
     def _place(self, numbers: np.ndarray, stripe: int) -> np.ndarray:
-        """Of a stripe's tokens in the whole row."""
+        """Returns the positions in the whole row of a stripe's tokens."""
         return stripe + self.size * numbers
 
 
 def _rows(firsts: np.ndarray, lengths: np.ndarray, device: torch.device) -> slice | Tensor:
-    """`lengths` rows from each of `firsts` on; as a slice where they follow one another."""
+    """Returns `lengths` rows starting at each of `firsts`, as a slice if they are contiguous."""
     before = np.cumsum(lengths) - lengths
     rows = np.repeat(firsts - before, lengths) + np.arange(lengths.sum())
     if rows[-1] - rows[0] + 1 == len(rows):
@@ -116,7 +124,8 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: AttentionKind) -> Attended:
-    """Sums in float32. Of its own stripe a query sees its own token at least, so that all sums are finite."""
+    """Computes the output, accumulating in float32. A query always sees its own token in its own stripe, so all sums
+    are finite."""
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     log_sums = torch.full(query.shape[:2], -torch.inf, device=query.device)
     held, steps = torch.stack((key, value)), ring.num_steps(kind)
@@ -132,7 +141,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: Attent
 
 
 def _join(out: Tensor, log_sums: Tensor, rows: slice | Tensor, other: Attended) -> None:
-    """Adds the result over further keys to that of these rows."""
+    """Merges the result over further keys into that of these rows."""
     before = log_sums[rows]
     joined = torch.logaddexp(before, other.log_sums)
     of_before, of_other = ((sums - joined).exp().unsqueeze(-1) for sums in (before, other.log_sums))
@@ -143,7 +152,8 @@ def _join(out: Tensor, log_sums: Tensor, rows: slice | Tensor, other: Attended) 
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, ring: Ring, kind: AttentionKind
 ) -> tuple[Tensor, ...]:
-    """The gradients of keys and values go one step behind them, and from the last rank that adds to them home."""
+    """Computes the gradients. Those of keys and values travel one step behind them, and return to their owner after the
+    last step."""
     of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     held, steps = torch.stack((key, value)), ring.num_steps(kind)
     of_held, arriving_of_held = torch.zeros_like(held, dtype=torch.float32), None

@@ -1,4 +1,5 @@
-"""TokenShare: which tokens of a micro-batch a rank runs, and which of their hidden states it scores."""
+"""Divides the tokens of a micro-batch over ranks: which tokens a rank runs, and which of their hidden states it
+scores."""
 
 import torch
 from torch import Tensor
@@ -8,16 +9,19 @@ from .mesh import Mesh
 
 
 class TokenShare:
-    """Ranks along sp run as many tokens each, in their order, and ranks along tp score as many of these each.
+    """A rank's share of a micro-batch's tokens.
 
-    Where attention goes around a ring, a rank's tokens lie `ring` places apart (SequenceSplit); else they are
-    neighbours. What is missing at the end is filled up with tokens of no sequence. num_filled: with these. tokens:
-    those that this rank runs. rows: those that it scores, of which it has the targets. hidden: those of which it has
-    the hidden states in the end.
+    Ranks along sp run equally many tokens, in order, and ranks along tp each score an equal part of these. With ring
+    attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
+    padded with tokens of no sequence.
+
+    num_filled: the number of tokens with padding. tokens: those that this rank runs.
+    rows: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
     """
 
     def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
-        """sharded: whether ranks along tp have hidden states of the tokens alone that they score."""
+        """Computes the share. `sharded` says whether ranks along tp have hidden states only of the tokens that they
+        score."""
         self.num_tokens = num_tokens
         self._ring = ring
         self._sharded = sharded and mesh.along("tp").size > 1
@@ -33,7 +37,7 @@ class TokenShare:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first of the ranks that run these tokens."""
+        """True if this is the first of the ranks that run these tokens."""
         return self._scorers.index == 0
 
     @property
@@ -42,7 +46,7 @@ class TokenShare:
 
     @property
     def own_of_tokens(self) -> slice | None:
-        """Which of the tokens that it runs those are that a rank has alone between linear layers; None = all."""
+        """Returns which of the tokens that this rank runs are its own between linear layers, None = all."""
         return self._rows_of(self.tokens) if self._sharded else None
 
     @property
@@ -50,42 +54,42 @@ class TokenShare:
         return self.num_filled - self.num_tokens
 
     def of_tokens(self, whole: Tensor) -> Tensor:
-        """[num_tokens, ...] -> of those that this rank runs."""
+        """Selects the tokens that this rank runs from [num_tokens, ...]."""
         return self._filled(whole)[self.tokens]
 
     def of_rows(self, whole: Tensor) -> Tensor:
-        """[num_tokens, ...] -> of those that this rank scores."""
+        """Selects the tokens that this rank scores from [num_tokens, ...]."""
         return self._filled(whole)[self.rows]
 
     def places(self, rows: slice) -> slice:
-        """Where some of the rows that this rank scores, counted from its first, are among all."""
+        """Returns where in the micro-batch some of this rank's rows are. `rows` counts from its first row."""
         first = self.rows.start
         return slice(first + self._ring * rows.start, first + self._ring * rows.stop, self._ring)
 
     def scored(self, hidden: Tensor) -> Tensor:
-        """Of the hidden states that this rank has those that it scores."""
+        """Selects the hidden states that this rank scores from those that it has."""
         return hidden[self._rows_of(self.hidden)]
 
     def joined(self, own: Tensor) -> Tensor:
-        """What each rank has of its rows [rows, ...] -> [num_tokens, ...]."""
+        """Gathers the ranks' rows [rows, ...] to [num_tokens, ...]."""
         return self._in_order(self._scorers.joined(own))
 
     def joined_at_first(self, own: Tensor) -> Tensor | None:
-        """As `joined`, for the first of the ranks that run these tokens; None elsewhere."""
+        """Gathers like `joined`, but on the first of the ranks that run these tokens only. Returns None elsewhere."""
         parts = self._scorers.at_first(own)
         return None if parts is None else self._in_order(torch.cat(parts))
 
     def joined_to_hidden(self, own: Tensor) -> Tensor:
-        """What each rank has of its rows -> of the hidden states that this rank has."""
+        """Gathers the ranks' rows to the tokens whose hidden states this rank has."""
         return own if self._sharded else self._among_tokens.joined(own)
 
     def _in_order(self, of_ranks: Tensor) -> Tensor:
-        """[num_filled, ...], what one rank has behind what the one before has -> [num_tokens, ...]."""
+        """Reorders the ranks' concatenated rows [num_filled, ...] to the order of the tokens, [num_tokens, ...]."""
         by_stripe = of_ranks.unflatten(0, (self._ring, -1))
         return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
 
     def _rows_of(self, some: slice) -> slice:
-        """This rank's rows among `some` of the tokens, counted from their first."""
+        """Returns this rank's rows as positions within `some` of the tokens."""
         first = (self.rows.start - some.start) // self._ring
         return slice(first, first + number_of(self.rows))
 
@@ -96,25 +100,24 @@ class TokenShare:
 
 
 def scored_rows(num_tokens: int, index: int, num_ranks: int, ring: int = 1) -> range:
-    """Of a micro-batch of so many tokens those that TokenShare has this rank score, of the ranks along sp and tp."""
+    """Returns the tokens that TokenShare lets rank `index` of the ranks along sp and tp score."""
     rows = _part(-(-num_tokens // num_ranks) * num_ranks, index, num_ranks, ring)
     return range(rows.start, min(rows.stop, num_tokens), rows.step)
 
 
 def number_of(rows: slice) -> int:
-    """How many these are."""
     return len(range(rows.start, rows.stop, rows.step or 1))
 
 
 def overlap(rows: slice, start: int, stop: int) -> slice:
-    """Which of some rows, counted from their first, lie in start:stop."""
+    """Returns which of `rows`, counted from their first, are in start:stop."""
     step, number = rows.step or 1, number_of(rows)
     first, end = (min(max(0, -((rows.start - bound) // step)), number) for bound in (start, stop))
     return slice(first, end)
 
 
 def _part(size: int, index: int, num_parts: int, ring: int) -> slice:
-    """Of the stripes one after the other, cut into equal parts."""
+    """Returns part `index` of the concatenated stripes, cut into `num_parts` equal parts."""
     each = size // num_parts
     stripe, place = divmod(index, num_parts // ring)
     first = stripe + ring * each * place

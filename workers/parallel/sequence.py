@@ -1,5 +1,5 @@
-"""Sequence parallelism: each rank runs some of the tokens of a packed row; in attention ranks share out heads as far as
-there are enough, and beyond that the keys and values of all tokens go around a ring.
+"""Sequence parallelism: each rank runs some of the tokens of a packed row. In attention, ranks divide heads as far as
+there are enough, and beyond that keys and values of all tokens travel around a ring.
 
 Heads: Jacobs et al., DeepSpeed Ulysses (2023), https://arxiv.org/abs/2309.14509. Both: Fang and Zhao, USP (2024),
 https://arxiv.org/abs/2405.07719.
@@ -20,7 +20,7 @@ from .rows import TokenShare
 
 @dataclass(frozen=True)
 class SharedPacking:
-    """The sequences of a whole row, of whose tokens each rank of a team has as many."""
+    """The sequences of a whole row whose tokens are divided evenly over the ranks of a team."""
 
     whole: Packing
     team: Team
@@ -35,11 +35,10 @@ class SharedPacking:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return self.whole.longest
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """As the function `attend`, of this rank's tokens."""
+        """Computes attention for this rank's tokens, like the function `attend`."""
         size = self.split.ulysses
         if size == 1:
             return self._attend_stripe(query, key, value, kind)
@@ -49,7 +48,7 @@ class SharedPacking:
         return self._own_tokens(self._attend_stripe(query, key, value, kind))
 
     def _attend_stripe(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """Of all tokens of the stripe; without a ring these are all that there are."""
+        """Computes attention for all tokens of the stripe. Without a ring these are all tokens."""
         if self.split.ring == 1:
             return attend(query, key, value, self.whole, kind)
         return self._ring.attend(query, key, value, kind)
@@ -59,17 +58,17 @@ class SharedPacking:
         return Ring(self.whole, self.team, self.split)
 
     def _stripe_tokens(self, x: Tensor) -> Tensor:
-        """[own tokens, heads, head_dim] -> [tokens of the stripe, own heads, head_dim]."""
+        """Exchanges [own tokens, heads, head_dim] for [tokens of the stripe, own heads, head_dim]."""
         by_rank = x.unflatten(1, (self.split.ulysses, -1)).transpose(0, 1).contiguous()
         return self._exchanged(by_rank).flatten(0, 1)
 
     def _own_tokens(self, x: Tensor) -> Tensor:
-        """[tokens of the stripe, own heads, head_dim] -> [own tokens, heads, head_dim]."""
+        """Exchanges [tokens of the stripe, own heads, head_dim] for [own tokens, heads, head_dim]."""
         by_rank = x.unflatten(0, (self.split.ulysses, -1)).contiguous()
         return self._exchanged(by_rank).transpose(0, 1).flatten(1, 2)
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
-        """Among the ranks of the same stripe."""
+        """Exchanges among the ranks of the same stripe."""
         if self.split.ring == 1:
             return exchanged(by_rank, self.team)
         size, stripe = self.split.ulysses, self.team.index // self.split.ulysses

@@ -1,1 +1,1 @@
-"""The bytes that each rank of a layout needs, and which layouts fit. Imports no torch."""
+"""Estimates the bytes that each rank of a layout needs, and finds layouts that fit. Imports no torch."""

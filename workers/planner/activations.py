@@ -1,7 +1,7 @@
-"""Activations: what a pass over a micro-batch needs on a rank of a layout.
+"""Estimates the memory that a pass over a micro-batch needs on a rank of a layout.
 
-Mirrors what trunk.py, layer_inputs.py, fused.py, attention.py, experts.py, heads/ and lora/linear.py keep for the way
-back; tests compare it with passes. Imports no torch.
+Mirrors what trunk.py, layer_inputs.py, fused.py, attention.py, experts.py, heads/ and lora/linear.py keep for the
+backward pass; tests compare it with real passes. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,12 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class Activations:
-    """Of a pass over a micro-batch. kept: for the way back. working, head: what the last layer takes, and the logits of
-    a chunk; they are not there at once. host: in host memory beside the device's."""
+    """Bytes for a pass over a micro-batch.
+
+    kept: for the backward pass. working, head: in addition, while the last layer runs, and for the logits of a chunk;
+    never both at the same time.
+    host: in host memory.
+    """
 
     kept: int
     working: int
@@ -33,7 +37,7 @@ class Activations:
 
 
 def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activations:
-    """Of the largest micro-batch."""
+    """Returns the bytes for the largest micro-batch."""
     tokens = -(-load.tokens // spec.sp)
     of_pass = _Pass(shape, spec, load)
     at_work = _window_scores(shape, spec, load) + _expert_gradients(shape, spec, load)
@@ -46,7 +50,7 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activation
 
 
 class _Pass:
-    """Bytes by the tokens of a rank along sp."""
+    """Bytes per token of a rank along sp."""
 
     def __init__(self, shape: ModelShape, spec: ParallelSpec, load: Load) -> None:
         self._shape, self._spec, self._load = shape, spec, load
@@ -56,15 +60,15 @@ class _Pass:
         self._stream_parts = spec.tp if load.tp_activations == "sharded" else 1
         # A state of the residual stream, and the inverse of its norm.
         self._stream = (self._number * shape.hidden + _FLOAT32) / self._stream_parts
-        # What norms around attention keep, or around the feed-forward part.
+        # What the norms around attention keep, or those around the feed-forward part.
         self._norms = self._stream * len(shape.family.norms.names) / 2
         self._split = _split(shape, spec)
 
     def kept(self) -> float:
-        """For the way back.
+        """Returns the bytes kept for the backward pass.
 
-        The first sum of the residual stream is the embedding, which nothing needs again but a gradient of its own; the
-        last norm keeps one more, and its result. Behind them: cosines and sines, tokens, positions.
+        The first sum of the residual stream is the embedding, which only its own gradient needs. The last norm keeps
+        one more state, and its result. Cosines and sines, tokens and positions are added.
         """
         shape = self._shape
         rotations = 2 if shape.family.rotates_by_kind else 1
@@ -76,13 +80,14 @@ class _Pass:
         return self._shape.num_layers * self._input if self._load.activations == "offload" else 0.0
 
     def working(self) -> float:
-        """Beside what is kept: the last experts at work, or the way back through the last norm and what it follows."""
+        """Returns the bytes needed in addition to the kept ones: by the last layer's experts, or by the backward pass
+        through the last norm or the feed-forward part before it."""
         of_layer = self._running_again() + max(self._experts_at_work(), self._stream + self._features_way_back())
         return max(self._stream + self._norm_way_back(), of_layer)
 
     @property
     def _input(self) -> float:
-        """Of a layer: the sum of what it takes."""
+        """Returns the bytes of a layer's input, the sum of the residual stream."""
         return self._number * self._shape.hidden / self._stream_parts
 
     def _kept_of_layers(self) -> float:
@@ -90,14 +95,14 @@ class _Pass:
         if self._load.activations == "recompute":
             return shape.num_layers * self._input
         if self._load.activations == "offload":
-            return min(2, shape.num_layers) * self._input  # of the one at work, and of the next
+            return min(2, shape.num_layers) * self._input  # of the running layer and the next one
         of_layers = shape.num_layers * self._kept_by_attention() + shape.num_dense_layers * self._kept_by_dense()
         if shape.experts:
             of_layers += len(shape.experts.layers) * self._kept_by_experts(shape.experts)
         return of_layers
 
     def _running_again(self) -> float:
-        """The layer that keeps most, with what it gives and the gradient of that."""
+        """Returns the bytes of the recomputed layer that keeps most, with its output and the gradient by that."""
         if self._load.activations == "keep":
             return 0.0
         experts = self._shape.experts
@@ -106,56 +111,59 @@ class _Pass:
         return self._kept_by_attention() + max(of_kinds) + 2 * self._input
 
     def head(self) -> float:
-        """The gradient by the last hidden states of the rows that a rank scores."""
+        """Returns the bytes of the gradient by the final hidden states of the rows that a rank scores."""
         return self._number * self._shape.hidden / self._spec.tp
 
     def _kept_by_attention(self) -> float:
         own = self._own
-        repeated = max(1.0, self._split.ulysses / own.kv_heads)  # each of them has a head at least
-        queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, values, and what attention gives
+        repeated = max(1.0, self._split.ulysses / own.kv_heads)  # each rank has at least one head
+        queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, and values or the output of attention
         norms = 0
         how = self._shape.family.norms_heads
         if how:
-            queries, keys = queries + own.queries, keys + own.keys  # as they came from the projections
+            queries, keys = queries + own.queries, keys + own.keys  # the outputs of the projections
             norms = _FLOAT32 * (own.heads + own.kv_heads if how == "each" else 2)
         if self._split.ulysses > 1:
-            queries += own.queries  # what attention gives, once more by tokens
+            queries += own.queries  # the output of attention again, by tokens
         sums = _FLOAT32 * own.heads  # of the scores' exponentials
         inputs = self._inputs(2 if self._shape.family.is_fused else 4)
         return self._norms + inputs + self._number * (queries + keys) + norms + sums
 
     def _kept_by_dense(self) -> float:
-        """Gate, up, the gate's activation and the product with it."""
+        """Returns the bytes of gate, up, the gate's activation, and the product of the two."""
         inputs = self._inputs(2 if self._shape.family.is_fused else 3)
         return self._norms + inputs + self._number * 4 * self._own.features
 
     def _kept_by_experts(self, experts: Experts) -> float:
-        """Of each expert that a token takes: gate and up, what adapters' first matrices make of the inputs of three
-        linear layers, and the result before its weight."""
+        """Returns the bytes for all experts that a token takes: gate and up, the products of adapters' A matrices with
+        the inputs of three linear layers, and the expert's output before it is weighted."""
         numbers = 2 * self._own.expert_features + 3 * self._load.adapting_rank + self._shape.hidden
         of_each = self._number * numbers + (3 if self._spec.ep_of("experts") == 1 else 5) * _INT64
         return self._norms + self._inputs(0) + experts.per_token * of_each + _FLOAT32 * experts.num
 
     def _inputs(self, num_linears: int) -> float:
-        """Of linear layers that are trained, and what adapters' first matrices make of it."""
+        """Returns the bytes of the input of trained linear layers, and of its products with adapters' A matrices."""
         return self._number * (self._shape.hidden + num_linears * self._load.adapting_rank)
 
     def _norm_way_back(self) -> float:
-        """In float32: the gradient, a product with it and, of another dtype, the state."""
+        """Returns the bytes for a norm's backward pass in float32: the gradient, a product with it and, if the base
+        model has another dtype, the state."""
         states = 2 if self._load.dtype == "float32" else 3
         return _FLOAT32 * states * self._shape.hidden / self._stream_parts
 
     def _features_way_back(self) -> float:
-        """What the norm has kept is gone; its gradient is gathered, and next comes that of the features."""
+        """Returns the bytes for the feed-forward part's backward pass: the gathered gradient, and that by the features.
+        What the norm kept is already freed."""
         gathered = self._shape.hidden * self._number if self._stream_parts > 1 else 0
-        # On some processors the sum of two products is not made where the first one lies.
+        # On some CPUs the sum of two products is not computed in place of the first one.
         products = 2 if self._load.dtype == "float32" and not self._is_full else 1
         return gathered + products * self._number * (self._own.features if self._shape.num_dense_layers else 0)
 
     def _experts_at_work(self) -> float:
-        """What they are given, what they give, and that by its weight; of others' tokens, too, where these are sent.
+        """Returns the bytes of the experts' inputs, outputs and weighted outputs, and of other ranks' tokens if these
+        are exchanged.
 
-        How many come to a rank is as if experts were chosen equally often.
+        Assumes that all experts are chosen equally often.
         """
         experts = self._shape.experts
         if experts is None:
@@ -170,8 +178,8 @@ def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
 
 
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
-    """Of a chunk: log-probabilities, a copy of the rows that have a gradient, and where the base is not in float32 that
-    gradient and, before, logits in its dtype and as they are cast."""
+    """Returns the bytes of a chunk: log-probabilities, a copy of the rows that have a gradient and, if the base model
+    is not float32, that gradient, or before it the logits in its dtype and their cast."""
     rows = min(load.head_chunk_tokens, -(-load.tokens // (spec.sp * spec.tp)))
     numbers = rows * shape.vocab
     casting = 0 if load.dtype == "float32" else load.number_bytes + _FLOAT32
@@ -179,8 +187,8 @@ def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
 
 
 def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
-    """Of a layer's experts, before they are added up in float32: kernels that take all experts at once give them in the
-    numbers of the base."""
+    """Returns the bytes of the gradients of one layer's experts before they are added in float32. Kernels that process
+    all experts together return them in the base model's dtype."""
     if load.training != "full" or load.dtype == "float32":
         return 0
     own = OwnFeatures.of(shape, spec)
@@ -188,8 +196,8 @@ def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
 
 
 def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
-    """A mask of what some queries see, at a time, and around a ring scores, their mask and their softmax; kernels of 16
-    bit numbers on CUDA need neither."""
+    """Returns the bytes for sliding windows: the mask of some queries, or with a ring scores, their mask and their
+    softmax. CUDA kernels for 16-bit dtypes need neither."""
     if load.dtype != "float32" or shape.window is None or shape.window >= load.longest:
         return 0
     if _split(shape, spec).ring > 1:

@@ -1,7 +1,5 @@
-"""check_layout: a layout that cannot work is refused with the offending value, the reason and the valid choices.
-
-Before anything is loaded: imports no torch.
-"""
+"""Refuses layouts that cannot work, with the offending value, the reason and the valid choices, before anything is
+loaded. Imports no torch."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -16,7 +14,7 @@ from ..shapes.styles import PATTERNS
 
 DTYPES = ("auto", "float32", "bfloat16")
 
-# What needs nothing of a model's layers.
+# The axes that do not depend on a model's layers.
 _OF_ANY_MODEL = ("replicas",)
 
 
@@ -29,18 +27,22 @@ def check_layout(
     activations: str = "keep",
     quantization: str = "none",
 ) -> None:
-    """num_devices: those that there are, one for each rank; None = not known. Raises ValueError."""
+    """Raises ValueError if the model cannot run with this layout and these settings.
+
+    Args:
+        num_devices: available devices, one for each rank; None = unknown.
+    """
     if model.refusal is not None:
         raise ValueError(f"{model.name}: {model.refusal}")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype}: base models are held in one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype} is not supported: choose one of {', '.join(DTYPES)}")
     _check_context(model, max_context_length)
     _check_family(spec, model)
     _check_activations(activations, model)
     if quantization != "none" and spec.fsdp > 1:
         raise ValueError(
-            f"fsdp={spec.fsdp}: ranks along fsdp gather weights, and those of --base-quantization {quantization} are "
-            "made whole where they lie: share them out by tp or ep, or leave the base as it is"
+            f"fsdp={spec.fsdp}: fsdp cannot gather the weights of --base-quantization {quantization}: use tp or ep "
+            "instead, or leave the base model unquantized"
         )
     if isinstance(model, ModelShape):
         _check_replicated(spec, model)
@@ -50,23 +52,24 @@ def check_layout(
 
 
 def keeps_all(name: str, model_type: str, activations: str) -> str:
-    """Why this model's passes keep all that their way back needs."""
+    """Returns the message for a model whose passes can only keep all activations."""
     return (
-        f"activations {activations}: passes of {model_type} models such as {name} keep all that their way back needs, "
-        f"since they run by transformers' own forward: leave out --activations {activations}"
+        f"activations {activations}: {model_type} models such as {name} run with transformers' own forward, which "
+        f"keeps all activations: leave out --activations {activations}"
     )
 
 
 def nothing_known(model: Model) -> str:
-    """Returns why no layout is found for this model."""
+    """Returns the message for a model whose layout cannot be planned."""
     return (
-        f"--parallel auto: nothing is known of {model.model_type} models such as {model.name}, but of "
-        f"{', '.join(FAMILIES)}: name a layout"
+        f"--parallel auto: cannot plan for {model.model_type} models such as {model.name}, only for "
+        f"{', '.join(FAMILIES)}: give a layout"
     )
 
 
 def valid_tp(shape: ModelShape, replicated: Collection[Unit] = ()) -> list[int]:
-    """In ascending order; any number divides what all ranks have whole."""
+    """Returns the valid degrees in ascending order. Units in `replicated` are whole on all ranks, so any degree suits
+    them."""
     sizes = [things.number for things in _shared_by_tp(shape) if things.unit not in replicated]
     return divisors(gcd(*sizes)) if sizes else [1]
 
@@ -76,7 +79,7 @@ def valid_ep(shape: ModelShape) -> list[int]:
 
 
 def cuda_devices() -> int | None:
-    """Those of this machine that a process may use; None where there are none."""
+    """Returns the number of CUDA devices that a process may use, None if it may use none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")]) or None
@@ -84,7 +87,7 @@ def cuda_devices() -> int | None:
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """Returns the divisors in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -98,25 +101,25 @@ def _check_context(model: Model, max_context_length: int | None) -> None:
 
 
 def _check_family(spec: ParallelSpec, model: Model) -> None:
-    """Other axes than those of any model need layers that run by our own forward."""
+    """Raises ValueError if an axis needs our own forward pass, and this model does not run with it."""
     wanted = [f"{axis}={getattr(spec, axis)}" for axis in AXES if axis not in _OF_ANY_MODEL and getattr(spec, axis) > 1]
     if not wanted:
         return
     any_model = " and ".join(_OF_ANY_MODEL)
     if not isinstance(model, ModelShape):
         raise ValueError(
-            f"{wanted[0]}: {model.model_type} models such as {model.name} run with {any_model} alone; all axes are for "
+            f"{wanted[0]}: {model.model_type} models such as {model.name} support only {any_model}; all axes are for "
             f"models of type {', '.join(FAMILIES)}"
         )
     if not _has_fixed_rotations(model):
         raise ValueError(
-            f"{wanted[0]}: {model.name} has {model.rope}, under which a token's rotation depends on the batch; with "
-            f"{any_model} alone it runs, and with all axes under {', '.join(sorted(FIXED_ROTATIONS))}"
+            f"{wanted[0]}: {model.name} has {model.rope}, with which a token's rotation depends on the batch: use "
+            f"{any_model} only; all axes are for RoPE scaling {', '.join(sorted(FIXED_ROTATIONS))}"
         )
     if not model.is_regular:
         raise ValueError(
-            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates a part of "
-            f"each head only; such models run with {any_model} alone"
+            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates only a part "
+            f"of each head; such models support only {any_model}"
         )
 
 
@@ -131,12 +134,15 @@ def _has_fixed_rotations(model: Model) -> bool:
 
 
 def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
-    """A pattern may be of more than a model has, but not of nothing that it has and the layout splits."""
+    """Raises ValueError if --shard replicates nothing that this model has and the layout splits.
+
+    A pattern may also match weights that the model does not have.
+    """
     units: set[Unit] = {things.unit for things in _shared_by_tp(shape)}
     replicated: list[Unit] = [unit for unit in spec.replicated if unit in units]
     if spec.replicated and not replicated:
         there = ", ".join(sorted(PATTERNS[each] for each in units))
-        raise ValueError(f"{PATTERNS[spec.replicated[0]]}=replicate: {shape.name} has no such weights, but {there}")
+        raise ValueError(f"{PATTERNS[spec.replicated[0]]}=replicate: {shape.name} has no such weights; it has {there}")
     if replicated and spec.tp == 1 and not ("experts" in replicated and spec.ep > 1):
         raise ValueError(
             f"{PATTERNS[replicated[0]]}=replicate: neither tp nor ep of {spec.axes} splits them: leave --shard out"
@@ -156,7 +162,7 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
 
 @dataclass(frozen=True)
 class _Things:
-    """Of which ranks along tp have equal parts."""
+    """A dimension that ranks along tp divide evenly."""
 
     unit: Unit
     number: int
@@ -186,6 +192,6 @@ def _check_devices(spec: ParallelSpec, num_devices: int | None) -> None:
     if num_devices is not None and spec.num_ranks > num_devices:
         sizes = " x ".join(f"{axis}={getattr(spec, axis)}" for axis in AXES if getattr(spec, axis) > 1)
         raise ValueError(
-            f"{sizes} is {spec.num_ranks} ranks, and there {'is' if num_devices == 1 else 'are'} {num_devices} "
-            f"device{'' if num_devices == 1 else 's'}, one for each rank: use at most {num_devices} ranks"
+            f"{sizes} is {spec.num_ranks} ranks, but there {'is' if num_devices == 1 else 'are'} {num_devices} "
+            f"device{'' if num_devices == 1 else 's'}, and each rank needs one: use at most {num_devices} ranks"
         )

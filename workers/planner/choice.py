@@ -1,4 +1,4 @@
-"""Choice: the smallest layout that fits a device, and what would make one fit that does not. Imports no torch."""
+"""Finds the smallest layout that fits a device, and changes that would make another one fit. Imports no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,24 +12,28 @@ from .estimate import Memory, estimate
 from .footprint import gigabytes
 from .load import Load
 
-# Ranks along tp meet several times in each layer: they are those of one node.
+# Ranks along tp synchronize several times in each layer, so they should share a node.
 DEVICES_PER_NODE = 8
 
-# Of a device's memory, for CUDA and its libraries, buffers of exchanges, and gaps between tensors: a guess.
+# The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
 _RESERVE = 0.08
 
 _MOST_RANKS = 1024
 
-# Numbers of tokens in a micro-batch that are looked at: each a multiple of this.
+# The token counts of micro-batches that are tried are multiples of this.
 _STEP = 256
 
-# Of what a loaded model leaves free: one for passes, the others for caches, adapters and longer sequences.
+# The memory that a loaded model leaves free is split in thirds: one for passes, two for caches, adapters and longer
+# sequences.
 _SHARES = 3
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout and what each of its ranks needs. smaller: the best one that has fewer ranks and does not fit."""
+    """A layout and what each of its ranks needs.
+
+    smaller: the best layout with fewer ranks, which does not fit.
+    """
 
     spec: ParallelSpec
     load: Load
@@ -39,7 +43,7 @@ class Choice:
 
 def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Load, free_bytes: int) -> int:
     """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what a rank has free
-    once its model is loaded, and at least 256."""
+    after its model is loaded, but at least 256."""
 
     def fits(number: int) -> bool:
         tokens = _STEP * number
@@ -50,13 +54,16 @@ def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Load, free_b
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """What a rank may take of its device."""
+    """Returns how much of its device a rank may use."""
     return int(device_bytes * (1 - _RESERVE))
 
 
 def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_devices: int | None = None) -> Choice | None:
-    """Of the layouts with fewest ranks that fit, the one that exchanges least: tp within a node comes before ep, that
-    before sp, and fsdp, which gathers all weights for every micro-batch, last. None where none fits."""
+    """Returns the layout with the fewest ranks that fits, None if none does.
+
+    Among equals it prefers the one that exchanges least: tp within a node, then ep, then sp, and last fsdp, which
+    gathers all weights for every micro-batch.
+    """
     best: Choice | None = None
     for choices in _by_ranks(shape, load, num_devices):
         fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
@@ -67,20 +74,19 @@ def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_device
 
 
 def lighter(load: Load) -> list[Load]:
-    """Where passes keep all that their way back needs, those that keep less, which takes longer: the layer run once
-    more is a third of a pass."""
+    """Returns loads that keep fewer activations, the fastest first. Recomputing the layers adds a third to a pass."""
     return [replace(load, activations=way) for way in ("recompute", "offload")] if load.activations == "keep" else []
 
 
 def least_layout(shape: ModelShape, load: Load, num_devices: int | None = None) -> Choice:
-    """The one whose ranks need least."""
+    """Returns the layout whose ranks need the least memory."""
     return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
 
 
 def layout_that_fits(
     shape: ModelShape, loads: Sequence[Load], device_bytes: int, num_devices: int | None = None
 ) -> Choice:
-    """As `smallest_layout`, with the first of the loads under which one fits. Raises ValueError where none does."""
+    """Returns the smallest layout for the first of the loads for which one fits. Raises ValueError if none does."""
     for load in loads:
         choice = smallest_layout(shape, load, device_bytes, num_devices)
         if choice is not None:
@@ -100,7 +106,8 @@ def layout_that_fits(
 
 
 def _heaviest(memory: Memory, load: Load, usable: int) -> list[str]:
-    """Knobs of what takes more than a tenth, the most first; none where what is in one slot is too much."""
+    """Returns the knobs that control more than a tenth of the memory, the largest first; none if a single slot is
+    already too large."""
     if memory.learned.total // load.slots > usable:
         return []
     knobs = {
@@ -115,7 +122,10 @@ def _heaviest(memory: Memory, load: Load, usable: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that alone makes a layout fit. load, spec: with the change."""
+    """A change that is enough to make a layout fit.
+
+    load, spec: with the change applied.
+    """
 
     words: str
     spec: ParallelSpec
@@ -125,7 +135,7 @@ class Remedy:
 def remedies(
     shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int, num_devices: int | None = None
 ) -> list[Remedy]:
-    """Each of them is enough. Where no change alone is, each comes with a single slot."""
+    """Returns single changes that are each enough. If none is, each is combined with a single slot."""
     found = list(_single_changes(shape, spec, load, device_bytes, num_devices))
     if found or load.slots == 1:
         return found
@@ -167,7 +177,7 @@ def _fits(shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int) 
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to limit that fits, by halving; 0 where none does."""
+    """Returns the largest number up to `limit` that fits, found by bisection; 0 if none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -179,7 +189,7 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _by_ranks(shape: ModelShape, load: Load, num_devices: int | None) -> Iterator[list[Choice]]:
-    """All layouts, those of fewest ranks first."""
+    """Yields all layouts, grouped by number of ranks in ascending order."""
     for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
         yield [Choice(spec, load, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
 
@@ -189,7 +199,7 @@ def _need(choice: Choice) -> int:
 
 
 def _numbers_of_ranks(most: int) -> Iterator[int]:
-    """Powers of two, and at last all devices."""
+    """Yields powers of two, and last the number of all devices."""
     number = 1
     while number < most:
         yield number
@@ -210,5 +220,5 @@ def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
 
 
 def _preference(spec: ParallelSpec) -> tuple[int, ...]:
-    """Less is better."""
+    """Returns a sort key, lower is better."""
     return spec.fsdp, spec.sp, spec.ep

@@ -1,4 +1,4 @@
-"""Memory: the bytes that each rank of a layout needs, from a model's config alone. Imports no torch."""
+"""Estimates the bytes that each rank of a layout needs, from a model's config alone. Imports no torch."""
 
 from dataclasses import dataclass
 from math import prod
@@ -16,13 +16,14 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each rank: of what stays, and of the work that comes in turns.
+    """Bytes on each rank, permanent and temporary.
 
-    learned: what is in all slots. gathered: layers whose weights other ranks have parts of, and are whole at a time.
-    arriving: the next of them, in one piece, from which it is copied. gathered_gradients: of a layer that runs back,
-    and of the one behind it on the way to other ranks. gathered_head: the output head as it scores, with its gradient.
-    sampling: all that is gathered then. saving: a matrix that ranks have parts of, as it is put together. step: the
-    exchange of gradients.
+    learned: what is trained, in all slots.
+    gathered: weights that are whole at the same time, of layers whose parts are on other ranks.
+    arriving: the next layer's weights, in the buffer from which they are copied.
+    gathered_gradients: of the layer in its backward pass, and of the layer after it while these are being sent.
+    gathered_head: the output head while it scores, with its gradient. sampling: everything that is gathered to sample.
+    saving: a matrix that is assembled from the ranks' parts. step: the exchange of gradients.
     """
 
     base: int
@@ -39,10 +40,10 @@ class Memory:
 
     @property
     def work(self) -> int:
-        """The most that is needed at a time beside what stays."""
+        """Returns the peak of temporary memory."""
         of_pass = self.activations
         in_layers = of_pass.working + self.gathered + self.arriving + self.gathered_gradients
-        # What scores the last hidden states runs while the last layer stays for its way back, and memory for the next.
+        # The head runs while the last layer is kept for its backward pass, with the buffer for the next layer.
         in_head = of_pass.head + self.gathered + self.arriving + self.gathered_head
         return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.saving, self.step)
 
@@ -52,7 +53,7 @@ class Memory:
 
 
 def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
-    """Of the rank that needs most. The layout is one that `check_layout` lets pass."""
+    """Returns the bytes of the rank that needs most. The layout must have passed `check_layout`."""
     table = parameters(shape, spec)
     numbers, is_full = num_learned(shape, spec, load), load.training == "full"
     of_layer = _gathered(table, one_layer=True)
@@ -72,42 +73,43 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
 
 
 def _base_bytes(parameters: Parameters, load: Load) -> float:
-    """Of each number. What is quantised has a float32 for each 64 beside its 4 bits."""
+    """Returns the bytes per number. Quantized weights have 4 bits, and a float32 for each 64 of them."""
     placement = placement_of(parameters.pattern.removeprefix("model."))
     is_linear = placement is not None and not parameters.pattern.endswith(".bias")
     return 0.5 + 4 / 64 if is_linear and load.base_quantization == "nf4" else load.number_bytes
 
 
 def num_learned(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
-    """Numbers that a rank has of what is trained."""
+    """Returns how many trained numbers a rank has."""
     is_full = load.training == "full"
     return load.slots * (full_size(shape, spec) if is_full else adapter_size(shape, spec, load.lora_rank))
 
 
 def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
-    """That the cache of a rank holds."""
+    """Returns how many tokens the KV cache of a rank holds."""
     bytes_per_token = 2 * OwnFeatures.of(shape, spec).keys * shape.num_layers * load.number_bytes
     return load.kv_cache_bytes // bytes_per_token
 
 
 def _gathered(table: list[Parameters], one_layer: bool) -> int:
-    """Numbers of those that are gathered for use: of one layer, or of all."""
+    """Returns the numbers that are gathered, of one layer or of all layers."""
     return sum(_whole(each) // (each.count if one_layer else 1) for each in table if each.is_of_layers)
 
 
 def _gathered_head(head: Parameters, load: Load) -> float:
-    """With the gradient by it, of which this rank's part of the sum comes back."""
+    """Returns the bytes of the gathered head and of its gradient, whose sum is scattered back to the ranks."""
     of_gradient = _FLOAT32 * (1 + 1 / head.fsdp) if load.training == "full" else 0
     return _whole(head) * (load.number_bytes + of_gradient)
 
 
 def _put_together(parameters: Parameters) -> int:
-    """Numbers of one of them: as ranks give it, and once more for each axis by which its parts are put in order."""
+    """Returns the numbers needed to assemble one parameter: one copy, and another for each axis along which its parts
+    are reordered."""
     of_others = sum(own < whole for own, whole in zip(parameters.own_shape, parameters.shape, strict=True))
     num_cuts = of_others + (parameters.fsdp > 1)
     return (1 + num_cuts) * prod(parameters.shape) if num_cuts else 0
 
 
 def _whole(parameters: Parameters) -> int:
-    """Numbers of those that are gathered, when they are."""
+    """Returns the numbers of gathered parameters, 0 if they are not gathered."""
     return parameters.count * prod(parameters.own_shape) if parameters.fsdp > 1 else 0

@@ -1,4 +1,4 @@
-"""Whether the base models fit into this machine's memory, answered before anything is loaded. Imports no torch."""
+"""Checks before anything is loaded that the base models fit into this machine's memory. Imports no torch."""
 
 import json
 import struct
@@ -15,10 +15,13 @@ from .parameters import num_parameters, parameters
 
 
 def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False) -> None:
-    """Raises ValueError with the numbers when the models on the CPU need more memory than is available.
+    """Raises ValueError if the models on the CPU need more memory than is available.
 
-    groups: for each of its processes that loads a model. take_turns: whether one group alone has its model in memory at
-    a time. Models on CUDA are left to their worker, and so are models that are not on this machine's disk yet.
+    Models on CUDA are checked by their worker. Models that are not on this machine's disk yet are not counted.
+
+    Args:
+        groups: for each group, the configurations of its processes that load a model.
+        take_turns: whether only one group has its model in memory at a time.
     """
     of_groups = [_needs(group) for group in groups]
     needs = max(of_groups, key=Counter.total, default=Counter[str]()) if take_turns else sum(of_groups, Counter[str]())
@@ -27,13 +30,13 @@ def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False
         return
     each = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())
     raise ValueError(
-        f"the base models need {gigabytes(needed)} of memory ({each}) and {gigabytes(available)} is available: "
+        f"the base models need {gigabytes(needed)} of memory ({each}), but {gigabytes(available)} is available: "
         "serve fewer or smaller models, load them with --dtype bfloat16, or serve with --shared-devices turns"
     )
 
 
 def _needs(group: Sequence[WorkerConfig]) -> Counter[str]:
-    """Bytes by model."""
+    """Returns the bytes of each model."""
     needs: Counter[str] = Counter()
     for model in group:
         needs[model.model.name] += _kept_bytes(model) if runs_on_cpu(model) else 0
@@ -41,7 +44,7 @@ def _needs(group: Sequence[WorkerConfig]) -> Counter[str]:
 
 
 def _kept_bytes(model: WorkerConfig) -> int:
-    """Of the base model, by each rank of its layout."""
+    """Returns the bytes of the base model on one rank of its layout."""
     whole = loaded_bytes(model) or 0
     shape = read_model(model.model) if whole and model.parallel != SINGLE else None
     if not isinstance(shape, ModelShape):
@@ -50,7 +53,7 @@ def _kept_bytes(model: WorkerConfig) -> int:
 
 
 def loaded_bytes(model: WorkerConfig) -> int | None:
-    """Bytes of the weights in the dtype they will be loaded in; None when there are none on this disk to count."""
+    """Returns the bytes of the weights in the dtype they will be loaded in, None if this machine's disk has none."""
     directory = model_directory(model.model.source)
     files = sorted(directory.glob("*.safetensors")) if directory else []
     if not files:
@@ -60,17 +63,18 @@ def loaded_bytes(model: WorkerConfig) -> int | None:
 
 
 def planned_bytes(model: WorkerConfig) -> int:
-    """Of the weights, on all ranks together; 0 where there are none on this disk to count."""
+    """Returns the bytes of the weights on all ranks together, 0 if this machine's disk has none."""
     return _kept_bytes(model) * model.parallel.num_ranks
 
 
 def available_bytes() -> int | None:
-    """What this process may still take: the machine's memory, or the container's if that is less. None: unknown."""
+    """Returns how much memory this process may still use, of the machine's or the container's limit; None if
+    unknown."""
     return min(_available(), default=None)
 
 
 def runs_on_cpu(model: WorkerConfig) -> bool:
-    """Best guess without torch: a worker on "auto" takes CUDA where there is one."""
+    """Guesses without torch: a worker with the device "auto" uses CUDA if the machine has it."""
     if model.device == "auto":
         return not Path("/dev/nvidia0").exists()
     return model.device.startswith("cpu")
@@ -81,7 +85,7 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def _num_elements(file: Path) -> int:
-    """From the header alone: its length (8 bytes, little-endian), then JSON, name -> dtype, shape, offsets."""
+    """Reads the header alone: its length (8 bytes, little-endian), then JSON with dtype, shape and offsets by name."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
@@ -97,9 +101,9 @@ def _available() -> Iterator[int]:
 
 
 def available_to(container: Path) -> Iterator[int]:
-    """Within the limit of a control group (version 2), where it has one.
+    """Yields what is left of a cgroup's memory limit (version 2), if it has one.
 
-    Linux counts the cache of files as used, but gives it back when memory is wanted.
+    Linux counts the page cache as used, but frees it when memory is needed.
     """
     limit, used, statistics = (container / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":

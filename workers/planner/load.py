@@ -1,4 +1,4 @@
-"""Load: what a rank does with its part of a base model. Imports no torch."""
+"""The workload of a rank, as far as it determines memory. Imports no torch."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -12,19 +12,19 @@ BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank does with the base model, as the worker's knobs of these names say.
+    """Describes what a rank does with the base model. Fields that are also knobs of the worker have the knob's name.
 
-    dtype: of the base. longest: tokens of the longest sequence, which runs alone where it is longer than a micro-batch.
-    training: what is in all slots: "lora" = adapters, "full" = models with weights of their own. lora_rank: of all
-    adapters, which adapt what can be adapted of the trunk. adapter_slots: adapters that are in use at a time. samples:
-    whether the rank does, too.
+    dtype: of the base model. longest: tokens of the longest sequence, which runs alone if it exceeds a micro-batch.
+    training: what the slots hold, "lora" = adapters, "full" = fully fine-tuned models.
+    lora_rank: of all adapters, which are assumed to adapt all linear layers. adapter_slots: adapters in use at a time.
+    samples: whether the rank also samples.
     """
 
     longest: int
     dtype: str = "bfloat16"
     micro_batch_tokens: int = USUAL_MICRO_BATCH
     head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
-    lora_rank: int = 32  # that of the SDK
+    lora_rank: int = 32  # the SDK's default
     adapter_slots: int = 1
     full_slots: int = WorkerConfig.full_slots
     kv_cache_bytes: int = KV_CACHE_BYTES
@@ -38,9 +38,9 @@ class Load:
 
     @staticmethod
     def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Load":
-        """Returns the load with adapters of the usual rank, as many as --adapter-slots says.
+        """Returns the load of a worker, with adapters of the usual rank.
 
-        Where nobody has said how many, it has one: a worker fills slots as runs come, up to what its device holds.
+        Without --adapter-slots it has one slot: a worker adds slots as runs arrive, up to what its device holds.
         """
         shared = {each.name for each in fields(Load)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
         knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
@@ -52,7 +52,7 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of the largest micro-batch."""
+        """Returns the tokens of the largest micro-batch."""
         return max(self.micro_batch_tokens, self.longest)
 
     @property
@@ -61,7 +61,7 @@ class Load:
 
     @property
     def slots_knob(self) -> str:
-        """Of how many are on the device at a time."""
+        """Returns the knob that sets how many models are on the device at a time."""
         return "adapter_slots" if self.training == "lora" else "full_slots"
 
     @property
@@ -73,9 +73,9 @@ class Load:
 
     @property
     def adapting_rank(self) -> int:
-        """Of what is added to every product; 0 = nothing."""
+        """Returns the rank of the adapters, 0 if there are none."""
         return self.lora_rank if self.training == "lora" else 0
 
     def shorter(self, tokens: int) -> "Load":
-        """With at most so many tokens in a micro-batch."""
+        """Returns the load with at most this many tokens in a micro-batch."""
         return replace(self, longest=min(self.longest, tokens), micro_batch_tokens=min(self.micro_batch_tokens, tokens))

@@ -1,6 +1,6 @@
-"""Parameters: those of a base model and of what is trained, and what of them a rank of a layout has.
+"""Counts the parameters of a base model and of what is trained, and a rank's part of them.
 
-Mirrors what tensor.py and fsdp.py share out; tests compare it with them, and with models. Imports no torch.
+Mirrors how tensor.py and fsdp.py divide weights; tests compare it with them, and with models. Imports no torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,16 +11,18 @@ from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
 from ..shapes.styles import Style, placement_of
 
-# What is learned starts, matrix by matrix, at multiples of so many numbers.
+# In flat vectors each matrix starts at a multiple of this many numbers.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one shape. pattern: of their names, * for the number of a layer. count: how many they are.
+    """Parameters of one shape.
 
-    style: how ranks along tp and ep share them out. own_shape: of the part that a rank computes with. fsdp: it keeps
-    one of so many parts of that, and gathers the rest, or of the embedding some rows of it.
+    pattern: their names, with * for the layer's index. count: how many they are.
+    style: how ranks along tp and ep divide them. own_shape: the part that a rank computes with.
+    fsdp: the number of parts of own_shape of which a rank keeps one. It gathers the others, or only some rows in the
+    case of the embedding.
     """
 
     pattern: str
@@ -36,17 +38,17 @@ class Parameters:
 
     @property
     def size(self) -> int:
-        """Numbers, of all of them on all ranks."""
+        """Returns how many numbers they have on all ranks."""
         return self.count * prod(self.shape)
 
     @property
     def kept(self) -> int:
-        """Numbers that a rank keeps."""
+        """Returns how many numbers a rank keeps."""
         return self.count * prod(self.own_shape) // self.fsdp
 
 
 def parameters(shape: ModelShape, spec: ParallelSpec) -> list[Parameters]:
-    """All of them, in the model's order; a tied head is its embedding."""
+    """Returns all parameters in the model's order. A tied head appears only as the embedding."""
     last = [_whole("model.norm.weight", shape.hidden)]
     if not shape.tied:
         last.append(_end("lm_head.weight", shape, spec))
@@ -54,7 +56,7 @@ def parameters(shape: ModelShape, spec: ParallelSpec) -> list[Parameters]:
 
 
 def output_head(table: Sequence[Parameters]) -> Parameters:
-    """Among all of a model's."""
+    """Returns the output head, which may be the embedding."""
     by_pattern = {each.pattern: each for each in table}
     return by_pattern.get("lm_head.weight") or by_pattern["model.embed_tokens.weight"]
 
@@ -116,13 +118,13 @@ def _whole(pattern: str, *shape: int, count: int = 1) -> Parameters:
 
 
 def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> Parameters:
-    """Of the embedding, or of the output head."""
+    """Returns the embedding or the output head."""
     matrix = shape.vocab, shape.hidden
     return Parameters(pattern, matrix, matrix, fsdp=_num_kept_parts(shape.vocab, spec))
 
 
 def _num_kept_parts(rows: int, spec: ParallelSpec) -> int:
-    """What fsdp cannot divide is whole on all its ranks."""
+    """Returns into how many parts fsdp divides a parameter: 1 if its rows cannot be divided evenly."""
     return spec.num_kept_parts if rows % spec.num_kept_parts == 0 else 1
 
 
@@ -138,13 +140,13 @@ def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int
 
 
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
-    """Numbers of one of the vectors of an adapter: the parts of its matrices that a rank has."""
+    """Returns the size of one flat vector of an adapter: this rank's parts of its matrices."""
     matrices = (features for linear in _linears(shape, spec) for features in linear)
     return sum(_aligned(lora_rank * features) for features in matrices)
 
 
 def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
-    """Numbers of one of the vectors of a model with weights of its own: what of each parameter a rank keeps."""
+    """Returns the size of one flat vector of a fully fine-tuned model: what a rank keeps of each parameter."""
     return sum(each.count * _aligned(each.kept // each.count) for each in parameters(shape, spec))
 
 
@@ -153,7 +155,7 @@ def _aligned(size: int) -> int:
 
 
 def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-    """Inputs and outputs on a rank of each linear layer of the trunk; of experts, those of all that a rank has."""
+    """Yields a rank's numbers of inputs and outputs of each adapted linear layer; those of its experts are summed."""
     own, is_fused = OwnFeatures.of(shape, spec), shape.family.is_fused
     for _ in range(shape.num_layers):
         of_heads = own.queries, own.keys, own.keys
@@ -169,7 +171,10 @@ def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]
 
 @dataclass(frozen=True)
 class OwnFeatures:
-    """Features of a token on a rank along tp. queries, keys: of all heads together. experts: on a rank along ep."""
+    """The features per token of a rank along tp.
+
+    queries, keys: of all its heads together. experts: the number of experts on a rank along ep.
+    """
 
     heads: int
     kv_heads: int

@@ -1,7 +1,4 @@
-"""Learned: the bytes that a rank has of what is trained, in the vectors of workers/state/trainable.py.
-
-Imports no torch.
-"""
+"""Counts a rank's bytes for what is trained, in the vectors of workers/state/trainable.py. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -9,14 +6,17 @@ from .load import Load
 
 _FLOAT32 = 4
 
-# And a float32 for each block of 256.
+# One byte, and a float32 for each block of 256.
 _EIGHT_BIT = 1 + 4 / 256
 
 
 @dataclass(frozen=True)
 class LearnedBytes:
-    """weights: in float32. gradients: of a window, and of an operation under way. optimizer: its moments. copies: in
-    the base's dtype, and those of adapters stacked for the products of a micro-batch."""
+    """Bytes by purpose.
+
+    weights: the fp32 masters. gradients: of a gradient window and of a running operation. optimizer: moments.
+    copies: in the base model's dtype, and those of adapters that are stacked for a micro-batch.
+    """
 
     weights: int
     gradients: int
@@ -37,7 +37,7 @@ class LearnedBytes:
 
 
 def bytes_per_number(load: Load) -> LearnedBytes:
-    """Of each number that is learned, on the ranks that have it."""
+    """Returns the bytes for each trained number, on the ranks that have it."""
     cast = load.number_bytes if load.number_bytes < _FLOAT32 else 0
     stacked = load.number_bytes if load.training == "lora" and load.adapter_slots > 1 else 0
     return LearnedBytes(

@@ -1,5 +1,5 @@
-"""The processes: pools start the ranks of a group, call methods on them, notice their death. Know no verb.
+"""Starts the processes of a group's ranks, calls methods on them and notices their death. Pools know no verb.
 
-One promise, kept in several ways: LocalPool (processes of this machine), RayPool (an actor per rank), and RemotePool
-(those that another process has started with one of these, and keeps).
+Each pool keeps the same contract: LocalPool (processes of this machine), RayPool (one actor per rank) and RemotePool
+(ranks that another process has started with one of these, and keeps).
 """

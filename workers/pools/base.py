@@ -1,6 +1,6 @@
-"""Pool: the ranks of a group, however they are started and reached. Knows no verb.
+"""Defines the pool: the ranks of a group, independent of how they are started and reached. Knows no verb.
 
-Messages are ours (see messages.py) whatever carries them, so arrays arrive alike.
+All pools carry the same messages (see messages.py), so arrays arrive alike.
 """
 
 import abc
@@ -17,17 +17,17 @@ from ..protocol.messages import Piece, decode, encode
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""For ranks that are to answer, or to end, by themselves."""
+"""Time for ranks to answer, or to exit, before they are killed."""
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The ranks to start: `worker` ("module:Class") is built as `Class(config)` on each of `configs`, one per rank.
+    """The ranks to start: `worker` ("module:Class") is built as `Class(config)` for each of `configs`, one per rank.
 
-    threads: CPU threads of a rank's arithmetic, told to OpenMP by environment; a worker that finds its libraries
-        loaded already (the forkserver preloads them) sets the same number itself.
-    cpus_per_rank, gpus_per_rank: what a Ray node must have free for a rank; a LocalPool ignores them.
-    blocks: numbers of neighbours that had better be on one node, the most first; the last is 1.
+    threads: CPU threads of a rank's arithmetic, set for OpenMP by environment. A worker whose libraries are loaded
+        already (the forkserver preloads them) must set the number itself.
+    cpus_per_rank, gpus_per_rank: free resources that a Ray node needs for a rank; a LocalPool ignores them.
+    blocks: sizes of blocks of neighbouring ranks that should share a node, largest first; the last is 1.
     """
 
     worker: str
@@ -57,11 +57,11 @@ class WorkerDied(Exception):
 
 
 class NoPlace(ValueError):
-    """Nowhere to start the ranks now, though there may be later. The message may be told to all who wait."""
+    """The ranks cannot be started now, but perhaps later. The message may be shown to every user who waits."""
 
 
 class WorkerError(Exception):
-    """A verb failed in a way that its worker did not foresee. `remote_traceback` is for the log, not for the user."""
+    """A method failed in a way that its worker did not foresee. `remote_traceback` is for the log, not for the user."""
 
     def __init__(self, message: str, remote_traceback: str) -> None:
         super().__init__(message, remote_traceback)
@@ -73,11 +73,11 @@ class WorkerError(Exception):
 
 
 class Pool(abc.ABC):
-    """The ranks of one group. Belongs to the event loop that starts it.
+    """The ranks of one group. It belongs to the event loop that starts it.
 
     death: resolves, with the reason, as soon as any rank is gone; from then on every call raises that reason.
-    pids: the ranks' process ids, on their own machines. is_kept: whether they were there before, with their model
-    loaded, and stay when this is closed.
+    pids: the ranks' process ids, on their own machines.
+    is_kept: true if the ranks exist already, with their model loaded, and survive `close`.
     """
 
     is_kept = False
@@ -90,10 +90,15 @@ class Pool(abc.ABC):
         self._expected: set[asyncio.Future[Answer]] = set()
 
     async def start(self, hang_seconds: float = math.inf) -> None:
-        """Builds the worker on every rank. hang_seconds: as in `call`.
+        """Builds the worker on every rank.
 
-        Raises ValueError when its constructor raised that or OSError (a bad model, or none), NoPlace, WorkerError for
-        other exceptions, WorkerDied.
+        Args:
+            hang_seconds: as in `call`.
+        Raises:
+            ValueError: the constructor raised it or OSError (the model is bad or missing).
+            NoPlace: the ranks cannot be started now.
+            WorkerError: the constructor raised another exception.
+            WorkerDied: a rank died.
         """
         self.death = asyncio.get_running_loop().create_future()
         try:
@@ -104,17 +109,22 @@ class Pool(abc.ABC):
             raise
 
     async def call(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
-        """The results of `worker.method(*arguments)`, by rank. When they take longer than hang_seconds, with those of
-        the calls before, the ranks are killed.
+        """Returns the results of `worker.method(*arguments)`, by rank.
 
-        Raises OperationError and ValueError as the worker raised them, WorkerError for any other exception, and
-        WorkerDied at once when a rank dies. Calls that overlap are made in the order in which they began. A caller that
-        is cancelled leaves the call running; its result is dropped.
+        Overlapping calls run in the order in which they began. Cancelling the caller leaves the call running and drops
+        its result.
+
+        Args:
+            hang_seconds: the ranks are killed if this call, with those before it, takes longer.
+        Raises:
+            OperationError, ValueError: as the worker raised them.
+            WorkerError: the worker raised another exception.
+            WorkerDied: a rank died; raised at once.
         """
         return raised(await self.answers(method, *arguments, hang_seconds=hang_seconds))
 
     async def answers(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
-        """As `call`, with what a rank raised in the place of its result; raises WorkerDied alone."""
+        """Calls like `call`, but returns a rank's exception in place of its result; raises only WorkerDied."""
         if any(isinstance(each, PerRank) for each in arguments):
             messages = [encode((method, row)) for row in self._by_rank(arguments)]
         else:
@@ -122,7 +132,7 @@ class Pool(abc.ABC):
         return await self._gather(messages, method, hang_seconds)
 
     async def relay(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> "list[Answer]":
-        """What the ranks answer to messages that are encoded already, one for each. Raises WorkerDied."""
+        """Returns the ranks' answers to encoded messages, one for each rank. Raises WorkerDied."""
         if self.death.done():
             raise self.death.result()
         answers = await self._answers_to(messages, method, hang_seconds)
@@ -131,13 +141,13 @@ class Pool(abc.ABC):
         return answers
 
     def kill(self, reason: str) -> WorkerDied:
-        """All ranks, at once; returns their death."""
+        """Kills all ranks at once and returns their death."""
         self._died(f"{reason}, so it was killed")
         self._kill_ranks()
         return self.death.result()
 
     async def close(self) -> None:
-        """Ends the ranks. Calls under way raise WorkerDied."""
+        """Stops the ranks; calls under way raise WorkerDied."""
         self._died("it was stopped")
         await self._stop_ranks()
 
@@ -145,7 +155,6 @@ class Pool(abc.ABC):
     async def _start_ranks(self) -> None: ...
 
     async def _build(self, hang_seconds: float) -> list[int]:
-        """The worker, on every rank; answers their process ids."""
         return raised(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
 
     @abc.abstractmethod
@@ -158,7 +167,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def _kill_ranks(self) -> None:
-        """Those that do not listen, too; returns at once."""
+        """Kills all ranks, even those that do not respond, and returns at once."""
 
     def _by_rank(self, arguments: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
         for rank in range(len(self.spec.configs)):
@@ -173,7 +182,7 @@ class Pool(abc.ABC):
 
     @contextlib.contextmanager
     def _killed_after(self, seconds: float, method: str) -> Iterator[None]:
-        """The ranks, unless the block ends before."""
+        """Kills the ranks unless the block ends in time."""
         if seconds == math.inf:
             yield
             return
@@ -198,7 +207,7 @@ class Pool(abc.ABC):
         if self.death.done():
             return
         self.death.set_result(WorkerDied(reason))
-        # Of the other ranks, too: one that waits for a dead one in a collective would never answer.
+        # Answers of the other ranks fail too: a rank that waits for a dead one in a collective would never answer.
         for answer in tuple(self._expected):
             settle(answer, Answer(error=self.death.result()))
 
@@ -218,15 +227,15 @@ class Answer:
 
 
 def settle(answer: "asyncio.Future[Answer]", value: Answer) -> None:
-    """One that is done was cancelled with its caller, or knows already of a death."""
+    """Sets the answer, unless it is done already: cancelled with its caller, or failed by a death."""
     if not answer.done():
         answer.set_result(value)
 
 
 def answer_in(frame: memoryview) -> Answer:
-    """Of a frame, whose memory it keeps."""
+    """Decodes the answer in a frame; arrays keep the frame's memory."""
     try:
         answer: Any = decode(frame)
-    except Exception as error:  # of a type, say, that this process cannot build: its caller hears of it
+    except Exception as error:  # for example a type that this process cannot build; the caller receives the error
         return Answer(error=error)
     return answer

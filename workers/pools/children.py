@@ -1,4 +1,4 @@
-"""Children of this process that answer messages, and the pools whose messages go through them."""
+"""Runs child processes that answer messages, and the pools whose messages go through them."""
 
 import abc
 import asyncio
@@ -25,12 +25,12 @@ from ..protocol.messages import Incoming, Outgoing, Piece
 from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, answer_in, settle
 from .shell import let_waiting_threads_sleep
 
-_MOST_WORDS = 4096  # bytes of what a child says beside its answers
+_MOST_WORDS = 4096  # bytes of a child's first or last words
 _OF_THE_SERVER = (signal.SIGINT, signal.SIGTERM)
 
 
 class ChildrenPool(Pool):
-    """One whose messages go through children of this process, which end when it does, however it ends."""
+    """A pool whose messages go through children of this process; they end when it does, however it ends."""
 
     def __init__(self, spec: PoolSpec) -> None:
         super().__init__(spec)
@@ -43,7 +43,10 @@ class ChildrenPool(Pool):
 
     @abc.abstractmethod
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
-        """Sets `answer` (unless it is done by then) to what the rank answers to the message; None builds the worker."""
+        """Sends the message and sets `answer`, unless it is done by then, to the rank's reply.
+
+        The message None builds the worker.
+        """
 
     async def _answers_to(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> list[Answer]:
         expected = [self._expect() for _ in messages]
@@ -54,7 +57,7 @@ class ChildrenPool(Pool):
             return [await answer for answer in expected]
 
     async def _all_or_none(self, expected: "list[asyncio.Future[Answer]]", method: str) -> None:
-        """When one rank fails, others may wait for it without end: they have little time to answer, or are killed."""
+        """Kills the ranks if one failed and others do not answer soon: they may wait forever for it in a collective."""
         pending = set(expected) if len(expected) > 1 else set()
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -82,21 +85,25 @@ class ChildrenPool(Pool):
 
 
 class Child:
-    """This side of a child of this process, which answers messages, in the order in which they were sent.
+    """The parent's side of a child process that answers messages in the order in which they were sent.
 
-    The lifeline carries nothing but a child's last words: its closing tells the child that we are gone.
+    The lifeline carries only a child's last words; when it closes, the child knows that this process is gone.
     """
 
     def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
-        """serve: called in the child, with its end of the pipe, its lifeline, and the arguments. preloaded: modules
-        that it needs."""
+        """Starts the process.
+
+        Args:
+            serve: called in the child with its end of the pipe, its lifeline, and the arguments.
+            preloaded: modules that it needs.
+        """
         self._pipe, pipe = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
         self._outgoing: deque[Outgoing] = deque()
         self._incoming = Incoming()
         self._answers: deque[asyncio.Future[Answer]] = deque()
         self.ended = asyncio.Event()
-        # At the end of a program that did not close its pool, before multiprocessing waits for its children.
+        # If the program ends without closing its pool: must happen before multiprocessing waits for its children.
         multiprocessing.util.Finalize(self, self._lifeline.close, exitpriority=0)
         try:
             with pipe, lifeline:
@@ -106,18 +113,18 @@ class Child:
             raise
 
     def first_words(self) -> bytes:
-        """Waits for them; nothing when the child ended instead. For whoever does not listen."""
+        """Waits for the child's first message; empty if it ended instead. Only for a child without `listen`."""
         return self._pipe.recv(_MOST_WORDS)
 
     def last_words(self) -> str:
-        """Of a child that ended and told why."""
+        """Returns the reason that an ended child left, or an empty string."""
         with contextlib.suppress(OSError):
             return self._lifeline.recv(_MOST_WORDS, socket.MSG_DONTWAIT).decode()
         return ""
 
     @property
     def reason(self) -> str:
-        """Why it ended, of one that has: in its own words, where it left some."""
+        """Returns why the child ended: in its own words if it left some, else its exit status."""
         return self.last_words() or _exit_reason(self.process.exitcode)
 
     def listen(self) -> None:
@@ -134,11 +141,11 @@ class Child:
             asyncio.get_running_loop().add_writer(self._pipe, self._send_rest)
 
     def _send_waiting(self) -> bool:
-        """Whether nothing is left to be sent."""
+        """Sends what fits; True if nothing is left."""
         try:
             while self._outgoing and self._outgoing[0].send(self._pipe):
                 self._outgoing.popleft()
-        except OSError:  # the rank is gone: its end is noticed, and tells those who wait for answers
+        except OSError:  # the rank is gone: its exit is noticed elsewhere, which fails the expected answers
             self._outgoing.clear()
         return not self._outgoing
 
@@ -157,7 +164,7 @@ class Child:
         settle(self._answers.popleft(), answer_in(frame))
 
     def hang_up(self) -> None:
-        """Again, where whoever closed the pool first was cancelled over it: no-op."""
+        """Closes the connection; repeating it does nothing, as after a `close` of the pool that was cancelled."""
         if self._pipe.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
@@ -165,7 +172,7 @@ class Child:
         self.let_go()
 
     def let_go(self) -> None:
-        """The child ends of it. For whoever does not listen."""
+        """Closes both sockets, which makes the child exit. Only for a child without `listen`."""
         self._pipe.close()
         self._lifeline.close()
 
@@ -179,7 +186,11 @@ class Child:
 
 
 async def started(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Child:
-    """A new child. The first one takes as long as its imports, for which a program that ends does not wait."""
+    """Starts a child.
+
+    The first start takes as long as the child's imports; it runs in a daemon thread, for which an exiting program does
+    not wait.
+    """
     child: concurrent.futures.Future[Child] = concurrent.futures.Future()
     child.set_running_or_notify_cancel()
 
@@ -194,14 +205,14 @@ async def started(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arg
 
 
 def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Any:
-    let_waiting_threads_sleep()  # the forkserver loads OpenMP, and its children have what it read
+    let_waiting_threads_sleep()  # the forkserver loads OpenMP, which its children inherit configured
     context = multiprocessing.get_context("forkserver")
     os.environ["TRAINHOUSE_FORKSERVER_DIRECTORY"] = multiprocessing.util.get_temp_dir()
-    # The first start pays for these imports, the next one forks a process that has them.
+    # The first start pays for these imports; later starts fork a process that has them.
     context.set_forkserver_preload([f"{__package__}.forkserver", __name__, *preloaded])
-    # Daemonic: at exit multiprocessing terminates it instead of waiting for it.
+    # Daemonic, so that multiprocessing terminates it at exit instead of waiting for it.
     process = context.Process(target=_run_child, args=(serve, *arguments), daemon=True)
-    # The forkserver, which may be started here.
+    # These settings are for the forkserver, which the first start launches.
     with one_arena_for_those_started(), _empty_main(), _signals_blocked():
         process.start()
     return process
@@ -209,9 +220,11 @@ def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *ar
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """In this thread, from which the forkserver has it: SIGTERM for good, since its end, of the one that systemd sends
-    to all processes of a service, would read as that of all its children; SIGINT until it can end of it without a
-    traceback."""
+    """Blocks signals in this thread, from which the forkserver inherits the mask.
+
+    SIGTERM stays blocked there: systemd sends it to all processes of a service, and the forkserver's death would look
+    like that of all its children. SIGINT is blocked until the forkserver can end by it without a traceback.
+    """
     multiprocessing.resource_tracker.ensure_running()  # the forkserver's start would, and unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_SERVER)
     try:
@@ -222,7 +235,7 @@ def _signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _empty_main() -> Iterator[None]:
-    """Without it multiprocessing would run this program's main script a second time, in the child."""
+    """Hides this program's main script, which multiprocessing would run a second time in the child."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -232,13 +245,14 @@ def _empty_main() -> Iterator[None]:
 
 
 def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: socket.socket, *arguments: object) -> None:
-    """The child's main function."""
-    # What the forkserver has imported stays, in memory that both have as long as no collection touches it.
+    # The forkserver's imports stay in shared memory as long as no garbage collection touches them.
     gc.freeze()
     gc.enable()
-    os.environ.pop("MALLOC_ARENA_MAX", None)  # this process has it; what it starts is not concerned
+    os.environ.pop("MALLOC_ARENA_MAX", None)  # applied to this process already; its children must not inherit it
     ignore_signals()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what it starts shall hear of it
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM}
+    )  # ignored, but not blocked, so that its children can receive it
     if sys.platform == "linux":
         kill_on_hang_up(lifeline, os.getpid())
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
@@ -248,17 +262,19 @@ def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: sock
 
 
 def ignore_signals() -> None:
-    """Ctrl-C belongs to the server, and so does SIGTERM, which systemd sends to both."""
+    """Ignores Ctrl-C and SIGTERM, which are for the server; systemd sends SIGTERM to both."""
     for number in _OF_THE_SERVER:
         signal.signal(number, signal.SIG_IGN)
 
 
 def kill_on_hang_up(lifeline: socket.socket, process: int) -> None:
-    """By the kernel: a thread does not run in a process that is stopped, or in which another one holds the interpreter.
+    """Lets the kernel kill the process when the lifeline closes.
 
-    process: its id, or that of a process group with a minus before it.
+    A thread could not: it does not run in a process that is stopped, or in which another thread holds the interpreter.
+    The lifeline's closing is its only event, so the signal for events can be SIGKILL.
 
-    Nothing ever happens on the lifeline but its end, so the signal that tells of what happens may be SIGKILL.
+    Args:
+        process: a process id, or a negated process group id.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, process)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -266,7 +282,7 @@ def kill_on_hang_up(lifeline: socket.socket, process: int) -> None:
 
 
 def _exit_on_hang_up(lifeline: socket.socket) -> None:
-    # Not recv: while a thread is in that, the kernel sends no signal, and a process may be stopped meanwhile.
+    # Not recv: while a thread is in it the kernel sends no signal, and the process may be stopped meanwhile.
     select.select([lifeline], [], [])
     # Not sys.exit: the main thread may be deep in a verb, and tearing down torch at exit can abort.
     os._exit(0)

@@ -1,8 +1,7 @@
-"""What the forkserver does beside forking: at its end, after the server's, it removes its socket, and Ray's files,
-which a killed server cannot do. And it collects no garbage, which would take a fifth of the time in which it imports.
-Ctrl-C, which reaches it, too, ends it there without a word.
+"""Prepares the forkserver; imported only there, before the workers' modules.
 
-Imported there only, before the workers' modules.
+When it exits, after the server, it removes its socket and Ray's files, which a killed server cannot do. It collects no
+garbage, which would take a fifth of the time of its imports. Ctrl-C, which it receives too, ends it silently.
 """
 
 import atexit
@@ -11,11 +10,11 @@ import os
 import shutil
 import signal
 
-# Forked ranks end by os._exit, which asks nobody.
+# Forked ranks end by os._exit, which skips this.
 atexit.register(shutil.rmtree, os.environ["TRAINHOUSE_FORKSERVER_DIRECTORY"], ignore_errors=True)
 
-gc.disable()  # its children have it on
+gc.disable()  # its children enable it
 
-# It was started with SIGINT blocked; once all is imported it ignores it, as multiprocessing has it.
+# It was started with SIGINT blocked; after these imports multiprocessing makes it ignore SIGINT.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

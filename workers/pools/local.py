@@ -1,4 +1,4 @@
-"""LocalPool: ranks in processes of this machine."""
+"""Runs ranks in processes of this machine."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ from .shell import Shell
 
 
 class LocalPool(ChildrenPool):
-    """One forkserver child per rank."""
+    """A pool that runs each rank in a forkserver child."""
 
     async def _start_ranks(self) -> None:
         for rank in range(len(self.spec.configs)):
@@ -25,4 +25,4 @@ def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int
     shell, incoming = Shell(spec, rank), Incoming()
     while (frame := incoming.receive(pipe)) is not None:
         Outgoing(shell.answer(frame)).send(pipe)
-        del frame  # it may have all weights of a model, and the next one may be long in coming
+        del frame  # it may hold a model's weights, and the next frame may take long to arrive

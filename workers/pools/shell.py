@@ -1,4 +1,4 @@
-"""Shell: what stands around a worker in its own process."""
+"""Wraps a worker in its own process."""
 
 import gc
 import importlib
@@ -22,7 +22,7 @@ class Shell:
         self._trimming = Trimming()
 
     def answer(self, frame: memoryview) -> list[Piece]:
-        """The message None builds the worker and is answered by the process id."""
+        """Answers a message; None builds the worker and is answered with the process id."""
         try:
             message: Any = decode(frame)
             with self._trimming.working():
@@ -42,8 +42,8 @@ class Shell:
         try:
             self._worker = getattr(importlib.import_module(module), name)(self._spec.configs[self._rank])
         except OSError as error:
-            raise ValueError(str(error)) from error  # an unreadable model is as good as a bad one
-        # What is there now stays: collections of garbage need not look at it again, which takes them long.
+            raise ValueError(str(error)) from error  # an unreadable model counts as a bad one
+        # Everything loaded so far stays; garbage collections would waste time on it.
         gc.collect()
         gc.freeze()
         return os.getpid()
@@ -53,14 +53,16 @@ class Shell:
 
 
 def _plain(error: ValueError) -> ValueError:
-    """Subclasses have constructors of their own and may not survive pickling."""
+    """Converts subclasses, whose constructors may not survive pickling, into a plain ValueError."""
     plain = ValueError(str(error))
     plain.add_note(traceback.format_exc())
     return plain
 
 
 def let_waiting_threads_sleep() -> None:
-    """OpenMP reads this once, when it is loaded. Spinning threads keep the core from whoever has work for them: beside
-    one busy process they made a training step nine times slower, and on quiet cores no faster (docs/performance.md).
+    """Makes idle OpenMP threads sleep instead of spin; OpenMP reads the variable when it is loaded.
+
+    Next to one busy process, spinning threads made a training step nine times slower, and on quiet cores no faster
+    (docs/performance.md).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,1 +1,2 @@
-"""The kinds of model over the trunk, one a file: what each scores, learns beside LoRA and is trained by."""
+"""Programs, one per file: the kinds of model over a base model, with what each scores, trains in addition to LoRA, and
+takes as losses."""

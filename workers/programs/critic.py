@@ -1,4 +1,4 @@
-"""Critics: a value for each token, by a linear head over the trunk that the run learns beside its LoRA."""
+"""Critics: one value per token, from a linear head over the base model that is trained together with the run's LoRA."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ..state.program import Base, Program
 if TYPE_CHECKING:
     from ..state.trainable import Learner
 
-# As transformers' models for the classification of sequences and tokens name their heads.
+# The names that transformers' models for sequence and token classification use for their heads.
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
@@ -22,7 +22,8 @@ def _value_head(base: Base) -> Sequence[WholeMatrix]:
 
 
 def _initialize(model: "Learner", generator: torch.Generator) -> None:
-    """Values of about 1 at most: Huang et al., The N+ Implementation Details of RLHF with PPO (2024), section 5."""
+    """Draws the head such that values are at most about 1: Huang et al., The N+ Implementation Details of RLHF with PPO
+    (2024), section 5."""
     weight = model.tensor(WEIGHT)
     drawn = torch.empty(weight.shape).normal_(std=1 / math.sqrt(weight.numel() + 1), generator=generator)
     weight.copy_(drawn)

@@ -1,4 +1,4 @@
-"""Policies: a causal LM, trained by losses on the log-probabilities of tokens."""
+"""Policies: causal language models, trained by losses on the log-probabilities of tokens."""
 
 from ..losses import LOSSES
 from ..state.program import Program

@@ -1,4 +1,4 @@
-"""References: a policy that stays as it was loaded, whose log-probabilities others are compared with."""
+"""Reference models: policies that are never trained, with whose log-probabilities others are compared."""
 
 from ..losses import LOSSES
 from ..state.program import Program

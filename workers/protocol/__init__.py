@@ -1,1 +1,1 @@
-"""What crosses between processes: verbs, configurations, messages. Imports no torch."""
+"""Holds everything that crosses between processes: arguments, configurations, messages. Imports no torch."""

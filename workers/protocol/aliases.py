@@ -1,4 +1,4 @@
-"""Aliases: names of base models that are one, which is loaded once and has all that is planned for it once."""
+"""Merges base models that differ only in their names, so that each is loaded and planned for once."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,9 @@ Each = TypeVar("Each")
 
 
 def unified(config: DispatchConfig) -> DispatchConfig:
-    """Of models that differ in nothing but their names it has the first one alone, and the others' names as aliases."""
+    """Returns the config with each group of identical models reduced to the first; the other names become aliases of
+    it.
+    """
     first: dict[object, str] = {}
     aliases, numbers = dict(config.aliases), list[int]()
     for number, model in enumerate(config.models):
@@ -31,7 +33,11 @@ def unified(config: DispatchConfig) -> DispatchConfig:
 
 
 def _all_but_the_name(config: DispatchConfig, number: int, model: WorkerConfig) -> object:
-    """number: the model's, by which lists of devices and servers name its own."""
+    """Returns a key that is equal for models that differ only in name.
+
+    Args:
+        number: the model's position, which selects its entry in per-model lists of devices and servers.
+    """
     path = Path(model.model.source)
     source = str(path.resolve()) if path.exists() else model.model.source
     devices = [_own(group.devices, number) for group in config.role_groups]
@@ -44,5 +50,7 @@ def _own(values: Sequence[str], number: int) -> str | None:
 
 
 def _of(values: tuple[Each, ...], numbers: Sequence[int]) -> tuple[Each, ...]:
-    """Where there is one for each base model, those of these; else one for all of them, or none."""
+    """Selects the entries at `numbers` from a per-model list; a list shared by all models (at most one entry) stays as
+    it is.
+    """
     return values if len(values) <= 1 else tuple(values[number] for number in numbers)

@@ -1,4 +1,7 @@
-"""What a rank must know to load and run a base model, and a dispatch of all its ranks. Imports no torch."""
+"""Holds the configuration that a rank needs to load and run a base model, and that a dispatch needs to run all ranks.
+
+Imports no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,18 +14,18 @@ Quantization = Literal["none", "nf4"]
 OptimizerStates = Literal["float32", "8bit"]
 
 KV_CACHE_BYTES = 1 << 30
-"""Where nothing says how large it is to be, and no device how large it can be."""
+"""Used when the config gives no size and the device gives no limit."""
 
 USUAL_MICRO_BATCH = 4096
-"""Tokens of a micro-batch: more are no faster."""
+"""Tokens of a micro-batch; larger ones are no faster."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Who wants to use kept workers.
+    """Identifies a server that wants to use kept workers.
 
-    holder: drawn anew by each server whenever it begins its work. epoch: of its lease; None of a server that needs
-    none, and so does not know who comes before whom.
+    holder: drawn by each server whenever it begins its work.
+    epoch: epoch of its lease; None for a server without a lease, which cannot be ordered against others.
     """
 
     holder: str
@@ -31,7 +34,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class KeptAt:
-    """Where workers are kept. secret: see read_secret. knobs: see pools/remote/protocol.Attach."""
+    """Locates workers kept by another process.
+
+    secret: see read_secret.
+    knobs: see pools/remote/protocol.Attach.
+    """
 
     address: str
     secret: bytes = field(repr=False)
@@ -46,7 +53,7 @@ class KeptAt:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a base model is downloaded from: a URL, and which of the contents that it has had."""
+    """Identifies the download of a base model: its URL and the version of the contents."""
 
     url: str
     version: str
@@ -54,9 +61,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model: the name clients ask for, and the local directory or hub id that it is loaded from.
+    """A base model has the name that clients request and the local directory or hub id that it is loaded from.
 
-    origin: of one that lies at a URL; its source is what of it is on this machine then.
+    origin: set if the model was downloaded from a URL; `source` is then its copy on this machine.
     """
 
     name: str
@@ -66,39 +73,41 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """One rank's knobs; the server's config fills them, `Worker(config)` reads them.
+    """Holds one rank's settings; the server's config fills them, `Worker(config)` reads them.
 
-    dtype: "auto" = bfloat16 on CUDA, float32 on CPU. device: "auto" = CUDA where there is one.
-    base_quantization: of what adapters adapt: "nf4" = the frozen weights are held in 4 bits, and made whole for each
-        product.
-    threads: intra-operation CPU threads, 0 = cores / ranks.
-    micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone); 0 = USUAL_MICRO_BATCH, or
-        fewer where memory does not hold so many (see `choice.micro_batch_tokens`).
-    prefill_chunk_tokens: most tokens of prompts that are run between two steps of decoding.
+    dtype: "auto" is bfloat16 on CUDA and float32 on CPU. device: "auto" is CUDA if available.
+    base_quantization: how the frozen weights under adapters are held; "nf4" holds them in 4 bits and dequantizes them
+        for each product.
+    threads: intra-operation CPU threads; 0 means cores / ranks.
+    micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means USUAL_MICRO_BATCH,
+        or fewer if memory does not suffice (see `choice.micro_batch_tokens`).
+    prefill_chunk_tokens: most prompt tokens that are run between two decode steps.
     head_chunk_tokens: rows of logits that exist at a time.
-    kv_cache_bytes: budget of the sampler's key/value cache; None = on CUDA a third of what the loaded model leaves
-        free, on the CPU 1 GiB.
-    adapter_slots: most adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on
-        disk. On CUDA only as many as fit a third of what the loaded model leaves free, at rank 32.
-    full_slots: of models with weights of their own as many are on the device at a time; else as adapters.
-    max_full_models: most of these that there may be, copies of them for samplers included.
-    full_sampling: what a sampler of such a model has: "snapshot" = a copy of its weights; "inflight" = its weights as
-        they are when a token is drawn.
-    optimizer_states: how AdamW's moments of such models are held; those of adapters are float32.
-    page_directory: for the adapters on disk; None = that of the system for temporary files.
-    parallel, rank: the ranks that hold the model together, and which of them this one is.
-    draft_parallel: how these ranks share out the work of drafts; None = tokens as the model's do, and else sequences.
-    is_local: whether all of them are on this machine.
-    tp_activations: what lies between the linear layers: "sharded" = each rank along tp has some tokens of it, in
-        training; "whole" = all of them.
-    zero_stage: how long ranks along fsdp have a layer's weights whole: "3" = while its forward runs, and while its
-        backward runs; "2" = from the one to the other.
-    activations: what a pass keeps of each layer for its way back: "keep" = all that this needs; "recompute" = the
-        layer's input, from which it runs once more; "offload" = that, too, but in host memory.
-    model_cache: where base models at URLs are downloaded to; None = below the user's directory for caches.
-    shared_directories: of the server, for ranks that may be on other machines: they must be the same directories there.
-    hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
-        and is killed and started anew.
+    kv_cache_bytes: budget of the KV cache; None means, on CUDA, a third of what the loaded model leaves free, and 1 GiB
+        on the CPU.
+    adapter_slots: most adapters on the device at a time; the others are offloaded to host memory and, beyond
+        host_adapter_bytes, to disk. On CUDA limited to what fits in a third of what the loaded model leaves free, at
+        LoRA rank 32.
+    full_slots: most models with full weights on the device at a time; the others are offloaded like adapters.
+    max_full_models: most models with full weights that may exist, sampler copies included.
+    full_sampling: what the sampler of such a model uses: "snapshot" is a copy of its weights; "inflight" is its live
+        weights at the time a token is sampled.
+    optimizer_states: dtype of the AdamW moments of such models; those of adapters are float32.
+    page_directory: for adapters offloaded to disk; None means the system's temporary directory.
+    parallel, rank: the layout of the ranks that hold the model together, and the number of this rank.
+    draft_parallel: how these ranks share the work of draft models; None splits tokens as the model does, else
+        sequences.
+    is_local: true if all ranks are on this machine.
+    tp_activations: activations between linear layers in training: "sharded" splits their tokens over the tp ranks;
+        "whole" keeps all tokens on each.
+    zero_stage: how long fsdp ranks hold a layer's gathered weights: "3" gathers for its forward and again for its
+        backward; "2" keeps them from forward to backward.
+    activations: what a pass keeps of each layer for the backward: "keep" keeps everything needed; "recompute" keeps the
+        layer's input and runs it a second time; "offload" is the same with the input in host memory.
+    model_cache: where base models at URLs are downloaded to; None means a folder in the user's cache directory.
+    shared_directories: directories of the server that must be the same on the machines of all ranks.
+    hang_seconds: time that a call may take beyond its expected work (see Patience) before the rank counts as hung, is
+        killed and restarted.
     """
 
     model: ServedModel
@@ -133,10 +142,14 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """vLLM as the sampler: servers at `urls`, one for each base model in their order, or else ours.
+    """Configures vLLM as the sampler: servers at `urls`, one for each base model in order, or else servers that we
+    start.
 
-    python: of an environment that has vLLM, in which one is started for each base model. api_key: of those at `urls`.
-    dtype: "auto" = that of training. memory_share: of a GPU. tensor_parallel: GPUs of each.
+    python: interpreter of an environment with vLLM, used to start one server for each base model.
+    api_key: for the servers at `urls`.
+    dtype: "auto" is the dtype of training.
+    memory_share: fraction of a GPU's memory.
+    tensor_parallel: GPUs of each server.
     """
 
     urls: tuple[str, ...] = ()
@@ -149,11 +162,12 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Where sampling happens: in the training workers, in `workers` of each base model that only sample, or in vLLM.
+    """Selects the sampler: the training workers, `workers` sampler replicas of each base model, or vLLM.
 
-    parallel: the ranks of each of those workers. devices: of those workers, each as WorkerConfig.device: one for all,
-    or one for each; () = that of training. Of vLLM: all that it may use. directory: for copies of adapters, and vLLM's
-    log; None = a temporary one.
+    parallel: layout of each sampler replica.
+    devices: one for all replicas or one for each, as in WorkerConfig.device; () means the training device. With vLLM:
+        all devices that it may use.
+    directory: for copies of adapters and vLLM's log; None means a temporary one.
     """
 
     workers: int = 0
@@ -165,10 +179,11 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RoleGroup:
-    """Roles whose runs live in ranks of their own, apart from those of the other roles: so it is for each base model.
+    """Gives these roles ranks of their own, apart from the other roles, for each base model.
 
-    parallel: their layout. devices: as WorkerConfig.device, one for all base models, or one for each in their order;
-    () = those of the base model.
+    parallel: the layout of these ranks.
+    devices: as in WorkerConfig.device, one for all base models or one for each in order; () means the base model's
+        devices.
     """
 
     roles: tuple[str, ...]
@@ -176,27 +191,29 @@ class RoleGroup:
     devices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As a user writes it."""
+        """Formats the group as a user writes it on the command line."""
         devices = ",".join(self.devices)
         return f"{'+'.join(self.roles)}={self.parallel.axes}{f'@{devices}' if devices else ''}"
 
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """One group per model, of as many ranks as its layout has, those that only sample, and those of roles apart.
+    """Configures one rank group for each base model, its sampler replicas, and the groups of roles with ranks of their
+    own.
 
-    pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
-    ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
-    slice_milliseconds: about how long sampling holds the ranks at a time.
-    pass_tokens: most tokens of one pass; sequences longer than half of it may take a pass beyond it.
-    role_groups: roles in groups of their own; the others, and all that is sampled, are in the model's.
-    shared_devices: how groups have a device that they share: "together" = all at once; "turns" = one after the other,
-        the others wait off it.
-    idle_device_seconds: without work; then a group leaves its device until it has some. None = it stays.
-    tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
-    worker: the class built on every rank, as "module:Class".
-    aliases: further names of base models -> that under which `models` has them.
-    kept: where another process keeps the workers, which are then as it was told.
+    pool: "local" starts processes on this machine, "ray" starts actors.
+    ray_address: None starts a small cluster here.
+    ray_gpus_per_rank: for ranks on CUDA; less than 1 if several base models share a GPU.
+    slice_milliseconds: about how long a sampling slice occupies the ranks.
+    pass_tokens: most tokens of one pass; sequences longer than half of it may exceed it.
+    role_groups: roles with groups of their own; all other roles, and everything that is sampled, use the model's group.
+    shared_devices: how groups share a device: "together" uses it all at once; "turns" uses it one group at a time, with
+        the other groups offloaded.
+    idle_device_seconds: idle time after which a group is offloaded from its device until it has work; None means never.
+    tenant_weights: tenant id -> its relative share of the passes' tokens; 1 for tenants not named.
+    worker: class built on every rank, as "module:Class".
+    aliases: further names of base models -> the name in `models`.
+    kept: set if another process keeps the workers, which then have the settings of that process.
     """
 
     models: tuple[WorkerConfig, ...]

@@ -1,7 +1,7 @@
-"""Messages between a pool and its ranks: pickled, with the bytes of arrays beside the pickle instead of in it.
+"""Encodes messages between a pool and its ranks: a pickle followed by the raw bytes of large arrays.
 
-A frame is a head, the sizes of its buffers, the pickle, and the buffers at aligned places. It arrives as one block of
-memory of which the arrays are views: owned by whoever has them, and writable where the sender's were.
+A frame is a head, the sizes of its buffers, the pickle, and the buffers at aligned offsets. It is received into one
+block of memory and the arrays are views of it: they keep it alive and are writable if the sender's arrays were.
 """
 
 import pickle
@@ -14,18 +14,18 @@ import numpy as np
 Piece = bytes | memoryview
 
 _HEAD = struct.Struct("<QQI")
-"""Bytes of the frame, bytes of its pickle, number of its buffers."""
+"""Bytes of the frame, bytes of its pickle, number of buffers."""
 
 _SIZE_BYTES = 8
 _ALIGNMENT = 64
 _SMALL_BYTES = 1024
-"""Copying less than this into the pickle costs less than a piece of its own."""
+"""Smaller arrays are copied into the pickle, which costs less than a separate buffer."""
 
 _MOST_PIECES = 512  # in one system call; the kernel's limit is 1024
 
 
 def encode(value: object) -> list[Piece]:
-    """The frame, in pieces to be sent one after another; large arrays in `value` are not copied."""
+    """Returns the frame as pieces to be sent in order; large arrays in `value` are not copied."""
     buffers: list[memoryview] = []
 
     def stays_in_pickle(buffer: pickle.PickleBuffer) -> bool:
@@ -47,12 +47,12 @@ def encode(value: object) -> list[Piece]:
 
 
 def size_of(head: memoryview) -> int:
-    """Bytes of the frame that begins like this."""
+    """Returns the size in bytes of the frame that starts with this head."""
     return _HEAD.unpack_from(head)[0]
 
 
 def decode(frame: memoryview) -> object:
-    """The value of a whole frame, whose memory it may keep."""
+    """Decodes a whole frame; arrays in the value are views of the frame's memory."""
     _, num_pickled, num_buffers = _HEAD.unpack_from(frame)
     sizes = struct.unpack_from(f"<{num_buffers}Q", frame, _HEAD.size)
     start = _HEAD.size + num_buffers * _SIZE_BYTES
@@ -62,7 +62,7 @@ def decode(frame: memoryview) -> object:
 
 
 def _stops(position: int, sizes: Sequence[int]) -> list[int]:
-    """Where each buffer ends, when the first may begin at `position`."""
+    """Returns the end offset of each aligned buffer, if the first may begin at `position`."""
     stops: list[int] = []
     for size in sizes:
         position += -position % _ALIGNMENT + size
@@ -71,13 +71,17 @@ def _stops(position: int, sizes: Sequence[int]) -> list[int]:
 
 
 class Outgoing:
-    """A frame on its way into a pipe."""
+    """A frame that is being written to a pipe in as many calls as it takes."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._unsent = [memoryview(piece) for piece in pieces]
 
     def send(self, pipe: socket.socket) -> bool:
-        """Whether all of it is sent; a pipe that does not block may have no room for the rest. Raises OSError."""
+        """Sends as much as the pipe takes and returns True if the whole frame is sent.
+
+        Raises:
+            OSError: the pipe is broken.
+        """
         while self._unsent:
             try:
                 num_sent = pipe.sendmsg(self._unsent[:_MOST_PIECES])
@@ -97,15 +101,17 @@ class Outgoing:
 
 
 class Incoming:
-    """Frames as they come out of a pipe."""
+    """Reads frames from a pipe."""
 
     def __init__(self) -> None:
         self._begin()
 
     def receive(self, pipe: socket.socket) -> memoryview | None:
-        """The next frame; None when a pipe that does not block has no more for now.
+        """Returns the next frame, or None if a non-blocking pipe has no more data for now.
 
-        Raises EOFError when the other side has closed it, OSError.
+        Raises:
+            EOFError: the other side closed the pipe.
+            OSError: the pipe is broken.
         """
         while self._missing:
             try:

@@ -1,4 +1,4 @@
-"""ParallelSpec: how many ranks a base model has, and what each axis of them shares out. Imports no torch."""
+"""Defines the parallel layout of a base model: the number of ranks and what each axis splits. Imports no torch."""
 
 import difflib
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from math import prod
 from typing import Any, Literal
 
 Unit = Literal["self_attn", "mlp", "experts"]
-"""The layers between whose weights nothing is exchanged: they are shared out together, or not at all."""
+"""A part of a layer with no communication inside: it is sharded as a unit, or not at all."""
 
 _NO_PIPELINE = (
     "pipeline parallelism is not offered: passes of many tenants are too short and too uneven to keep its stages busy, "
-    "and a step of decoding would wait for one stage after the other; use tp within a node and fsdp across nodes"
+    "and each decode step would wait for every stage in turn; use tp within a node and fsdp across nodes"
 )
 
 
 @dataclass(frozen=True)
 class ParallelSpec:
-    """The ranks of one base model: the product of all axes, of which the last varies fastest.
+    """The layout of one base model's ranks; their number is the product of all axes, and the last axis varies fastest.
 
-    replicas: copies of everything that the other axes share out; each takes other sequences.
-    fsdp: ranks that each keep a part of every layer's weights, of the embedding and of the output head, and gather it
-    for use; each takes other sequences. Those along sp keep a part of that part.
-    ep: ranks that each keep some of the experts, and send each other their tokens; each takes other sequences.
-    sp: ranks that each take some of the tokens of the same sequences.
-    tp: ranks that each keep some of the heads and features of every layer, for the same tokens.
-    replicated: of layers, what every rank has whole all the same along tp and ep (see styles.py).
+    replicas: data parallelism (dp): copies of everything below; each takes different sequences.
+    fsdp: each rank keeps a shard of every layer, the embedding and the output head, and gathers it for use; each takes
+        different sequences. Ranks along sp split that shard further.
+    ep: each rank keeps some of the experts and exchanges tokens with the others; each takes different sequences.
+    sp: each rank takes some of the tokens of the same sequences.
+    tp: each rank keeps some of the heads and features of every layer, for the same tokens.
+    replicated: parts of a layer that every rank along tp and ep holds in full (see styles.py).
     """
 
     replicas: int = 1
@@ -39,19 +39,23 @@ class ParallelSpec:
         for axis in AXES:
             size = getattr(self, axis)
             if size < 1:
-                raise ValueError(f"{axis}={size}: an axis has 1 rank or more")
+                raise ValueError(f"{axis}={size}: an axis needs at least 1 rank")
 
     def __str__(self) -> str:
         return f"{self.axes} ({' and '.join(self.replicated)} replicated)" if self.replicated else self.axes
 
     @property
     def axes(self) -> str:
-        """As `parse` reads them."""
+        """Formats the axes as `parse` reads them."""
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "single"
 
     @staticmethod
     def parse(text: str) -> "ParallelSpec":
-        """ "fsdp=4,tp=2", or "single". Raises ValueError."""
+        """Parses "fsdp=4,tp=2" or "single".
+
+        Raises:
+            ValueError: an axis is unknown or repeated, or its size is not a positive number.
+        """
         sizes: dict[str, Any] = {}
         for part in text.split(",") if text != "single" else ():
             axis, _, size = (word.strip() for word in part.partition("="))
@@ -60,13 +64,13 @@ class ParallelSpec:
                 raise ValueError(f"{text}: {axis} is given twice")
             if not (size.isascii() and size.isdigit()):
                 among = "" if text == part else f"{text}: "
-                raise ValueError(f"{among}{axis}={size} is no number of ranks; give one such as {axis}=2")
+                raise ValueError(f"{among}{axis}={size} is not a number of ranks; give one such as {axis}=2")
             sizes[axis] = int(size)
         return ParallelSpec(**sizes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """In the order of AXES."""
+        """Returns the size of each axis, in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
@@ -75,41 +79,43 @@ class ParallelSpec:
 
     @property
     def num_shares(self) -> int:
-        """Into how many parts the sequences of a pass are split."""
+        """Returns the number of parts that the sequences of a pass are split into."""
         return prod(getattr(self, axis) for axis in SHARING_OUT)
 
     @property
     def num_kept_parts(self) -> int:
-        """Of weights, of which a rank keeps one and gathers the others."""
+        """Returns the number of fsdp shards of the weights: a rank keeps one and gathers the others."""
         return self.fsdp * self.sp if self.fsdp > 1 else 1
 
     def tp_of(self, unit: Unit) -> int:
-        """How many ranks along tp share out this part of a layer."""
+        """Returns the number of tp ranks that split this part of a layer."""
         return 1 if unit in self.replicated else self.tp
 
     def ep_of(self, unit: Unit) -> int:
-        """How many ranks along ep share out the experts that this part of a layer has."""
+        """Returns the number of ep ranks that split the experts of this part of a layer."""
         return self.ep if unit == "experts" and unit not in self.replicated else 1
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of neighbours: those of a replica, and ever fewer that exchange ever more with each other, to 1."""
+        """Returns sizes of blocks of neighbouring ranks, from a whole replica down to 1; smaller blocks communicate
+        more.
+        """
         along = [getattr(self, axis) for axis in AXES[1:]]
         return tuple(dict.fromkeys(prod(along[axis:]) for axis in range(len(along) + 1)))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Of a rank along each axis."""
+        """Returns the rank's coordinate along each axis."""
         found: dict[str, int] = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
             rank, found[axis] = divmod(rank, size)
         return found
 
     def share_of(self, rank: int) -> int:
-        """Which part of a pass's sequences a rank takes."""
+        """Returns the number of the share of a pass's sequences that the rank takes."""
         return self._number(self.coordinates(rank), SHARING_OUT)
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ranks that differ along these axes only, as one group for each place on the others."""
+        """Returns the groups of ranks that differ along these axes only, one for each coordinate on the others."""
         members: dict[int, list[int]] = {}
         others = [axis for axis in AXES if axis not in axes]
         for rank in range(self.num_ranks):
@@ -127,7 +133,7 @@ AXES = tuple(field.name for field in fields(ParallelSpec) if field.name != "repl
 
 SINGLE = ParallelSpec()
 
-# Along these, each rank takes other sequences of a pass.
+# Along these axes, each rank takes different sequences of a pass.
 SHARING_OUT = ("replicas", "fsdp", "ep")
 
 
@@ -138,7 +144,7 @@ def _check_axis(axis: str, part: str) -> None:
         raise ValueError(_NO_PIPELINE)
     near = difflib.get_close_matches(axis, AXES, 1, 0.5)
     raise ValueError(
-        f"{part.strip() or 'nothing'} names no axis of a layout"
+        f"{part.strip() or 'nothing'} is not an axis of a layout"
         + (f" (did you mean {near[0]}?)" if near else "")
         + f": give some of {', '.join(AXES)}, such as fsdp=4,tp=2"
     )

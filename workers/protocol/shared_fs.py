@@ -1,4 +1,4 @@
-"""Landmark: a file that this machine leaves in a directory, for ranks to find: so both have the same directory.
+"""Checks that ranks see the same directory as this machine, by a file written here that they look for.
 
 Imports no torch.
 """
@@ -16,12 +16,18 @@ _PAUSE_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Landmark:
+    """A file with random contents, written by this machine into a directory that ranks must share."""
+
     path: str
     words: str
 
     @staticmethod
     def left_in(directory: str) -> "Landmark":
-        """Raises OSError."""
+        """Writes a landmark into the directory, which is created if missing.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
         landmark = Landmark(str(Path(directory, f".shared-{secrets.token_hex(8)}")), secrets.token_hex(16))
         Path(directory).mkdir(parents=True, exist_ok=True)
         Path(landmark.path).write_text(landmark.words)
@@ -31,21 +37,21 @@ class Landmark:
         Path(self.path).unlink(missing_ok=True)
 
     def trouble(self) -> str | None:
-        """Why the machine on which this is asked does not share the directory; None where it does, and may write."""
+        """Returns why this machine does not share the directory, or None if it can read and write it."""
         deadline = time.monotonic() + _SECONDS
         while (trouble := self._trouble()) is not None and time.monotonic() < deadline:
-            time.sleep(_PAUSE_SECONDS)  # clients of network file systems may be a moment behind
+            time.sleep(_PAUSE_SECONDS)  # a network file system's client may lag a moment
         return trouble and f"on {socket.gethostname()} {trouble}"
 
     def _trouble(self) -> str | None:
         beside = Path(f"{self.path}-{os.getpid()}")
         try:
             if Path(self.path).read_text() != self.words:
-                return "there is something else at that path"
+                return "the file at that path has other contents"
             beside.touch()
             beside.unlink()
         except FileNotFoundError:
-            return "what was just written there is not to be found"
+            return "the file just written there was not found"
         except OSError as error:
-            return f"it is not to be read and written ({error.strerror})"
+            return f"it cannot be read and written ({error.strerror})"
         return None

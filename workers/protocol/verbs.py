@@ -1,4 +1,6 @@
-"""What crosses between the dispatch and the ranks: the arguments and results of a worker's verbs. Imports no torch."""
+"""Defines the arguments and results of a worker's methods, as the dispatch and the ranks exchange them. Imports no
+torch.
+"""
 
 import re
 from collections import Counter
@@ -16,7 +18,10 @@ from ...schemas.training import AdamParams, ForwardBackwardRequest
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A loaded base model. eos_token_ids: what ends a sample when the request names no stop."""
+    """Describes a loaded base model.
+
+    eos_token_ids: tokens that end a sample if the request gives no stop.
+    """
 
     name: str
     architecture: str
@@ -30,9 +35,13 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run to create: what of it is trained, with the seed already drawn. role: which of the programs it is. is_new:
-    whether somebody asks for it now, and can ask for something else. base_name: what its files call the base model;
-    None = the worker's name of it."""
+    """Specifies a run to create.
+
+    training: what is trained, with the seed already drawn.
+    role: the program that the run uses, such as policy or critic.
+    is_new: true if a user is creating it now and can choose other settings if these fail.
+    base_name: name of the base model in the run's files; None means the worker's name for it.
+    """
 
     run_id: str
     training: TrainingConfig
@@ -43,8 +52,12 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """training: with all that its request has left open. feature_bytes: of a draft, what is captured of a token.
-    target_modules, not_adapted: of an adapter, the names of the layers with matrices that it adapts, and of others."""
+    """Describes a run that was created.
+
+    training: with every default that the request left open filled in.
+    feature_bytes: for a draft run, bytes of captured features per token.
+    target_modules, not_adapted: for an adapter, names of the layers with matrices that it adapts, and of the others.
+    """
 
     num_parameters: int
     target_modules: tuple[str, ...]
@@ -54,36 +67,39 @@ class RunInfo:
 
     @property
     def num_adapted(self) -> dict[str, int] | None:
-        """Returns how many layers of each name are adapted, such as mlp.up_proj; None of what is no adapter."""
+        """Returns the number of adapted layers by kind, such as mlp.up_proj; None if the run is not an adapter."""
         return _by_kind(self.target_modules) if isinstance(self.training, LoraConfig) else None
 
     @property
     def num_not_adapted(self) -> dict[str, int] | None:
-        """As num_adapted, of the other layers that have matrices."""
+        """Returns the same counts for the layers with matrices that are not adapted."""
         return _by_kind(self.not_adapted) if isinstance(self.training, LoraConfig) else None
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, int]:
-    """names: of which each says in which layer it is, model.layers.0.mlp.up_proj."""
+    """Counts layer names such as model.layers.0.mlp.up_proj by what follows the layer's number."""
     return dict(Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in names))
 
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """A model on its way to other workers of the same base model. weights: float32 [P], in the order of its layout."""
+    """Carries trained weights to other workers of the same base model.
+
+    weights: float32 [P], in the order of the run's flat parameters.
+    """
 
     training: TrainingConfig
     weights: np.ndarray
 
 
-# What is saved of a run: its weights; what the optimizer needs, too; or all, pending gradients included.
+# The part of a run that is saved: weights; weights and optimizer state; or both and pending gradients.
 Contents = Literal["weights", "state", "all"]
 
 
 class WorkerLost(OperationError):
-    """The worker died before the operation was answered: its effect is unknown, and what only the worker had is gone.
+    """The worker died before it answered the operation: the effect is unknown, and state that only it held is gone.
 
-    alone: the operation ran and nothing else did, neither another one in the same call nor a slice.
+    alone: true if nothing else, neither another operation nor a sampling slice, ran at the time.
     """
 
     def __init__(self, message: str, alone: bool = False) -> None:
@@ -93,7 +109,7 @@ class WorkerLost(OperationError):
 
 @dataclass(frozen=True)
 class Failure:
-    """An item of a verb failed; the others of the same call are as if it had not been there."""
+    """Answers an item that failed; the other items of the same call are unaffected."""
 
     message: str
     category: Category
@@ -101,7 +117,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a part's data. numbers: in the whole operation. num_data: of all ranks together."""
+    """A rank's share of a part's data.
+
+    numbers: index of each datum in the whole operation.
+    num_data: over all ranks.
+    """
 
     numbers: Sequence[int]
     num_data: int
@@ -109,11 +129,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Part:
-    """What one pass runs of an operation: all of it, or as much of a large one as the pass has room for.
+    """The part of an operation that runs in one pass: all of it, or a chunk of a large one.
 
-    operation_id: the same in all parts of an operation, and never used again. request: its data are this part's,
-    the first of them number `first_datum` of the whole. last: no part comes after this one. shared: the request has
-    only this rank's share of the data.
+    operation_id: the same in all parts of an operation, and never reused.
+    request: holds this part's data only.
+    first_datum: index of the first of them in the whole operation.
+    last: true for the operation's final part.
+    shared: set if the request holds only this rank's share of the data.
     """
 
     operation_id: int
@@ -130,11 +152,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward (and backward) of several runs' operations, in the order of each run.
+    """A joint forward (and backward) of operations of several runs, in each run's order.
 
-    Each part is answered by a Failure, which ends its operation (no more parts of it come); by None, when more parts
-    come; or by the ForwardBackwardOutput of the whole operation, of a shared one by a SharedOutput. An operation's
-    gradients reach its run's accumulator with its last part, and only if all of them succeeded.
+    Each part is answered by a Failure, which ends its operation (no more parts follow); by None while more parts
+    follow; or by the ForwardBackwardOutput of the whole operation (SharedOutput if it is shared). An operation's
+    gradients reach its run's accumulator with its last part, and only if all parts succeeded.
     """
 
     parts: tuple[Part, ...]
@@ -142,7 +164,7 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class SharedOutput:
-    """A rank's outputs of an operation, by number of the datum. metrics: those of all ranks."""
+    """A rank's outputs of an operation, by index of the datum; `metrics` cover all ranks."""
 
     outputs: Mapping[int, Mapping[str, np.ndarray]]
     metrics: Mapping[str, float]
@@ -152,8 +174,8 @@ class SharedOutput:
 class Step:
     """One optimizer step of one run; answered by its metrics (name -> value) or a Failure.
 
-    refused: why its gradients are incomplete, where the rank may not know: they are then discarded and nothing else.
-    seq_id: its place among the operations of its run, 0 = unknown.
+    refused: why the gradients are incomplete, if the rank may not know; the step then only discards them.
+    seq_id: number of the operation in its run; 0 means unknown.
     """
 
     run_id: str
@@ -167,12 +189,16 @@ class Step:
 class SampleJob:
     """One sampling request.
 
-    adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter), None = the bare base model.
-    prompt: int32 [T]. params.seed is already drawn; seed_is_drawn: whether nobody asked for this one.
-    target_prompt_tokens: int64 [T - 1, K], -1 = nothing. stop: token ids that end a sample, and strings (matched over
-    token borders); both empty = max_tokens alone. streams: whether what each slice adds is told as it comes. owner:
-    whose it is; nobody is told by prompt_cache_hit_tokens what others have sent. draft_id: a draft (see
-    Worker.load_adapter) whose guesses are tried, num_draft_tokens at a time, None = as many as it usually does.
+    adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter); None means the bare base model.
+    prompt: int32 [T].
+    params: its seed is already drawn; `seed_is_drawn` is true if the user gave none.
+    target_prompt_tokens: int64 [T - 1, K]; -1 means none.
+    stop_token_ids, stop_strings: what ends a sample (strings match across token boundaries); if both are empty, only
+        max_tokens does.
+    streams: true if each slice reports the tokens that it added.
+    owner: the tenant; prompt_cache_hit_tokens never reveals what other owners have sent.
+    draft_id: a draft model (see Worker.load_adapter) that proposes num_draft_tokens at a time; None means its default
+        number.
     """
 
     job_id: str
@@ -197,9 +223,10 @@ class SampleJob:
 
 @dataclass(frozen=True, eq=False)
 class SampledPart:
-    """What a slice added to sample number `sample` of a job: tokens int32 [n], logprobs float32 [n], n at least 1.
+    """The tokens that a slice added to sample number `sample` of a job.
 
-    stop_reason: as in SampledSequence, None while the sample goes on.
+    tokens, logprobs: int32 [n] and float32 [n], n at least 1.
+    stop_reason: as in SampledSequence; None while the sample continues.
     """
 
     sample: int
@@ -211,10 +238,11 @@ class SampledPart:
 
 @dataclass(frozen=True)
 class Slice:
-    """A burst of decoding of at most about `budget_milliseconds`; requests join and leave at its borders.
+    """A burst of decoding that lasts about `budget_milliseconds` at most; requests join and leave between slices.
 
-    cohort: whose it is. Those that join are in it until they end; those of other cohorts stay as they are meanwhile.
     Answered by SliceResult.
+
+    cohort: the jobs that run. A joining job belongs to this cohort until it ends; jobs of other cohorts are paused.
     """
 
     join: tuple[SampleJob, ...]
@@ -225,9 +253,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """finished: job_id -> SampleResponse or Failure. num_active: jobs of the cohort still waiting or decoding.
+    """Reports what a slice did.
 
-    progress: job_id -> what was added to the samples of those that stream and go on; the answer has all of it again.
+    finished: job_id -> SampleResponse or Failure.
+    num_active: jobs of the cohort still waiting or decoding.
+    progress: job_id -> tokens added to streaming jobs that continue; the final answer repeats all of them.
     """
 
     finished: dict

@@ -1,1 +1,1 @@
-"""All kinds of models that a rank can hold, and those that it holds."""
+"""Lists the kinds of models that a rank can hold, and holds the models themselves."""

@@ -1,4 +1,4 @@
-"""Models: what runs and samplers have on this rank, by id: adapters of the base model, weights of their own, drafts."""
+"""Holds the models of this rank's runs and samplers by id: adapters, full weights, and draft models."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,7 +21,7 @@ class Models:
     def __init__(
         self, base: BaseModel, adapters: Adapters, full: FullModels | None = None, drafts: Drafts | None = None
     ) -> None:
-        """full, drafts: None = there are to be none."""
+        """Combines the holders; `full` or `drafts` None means that this rank holds none of that kind."""
         self._base = base
         self.adapters, self.full, self.drafts = adapters, full or FullModels(base, 0), drafts or Drafts(base)
         self._holders: tuple[Holder[Any], ...] = self.adapters, self.full, self.drafts
@@ -34,15 +34,18 @@ class Models:
             yield from holder
 
     def get(self, model_id: str) -> Learner:
-        """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
+        """Returns the model wherever it is; its tensors are usable inside `resident`. Raises KeyError."""
         return self._holder(model_id).get(model_id)
 
     @contextmanager
     def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP) -> Iterator[list[Learner]]:
-        """Inside, the wanted vectors of these are on the device, of at most as many as there are slots, and what drafts
-        among them guess. Adapters, which are small, come as a whole.
+        """Keeps the wanted vectors of these models, and the targets of drafts among them, on the device while inside.
 
-        Raises KeyError, and OperationError when one cannot be brought there.
+        At most as many models as there are slots. Adapters, which are small, are always loaded as a whole.
+
+        Raises:
+            KeyError: a model is unknown.
+            OperationError: a model cannot be brought to the device.
         """
         targets = [target_id(model_id) for model_id in model_ids if target_id(model_id) in self]
         with ExitStack() as held:
@@ -53,7 +56,9 @@ class Models:
             yield [self.get(model_id) for model_id in model_ids]
 
     def build(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
-        """One with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
+        """Returns a model with zero weights and no id yet. Raises OperationError if the rank is too high or nothing is
+        trainable.
+        """
         if isinstance(training, FullConfig):
             return self.full.build(training, program)
         if isinstance(training, DraftConfig):
@@ -62,40 +67,47 @@ class Models:
         return self.adapters.build(training, program)
 
     def initialized(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
-        """A fresh one without an id yet. Raises as `build`."""
+        """Returns a freshly initialized model without an id yet. Raises as `build`."""
         model = self.build(training, program)
         model.initialize()
         return model
 
     def copied(self, model_id: str) -> Learner:
-        """Its weights alone, as one that has no id yet. Raises as `resident`."""
+        """Returns a copy of the model's weights as a model without an id yet. Raises as `resident`."""
         with self.resident([model_id], FORWARD) as (source,):
             model = self.build(source.training)
             model.weights.copy_(source.weights)
         return model
 
     def make_room(self, model_id: str, model: Learner, is_copy: bool) -> None:
-        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`, and for a copy where
-        there are as many as there may be: a run is not kept from its place by what could wait."""
+        """Makes room, so that `put` cannot fail.
+
+        Raises:
+            OperationError: as `resident`; for a sampler's copy also if there are max_full_models already. A run is
+                never refused for that reason, because copies can wait and runs cannot.
+        """
         if is_copy and isinstance(model, FullWeights):
             self.full.check_room(model_id)
         self._holder_of(model).make_room(model_id, model)
 
     def put(self, model_id: str, model: Learner) -> Learner:
-        """See Holder.put."""
+        """Stores the model under the id and returns it; see Holder.put."""
         if model_id in self and self._holder(model_id) is not self._holder_of(model):
             self.drop(model_id)
         return self._holder_of(model).put(model_id, model)
 
     def drop(self, model_id: str) -> None:
-        """With what it guesses, if it is a draft; unknown ids are ignored."""
+        """Drops the model, and its target if it is a draft; ignores unknown ids."""
         for holder in self._holders:
             holder.drop(model_id)
             holder.drop(target_id(model_id))
 
     def aim(self, draft_id: str, target: Learner | None, version: str) -> None:
-        """From now on the draft guesses what this one says, for which there is room, None = the bare base model.
-        version: the target's."""
+        """Sets the draft's target to this model, for which there is room; None means the bare base model.
+
+        Args:
+            version: the target's version.
+        """
         draft = self.drafts.get(draft_id)
         if target is not None:
             target = self.put(target_id(draft_id), target)
@@ -104,21 +116,25 @@ class Models:
         draft.target, draft.target_version = target, version
 
     def leave_device(self) -> None:
-        """See Residency."""
+        """Offloads all models; see Residency."""
         for holder in self._holders:
             holder.leave_device()
 
     def moving_seconds(self) -> float:
-        """How long moving them has taken since the start."""
+        """Returns how long moving models has taken since the start."""
         return sum(holder.moving_seconds for holder in self._holders)
 
     def memory(self) -> dict[str, int]:
-        """Bytes in memory and on disk, and how many there are, by place."""
+        """Returns bytes and numbers of models, by place."""
         return {name: number for holder in self._holders for name, number in holder.memory().items()}
 
     def in_force(self, models: Sequence[Learner], learns: bool = False) -> AbstractContextManager[None]:
-        """Inside, the base model has the weights of the one among these that has its own: it is alone then. learns:
-        whether backward passes add to its gradients."""
+        """Gives the base model the weights of the model among these that has full weights, while inside; it must run
+        alone.
+
+        Args:
+            learns: whether backward passes add to its gradients.
+        """
         of_trunk = [model.of_trunk for model in models]
         own = next((model for model in of_trunk if isinstance(model, FullWeights)), None)
         if own is None:
@@ -129,11 +145,11 @@ class Models:
 
     @property
     def has_full(self) -> bool:
-        """Whether there are models with weights of their own."""
+        """True if any model has full weights."""
         return any(True for _ in self.full)
 
     def runs_alone(self, model_id: str) -> bool:
-        """Whether nothing of others can run in the same micro-batches."""
+        """True if the model cannot share micro-batches with other models."""
         return model_id in self.full or model_id in self.drafts
 
     def _holder(self, model_id: str) -> Holder[Any]:
@@ -149,5 +165,5 @@ class Models:
 
 
 def target_id(draft_id: str) -> str:
-    """Of what a draft guesses."""
+    """Returns the id under which a draft's target is held."""
     return f"{draft_id}:target"

@@ -1,4 +1,4 @@
-"""The kinds of model by name."""
+"""Maps names to the programs of runs: policy, critic, reference and the draft algorithms."""
 
 from collections.abc import Mapping
 
@@ -13,5 +13,7 @@ PROGRAMS: Mapping[str, Program] = {"policy": POLICY, "critic": CRITIC, "referenc
 
 
 def program_of(role: str, training: TrainingConfig) -> Program:
-    """Of drafts there are several. Raises KeyError on a role that this version does not know."""
+    """Returns the run's program; drafts have one per algorithm. Raises KeyError if this version does not have the
+    role.
+    """
     return PROGRAMS[training.algorithm if isinstance(training, DraftConfig) else role]

@@ -1,4 +1,4 @@
-"""Sampling engines by name."""
+"""The sampler: SAMPLERS maps the name of an engine to its class."""
 
 from .multi_model import InTurn
 

@@ -1,9 +1,9 @@
-"""The native engine: continuous batching of sampling requests on the base model that also trains.
+"""The native engine: continuous batching of sampling requests on the base model that is also trained.
 
-Every iteration runs one packed row: the next token of every sample under way, and a bounded number of tokens of
-prompts, so that nobody's decoding waits long for somebody's prompt. The samples of a prompt share its prefill, and a
-sequence that begins like an earlier one starts where they part. Noise is counter-based: a sample that gives way to
-others and is prefilled again gets the same tokens.
+Every iteration runs one packed sequence: the next token of every sequence that decodes, and a bounded number of prompt
+tokens, so that long prompts do not delay decoding. The samples of a prompt share its prefill, and a sequence with a
+cached prefix starts after it. Noise is counter-based: a preempted sequence that is prefilled again gets the same
+tokens.
 """
 
 import time
@@ -47,7 +47,7 @@ from .speculation import Guesses, Speculation, may_be_guessed, verify
 
 @dataclass(frozen=True)
 class Drawn:
-    """The next token of every row of a drawing. logits: float32 [rows, vocab], the model's."""
+    """Holds the next token of each sequence of a sampling batch. logits: the model's, float32, [rows, vocab]."""
 
     drawing: Drawing
     logits: Tensor
@@ -56,7 +56,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Taken:
-    """Of a row the next tokens int64 [n], and the logits float32 [n, vocab] by which they were chosen, the model's."""
+    """The next tokens of a sequence after verifying draft tokens.
+
+    tokens: int64, [n].
+    logits: the model's, by which they were sampled, float32, [n, vocab].
+    """
 
     row: Row
     tokens: np.ndarray
@@ -64,7 +68,7 @@ class Taken:
 
 
 class NativeSampler:
-    """One rank's sampler. Its state is the jobs under way, and the prefixes kept; it changes in `slice` alone."""
+    """Samples on one rank. Only `slice` changes its state: jobs and cached prefixes."""
 
     def __init__(
         self,
@@ -78,8 +82,10 @@ class NativeSampler:
         text: Text | None = None,
         draft_caches: DraftCaches | None = None,
     ) -> None:
-        """mesh: None = there is one rank. cache, namespaces, text, draft_caches: None = those that no other sampler
-        shares; caches of drafts are within the same budget."""
+        """mesh: None if there is one rank.
+        cache, namespaces, text, draft_caches: None if no other sampler shares them. The draft caches use the cache's
+            budget.
+        """
         self._base = base
         self._together = Together(mesh or Mesh())
         self._models = models
@@ -100,8 +106,10 @@ class NativeSampler:
         self._text = text or Text(config.model.source, base)
 
     def slice(self, work: Slice) -> SliceResult:
-        """Cancelled jobs are not answered. Runs over its budget by at most one iteration, and by the time
-        that layers take to be gathered."""
+        """Adds and cancels jobs, and samples until the time budget is spent. Cancelled jobs get no result.
+
+        May exceed the budget by one iteration, and by the time that gathering the layers takes.
+        """
         deadline = time.monotonic() + work.budget_milliseconds / 1000
         self._finished = {}
         for job_id in work.cancel:
@@ -112,7 +120,7 @@ class NativeSampler:
         try:
             self._run_until(deadline)
         except Exception:
-            # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
+            # A step or a resize of the cache may be half done: the caller fails all jobs, so forget them here too.
             self.forget_all()
             raise
         if not self._together.speaks:
@@ -120,25 +128,25 @@ class NativeSampler:
         return SliceResult(self._finished, len(self._jobs), self._progress())
 
     def refused(self, work: Slice, failure: Failure) -> SliceResult:
-        """Instead of `slice`: all jobs fail."""
+        """Fails all jobs of the slice, in place of `slice`."""
         jobs = {*self._jobs, *(request.job_id for request in work.join)}.difference(work.cancel)
         for job_id in list(self._jobs):
             self._remove(job_id)
         return SliceResult(dict.fromkeys(jobs, failure) if self._together.speaks else {}, 0)
 
     def forget_all(self) -> None:
-        """Jobs and prefixes; nobody is answered."""
+        """Forgets jobs and cached prefixes. The jobs get no result."""
         self._jobs.clear()
         self._schedule.clear()
         self._drawing = self._plan = None
 
     def park(self) -> None:
-        """Its jobs give up their room, and go on when there is a slice again."""
+        """Frees the cache slots of its jobs, which continue at the next slice."""
         self._schedule.park()
         self._drawing = self._plan = None
 
     def forget_plan(self) -> None:
-        """What is made of the weights of now; it is made anew for the next step."""
+        """Drops tensors derived from the current weights; the next step rebuilds them."""
         self._plan = None
 
     @property
@@ -150,11 +158,11 @@ class NativeSampler:
         return bool(self._jobs)
 
     def cache_bytes(self) -> int:
-        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        """Returns the used part of the budget: used slots, free slots and prefixes, with those of drafts."""
         return self._schedule.cache.budget.used_bytes()
 
     def held_bytes(self) -> int:
-        """Of the slots in use."""
+        """Returns the bytes of the slots in use."""
         return self._schedule.cache.budget.held_bytes()
 
     def _progress(self) -> dict[str, tuple[SampledPart, ...]]:
@@ -174,17 +182,17 @@ class NativeSampler:
             held.enter_context(self._base.threads.restored())
             began = time.monotonic()
             held.enter_context(self._base.gathered())
-            deadline += time.monotonic() - began  # else little may be left for steps
+            deadline += time.monotonic() - began  # else gathering could leave little time for steps
             while not self._schedule.is_idle:
                 has_run = self._iterate(deadline)
                 if self._together.is_over(deadline) or not has_run:
                     break
         if not self._schedule.table.num_lines:
-            # The table may have grown for one long sample, and the others hold adapters and jobs.
+            # The table may have grown for one long sample; the plan and the batch keep adapters and jobs alive.
             self._schedule.table, self._plan, self._drawing = Table(), None, None
 
     def _iterate(self, deadline: float) -> bool:
-        """Whether there was anything to do: the cache may be full of what other samplers have in it."""
+        """Runs one iteration. Returns False if nothing could run, as when other samplers fill the cache."""
         try:
             self._schedule.make_room_to_guess()
             guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
@@ -201,16 +209,19 @@ class NativeSampler:
             self._captured = {}
         return batch.num_tokens > 0
 
-    # Who comes and goes
+    # Jobs and models of a slice
 
     def _choose_adapters(self) -> list[str]:
-        """Of this slice: those of the rows under way, then those of jobs as they came, as many as the device holds."""
+        """Returns the adapters of this slice, as many as the device holds.
+
+        Those of running sequences first, then those of waiting jobs in order of arrival.
+        """
         under_way = [row.job for row in self._schedule.under_way()]
         wanted = dict.fromkeys(job.adapter_id for job in (*under_way, *self._jobs.values()))
         return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
 
     def _bring(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
-        """Those now held on the device. When not all of them come, each by itself: the jobs of one that fails end."""
+        """Loads the adapters to the device and returns those loaded; one that does not load fails its jobs."""
         try:
             held.enter_context(self._models.resident(adapter_ids, FORWARD))
             return adapter_ids
@@ -221,7 +232,7 @@ class NativeSampler:
         return [brought for each in adapter_ids for brought in self._bring([each], held)]
 
     def _bring_drafts(self, held: ExitStack) -> dict[str, bool]:
-        """Those of this slice, as many as the device holds: whether each of them came."""
+        """Loads the drafts of this slice, as many as the device holds. Returns which of them loaded."""
         wanted = dict.fromkeys(row.job.request.draft_id for row in [*self._schedule.guessed(), *self._rows_to_come()])
         known = [one for one in wanted if one is not None and one in self._models.drafts]
         brought = dict.fromkeys(known[: self._config.full_slots], False)
@@ -232,8 +243,10 @@ class NativeSampler:
         return brought
 
     def _agree(self, drafts: Mapping[str, bool]) -> None:
-        """What failed on one rank so far fails on those that decode it with that one. Rows whose draft did not come on
-        one of them go on without."""
+        """Merges failures over the ranks that decode together.
+
+        Sequences whose draft did not load on every rank continue without it.
+        """
         own = {job_id: answer for job_id, answer in self._finished.items() if isinstance(answer, Failure)}
         lacking = frozenset(draft_id for draft_id, has_come in drafts.items() if not has_come)
         trouble = self._together.trouble(Trouble(own, lacking))
@@ -246,7 +259,7 @@ class NativeSampler:
                 self._schedule.decode(row)
 
     def _rows_to_come(self) -> list[Row]:
-        """Of each job one that is to be guessed, if it has any."""
+        """Returns one sequence of each job that a draft may serve, if the job has one."""
         of_jobs = (next(filter(self._may_come, job.rows), None) for job in self._jobs.values())
         return [row for row in of_jobs if row is not None]
 
@@ -281,14 +294,14 @@ class NativeSampler:
         self._finished[job.request.job_id] = Failure(message, category)
 
     def _remove(self, job_id: str) -> None:
-        """Frees all that a job holds; unknown ids (it may just have ended) are ignored."""
+        """Frees everything that a job holds. Unknown ids are ignored: the job may just have ended."""
         if job := self._jobs.pop(job_id, None):
             self._schedule.remove(job)
 
     # An iteration
 
     def _decode(self, decoding: Decoding, deadline: float) -> None:
-        """Steps of rows that decode, until one of them ends or may have to leave its slot."""
+        """Runs decode steps until a sequence ends or may outgrow its slot."""
         drawing = self._drawing
         if drawing is None or drawing.rows is not decoding.rows:
             drawing = self._drawing = self._new_drawing(decoding.rows)
@@ -306,7 +319,7 @@ class NativeSampler:
             self._append(drawn)
 
     def _run(self, batch: Batch) -> Tensor:
-        """The hidden states [tokens, hidden] of the packed row."""
+        """Returns the hidden states of the packed sequence, [tokens, hidden]."""
         self._set_threads(batch.num_tokens)
         table = self._schedule.table
         tokens, positions = self._tensor(batch.tokens(table)), self._tensor(batch.positions(table))
@@ -327,7 +340,7 @@ class NativeSampler:
         return self._plan
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:
-        """The next token of every row that has run to its end."""
+        """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
         rows = list(batch.decoding.rows) if batch.decoding is not None else []
         last = list(range(len(rows)))
         for start, part in zip(batch.starts(), batch.parts, strict=True):
@@ -349,9 +362,9 @@ class NativeSampler:
             self._speculation.tell(part.row, part.start, rows, self._captured, part.prefill.sequence)
 
     def _check(self, batch: Batch, guesses: Mapping[Row, Guesses], hidden: Tensor) -> None:
-        """Of what was guessed, as much is taken as is right, and a token more."""
+        """Verifies draft tokens. Takes the accepted ones, and one token of the model after them."""
         placed = [(start, part) for start, part in zip(batch.starts(), batch.parts, strict=True)]
-        # What else ran may have ended their jobs.
+        # Other sequences of this pass may have ended their jobs.
         placed = [(start, part) for start, part in placed if isinstance(part, GuessPart) and part.row.line != NOWHERE]
         if not placed:
             return
@@ -384,7 +397,7 @@ class NativeSampler:
         return Taken(row, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])
 
     def _append_several(self, taken: Sequence[Taken]) -> None:
-        """Of each row a token after the other, until it ends."""
+        """Appends each sequence's tokens one by one until it ends."""
         for number in range(max(len(each.tokens) for each in taken)):
             going = [each for each in taken if number < len(each.tokens) and each.row.line != NOWHERE]
             if not going:
@@ -402,7 +415,9 @@ class NativeSampler:
         return Drawing(rows, self._schedule.table, self._limits.vocab_size, self._base.device)
 
     def _note_computed(self, part: PromptPart, hidden: Tensor) -> None:
-        """The prompt is scored once a job: later samples of it may be prefilled apart, or again."""
+        """Records a part's progress. A prompt is scored once per job: later samples may be prefilled separately or
+        again.
+        """
         prefill, job = part.prefill, part.prefill.job
         if job.scores is not None:
             model = None if job.adapter_id is None else self._models.get(job.adapter_id)
@@ -414,14 +429,19 @@ class NativeSampler:
             self._schedule.end_prefill(prefill)
 
     def _draw(self, drawing: Drawing, hidden: Tensor, noise: Tensor) -> Drawn:
-        """The next token of each row from its hidden state [rows, hidden]. noise: [rows] in [0, 1)."""
+        """Samples the next token of each sequence.
+
+        Args:
+            hidden: the hidden state of each, [rows, hidden].
+            noise: in [0, 1), [rows].
+        """
         logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
         adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._schedule.table)
         chosen = choose(logits, drawing.choice, noise.to(logits.dtype), adjusted)
         return Drawn(drawing, logits, self._together.agreed(chosen))
 
     def _append(self, drawn: Drawn) -> None:
-        """Rows that end with their new token leave."""
+        """Appends the tokens. Sequences that end with them leave."""
         drawing, tokens = drawn.drawing, drawn.chosen.tokens.cpu().numpy()
         ends = self._schedule.table.append(drawing.lines, tokens, drawn.chosen.logprobs.cpu().numpy())
         if drawing.watched:
@@ -434,7 +454,7 @@ class NativeSampler:
             self._end(row, ended[row])
 
     def _watch(self, drawing: Drawing, logits: Tensor, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """What must be looked at one by one: changes `ends` where a stop string is complete."""
+        """Handles what needs a look at single sequences. Sets `ends` if a stop sequence is complete."""
         if drawing.most_top:
             rows = [n for n in drawing.watched if drawing.rows[n].job.request.topk_sample_logprobs]
             top = top_logprobs(torch.log_softmax(logits[rows], dim=-1), drawing.most_top)
@@ -457,7 +477,7 @@ class NativeSampler:
         if job.request.job_id not in self._jobs:
             return
         if end is End.NOT_FINITE:
-            self._fail(job, f"the model's output is not finite: see whether the weights of {job.weights} are")
+            self._fail(job, f"the model's output is not finite: check that the weights of {job.weights} are finite")
             return
         row.stop_reason = "stop" if end is End.STOP else "length"
         self._schedule.end(row)

@@ -1,4 +1,4 @@
-"""InTurn: a sampler for each set of weights: the base model's, with all adapters, and each model's own."""
+"""Runs one sampler for the base model with all its adapters, and one for each fully trained model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,13 +23,13 @@ from .requests.text import Text
 
 @dataclass
 class Waiting:
-    """What is to be told to a sampler when its turn comes."""
+    """Collects the jobs and cancellations for a sampler's next turn."""
 
     join: list[SampleJob] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
 
     def taken(self, milliseconds: float) -> Slice:
-        """All of it, as a slice. Nothing waits then."""
+        """Returns everything as a slice, and clears it."""
         joining = tuple(request for request in self.join if request.job_id not in self.cancel)
         work = Slice(joining, tuple(self.cancel), milliseconds)
         self.join, self.cancel = [], []
@@ -38,7 +38,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all samplers of a rank have together."""
+    """The parts that all samplers of a rank share."""
 
     cache: Cache
     draft_caches: DraftCaches
@@ -52,7 +52,7 @@ class Shared:
 
 
 class InTurn:
-    """One rank's samplers, which share the cache. A slice goes to all of its cohort that have jobs, in parts."""
+    """The samplers of one rank, which share the KV cache. Within a slice they take turns of equal time."""
 
     def __init__(
         self,
@@ -63,31 +63,34 @@ class InTurn:
         mesh: Mesh | None = None,
         shared: Shared | None = None,
     ) -> None:
-        """mesh: None = there is one rank. shared: None = nobody else samples."""
+        """mesh: None if there is one rank.
+        shared: None if there are no other samplers.
+        """
         self._base, self._models, self._limits, self._config = base, models, limits, config
         self._mesh = mesh or Mesh()
         self._shared = shared or Shared.of(base, models, config)
         self._cache, self._draft_caches = self._shared.cache, self._shared.draft_caches
-        # Of cohorts other than the first.
+        # Samplers of cohorts other than the first.
         self._apart: dict[int, InTurn] = {}
         self._of_base = self._new_sampler()
         self._of_models: dict[str, NativeSampler] = {}
         self._waiting: dict[str, Waiting] = {}
-        # Those of them that have jobs and had a turn, the last one at the end: on all ranks the same.
+        # Fully trained models that have jobs and had a turn, the most recent last; the same on all ranks.
         self._had_turns: list[str] = []
 
     def slice(self, work: Slice) -> SliceResult:
-        """As NativeSampler, but beyond its budget by an iteration of each that takes a turn, and the time that weights
-        take to come to the device."""
+        """Like NativeSampler.slice. May exceed its budget by one iteration of each sampler and the loading of
+        weights.
+        """
         try:
             return self._slice_apart(work) if work.cohort else self._slice(work)
         except Exception:
-            # The caller fails all jobs.
+            # The caller fails all jobs, so forget them here too.
             self.forget_all()
             raise
 
     def _slice_apart(self, work: Slice) -> SliceResult:
-        """Of another cohort than the first, whose jobs have no room in the cache while one of the others has."""
+        """Runs a cohort other than the first; the other such cohorts give up their cache slots meanwhile."""
         if work.cohort not in self._apart:
             self._apart[work.cohort] = InTurn(
                 self._base, self._models, self._limits, self._config, self._mesh, self._shared
@@ -102,7 +105,7 @@ class InTurn:
 
     @property
     def has_jobs(self) -> bool:
-        """In the first cohort."""
+        """True if the first cohort has jobs."""
         return self._of_base.has_jobs or bool(self._of_models)
 
     def _slice(self, work: Slice) -> SliceResult:
@@ -111,7 +114,7 @@ class InTurn:
         return self._of_base.slice(work) if turns == [None] else self._slice_in_turn(work, turns)
 
     def _take_in(self, work: Slice) -> None:
-        """What concerns models with weights of their own: it waits for their turn."""
+        """Stores what concerns fully trained models until their turn."""
         for request in work.join:
             if request.adapter_id is not None and self._models.runs_alone(request.adapter_id):
                 self._sampler_of(request.adapter_id)
@@ -138,7 +141,7 @@ class InTurn:
     def _slice_of(self, model_id: str, work: Slice) -> SliceResult:
         sampler = self._of_models[model_id]
         if model_id not in self._models:
-            return sampler.slice(work)  # which tells so
+            return sampler.slice(work)  # which fails its jobs: the model was dropped
         with ExitStack() as held:
             failure = self._bring(model_id, held)
             if failure is not None:
@@ -147,7 +150,7 @@ class InTurn:
                 return sampler.slice(work)
 
     def _bring(self, model_id: str, held: ExitStack) -> Failure | None:
-        """To the device, on all ranks; or why not."""
+        """Loads the model to the device, on all ranks; returns the failure if one of them cannot."""
         own = None
         try:
             held.enter_context(self._models.resident([model_id], FORWARD))
@@ -157,12 +160,10 @@ class InTurn:
         return failure
 
     def park(self) -> None:
-        """As NativeSampler."""
         for sampler in (self._of_base, *self._of_models.values()):
             sampler.park()
 
     def forget_all(self) -> None:
-        """As NativeSampler."""
         self._apart.clear()
         self._of_base.forget_all()
         self._of_models.clear()
@@ -170,19 +171,19 @@ class InTurn:
         self._had_turns = []
 
     def cache_bytes(self) -> int:
-        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        """Returns the used part of the budget: used slots, free slots and prefixes, with those of drafts."""
         return self._cache.budget.used_bytes()
 
     def draft_cache_bytes(self) -> int:
-        """Those of drafts alone."""
+        """Returns the bytes of the drafts' caches."""
         return self.cache_bytes() - self._cache.num_bytes()
 
     def held_bytes(self) -> int:
-        """Of the slots in use."""
+        """Returns the bytes of the slots in use."""
         return self._cache.budget.held_bytes()
 
     def leaving(self) -> Iterator[Tensor]:
-        """The cache's tensors, once what nobody needs has been dropped."""
+        """Returns the cache's tensors, for offloading, after dropping what can be rebuilt."""
         self._forget_plans()
         return self._cache.budget.tensors()
 
@@ -193,8 +194,10 @@ class InTurn:
             apart._forget_plans()
 
     def _turns(self, work: Slice) -> list[str | None]:
-        """Who samples in this slice, on all ranks alike; None = the base. Of models with weights of their own, as many
-        as have room on the device, those first that had no turn for longest."""
+        """Returns the samplers that run in this slice, the same on all ranks; None stands for the base model.
+
+        Of the fully trained models as many run as the device holds, those first that have waited longest.
+        """
         if not (self._models.has_full or self._had_turns):
             return [None]
         joining = any(request.adapter_id not in self._of_models for request in work.join)

@@ -1,4 +1,4 @@
-"""Together: ranks that decode the same samples, each with its part of the model, decide as the first of them does."""
+"""Lets ranks that decode the same sequences, each with its part of the model, follow the first rank's decisions."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from .logits.choice import Chosen
 
 @dataclass(frozen=True)
 class Verified:
-    """Of a row: how many of its guesses are right, and the token behind them."""
+    """The number of accepted draft tokens of a sequence, and the token after them."""
 
     num_accepted: int
     token: int
@@ -22,14 +22,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Trouble:
-    """failures: of jobs, by id. lacking: drafts that did not come to the device."""
+    """failures: of jobs, by id. lacking: drafts that could not be loaded to the device."""
 
     failures: Mapping[str, Failure]
     lacking: frozenset[str]
 
 
 class Together:
-    """speaks: whether this rank's answers count."""
+    """speaks: whether this rank is the leader, which returns results."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -37,7 +37,7 @@ class Together:
         self.speaks = self._team.index == 0
 
     def trouble(self, own: Trouble) -> Trouble:
-        """Of those that decode with this one. All ask at once, whatever they decode."""
+        """Merges the failures of the ranks that decode with this one. A collective: all ranks must call it."""
         if self._team.size == 1:
             return own
         of_all = self._mesh.exchange(own)
@@ -46,25 +46,25 @@ class Together:
         return Trouble(failures, frozenset().union(*(each.lacking for each in told)))
 
     def is_over(self, deadline: float) -> bool:
-        """Whether the time has come, by the first rank's clock."""
+        """True if the deadline has passed by the first rank's clock."""
         is_over = time.monotonic() >= deadline
         if self._team.size == 1:
             return is_over
         return bool(self._team.from_first(torch.tensor([is_over], dtype=torch.uint8)))
 
     def same(self, integers: Tensor) -> Tensor:
-        """The first rank's."""
+        """Returns the first rank's values."""
         return integers if self._team.size == 1 else self._team.from_first(integers)
 
     def verified(self, own: Sequence[Verified]) -> list[Verified]:
-        """The first rank's, of the same rows."""
+        """Returns the first rank's values for the same sequences."""
         if self._team.size == 1:
             return list(own)
         told = self._team.from_first(torch.tensor([(each.num_accepted, each.token) for each in own]))
         return [Verified(num_accepted, token) for num_accepted, token in told.tolist()]
 
     def agreed(self, chosen: Chosen) -> Chosen:
-        """The first rank's tokens: were a single one another elsewhere, its sequence would go apart for good."""
+        """Returns the first rank's tokens: a token that differed on another rank would make its sequence diverge."""
         if self._team.size == 1:
             return chosen
         return replace(chosen, tokens=self._team.from_first(chosen.tokens))

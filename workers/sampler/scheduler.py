@@ -1,7 +1,6 @@
-"""Schedule: which rows wait, which have their sequence run, which decode, which are guessed; and the room of each in
-the cache.
+"""Schedules sequences: waiting, prefill, decoding, or decoding with draft tokens; and gives them slots in the KV cache.
 
-Rows are admitted in the order in which they came. When the cache is full the youngest go back to wait and are
+Sequences are admitted in order of arrival. If the cache is full, the youngest are preempted: they wait, and are
 prefilled again later.
 """
 
@@ -23,7 +22,7 @@ from .speculation import Guesses, Speculation
 
 
 class NoRoom(OperationError):
-    """The row would not fit into an empty cache."""
+    """The sequence does not fit into an empty cache."""
 
     def __init__(self, row: Row, message: str) -> None:
         super().__init__(message)
@@ -31,7 +30,7 @@ class NoRoom(OperationError):
 
 
 class Schedule:
-    """table: a line for each row under way, which has its sequence run, decodes or is guessed."""
+    """table: one line for each sequence that is admitted."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Schedule:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no row is under way, and the first that waits cannot be admitted."""
+        """True if no sequence is admitted, and the first that waits cannot be."""
         return not self.table.num_lines and not (self._waiting and self._is_served(self._waiting[0]))
 
     def under_way(self) -> list[Row]:
@@ -65,20 +64,20 @@ class Schedule:
         return [*self._decoding_rows, *self._guessed_rows, *prefilled]
 
     def guessed(self) -> list[Row]:
-        """Those of which several tokens are tried at a time."""
+        """Returns the sequences that decode with draft tokens."""
         return list(self._guessed_rows)
 
     @property
     def num_sampled(self) -> int:
-        """Rows of which tokens are drawn, one at a time or several."""
+        """The number of sequences that decode, with or without draft tokens."""
         return len(self._decoding_rows) + len(self._guessed_rows)
 
     def is_to_come(self, row: Row) -> bool:
-        """Whether it waits or has its sequence run."""
+        """True if the sequence waits or is in prefill."""
         return row.stop_reason is None and row not in self._decoding_rows and row not in self._guessed_rows
 
     def decode(self, row: Row) -> None:
-        """One that was guessed takes one token at a time from now on."""
+        """Lets a sequence with draft tokens continue without them."""
         del self._guessed_rows[row]
         if row.namespace == self._namespaces.of(row.job):
             self.table.note(row)
@@ -88,24 +87,29 @@ class Schedule:
         self._decoding = None
 
     def serve(self, adapter_ids: Collection[str]) -> None:
-        """From now on rows of these adapters and of the base model are admitted."""
+        """Admits from now on only sequences of these adapters and of the base model."""
         self._served = adapter_ids
 
     def check(self, row: Row) -> None:
-        """Raises OperationError on what asks for too much room, also when it could be known only later."""
+        """Raises OperationError if the sequence can never fit into the cache."""
         asked = row.job.request.params.max_tokens
-        # Without max_tokens a sample may end long before the context does.
+        # Without max_tokens a sample may end long before the context is full.
         length = row.longest_cached if asked else row.length + 1
         if row.needs_cache and not self.cache.fits_alone(length):
             raise self._no_room(row, length)
 
     def wait(self, rows: Iterable[Row]) -> None:
-        """Behind all others."""
+        """Appends the sequences to the queue."""
         self._waiting.extend(rows)
 
     def next_batch(self, guesses: Mapping[Row, Guesses]) -> Batch:
-        """What runs next, empty if nothing can. Raises NoRoom; whoever removes that row may go on. guesses: of all that
-        are guessed, which have room for them."""
+        """Returns what runs next; empty if nothing can.
+
+        Args:
+            guesses: draft tokens of all sequences that use a draft. The cache must have room for them.
+        Raises:
+            NoRoom: a sequence does not fit. The caller may remove it and continue.
+        """
         self._make_room()
         self._admit()
         budget = self._prefill_budget()
@@ -118,7 +122,7 @@ class Schedule:
         return Batch.of(self._current_decoding(), parts, self.cache)
 
     def end_prefill(self, prefill: Prefill) -> None:
-        """Its rows decode from now on."""
+        """Lets the sequences of the prefill decode."""
         self._prefills.remove(prefill)
         leader, *others = prefill.rows
         if prefill.cached:
@@ -133,21 +137,21 @@ class Schedule:
         self._decoding = None
 
     def end(self, row: Row) -> None:
-        """It leaves; what it has in the cache is kept for the next turn of a conversation."""
+        """Removes an ended sequence. The prefix cache keeps its tokens, for the next turn of a conversation."""
         if self.cache.seat(row) is not None and row.namespace == self._namespaces.of(row.job):
             self.table.note(row)
-            # The newest token has not run yet.
+            # The newest token is not in the cache yet.
             self._keep(row, row.namespace, row.sequence()[:-1])
         self._release(row)
 
     def remove(self, job: Job) -> None:
-        """Wherever its rows are; those that have ended are ignored."""
+        """Removes the sequences of a job, except those that have ended."""
         for row in job.rows:
             self._release(row)
         self._waiting = deque(row for row in self._waiting if row.job is not job)
 
     def park(self) -> None:
-        """All that are under way wait again, with their tokens and without a place in the cache."""
+        """Preempts all sequences. They keep their tokens."""
         for row in sorted(self.under_way(), key=lambda row: row.order, reverse=True):
             self._release(row)
             self._waiting.appendleft(row)
@@ -166,12 +170,12 @@ class Schedule:
         return row.job.adapter_id is None or row.job.adapter_id in self._served
 
     def _keep(self, row: Row, namespace: int, sequence: np.ndarray) -> None:
-        """What the model has at its sequence int64, and what its draft was told of it."""
+        """Stores the sequence in the prefix caches of the model and of its draft."""
         self.cache.keep(row, namespace, sequence)
         self._speculation.keep(row, namespace, sequence)
 
     def _release(self, row: Row) -> None:
-        """Rows that are not under way are ignored."""
+        """Frees the line and the slots of a sequence. Ignored if it is not admitted."""
         if row.line == NOWHERE:
             return
         self.table.leave(row)
@@ -194,11 +198,14 @@ class Schedule:
             " --kv-cache-bytes",
         )
 
-    # Room for rows that are guessed, or decode
+    # Room for decoding
 
     def make_room_to_guess(self) -> None:
-        """Of all that are guessed; where there is none, the youngest give way. They come back where they were, lest
-        their tokens hang on the company that they had. Raises NoRoom."""
+        """Makes room for the draft tokens of all sequences that use a draft, by preempting the youngest. Raises NoRoom.
+
+        A preempted sequence resumes at the same token and with its draft: else its tokens would depend on which other
+        requests run.
+        """
         for row in sorted(self._guessed_rows, key=lambda row: row.order):
             while row in self._guessed_rows and not self._has_room_to_guess(row):
                 self._preempt_youngest()
@@ -216,7 +223,7 @@ class Schedule:
         return GuessPart(row, int(self.table.length[row.line]) - 1, tokens)
 
     def _make_room(self) -> None:
-        """For one more token of every row that decodes; where there is none, the youngest give way."""
+        """Makes room for the next token of all decoding sequences, by preempting the youngest."""
         decoding = self._current_decoding()
         for row in decoding.outgrown(self.table) if decoding is not None else ():
             while row in self._decoding_rows and not self._grow(row, int(self.table.length[row.line])):
@@ -234,11 +241,11 @@ class Schedule:
         return True
 
     def _with_headroom(self, row: Row, length: int) -> int:
-        """So that it need not move again at once."""
+        """Adds spare tokens, so that the slot need not grow again at once."""
         return max(length, min(length + SHORTEST, row.longest_cached))
 
     def _preempt_youngest(self) -> None:
-        """It waits again, also when it is alone and needs the place of its slot for a longer one."""
+        """Preempts the youngest sequence. If it is alone, only its own slot is in the way of the longer one."""
         under_way = self.under_way()
         youngest = max(under_way, key=lambda row: row.order)
         length = int(self.table.length[youngest.line])
@@ -250,9 +257,9 @@ class Schedule:
     # Admission
 
     def _admit(self) -> None:
-        """Waiting rows in their order, until one does not fit or prompts enough are under way.
+        """Admits waiting sequences in order, until one does not fit or enough prompt tokens are in prefill.
 
-        One whose adapter is not served lets none pass, lest it wait for ever.
+        A sequence whose adapter is not served blocks those behind it, or it could wait forever.
         """
         budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
         num_logits = sum(map(self._num_logits, self.under_way()))
@@ -274,11 +281,11 @@ class Schedule:
                 raise self._no_room(row, row.length + 1)
 
     def _num_logits(self, row: Row) -> int:
-        """Rows of logits that a pass makes of it."""
+        """Returns how many rows of logits one pass computes for the sequence."""
         return 1 + (self._speculation.num_guesses(row) if self._speculation.wants(row) else 0)
 
     def _prefill_budget(self) -> int:
-        """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""
+        """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
         has_others = self._decoding_rows or self._guessed_rows
         return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
@@ -294,13 +301,13 @@ class Schedule:
     def _begin(self, row: Row) -> bool:
         namespace = self._namespaces.of(row.job)
         self._note_whether_alone(row, namespace)
-        # Its newest token is the first of those that run with the next guesses.
+        # With a draft, the newest token runs together with the next draft tokens.
         draws = not (len(row.tokens) and self._is_guessed(row))
         sequence = row.sequence() if draws else row.sequence()[:-1]
         known = self.cache.prefixes.find(namespace, sequence, self._num_reusable(row, len(sequence)))
         told: Sequence[Stretch] = ()
         if self._is_guessed(row):
-            # The draft must be told what the model has at each of the others.
+            # Both must start at the same token: the draft needs the target's hidden states of all later ones.
             told = self._speculation.known(row, namespace, sequence, length_of(known))
             known = beginning(known, length_of(told))
         needs_slot = row.needs_cache or self._is_long(len(sequence) - length_of(known), len(sequence))
@@ -319,12 +326,14 @@ class Schedule:
         return True
 
     def _is_long(self, num_tokens: int, length: int) -> bool:
-        """Whether it is to run in chunks, as all do that are not longer than the whole cache."""
+        """True if the tokens must run in chunks. Those that exceed the whole cache run in one pass, uncached."""
         return num_tokens > self._prefill_budget() and self.cache.fits_alone(length)
 
     def _num_reusable(self, row: Row, length: int) -> int:
-        """Tokens of its sequence, of so many, that need not be run again: the last one must. Who has tokens has a
-        scored prompt."""
+        """Returns how many of the sequence's tokens the prefix cache may replace. The last one must always run.
+
+        A sequence that has sampled tokens has had its prompt scored.
+        """
         return min(length - 1, row.job.num_reusable + len(row.tokens))
 
     def _place(self, row: Row) -> bool:
@@ -332,11 +341,11 @@ class Schedule:
             return self._place_with_draft(row)
         if self.cache.place(row, self._with_headroom(row, row.length)):
             return True
-        # Beside others it would have to give way again soon.
+        # A tight slot is only for a sequence without others: it would soon be preempted again.
         return not self.table.num_lines and self.cache.place(row, row.length + 1)
 
     def _note_whether_alone(self, row: Row, namespace: int) -> None:
-        """What would not fit into an empty cache with its draft goes without, as does what has not paid of late."""
+        """Decides to decode without the draft if both exceed an empty cache or it has not paid off lately."""
         if self._is_guessed(row):
             of_draft = self._speculation.num_bytes(row, _next_count(row))
             is_too_large = self.cache.num_bytes_for(self._length_to_guess(row)) + of_draft > self.cache.budget_bytes
@@ -344,7 +353,7 @@ class Schedule:
             row.goes_alone = is_too_large or not may_pay
 
     def _length_to_guess(self, row: Row) -> int:
-        """What a pass over its next guesses needs in the cache."""
+        """Returns how many tokens the cache must hold for the next draft tokens."""
         count = _next_count(row)
         return len(row.job.prompt) + count + self._speculation.num_next(row, count)
 
@@ -358,11 +367,11 @@ class Schedule:
         return False
 
     def _is_guessed(self, row: Row) -> bool:
-        """Whether it is to be from its first token on, which has been drawn or is drawn next."""
+        """True if the sequence uses a draft from its first sampled token on."""
         return row.needs_cache and self._speculation.wants(row)
 
     def _is_alone(self) -> bool:
-        """Whether nothing at all is under way, no other sampler's either."""
+        """True if nothing is in flight, in other samplers neither."""
         return not self.table.num_lines and not self.cache.budget.held_bytes()
 
     def _enter(self, row: Row) -> None:
@@ -371,5 +380,5 @@ class Schedule:
 
 
 def _next_count(row: Row) -> int:
-    """Of its tokens when it is next guessed: the first one is drawn without guesses."""
+    """Returns the number of sampled tokens before the next draft tokens. The first token is sampled without them."""
     return max(1, len(row.tokens))

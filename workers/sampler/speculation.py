@@ -1,7 +1,7 @@
-"""Speculation: drafts guess how samples go on, so that one pass of the model checks several tokens of each.
+"""Speculative decoding: draft models propose tokens, and one target pass verifies several per sequence.
 
 Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative Decoding (2023),
-https://arxiv.org/abs/2211.17192: what comes out is distributed as without.
+https://arxiv.org/abs/2211.17192: the distribution of the samples does not change.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,20 +28,23 @@ from .rank_sync import Together, Verified
 from .requests.jobs import Guessed, Row
 from .requests.sequence_table import Table
 
-# Before it is seen whether guessing pays; and of a draft, before that is to be seen anew.
+# Passes before statistics count; and before the statistics of a draft start over.
 _PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
-# Of so many jobs one is guessed although guesses have not paid of late, since they may pay by now.
+# One of this many jobs uses its draft even if that has not paid off lately, since it may by now.
 _JOBS_FOR_A_TRIAL = 8
 _MOST_REMEMBERED = 1000
 
-# Tokens for which a pass computes as long as it reads weights, about, by the device's type.
+# Number of tokens at which a pass takes about as long to compute as to read the weights, by device type.
 _TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
 
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
-    """tokens: int64 [k]. chances: float32 [k, V], with which each token of the draft's vocabulary was drawn; None of a
-    greedy row."""
+    """Draft tokens.
+
+    tokens: int64, [k].
+    chances: the draft's probability of each token of its vocabulary, float32, [k, V]; None if there are no tokens.
+    """
 
     tokens: np.ndarray
     chances: Tensor | None
@@ -49,9 +52,12 @@ class Guesses:
 
 @dataclass(eq=False)
 class _State:
-    """Of a row. num_changes: the draft's (see Learner) when it was placed. num_told: tokens of its sequence that the
-    draft has in its cache. waiting: [m, layers * hidden], what the target had at those behind them, up to the last but
-    one."""
+    """The draft's state of one sequence.
+
+    num_changes: the draft's weight version (see Learner) when the sequence was placed.
+    num_told: tokens in the draft's cache.
+    waiting: captured features of the tokens after these, except the newest token, [m, layers * hidden].
+    """
 
     draft: DraftModel
     num_changes: int
@@ -60,12 +66,16 @@ class _State:
 
     @property
     def num_seen(self) -> int:
-        """Tokens of which it has been told what the target had there, or is to be."""
+        """Tokens whose captured features the draft has processed or has waiting."""
         return self.num_told + sum(map(len, self.waiting))
 
 
 class Speculation:
-    """Of one sampler. A row takes part from its first token on, as long as its draft has room for it."""
+    """The drafts of one sampler.
+
+    A sequence uses its draft from its prefill on, as long as the draft's cache has room: the draft needs the captured
+    features of all tokens.
+    """
 
     def __init__(
         self, base: BaseModel, models: Models, head: LogprobHead, together: Together, caches: DraftCaches
@@ -77,23 +87,27 @@ class Speculation:
         self._fared: WeakKeyDictionary[DraftModel, dict[int, Guessed]] = WeakKeyDictionary()
 
     def serve(self, draft_ids: Collection[str]) -> None:
-        """From now on these guess, which are on the device. Rows of others would miss what the target has meanwhile,
-        and take no part any more."""
+        """Uses these drafts, which are on the device, from now on.
+
+        Sequences of other drafts stop using them: they would miss captured features.
+        """
         self._served = draft_ids
         for row, state in list(self._states.items()):
             if not self.wants(row) or self._draft(row) is not state.draft:
                 self.forget(row)
 
     def wants(self, row: Row) -> bool:
-        """Whether a draft is to guess it, which is there."""
+        """True if the sequence's draft is available and should be used for it."""
         return row.job.request.draft_id in self._served and may_be_guessed(row)
 
     def pays(self, row: Row, num_sampled: int) -> bool:
-        """Whether guesses are right often enough for what it takes to check them. num_sampled: rows of a pass; the more
-        there are, the less it has to spare.
+        """True if enough draft tokens are accepted for the cost of verifying them.
 
-        Of a row whose client gave the seed by its own guesses alone, as if it were sampled alone: a seed gives the same
-        tokens whatever else is sampled, and however fast the machine is.
+        If the client gave the seed, only the sequence's own draft tokens count, as if it were sampled alone. So a seed
+        gives the same tokens regardless of other requests and of the speed of the machine.
+
+        Args:
+            num_sampled: sequences in a pass. The more there are, the less compute is spare.
         """
         if not row.job.request.seed_is_drawn:
             return row.guessed.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(row, row.guessed, 1)
@@ -102,13 +116,17 @@ class Speculation:
         return self._seems_to_pay(row, guessed, num_sampled)
 
     def may_pay(self, row: Row, namespace: int, num_sampled: int) -> bool:
-        """As `pays`, before its draft is told of it; alone it may always. namespace: of what is sampled."""
+        """Like `pays`, for a sequence that has no draft tokens yet. Always true if nothing else is sampled.
+
+        Args:
+            namespace: of the sampled weights.
+        """
         if num_sampled == 1 or not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
         return self._seems_to_pay(row, self._fared_so_far(self._draft(row), namespace), num_sampled)
 
     def _seems_to_pay(self, row: Row, guessed: Guessed, num_sampled: int) -> bool:
-        """guessed: by which it is judged; before that is enough it does."""
+        """Judges by `guessed`. True if that has too few passes."""
         if guessed.num_passes < _PASSES_TO_JUDGE_BY:
             return True
         draft = self._draft(row)
@@ -118,7 +136,7 @@ class Speculation:
         return guessed.acceptance_length >= 1 + of_draft + num * to_check
 
     def num_guesses(self, row: Row) -> int:
-        """At a time, of a row that is wanted; fewer at its end."""
+        """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
         reach, asked = self._draft(row).reach, row.job.request.num_draft_tokens
         return reach.usual if asked is None else min(asked, reach.most)
 
@@ -126,18 +144,18 @@ class Speculation:
         return row in self._states and self.wants(row)
 
     def captured(self, rows: Sequence[Row]) -> dict[int, Tensor] | None:
-        """What is to be captured of a pass in which these are: see BaseModel.hidden_states."""
+        """Returns the layers to capture in a pass with these sequences: see BaseModel.hidden_states."""
         drafts = [self._states[row].draft for row in rows if row in self._states]
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
 
     def num_bytes(self, row: Row, count: int) -> int:
-        """That its draft has to have then."""
+        """Returns the bytes that the draft's cache needs after `count` sampled tokens."""
         draft = self._draft(row)
         return self._caches.of(draft).num_bytes_for(self._num_cached(row, draft, count))
 
     def place(self, row: Row, count: int) -> bool:
-        """As has_room, of one that has no place: then it is to be told of all that comes before."""
+        """Gives the sequence a slot in the draft's cache. The draft must then get the features of all its tokens."""
         draft = self._draft(row)
         if not self._caches.of(draft).place(row, self._num_cached(row, draft, count)):
             return False
@@ -145,33 +163,40 @@ class Speculation:
         return True
 
     def known(self, row: Row, namespace: int, sequence: np.ndarray, most: int) -> list[Stretch]:
-        """The beginning of its sequence int64, of at most so many tokens, that its draft was told of for a row before.
-        namespace: of what is sampled."""
+        """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
+
+        Args:
+            namespace: of the sampled weights.
+            sequence: int64.
+        """
         draft = self._draft(row)
         return self._caches.of(draft).prefixes.find(_namespace(draft, namespace), sequence, most)
 
     def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
-        """It is to be told of what comes behind these alone."""
+        """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
         state = self._states[row]
         self._caches.of(state.draft).restore(row, stretches)
         state.num_told = length_of(stretches)
 
     def keep(self, row: Row, namespace: int, sequence: np.ndarray) -> None:
-        """For later rows, what its draft was told of its sequence int64."""
+        """Stores the tokens that the draft has processed, of `sequence` int64, in its prefix cache."""
         state = self._states.get(row)
         if state is not None and state.num_changes == state.draft.num_changes:
             known = sequence[: state.num_told + 1]
             self._caches.of(state.draft).keep(row, _namespace(state.draft, namespace), known)
 
     def tell(self, row: Row, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
-        """A part of its sequence int64 has run, from token `first` on. A row of which it has not been told all before
-        takes no part."""
+        """Gives the draft the captured features of tokens of `sequence` (int64) that have run, from position `first`
+        on.
+
+        If the draft missed earlier ones, the sequence stops using it.
+        """
         state = self._states.get(row)
         if state is None or first != state.num_seen:
             self.forget(row)
             return
         state.waiting.append(_features(state.draft, captured, part))
-        # What follows the last one may not be known yet.
+        # The token after the last one may not be known yet.
         known = state.num_seen - state.num_told - 1
         if known:
             waiting = torch.cat(state.waiting)
@@ -181,7 +206,7 @@ class Speculation:
             state.waiting = [waiting[known:]]
 
     def fork(self, leader: Row, others: Sequence[Row]) -> None:
-        """The others, which have places too, go on from the same tokens."""
+        """Copies the state to other sequences, which have slots and continue from the same tokens."""
         state = self._states.get(leader)
         placed = [row for row in others if row in self._states]
         if state is None:
@@ -193,11 +218,11 @@ class Speculation:
             self._states[row] = replace(state, waiting=list(state.waiting))
 
     def num_next(self, row: Row, count: int) -> int:
-        """How many are guessed behind so many tokens of it; its last one never is."""
+        """Returns the number of draft tokens after `count` sampled ones. The last token is never a draft token."""
         return min(self.num_guesses(row), row.job.max_new_tokens - count - 1)
 
     def has_room(self, row: Row, count: int) -> bool:
-        """Whether its draft has, to guess what follows so many tokens of it."""
+        """True if the draft's slot has room for draft tokens after `count` sampled ones; grows it if necessary."""
         state = self._states[row]
         length, cache = self._num_cached(row, state.draft, count), self._caches.of(state.draft)
         seat = cache.seat(row)
@@ -205,7 +230,7 @@ class Speculation:
         return length <= seat.capacity or cache.grow(row, length)
 
     def guess(self, rows: Sequence[Row], table: Table) -> dict[Row, Guesses]:
-        """All have room."""
+        """Proposes draft tokens for each sequence. All must have room."""
         found: dict[Row, Guesses] = {}
         by_draft: dict[tuple[DraftModel, int], list[Row]] = {}
         for row in rows:
@@ -220,18 +245,22 @@ class Speculation:
         return found
 
     def accept(self, row: Row, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
-        """So many of its guesses were right. part: where they ran, behind the token that was known."""
+        """Records that `num` draft tokens were accepted.
+
+        Args:
+            part: where the newest token and the draft tokens ran.
+        """
         state = self._states.get(row)
         if state is not None:
             state.waiting.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
             self._fared_so_far(state.draft, row.namespace).add(part.stop - part.start - 1, num)
 
     def vocabulary(self, row: Row) -> Tensor:
-        """int64, ascending: the tokens that its draft can say."""
+        """Returns the tokens that the draft can propose, int64, ascending."""
         return self._states[row].draft.vocabulary
 
     def forget(self, row: Row) -> None:
-        """Rows that take no part are ignored."""
+        """Stops using a draft for the sequence. Ignored if it uses none."""
         state = self._states.pop(row, None)
         if state is None:
             return
@@ -245,12 +274,12 @@ class Speculation:
         self._caches.clear()
 
     def _num_cached(self, row: Row, draft: DraftModel, count: int) -> int:
-        """Tokens of it that its draft has in its cache when it guesses behind so many of its own."""
+        """Returns how many tokens the draft's cache holds when it proposes tokens after `count` sampled ones."""
         num = self.num_next(row, count)
         return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
 
     def _fared_so_far(self, draft: DraftModel, namespace: int) -> Guessed:
-        """All its guesses of late where this is sampled: of others' samples it tells nobody."""
+        """Returns the draft's recent statistics, kept per namespace so that tenants learn nothing of each other."""
         fared = self._fared.setdefault(draft, {})
         if namespace not in fared or fared[namespace].num_passes >= _PASSES_TO_REMEMBER:
             if len(fared) > _MOST_REMEMBERED:
@@ -274,7 +303,12 @@ class Speculation:
         return drawing.guesses()
 
     def _told(self, rows: Sequence[Row], waiting: Sequence[Tensor], following: Sequence[np.ndarray]) -> Told:
-        """Of the rows, which have been told of it from now on. following: the tokens behind those that waited."""
+        """Returns input for the draft, and counts it as processed.
+
+        Args:
+            waiting: captured features of each sequence.
+            following: the token after each of these.
+        """
         chunks, start = [], 0
         for row, each in zip(rows, waiting, strict=True):
             state, stop = self._states[row], start + len(each)
@@ -286,7 +320,7 @@ class Speculation:
         return _Ends(self._base, self._head, [self._model(row) for row in rows])
 
     def _model(self, row: Row) -> Learner | None:
-        """What it samples."""
+        """Returns the sampled adapter or model; None for the base model."""
         return None if row.job.adapter_id is None else self._models.get(row.job.adapter_id)
 
     def _chunk(self, row: Row, start: int, stop: int, cached: int) -> Chunk:
@@ -299,7 +333,7 @@ class Speculation:
 
 
 class _Drawing:
-    """Of some rows' guesses, one after the other."""
+    """Samples draft tokens, one position of all sequences at a time."""
 
     def __init__(
         self, draft: DraftModel, rows: Sequence[Row], table: Table, device: torch.device, together: Together
@@ -312,7 +346,6 @@ class _Drawing:
         self._chances: list[Tensor] = []
 
     def draw(self, logits: Tensor) -> Tensor:
-        """See Draw."""
         of_draft = chances(logits.float(), self._choice)
         noise = torch.from_numpy(uniforms(self._keys, self._lengths + len(self._tokens))).to(of_draft)
         drawn = self._together.same(invert_cdf(of_draft, noise[:, None]).squeeze(1))
@@ -321,14 +354,13 @@ class _Drawing:
         return self._tokens[-1]
 
     def guesses(self) -> list[Guesses]:
-        """Of each row."""
         tokens, of_rows = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._chances, dim=1)
         return [Guesses(row, each) for row, each in zip(tokens, of_rows, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """See Ends. models: what each sequence is of; None = the base model."""
+    """Implements Ends. models: the model of each sequence; None is the base model."""
 
     base: BaseModel
     head: LogprobHead
@@ -344,13 +376,18 @@ class _Ends:
 
 
 def may_be_guessed(row: Row) -> bool:
-    """Whether it asks for nothing that no draft knows, and guessing it pays."""
+    """True if the sequence's parameters allow a draft, and draft tokens pay off."""
     return not (row.is_adjusted or row.goes_alone)
 
 
 def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> Verified:
-    """target: float32 [k + 1, V], the chances of each token at the guesses' places and behind them. vocabulary: int64,
-    the tokens that the draft can say. length: of the sequence before."""
+    """Accepts or rejects draft tokens by rejection sampling.
+
+    Args:
+        target: the target model's probabilities at each draft token and after the last, float32, [k + 1, V].
+        vocabulary: the tokens that the draft can propose, int64.
+        length: of the sequence before the draft tokens.
+    """
     num = len(guesses.tokens)
     positions = length + np.arange(num + 1)
     accept = uniforms(streams(np.array([key]), ACCEPT_STREAM), positions[:num])
@@ -360,7 +397,7 @@ def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64,
         assert guesses.chances is not None
         of_target = target[torch.arange(num, device=target.device), tokens]
         of_draft = guesses.chances.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
-        # Of what is not finite nothing is right.
+        # The negation rejects NaN as well.
         wrong = np.flatnonzero(~(accept * of_draft.cpu().numpy() < of_target.cpu().numpy()))
         number = int(wrong[0]) if len(wrong) else num
     left = target[number]
@@ -374,7 +411,7 @@ def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64,
 
 
 def _namespace(draft: DraftModel, of_target: int) -> int:
-    """See Prefixes: of what the draft, with its weights of now, makes of its target's features."""
+    """Returns the namespace of a draft's entries: they depend on its weights and on its target's."""
     return of_target << 32 | draft.num_changes
 
 
@@ -383,6 +420,6 @@ def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) ->
 
 
 def _by_temperature(settings: Settings) -> Settings:
-    """Alone: the target chooses among all that a draft may guess."""
+    """Removes the filters: the target applies them when it verifies."""
     nothing = np.zeros_like(settings.min_p)
     return Settings(settings.temperature, nothing, np.zeros_like(settings.top_k), np.ones_like(settings.top_p))

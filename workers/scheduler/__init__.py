@@ -1,1 +1,1 @@
-"""Which work goes to the ranks of a group next, and what becomes of it when they die."""
+"""Decides which work goes to the ranks of a group next, and handles the ranks' deaths."""

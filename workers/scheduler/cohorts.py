@@ -1,8 +1,8 @@
-"""Cohorts: the sampling jobs of a group, and which of them run together in a slice.
+"""Groups sampling jobs into cohorts that run together in a slice.
 
-All run together but for suspects (see suspects.py), which run apart from the others, a few at a time. The ranks hold
-the jobs of all cohorts, and each slice is one cohort's, so nobody waits for the end of anybody's sample. Of those apart
-only the one whose turn it is has room in the ranks' cache: what the next one dies of is not what others hold there.
+All jobs share one cohort, except suspects (see quarantine.py), which run apart in small cohorts. The ranks hold the
+jobs of all cohorts and each slice runs one cohort, so no job waits for another to finish. Of the cohorts apart, only
+the one whose turn it is occupies the ranks' KV cache, so a suspect that kills the worker implicates no other.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from ...schemas.sampling import SampleResponse
 from ..protocol.verbs import SampledPart, SampleJob, Slice
 from .quarantine import Suspects
 
-# Slices of the first turn of a cohort apart; the next is twice as long, since what has given up its room has to be run
-# again at its beginning.
+# Slices of the first turn of a cohort apart. Each next turn is twice as long, because a job that gave up its cache must
+# be recomputed when its turn begins.
 _FIRST_TURN = 32
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
@@ -24,7 +24,10 @@ OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 @dataclass(eq=False)
 class Sampling:
-    """A job and who waits for its answer. num_slices: that it has been through."""
+    """A sampling job and the future of its answer.
+
+    num_slices: slices that it has completed.
+    """
 
     job: SampleJob
     answer: "asyncio.Future[SampleResponse]"
@@ -33,15 +36,20 @@ class Sampling:
 
     @property
     def safe_position(self) -> int:
-        """Slices after which a later attempt has certainly come past this point, where each may do less than now."""
+        """Returns a number of slices after which a retry is certainly past this point, even if its slices do less than
+        now.
+        """
         return 2 * self.num_slices + 3
 
 
 @dataclass(eq=False)
 class Cohort:
-    """Jobs that run together. most: how many may be in it. running: those that the ranks have.
+    """Sampling jobs that run together.
 
-    cancelled: job ids that the ranks are to drop. turn, num_slices: how long its turn is, and how much of it is over.
+    most: largest number of jobs.
+    running: jobs that the ranks hold.
+    cancelled: ids of jobs that the ranks must drop.
+    turn, num_slices: slices of its turn, and how many of them are over.
     """
 
     number: int
@@ -60,7 +68,7 @@ class Cohort:
         return bool(self.joining or self.running or self.cancelled)
 
     def slice(self, milliseconds: float) -> Slice:
-        """The next one. What was to join is running then."""
+        """Returns the next slice; joining jobs count as running from here on."""
         joining, cancelled = self.joining, self.cancelled
         self.running |= joining
         self.joining, self.cancelled = {}, []
@@ -68,7 +76,7 @@ class Cohort:
         return Slice(jobs, tuple(cancelled), milliseconds, self.number)
 
     def remove(self, job_id: str) -> Sampling | None:
-        """One that is running is still to be dropped by the ranks."""
+        """Removes the job; the next slice lets the ranks drop it if they hold it."""
         if waiting := self.joining.pop(job_id, None):
             return waiting
         if waiting := self.running.pop(job_id, None):
@@ -81,13 +89,13 @@ class Cohorts:
         self._suspects = suspects
         self._numbers = count()
         self._main = Cohort(next(self._numbers), float("inf"))
-        # The one whose turn is next is the first.
+        # Ordered by turn: the first one is next.
         self._apart: OrderedDict[int, Cohort] = OrderedDict()
         self._cohort_of: dict[str, Cohort] = {}
         self._main_went_last = False
 
     def __len__(self) -> int:
-        """Jobs."""
+        """Returns the number of jobs."""
         return len(self._cohort_of)
 
     def __contains__(self, job_id: str) -> bool:
@@ -95,7 +103,7 @@ class Cohorts:
 
     @property
     def num_apart(self) -> int:
-        """Jobs that do not run with all others."""
+        """Returns the number of jobs that run outside the main cohort."""
         return len(self) - len(self._main)
 
     @property
@@ -112,12 +120,12 @@ class Cohorts:
         self._cohort_of[waiting.job.job_id] = cohort
 
     def cancel(self, job_id: str) -> Sampling | None:
-        """The one that was under way, if any."""
+        """Removes the job and returns it, or None if it is unknown."""
         cohort = self._cohort_of.pop(job_id, None)
         return None if cohort is None else cohort.remove(job_id)
 
     def ended(self, job_id: str) -> Sampling | None:
-        """The ranks have it no longer; None if it was cancelled meanwhile."""
+        """Removes a job that the ranks have finished and returns it; None if it was cancelled meanwhile."""
         cohort = self._cohort_of.get(job_id)
         if cohort is None or job_id not in cohort.running:
             return None
@@ -125,7 +133,9 @@ class Cohorts:
         return cohort.running.pop(job_id)
 
     def next(self) -> Cohort:
-        """Whose slice it is, while one is wanted: each other one is of all that are not apart, which take turns."""
+        """Returns the cohort of the next slice: the main one alternates with the others, which take turns among
+        themselves.
+        """
         self._apart = OrderedDict((number, each) for number, each in self._apart.items() if each.wants_slice)
         self._main_went_last = not self._apart or (self._main.wants_slice and not self._main_went_last)
         if self._main_went_last:
@@ -142,7 +152,7 @@ class Cohorts:
         return cohort
 
     def lose_all(self) -> list[str]:
-        """Nobody knows how far the ranks are with what they have: they are to drop it. Returns its ids."""
+        """Lets the ranks drop every running job, because their progress is unknown; returns the jobs' ids."""
         lost = []
         for cohort in self._all():
             cohort.cancelled += cohort.running
@@ -154,7 +164,7 @@ class Cohorts:
         yield from self._apart.values()
 
     def _with_room(self, most: float) -> Cohort:
-        """For a suspect that may be one of so many."""
+        """Returns a cohort apart that can take a suspect allowed to run with at most `most` jobs."""
         for cohort in self._apart.values():
             if len(cohort) < min(cohort.most, most):
                 cohort.most = min(cohort.most, most)

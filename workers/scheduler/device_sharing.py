@@ -1,25 +1,32 @@
-"""DeviceTurns: which groups have the devices that they share, one after the other."""
+"""Lets groups that share devices use them in turns."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-# To have a device for so many times as long as it took to come there and to leave bounds what moving costs.
+# A group keeps its device for this many times the time that moving on and off took, which bounds the cost of moving.
 _STAYS = 10.0
 _FEWEST_SECONDS = 0.2
 
 
 class DeviceTurns:
-    """Who asks first is first, and nobody who wants several devices waits for ever for one of them: whoever comes later
-    and wants it waits, too."""
+    """Grants devices to groups in the order of their requests.
+
+    A group that waits for several devices is never starved: later requests for any of them wait behind it.
+    """
 
     def __init__(self) -> None:
         self._holding: list[Turn] = []
         self._waiting: list[Turn] = []
 
     def turn(self, name: str, wake: Callable[[], None], idle_seconds: float | None = None) -> "Turn":
-        """A group's. name: the group's, for messages. wake: is called when it begins, and when another one waits for
-        it. idle_seconds: see Turn.seconds_left."""
+        """Returns a group's turn.
+
+        Args:
+            name: the group's name, for messages.
+            wake: called when the turn begins, and when another group waits for its devices.
+            idle_seconds: see Turn.seconds_left.
+        """
         return Turn(self, name, wake, idle_seconds)
 
     def enter(self, turn: "Turn") -> None:
@@ -27,17 +34,16 @@ class DeviceTurns:
         self._go_on()
 
     def leave(self, turn: "Turn") -> None:
-        """Wherever it is."""
         self._waiting = [each for each in self._waiting if each is not turn]
         self._holding = [each for each in self._holding if each is not turn]
         self._go_on()
 
     def holders(self, turn: "Turn") -> list["Turn"]:
-        """Of a device that it wants."""
+        """Returns the turns that hold a device this turn wants."""
         return [each for each in self._holding if each is not turn and not each.devices.isdisjoint(turn.devices)]
 
     def is_wanted(self, turn: "Turn") -> bool:
-        """Whether another one waits for a device of its own."""
+        """True if another turn waits for one of this turn's devices."""
         return any(not each.devices.isdisjoint(turn.devices) for each in self._waiting)
 
     def _go_on(self) -> None:
@@ -54,8 +60,11 @@ class DeviceTurns:
 
 
 class Turn:
-    """A group's part in it. devices: that its ranks have, by names that are the same for all groups; none, before they
-    have said so: then it waits for nobody."""
+    """A group's claim on the devices that it shares.
+
+    devices: those of its ranks, by names that all groups agree on. Empty until the ranks have reported them; the turn
+        then waits for no one.
+    """
 
     def __init__(
         self, turns: DeviceTurns, name: str, wake: Callable[[], None], idle_seconds: float | None = None
@@ -71,17 +80,17 @@ class Turn:
 
     @property
     def is_held(self) -> bool:
-        """Whether all its devices are its own, which they stay until `give`."""
+        """True while the group owns all its devices, until `give`."""
         return self._begun.is_set()
 
     def ask(self) -> None:
-        """For it; `wake` is called when it is held."""
+        """Requests the devices; `wake` is called when they are held."""
         if not self._has_asked:
             self._has_asked = True
             self._turns.enter(self)
 
     async def take(self) -> None:
-        """Returns when it is held."""
+        """Requests the devices and waits until they are held."""
         self.ask()
         try:
             await self._begun.wait()
@@ -95,33 +104,37 @@ class Turn:
         self.wake()
 
     def give(self) -> None:
-        """To who waits. Where it is not held: no-op."""
+        """Releases the devices or withdraws the request; does nothing if there is neither."""
         self._begun.clear()
         self._has_asked = False
         self._turns.leave(self)
 
     def used(self) -> None:
-        """The devices, until now."""
+        """Records that the devices were in use until now."""
         self._used_at = time.monotonic()
 
     def seconds_left(self) -> float | None:
-        """Until they have not been used for too long; None: for ever."""
+        """Returns the seconds until the devices count as idle for too long; None if they never do."""
         if self._idle_seconds is None or not self.is_held:
             return None
         return max(0.0, self._idle_seconds - (time.monotonic() - self._used_at))
 
     def moved(self, seconds: float) -> None:
-        """So long it took to come to the devices and to leave them."""
+        """Records how long it took to move on and off the devices."""
         self._moving_seconds = seconds
 
     def is_over(self, has_work: bool) -> bool:
-        """Whether another one is to have its devices now. has_work: whether there is any for this one."""
+        """True if the group must release its devices to another one now.
+
+        Args:
+            has_work: whether this group has work waiting.
+        """
         if not (self.is_held and self._turns.is_wanted(self)):
             return False
         least = max(_FEWEST_SECONDS, _STAYS * self._moving_seconds)
         return not has_work or time.monotonic() - self._since >= least
 
     def obstacle(self) -> str | None:
-        """Who has what it asked for, in words."""
+        """Describes which groups hold the requested devices, or returns None."""
         names = [turn.name for turn in self._turns.holders(self)]
         return f"{' and '.join(names)} has the device" if names and self._has_asked and not self.is_held else None

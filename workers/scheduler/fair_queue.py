@@ -1,7 +1,8 @@
-"""Shares: whose operation goes next, of all runs that have one ready.
+"""Decides which run's operation goes into a pass next.
 
-Deficit round robin (Shreedhar and Varghese, 1995) by tokens: tenants take turns, each turn brings its tenant a quantum
-of tokens, and inside a tenant its runs take turns. What a tenant takes beyond its quantum is paid with its next turns.
+Deficit round robin (Shreedhar and Varghese, 1995) over tokens: tenants take turns, each turn adds a quantum of tokens
+to the tenant's credit, and inside a tenant its runs take turns. Tokens taken beyond the credit are paid back by later
+turns.
 """
 
 from collections import OrderedDict
@@ -16,9 +17,10 @@ _SHORT_PER_PASS = 16
 
 @dataclass(frozen=True)
 class PassLimits:
-    """tokens, runs: the most of one pass. tenant_weights: as in DispatchConfig.
+    """The limits of one pass.
 
-    Sequences are not cut: one that is longer than half of `tokens` may take a pass beyond them.
+    tokens, runs: the most of one pass. Sequences are not cut: one longer than half of `tokens` may exceed it.
+    tenant_weights: as in DispatchConfig.
     """
 
     tokens: int
@@ -26,23 +28,25 @@ class PassLimits:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def quantum(self, tenant_id: str) -> float:
-        """Tokens of a turn of the tenant: at most a quarter of a pass; more where a pass has room for few runs."""
+        """Returns the tokens of one turn of the tenant: at most a quarter of a pass, or more if a pass holds fewer than
+        4 runs.
+        """
         heaviest = max(1.0, *self.tenant_weights.values()) if self.tenant_weights else 1.0
         weight = self.tenant_weights.get(tenant_id, 1.0) / heaviest
         return weight * self.tokens / min(_TURNS_PER_PASS, self.runs)
 
     def is_cut(self, work: PassWork) -> bool:
-        """Whether what is left of it may be split over passes. Less than that waits until it finds room as a whole."""
+        """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
         return work.tokens > self.quarter
 
     def is_short(self, work: PassWork) -> bool:
-        """Whether it is for the very next pass."""
+        """True if the operation should run in the very next pass."""
         if work.begun:
             return False
         return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
 
     def allows(self, short: PassWork, taken: int) -> bool:
-        """Whether the tenant whose short operations have taken that much of the pass may have this one in it, too."""
+        """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
         return taken + short.tokens <= self._short_tokens
 
     @property
@@ -59,10 +63,12 @@ class PassLimits:
 
 
 class Tenant:
-    """credit: tokens that it may still take; what it owes, where negative. advance: those that its short operations may
-    take before its turn has come.
+    """A tenant's place in the round robin.
 
-    lines: its runs with an operation ready, the next one first. short: those of them whose operation is short.
+    credit: tokens that it may still take; negative if it owes some.
+    advance: tokens that its short operations may take before its turn.
+    lines: its runs with an operation ready, the next one first.
+    short: those of them whose operation is short.
     """
 
     def __init__(self, tenant_id: str, limits: PassLimits) -> None:
@@ -75,7 +81,7 @@ class Tenant:
         self.short: OrderedDict[str, Line] = OrderedDict()
 
     def end_turn(self) -> None:
-        """With what it owes; credit that is left is lost."""
+        """Starts the next turn: debt is kept, unused credit is lost."""
         self.credit = min(self.credit, 0.0) + self._quantum
         self.advance = min(self._most_advance, self.advance + self._quantum)
 
@@ -84,7 +90,9 @@ class Tenant:
 
 
 class Shares:
-    """Tenants in the order of their turns. One without work loses its credit, and stays for as long as it owes."""
+    """Tenants in the order of their turns. A tenant without work loses its credit, and is kept as long as it owes
+    tokens.
+    """
 
     def __init__(self, limits: PassLimits) -> None:
         self._limits = limits
@@ -96,7 +104,7 @@ class Shares:
         return self._num_lines > 0
 
     def add(self, line: Line) -> None:
-        """A line whose head is an operation, behind the others of its tenant."""
+        """Adds a line whose head is an operation, behind the tenant's other lines."""
         tenant = self._tenants.get(line.tenant_id)
         if tenant is None:
             tenant = self._tenants[line.tenant_id] = Tenant(line.tenant_id, self._limits)
@@ -114,10 +122,11 @@ class Shares:
             del self._hurried[line.tenant_id]
 
     def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[Tenant, Line] | None:
-        """Whose turn it is, and which of its runs is next; None when no operation is ready.
+        """Returns the tenant whose turn it is and its next run; None if no operation is ready.
 
-        awaited: tenants who will have one for the next pass. They keep their places; if the pass may end, it does at
-        their turn, or others would have what is theirs.
+        Args:
+            awaited: tenants that will have an operation for the next pass. They keep their places; if the pass may end,
+                it ends at their turn, because otherwise other tenants would take their tokens.
         """
         while self._num_lines:
             tenant = self._first()
@@ -142,7 +151,9 @@ class Shares:
         return next(iter(self._tenants.values()))
 
     def hurried(self) -> Iterator[Tenant]:
-        """Tenants with short operations and an advance left. One at which the caller stops is the first next time."""
+        """Yields tenants with short operations and an advance left. A tenant at which the caller stops is first next
+        time.
+        """
         for _ in range(len(self._hurried)):
             tenant = next(iter(self._hurried.values()))
             if tenant.advance > 0:

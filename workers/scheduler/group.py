@@ -1,6 +1,6 @@
-"""Group: the ranks that hold one base model, the work that waits for them, and the lane that makes calls of it.
+"""Schedules the work of the ranks that hold one base model, and restarts them when they die.
 
-A group calls its ranks one call at a time, so that all of them see the same order of work.
+A group makes one call to its ranks at a time, so that all of them see work in the same order.
 """
 
 import asyncio
@@ -35,16 +35,16 @@ logger = logging.getLogger(__name__)
 
 _KINDS = ("training", "verbs", "snapshots", "sampling")
 
-# Parts of the slices' length that the first ones after a pause have.
+# Lengths of the first slices after a pause, as fractions of a slice.
 _FIRST_SLICES = (1 / 16, 1 / 4)
 
-# Of the sampling jobs at a death, what may be together next time: fewer deaths until one is alone, or more at a time.
+# After a death, a quarter of its sampling jobs may run together: a trade-off between more deaths and less batching.
 JOBS_SHRINK = 4
 
-# How long until it is looked again whether there is a place for the ranks. Nothing died, so nothing has to back off.
+# Pause before the next attempt to place the ranks. Nothing died, so there is no backoff.
 _PLACE_SECONDS = 2.0
 
-# Verbs that need nothing on the devices.
+# Verbs that can run while the group is offloaded.
 _ANYWHERE = ("memory", "drop_run", "drop_adapter")
 
 # Verbs after which a run has no gradients.
@@ -52,10 +52,12 @@ _CLEARING = ("create_run", "load_run", "set_vocabulary", "clear_gradients", "dro
 
 
 class Group:
-    """Submit with `submit` and `sample`; the lane does the rest, until `close`.
+    """Runs the work given to `submit` and `sample` in its scheduler loop (the lane), until `close`.
 
-    name: what messages call it. info: the loaded model. num_deaths: of its workers so far. restarting: the last one
-    died and its successor is not ready yet.
+    name: for messages.
+    info: the loaded model.
+    num_deaths: deaths of its workers so far.
+    restarting: true from a death until the new workers are ready.
     """
 
     info: ModelInfo
@@ -71,9 +73,14 @@ class Group:
         idle_seconds: float | None = None,
         suspect_jobs: Suspects | None = None,
     ) -> None:
-        """name: the model's served name unless given. device_turns: None = it has its devices for itself.
-        idle_seconds: without work; then it leaves its devices, None = never. suspect_jobs: of groups that may get each
-        other's sampling jobs, None = of this one alone."""
+        """Builds the group; `start` loads it.
+
+        Args:
+            name: the model's served name unless given.
+            device_turns: None if the group does not share its devices by turns.
+            idle_seconds: idle time after which it is offloaded from its devices; None means never.
+            suspect_jobs: shared by groups that may receive each other's sampling jobs; None means private.
+        """
         self.name = name or config.model.name
         self.num_deaths = 0
         self.restarting = False
@@ -94,9 +101,9 @@ class Group:
         self._queue = Queue(limits, self._suspect_runs)
         self._running: list[Work[Any]] = []
         self._snapshots = Snapshots(self._wake.set)
-        # What the call under way is about: of large operations also those that wait for their next passes.
+        # The work in the current call, including large operations of which more passes will follow.
         self._in_call: Sequence[Work[Any] | Sampling] = ()
-        # Runs whose gradients lack an operation of a call that failed as a whole, unknown to the rank, and the reason.
+        # Run -> why its gradients are incomplete: a call that contained its operation failed, which ranks may not know.
         self._incomplete: dict[str, str] = {}
         self._operation_ids = count()
         self._cohorts = Cohorts(self._suspect_jobs)
@@ -106,7 +113,11 @@ class Group:
         self._closed: str | None = None
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Loads the model. Raises ValueError with the reason when it does not load."""
+        """Loads the model.
+
+        Raises:
+            ValueError: it does not load; the message says why.
+        """
         source, size = self._config.model.source, loaded_bytes(self._config)
         is_kept = self._new_ranks().is_kept
         if is_kept:
@@ -131,7 +142,7 @@ class Group:
             await self._ranks.close()
 
     def status(self) -> str | None:
-        """What the work on this model waits for, in words; None when there is none."""
+        """Describes what work on this model waits for; None if nothing waits."""
         if self.restarting:
             return f"the worker of {self.name} is restarting" + (f": {self._no_place}" if self._no_place else "")
         if obstacle := self._device.obstacle():
@@ -147,7 +158,7 @@ class Group:
         if not num_apart:
             return ""
         requests = f"{num_apart} sampling requests" if num_apart > 1 else "1 sampling request"
-        return f"; {requests} of when its worker died take turns with the others"
+        return f"; {requests} of a worker that died take turns with the others"
 
     def _passes_ahead(self) -> str:
         num_passes = math.ceil(self._queue.num_tokens / self._limits.tokens)
@@ -160,7 +171,7 @@ class Group:
         return self._ranks.pids if self._ranks else []
 
     async def submit(self, key: str, tenant_id: str, item: Item) -> Any:
-        """The item's answer. key: the run (or adapter) whose items run in the order in which they are submitted."""
+        """Returns the item's answer. Items with the same key (a run or adapter) run in the order of submission."""
         self._check_usable(key, item)
         work = self._work(key, tenant_id, item)
         self._queue.add(work)
@@ -178,7 +189,7 @@ class Group:
         return Work(key, tenant_id, item, answer)
 
     async def memory(self) -> dict[str, int] | None:
-        """See RankMemory.by_purpose; None where there is no worker, or it ends before it answers."""
+        """Returns RankMemory.by_purpose; None if no worker is up, or it dies before it answers."""
         if self._lane is None:
             return None
         try:
@@ -187,7 +198,11 @@ class Group:
             return None
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """on_progress: called with what each slice added to the samples of a job that streams, until it ends."""
+        """Samples.
+
+        Args:
+            on_progress: called with what each slice adds, if the job streams, until it ends.
+        """
         if job.job_id in self._cohorts:
             raise OperationError(f"sampling request {job.job_id} is under way already", "server")
         self._check_usable(job.adapter_id)
@@ -201,18 +216,20 @@ class Group:
             raise
 
     def cancel(self, job_id: str) -> None:
-        """Before it joined, the job is dropped; after, the next slice leaves it out. Finished or unknown: no-op."""
+        """Cancels the job: one that waits is dropped, a running one is dropped with the next slice. Ignores unknown
+        jobs.
+        """
         if (waiting := self._cohorts.cancel(job_id)) is not None:
             self._wake.set()
             self._suspect_jobs.clear(job_id)
             _settle(waiting.answer, Failure(f"sampling request {job_id} was cancelled", "user"))
 
     def holds(self, key: str) -> bool:
-        """Whether the worker that is up has the run, adapter or draft, as far as is known."""
+        """True if the current worker has the run, adapter or draft, as far as is known."""
         return key in self._live
 
     def forget_lost(self, key: str) -> bool:
-        """Whether the run or adapter was lost with a worker and is not being made anew; from now on it is unknown."""
+        """Forgets the run or adapter; True if it was lost with a worker and is not being rebuilt."""
         self._suspect_runs.clear(key)
         comes_back = key in self._queue or any(work.key == key for work in self._running)
         return self._lost.pop(key, None) is not None and not comes_back
@@ -224,7 +241,7 @@ class Group:
         if key in self._lost and not anew:
             raise WorkerLost(self._lost[key])
 
-    # The lane: forms the next call, makes it, hands out the answers; and starts again when the worker dies.
+    # The lane forms the next call, makes it and delivers the answers; it restarts the worker after a death.
 
     async def _run_lane(self) -> None:
         while True:
@@ -235,7 +252,7 @@ class Group:
                 await self._restart()
 
     def _lane_ended(self, lane: "asyncio.Task[None]") -> None:
-        """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
+        """Fails all waiting work if the lane ends before `close`, which only a bug causes."""
         self._device.give()
         if not lane.cancelled():
             logger.critical("the lane of %s crashed", self.name, exc_info=lane.exception())
@@ -261,8 +278,7 @@ class Group:
                 self._device.used()
 
     async def _wait_for_work(self, ranks: Ranks) -> list[str]:
-        """The kinds of it that there are."""
-        # Who has just been answered may have more, which is to be in the next pass.
+        # Callers that were just answered may submit more, which should be in the next pass.
         await asyncio.sleep(0)
         while not ranks.death.done():
             self._wake.clear()
@@ -273,11 +289,11 @@ class Group:
                 return possible
             elif not await self._woken():
                 await self._leave_device(ranks)
-        # Before anything is taken, which would be suspected of it.
+        # Raised before any work is taken, which would become a suspect.
         raise ranks.death.result()
 
     async def _woken(self) -> bool:
-        """False: it has had its devices without work for long."""
+        """Waits for a wake-up; False if the devices were idle for too long."""
         try:
             await asyncio.wait_for(self._wake.wait(), self._device.seconds_left())
         except TimeoutError:
@@ -285,20 +301,19 @@ class Group:
         return True
 
     def _possible(self, wanted: list[str]) -> list[str]:
-        """Of these kinds those that can be gone on with; the others ask for the devices."""
         possible = wanted if self._device.is_held else [kind for kind in wanted if self._runs_anywhere(kind)]
         if len(possible) < len(wanted):
             self._device.ask()
         return wanted if self._device.is_held else possible
 
     def _runs_anywhere(self, kind: str) -> bool:
-        """Whether what comes next of it needs nothing on the devices."""
+        """True if the next call of this kind needs nothing on the devices."""
         if kind == "snapshots":
             return self._snapshots.due
         return kind == "verbs" and self._queue.next_verb().method in _ANYWHERE
 
     async def _leave_device(self, ranks: Ranks) -> None:
-        """Where that fails, it stays beside who comes."""
+        """Offloads the group and releases its devices; if offloading fails, they are shared with the next group."""
         answer = await self._call((), self._verb(ranks, "offload"))
         if isinstance(answer, Failure):
             logger.warning("%s does not leave its device: %s", self.name, answer.message)
@@ -398,7 +413,7 @@ class Group:
         self._suspect_runs.passed(piece.work.key, piece.work.item.seq_id or None)
 
     async def _call(self, about: "Sequence[Work[Any] | Sampling]", call: Awaitable[Any]) -> Any:
-        """The answer of the ranks; a Failure when they have none."""
+        """Returns the ranks' answer, or a Failure if the call failed."""
         self._in_call = about
         try:
             answer = await call
@@ -433,14 +448,18 @@ class Group:
             self._suspect_jobs.passed(job_id, waiting.num_slices)
 
     def _next_slice_milliseconds(self, cohort: Cohort) -> float:
-        """The first ones after a pause are short: who asks for one sample mostly asks for more right behind it."""
+        """Returns the next slice's length. The first slices after a pause are short, because a client that sends one
+        sampling request mostly sends more right after it.
+        """
         is_pause = len(self._cohorts) == len(cohort.joining)
         number = self._slices_since_pause = 0 if is_pause else self._slices_since_pause + 1
         part = _FIRST_SLICES[number] if number < len(_FIRST_SLICES) else 1
         return self._slice_milliseconds * part
 
     def _note(self, key: str, verb: Verb, answer: object) -> None:
-        """Here and not by the caller: a death right after the answer must find the run among the live."""
+        """Records what the verb changed. Done here, not by the caller, so that a death right after the answer finds the
+        run.
+        """
         if isinstance(answer, Failure):
             return
         if verb.creates is not None:
@@ -458,8 +477,8 @@ class Group:
         logger.error("base model %s: %s%s", self.name, death, consequences)
         for key in self._live:
             self._lost[key] = (
-                f"{key} was lost when the worker of {self.name} died ({death}): what it has learned since it was last "
-                "saved is gone; create it anew"
+                f"{key} was lost when the worker of {self.name} died ({death}): its progress since it was last "
+                "saved is gone; create it again"
             )
         self._live.clear()
         self._incomplete.clear()
@@ -468,7 +487,6 @@ class Group:
         self._fail_all(lambda work: WorkerLost(message, alone=work in alone))
 
     def _accuse(self, in_call: "Sequence[Work[Any] | Sampling]") -> str:
-        """What comes of it, in words."""
         runs: dict[str, int] = {}
         for work in in_call:
             if isinstance(work, Work) and isinstance(work.item, ForwardBackwardRequest | Step):
@@ -490,7 +508,7 @@ class Group:
         self._cohorts = Cohorts(self._suspect_jobs)
         self._running, self._in_call = [], ()
         for each in waiting:
-            # What was to be dropped is gone.
+            # A drop succeeds: the worker's death dropped everything.
             dropped = isinstance(each, Work) and isinstance(each.item, Verb) and each.item.drops is not None
             _settle(each.answer, None if dropped else error_of(each))
 
@@ -508,12 +526,12 @@ class Group:
             await self._open_or_close()
         except NoPlace as error:
             if str(error) != str(self._no_place):
-                logger.error("base model %s has no place: %s", self.name, error)
+                logger.error("base model %s cannot be placed: %s", self.name, error)
             self._no_place = error
             return False
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
-            # Of the system's: no memory, no process or no file to be had at this moment.
-            logger.error("base model %s does not come back: %s", self.name, why_not(error, self._config))
+            # OSError: the system has no memory, process or file for us at the moment.
+            logger.error("base model %s does not restart: %s", self.name, why_not(error, self._config))
             self._no_place = None
             return False
         self._no_place = None
@@ -524,7 +542,7 @@ class Group:
         try:
             await self._open_ranks()
         except BaseException:
-            # One may have died between its start and its first answer, still holding its place.
+            # A rank may have died between its start and its first answer, still holding its resources.
             if self._ranks is not None:
                 await self._ranks.close()
             self._device.give()
@@ -533,7 +551,7 @@ class Group:
     async def _open_ranks(self) -> None:
         await self._device.take()
         self._ranks = self._new_ranks()
-        # The first time someone watches, and the model may have to be downloaded: but not where another one has it.
+        # The first load may include a download, with someone watching, so it has no limit; kept workers are loaded.
         is_finite = self.num_deaths or self._ranks.is_kept
         loading_seconds = self._patience.loading_seconds if is_finite else math.inf
         await self._ranks.start(loading_seconds, self._patience.with_verb("start_over"))
@@ -544,7 +562,7 @@ class Group:
             await self._take_place(self._ranks)
 
     async def _take_place(self, ranks: Ranks) -> None:
-        """Before they have said where they are, they loaded the model as if they were alone there."""
+        """Learns the ranks' devices. The ranks loaded as if alone there, so the group leaves and takes its turn."""
         devices = frozenset(await ranks.of_each("place", hang_seconds=self._patience.with_verb("place")))
         if devices != self._device.devices:
             await self._leave_device(ranks)
@@ -554,7 +572,6 @@ class Group:
         return Ranks(self._new_pool(self._config), self._config.parallel, self._config.shared_directories)
 
     def _processes(self) -> str:
-        """And their layout."""
         pids = ", ".join(map(str, self.pids()))
         return f"{self._config.parallel}, processes {pids}" if "," in pids else f"process {pids}"
 
@@ -565,7 +582,7 @@ class Group:
 
 @dataclass
 class Backoff:
-    """A worker that served for a while is restarted at once, one that keeps dying ever later (seconds)."""
+    """Delays restarts: none for a worker that served for a while, growing delays (seconds) for one that keeps dying."""
 
     first: float = 1.0
     limit: float = 60.0
@@ -588,12 +605,11 @@ class Backoff:
 
 
 def _consequences(what: str, accused: Mapping[str, int], suspects: Suspects) -> str:
-    """For the log, of those in whose call the worker died."""
     if len(accused) < 2:
         return ""
     most = suspects.most_together(accused)
     return (
-        f"; {len(accused)} {what} were in the call: until they have come past that place they run apart from all"
+        f"; {len(accused)} {what} were in the call: until they get past that point they run apart from all"
         f" others, {most:.0f} at a time"
     )
 

@@ -1,7 +1,7 @@
-"""Keeper: groups of ranks that outlive the servers that use them; one server at a time.
+"""Keeps rank groups that outlive the servers that use them; one server is attached at a time.
 
-A rank that dies is replaced here, with the others of its group; the server that is attached hears of a death, and
-attaches again when they are back. What a server has left in the ranks the next one drops.
+When a rank dies, its whole group is restarted here; the attached server is notified and attaches again when the group
+is up. A newly attached server clears the state that the previous one left in the ranks.
 """
 
 import asyncio
@@ -40,13 +40,16 @@ logger = logging.getLogger(__name__)
 _PLACE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 2.0
 _MOST_STRANGERS = 256
-"""Connections at a time that have not proved yet that they know the secret, which takes those who do no time."""
+"""Most connections at a time that have not authenticated yet; authentication is quick for real servers."""
 _FULL_SECONDS = 0.1
-"""Until it is tried again to take a connection, when the system had no room for it."""
+"""Pause before the next accept, after the system had no resources for one."""
 
 
 class Keeper:
-    """knobs: what servers are told of how these groups were made."""
+    """Serves the groups to servers that connect.
+
+    knobs: the settings with which the groups were built, which servers compare with their own.
+    """
 
     def __init__(self, groups: "Mapping[str, KeptGroup]", knobs: Mapping[str, Any], secret: bytes) -> None:
         self._groups = groups
@@ -54,16 +57,24 @@ class Keeper:
         self._description = Description(knobs, tuple(groups))
         self._visits: set[_Visit] = set()
         self._newest_epoch = -1
-        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._strangers: dict[socket.socket, None] = {}  # in order of arrival
         self._received: set[asyncio.Task[None]] = set()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Raises ValueError with the reason when a group does not come up."""
+        """Loads all groups.
+
+        Raises:
+            ValueError: a group does not start; the message says why.
+        """
         for group in self._groups.values():
             await group.start(on_progress)
 
     async def receive(self, listener: socket.socket) -> None:
-        """Servers, as they come, also while groups start; until it is cancelled. listener: listens, does not block."""
+        """Accepts servers, also while groups are still starting, until cancelled.
+
+        Args:
+            listener: a listening, non-blocking socket.
+        """
         try:
             while True:
                 connection = await self._accepted(listener)
@@ -71,7 +82,7 @@ class Keeper:
                 receiving = asyncio.create_task(self._received_one(connection))
                 self._received.add(receiving)
                 receiving.add_done_callback(self._received.discard)
-                await asyncio.sleep(0)  # others are to have a turn, however many come
+                await asyncio.sleep(0)  # a flood of connections must not starve other tasks
         finally:
             for visit in tuple(self._visits):
                 visit.end("its workers were stopped")
@@ -84,18 +95,18 @@ class Keeper:
         await asyncio.gather(*(group.close() for group in self._groups.values()))
 
     async def _accepted(self, listener: socket.socket) -> socket.socket:
-        """Whatever happens: where there are too many, the one that has been a stranger for longest is turned away."""
+        """Accepts a connection, despite any failures. If too many are unauthenticated, the oldest of them is closed."""
         while True:
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:
-                logger.warning("no connection to the workers can be taken for now: %s", error)
+                logger.warning("connections to the workers cannot be accepted for now: %s", error)
                 self._turn_one_away()
                 await asyncio.sleep(_FULL_SECONDS)
                 continue
             if len(self._strangers) >= _MOST_STRANGERS:
                 logger.warning(
-                    "%d connections to the workers are no servers yet: the oldest is closed", _MOST_STRANGERS
+                    "%d connections to the workers are not authenticated: closing the oldest", _MOST_STRANGERS
                 )
                 self._turn_one_away()
             return connection
@@ -104,7 +115,7 @@ class Keeper:
         if self._strangers:
             longest = next(iter(self._strangers))
             del self._strangers[longest]
-            with contextlib.suppress(OSError):  # it has left
+            with contextlib.suppress(OSError):  # it has disconnected
                 longest.shutdown(socket.SHUT_RDWR)
 
     async def _introduced(self, connection: socket.socket) -> Sealed:
@@ -151,22 +162,28 @@ class Keeper:
             self._visits.discard(visit)
 
     def _refusal(self, attach: Attach) -> str | None:
-        """Who knows them as they are may; of servers with epochs the newer one, of others who is there."""
+        """Returns why the server may not attach, or None.
+
+        Its settings must equal those of the workers. A newer lease epoch displaces an older one; without epochs, the
+        server that is attached stays.
+        """
         claim, others = (
             attach.claim,
             {visit.claim for visit in self._visits if visit.claim.holder != attach.claim.holder},
         )
         if changes := _changes(attach.knobs, self._description.knobs):
-            return f"they were started anew with {changes}: start this server anew, too, or them as they were"
+            return (
+                f"they were restarted with {changes}: restart this server too, or the workers with their old settings"
+            )
         if attach.group not in self._groups:
-            return f"{attach.group} is not among them: there are {', '.join(self._groups)}"
+            return f"{attach.group} is not among them: they serve {', '.join(self._groups)}"
         if claim.epoch is not None and claim.epoch < self._newest_epoch:
             return (
-                f"a server with the lease of epoch {self._newest_epoch} has had them, and this one's is of epoch "
-                f"{claim.epoch}; where the database was put back or is another one, start the workers anew"
+                f"a server with lease epoch {self._newest_epoch} has used them, and this server's lease has epoch "
+                f"{claim.epoch}: if the database was restored or replaced, restart the workers"
             )
         if any(_is_no_older(other, claim) for other in others):
-            return "another server is attached to them: end that one, or start workers for this one"
+            return "another server is attached to them: stop that server, or start separate workers for this one"
         return None
 
     def _make_way(self, attach: Attach) -> None:
@@ -174,13 +191,12 @@ class Keeper:
             self._newest_epoch = attach.claim.epoch
         for visit in tuple(self._visits):
             if visit.claim.holder != attach.claim.holder:
-                visit.end(f"a server with the lease of epoch {attach.claim.epoch} has taken the workers over")
+                visit.end(f"a server with lease epoch {attach.claim.epoch} has taken over the workers")
             elif visit.group.name == attach.group:
                 visit.end("this server has attached again")
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In words; none where there are none."""
     changed = [name for name in before if now.get(name) != before[name]]
     return " and ".join(f"{name} {_shown(now.get(name))} instead of {_shown(before[name])}" for name in changed)
 
@@ -198,7 +214,10 @@ def _is_no_older(other: Claim, claim: Claim) -> bool:
 
 
 class KeptGroup:
-    """The ranks of one base model, which come back when they die. calls: those that they have not answered."""
+    """The ranks of one group, restarted when they die.
+
+    calls: calls that they have not answered yet.
+    """
 
     def __init__(self, name: str, config: WorkerConfig, new_pool: Callable[[], Pool]) -> None:
         self.name = name
@@ -213,7 +232,11 @@ class KeptGroup:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Raises ValueError with the reason when they do not come up."""
+        """Loads the group.
+
+        Raises:
+            ValueError: it does not start; the message says why.
+        """
         on_progress(f"loading {self.name} from {self._config.model.source} ...")
         pool = await load(self._config, self.name, lambda: self._open(math.inf), on_progress)
         on_progress(f"{self.name} is ready: {_processes(pool)}")
@@ -227,7 +250,11 @@ class KeptGroup:
             await self._ranks.close()
 
     async def pool(self) -> Pool:
-        """As soon as it is up, and has answered all calls. Raises NoPlace where it does not for now."""
+        """Returns the pool as soon as it is up and has answered all calls.
+
+        Raises:
+            NoPlace: it does not restart, or hangs in a call, for now.
+        """
         while self._pool is None or self.calls:
             if self._trouble is not None:
                 raise NoPlace(self._trouble)
@@ -235,11 +262,11 @@ class KeptGroup:
         return self._pool
 
     async def _answered(self) -> None:
-        """Some calls are. Raises NoPlace."""
+        """Waits until some call is answered. Raises NoPlace if none is within hang_seconds."""
         done, pending = await asyncio.wait(self.calls, timeout=self._config.hang_seconds)
         if not done:
             methods = ", ".join(sorted({calling.get_name() for calling in pending}))
-            raise NoPlace(f"{self.name} waits for {methods}, which was begun for a server that has left since")
+            raise NoPlace(f"{self.name} waits for {methods}, which was begun for a server that has disconnected since")
 
     async def _keep(self) -> None:
         while True:
@@ -256,7 +283,7 @@ class KeptGroup:
         try:
             pool = await self._open(Patience(self._config).loading_seconds)
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
-            trouble = f"{self.name} does not come back: {why_not(error, self._config)}"
+            trouble = f"{self.name} does not restart: {why_not(error, self._config)}"
             if trouble != self._trouble:
                 logger.error("%s", trouble)
             self._change(None, trouble)
@@ -278,7 +305,7 @@ class KeptGroup:
 
 
 class _Visit:
-    """Of one server to one group, from when it asks for it until one of the two hangs up."""
+    """The session of one server with one group, from its attach request until one side closes the connection."""
 
     def __init__(self, line: Line, attach: Attach, group: KeptGroup) -> None:
         self.claim = attach.claim
@@ -288,7 +315,6 @@ class _Visit:
         self._pool: Pool | None = None
 
     async def run(self) -> None:
-        """Raises OSError, EOFError when the server is gone."""
         welcoming = asyncio.create_task(self._welcome())
         try:
             while True:
@@ -306,7 +332,7 @@ class _Visit:
             await asyncio.wait({welcoming})
 
     def end(self, reason: str) -> None:
-        """Nothing that the server says from now on is done."""
+        """Ends the session; anything the server sends from now on is ignored."""
         if not self._has_ended:
             logger.warning("%s: %s", self.group.name, reason)
             self._end(reason)
@@ -329,7 +355,9 @@ class _Visit:
             self._line.hang_up()
 
     def _begin(self, call: Call, frames: list[memoryview]) -> None:
-        """Not cancelled when the server leaves: all ranks do what they have begun."""
+        """Starts the call; it is not cancelled when the server disconnects, because ranks must finish what all of them
+        began.
+        """
         calling = asyncio.create_task(self._call(call, frames), name=call.method)
         self.group.calls.add(calling)
         calling.add_done_callback(self.group.calls.discard)
@@ -341,7 +369,7 @@ class _Visit:
         try:
             answers = await pool.relay([[frame] for frame in of_ranks], call.method, call.hang_seconds)
         except WorkerDied:
-            return  # the server is told by `_welcome`
+            return  # `_welcome` reports it to the server
         if not self._has_ended:
             self._line.say(Answered(call.number), [encode(answer) for answer in answers])
 

@@ -1,4 +1,4 @@
-"""Loading: a base model's ranks are started, more than once where they are killed over it; and why they were not."""
+"""Starts the ranks of a base model, with retries if they are killed while loading, and explains failures."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ from ..pools.base import WorkerDied, WorkerError
 from ..protocol.config import WorkerConfig
 
 MOST_TRIES = 4
-"""The last ones after pauses of 1, 2 and 4 seconds."""
+"""The retries follow pauses of 1, 2 and 4 seconds."""
 
 Loaded = TypeVar("Loaded")
 
@@ -21,7 +21,13 @@ async def load(
     on_progress: Callable[[str], None],
     most_tries: int = MOST_TRIES,
 ) -> Loaded:
-    """Raises ValueError with the reason when it does not load. attempt: leaves nothing behind when it fails."""
+    """Loads the model with retries.
+
+    Args:
+        attempt: one try, which must leave nothing behind when it fails.
+    Raises:
+        ValueError: it does not load; the message says why.
+    """
     source = config.model.source
     for number in range(1, most_tries + 1):
         try:
@@ -40,7 +46,7 @@ async def load(
 
 
 def why_not(error: Exception, config: WorkerConfig) -> str:
-    """In words, for whoever may do something about it."""
+    """Explains the failure for the operator who can do something about it."""
     words = str(error)
     if not isinstance(error, WorkerDied | WorkerError | ValueError):
         words = f"the process that starts workers ended while it started one ({words or type(error).__name__})"
@@ -50,6 +56,6 @@ def why_not(error: Exception, config: WorkerConfig) -> str:
     needs = f"needs {gigabytes(planned)} of memory for its weights" if planned else "needs memory"
     there = f", and {gigabytes(available)} is available now" if available is not None else ""
     return (
-        f"{words}: if nobody sent it that signal, the kernel's out-of-memory killer did; loading it {needs}{there}: "
-        "free some, serve fewer or smaller models, or load them with --dtype bfloat16"
+        f"{words}: unless someone sent that signal, the kernel's out-of-memory killer did; loading it {needs}{there}: "
+        "free memory, serve fewer or smaller models, or load them with --dtype bfloat16"
     )

@@ -1,4 +1,4 @@
-"""Sources: where the pools of groups come from: started here or on Ray, or kept by another process.
+"""Creates the pools of groups: started on this machine or on Ray, or attached to workers that another process keeps.
 
 Imports neither torch nor ray.
 """
@@ -27,15 +27,19 @@ logger = logging.getLogger(__name__)
 
 class Source(Protocol):
     async def open(self) -> None:
-        """Raises ValueError: a layout that a model cannot have, or not enough memory."""
+        """Checks the configuration and prepares to create pools.
+
+        Raises:
+            ValueError: a layout is impossible for its model, or memory does not suffice.
+        """
         ...
 
     def new_pool(self, group: str, model: WorkerConfig) -> Pool:
-        """group: its name. Not started."""
+        """Returns a pool for the named group, not started yet."""
         ...
 
     async def close(self) -> None:
-        """After the pools."""
+        """Releases resources after all pools are closed."""
         ...
 
 
@@ -44,7 +48,7 @@ def source_of(config: DispatchConfig) -> Source:
 
 
 class Started:
-    """Processes of this machine, or actors."""
+    """Creates pools of processes of this machine, or of Ray actors."""
 
     def __init__(self, config: DispatchConfig) -> None:
         self._config = config
@@ -85,7 +89,7 @@ class Started:
 
 
 class Kept:
-    """Those of another process, which has looked at all that."""
+    """Creates pools attached to the workers of another process, which has checked the configuration already."""
 
     def __init__(self, config: DispatchConfig, at: KeptAt) -> None:
         self._worker = config.worker
@@ -100,8 +104,9 @@ class Kept:
 
 
 def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
-    """All that are made of our own processes, by name: of each base model the one of its policies, those of roles
-    apart, then those that sample."""
+    """Yields every group of worker processes by name: for each base model its own, those of roles, then its
+    samplers.
+    """
     for model in of_policies(config):
         yield model.model.name, model
         yield from named_roles(config, model).items()
@@ -110,13 +115,13 @@ def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
 
 
 def of_policies(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
-    """What the base models' own workers are built of."""
+    """Returns the configs of the base models' own workers."""
     has_drafts = all("draft" not in group.roles for group in config.role_groups)
     return tuple(model if has_drafts else replace(model, draft_parallel=None) for model in with_threads(config))
 
 
 def named_roles(config: DispatchConfig, model: WorkerConfig) -> dict[str, WorkerConfig]:
-    """Of one of the base models, by the names of its groups."""
+    """Returns the configs of the base model's groups of roles, by group name."""
     return {name_of(model, each): roles_apart(config, model, each) for each in config.role_groups}
 
 
@@ -125,7 +130,7 @@ def name_of(model: WorkerConfig, group: RoleGroup) -> str:
 
 
 def roles_apart(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -> WorkerConfig:
-    """What the workers of these roles are built of. model: one of the base models."""
+    """Returns the config of the workers of these roles, for one base model."""
     number = [each.model for each in config.models].index(model.model)
     devices = group.devices or (model.device,)
     of_drafts = config.models[number].draft_parallel if "draft" in group.roles else None
@@ -138,7 +143,7 @@ def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tu
 
 
 def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
-    """What our processes that only sample the model are built of."""
+    """Returns the configs of the worker processes that only sample this model."""
     apart = replace(model, shared_directories=(), draft_parallel=None)
     if sampling.vllm is not None:
         devices = ",".join(sampling.devices) or model.device
@@ -148,7 +153,11 @@ def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig
 
 
 def _check_layout(model: WorkerConfig, is_local: bool) -> None:
-    """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
+    """Checks a model that is on this machine already; other models are checked by their ranks.
+
+    Raises:
+        ValueError: the layout is impossible.
+    """
     if model_directory(model.model.source) is None:
         return
     has_ranks = model.parallel != SINGLE
@@ -160,13 +169,11 @@ def _check_layout(model: WorkerConfig, is_local: bool) -> None:
 
 
 def _check_drafts(model: WorkerConfig) -> None:
-    """As _check_layout."""
     if model.draft_parallel is not None and model_directory(model.model.source) is not None:
         check_drafts(model.draft_parallel, model.parallel, read_model(model.model))
 
 
 def _check_roles(config: DispatchConfig) -> None:
-    """Raises ValueError."""
     is_local = config.pool == "local"
     try:
         for group in _of_roles(config).values():
@@ -178,12 +185,10 @@ def _check_roles(config: DispatchConfig) -> None:
 
 
 def _of_roles(config: DispatchConfig) -> dict[str, WorkerConfig]:
-    """Of all base models, by the names of the groups."""
     return {name: group for model in config.models for name, group in named_roles(config, model).items()}
 
 
 def _check_samplers(config: DispatchConfig) -> None:
-    """Raises ValueError."""
     sampling = config.sampling
     if sampling.parallel == SINGLE:
         return
@@ -199,7 +204,9 @@ def _check_samplers(config: DispatchConfig) -> None:
 
 
 def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
-    """Ray lets each rank see its own GPUs alone; on this machine each takes another one."""
+    """Returns one config per rank. Ray shows each rank its own GPUs only; on this machine each rank is given a
+    different one.
+    """
     shares_gpus = is_local and model.parallel.num_ranks > 1 and not runs_on_cpu(model)
     return tuple(
         replace(
@@ -210,7 +217,6 @@ def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
 
 
 def _copies(config: DispatchConfig) -> list[tuple[WorkerConfig, ...]]:
-    """Of each group one for each process that holds a base model."""
     groups = (
         group
         for model in config.models
@@ -220,13 +226,15 @@ def _copies(config: DispatchConfig) -> list[tuple[WorkerConfig, ...]]:
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
-    """Threads per rank = cores / ranks that compute at the same time: those of one group, where groups take turns, else
-    all of them."""
+    """Returns the models' configs with a default for threads: cores / ranks that compute at the same time.
+
+    These are the ranks of the largest group if groups take turns on devices, else all ranks.
+    """
     num_ranks = [len(group) for group in _copies(config)]
     together = max(num_ranks, default=1) if config.shared_devices == "turns" else sum(num_ranks)
     share = max(1, num_cores() // max(1, together))

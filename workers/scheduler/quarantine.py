@@ -1,6 +1,7 @@
-"""Suspects: the work in whose call a worker died, which is kept in smaller company until it has come past that place.
+"""Tracks suspects: work that was in the call in which a worker died.
 
-So whoever the worker dies of is soon alone with it, and nobody else's work is held against it.
+Suspects run in smaller companies until they get past the point of the death. A request that kills its worker is soon
+alone, and other requests are cleared.
 """
 
 import math
@@ -8,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-# Those that never come back; and those of which nobody knows whether they have come past the place.
+# For suspects that are never retried; and for those whose position is unknown, so that passing it cannot be seen.
 _REMEMBERED_SECONDS, _UNKNOWN_SECONDS = 3600.0, 300.0
 
 
@@ -20,10 +21,11 @@ class _Accusation:
 
 
 class Suspects:
-    """By key, that of a run or of a sampling job.
+    """Suspect runs or sampling jobs, by key.
 
-    shrinks: of as many as there were in the fatal call, one in `shrinks` may be together next time, and at least one.
-    Positions tell how far a key has come; those of one key are comparable over deaths. None = unknown.
+    shrinks: after a fatal call, only one in `shrinks` of its members (at least one) may run together next time.
+
+    Positions say how far a key has progressed, and stay comparable over deaths. None means unknown.
     """
 
     def __init__(self, shrinks: float = math.inf) -> None:
@@ -37,24 +39,24 @@ class Suspects:
         return key in self._accused
 
     def accuse(self, positions: Mapping[str, int | None]) -> None:
-        """All that were in the fatal call, each with the position at which it was."""
+        """Makes every member of the fatal call a suspect, with its position at the time."""
         now = time.monotonic()
         self._accused = {key: each for key, each in self._accused.items() if now - each.at < _REMEMBERED_SECONDS}
         most_together = max(1, int(len(positions) // self._shrinks))
         self._accused |= {key: _Accusation(at, most_together, now) for key, at in positions.items()}
 
     def most_together(self, keys: Iterable[str]) -> float:
-        """How many may run at a time when these do."""
+        """Returns how many keys may run together if these are among them."""
         return min((self._accused[key].most_together for key in keys if key in self._accused), default=math.inf)
 
     def passed(self, key: str, position: int | None) -> None:
-        """The key has got through that position."""
+        """Clears the key if this position is past the one at which it was accused."""
         accusation = self._accused.get(key)
         if accusation is not None and _is_past(accusation, position):
             del self._accused[key]
 
     def clear(self, key: str) -> None:
-        """It has ended."""
+        """Forgets the key, which has ended."""
         self._accused.pop(key, None)
 
 

@@ -1,4 +1,4 @@
-"""Queue: the work that waits for a group's ranks. Keeps the order of each run, and forms calls of all runs' work."""
+"""Queues the work of a group's ranks: keeps each run's order and forms calls from the work of all runs."""
 
 from collections import OrderedDict
 from collections.abc import Container
@@ -13,7 +13,7 @@ from .work import Line, PassWork, Snapshot, Verb, Work
 
 @dataclass(eq=False)
 class Piece:
-    """What a pass runs of an operation: its data from first_datum to before end."""
+    """The chunk of an operation that one pass runs: its data from first_datum up to, not including, end."""
 
     work: PassWork
     first_datum: int
@@ -36,10 +36,11 @@ class Piece:
 
 
 class Queue:
-    """What is taken goes to the ranks in one call, and is answered before anything else is taken.
+    """Holds waiting work. Work that is taken goes to the ranks in one call, and is answered before anything else is
+    taken.
 
-    num_works, num_tokens: of what waits, without what is taken. suspects: runs of which each operation and each step
-    goes alone.
+    num_works, num_tokens: of the waiting work, without what is taken.
+    suspects: runs whose operations and optimizer steps each run alone.
     """
 
     def __init__(self, limits: PassLimits, suspects: Container[str] = ()) -> None:
@@ -48,7 +49,7 @@ class Queue:
         self._limits = limits
         self._suspects = suspects
         self._lines: dict[str, Line] = {}
-        # Each line is in one of these, by what its head is; operations of suspects are apart from the others.
+        # Each line is in one of these, by the type of its head; operations of suspects are in `_apart`.
         self._shares = Shares(limits)
         self._apart = _ByTenant()
         self._steps: dict[str, Line] = {}
@@ -89,13 +90,13 @@ class Queue:
             self._file(line)
 
     def withdraw(self, work: Work[Any]) -> None:
-        """Nobody waits for it any more. What the ranks have begun goes on to its end."""
+        """Drops work that no caller waits for any more, unless the ranks have begun it."""
         line = self._lines.get(work.key)
         if line is not None and work in line.works and not work.begun:
             self.drop(work)
 
     def drop(self, work: Work[Any]) -> None:
-        """What is left of it waits no longer."""
+        """Removes the rest of this work from the queue."""
         line = self._lines[work.key]
         if work is line.head:
             self._unfile(line)
@@ -105,23 +106,24 @@ class Queue:
             self._forget(work)
 
     def next_verb(self) -> Verb:
-        """That `take_verb` would take."""
         return self._verbs.next().head.item
 
     def take_verb(self) -> Work[Verb]:
-        """Tenants take turns, and a tenant's runs."""
+        """Takes the next verb: tenants take turns, and a tenant's runs take turns."""
         return self._pop(self._verbs.next())
 
     def take_snapshot(self) -> Work[Snapshot]:
-        """As verbs; until it is taken, only its run waits for it."""
+        """Takes the next snapshot, by the same turns as verbs; until then only its run is blocked by it."""
         return self._pop(self._snapshots.next())
 
     def steps_are_next(self) -> bool:
-        """They go first, for they unlock passes; but by turns, should a run have nothing but steps."""
+        """True if optimizer steps run next. They go first, because they unblock passes, but alternate with passes that
+        wait.
+        """
         return bool(self._steps) and not (self._steps_went_last and self._wants_pass)
 
     def take_steps(self) -> list[Work[Step]]:
-        """One of each run that is ready for it; or of one suspect, by turns with all others."""
+        """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate."""
         self._steps_went_last = True
         suspects = [line for line in self._steps.values() if line.key in self._suspects]
         others = [line for line in self._steps.values() if line.key not in self._suspects]
@@ -129,7 +131,7 @@ class Queue:
         return [self._pop(line) for line in (suspects[:1] if self._suspect_stepped_last else others)]
 
     def take_pass(self) -> list[Piece]:
-        """A part of one suspect's operation, or of those of all others, by turns."""
+        """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
         self._suspect_passed_last = bool(self._apart) and not (self._shares and self._suspect_passed_last)
         forming = _Forming(self._limits)
@@ -141,8 +143,8 @@ class Queue:
         return list(forming.pieces.values())
 
     def _fill(self, forming: "_Forming") -> None:
-        """First the run whose turn it is, so that it comes on whatever else there is; then the short operations, which
-        are to wait for one pass at most; and then by turns until the pass is full.
+        """Fills a pass: first the run whose turn it is, so that it always progresses; then short operations, which wait
+        for one pass at most; then other runs by turns until the pass is full.
         """
         first = self._shares.next()
         assert first is not None, "taken only while operations are ready"
@@ -153,11 +155,11 @@ class Queue:
         ):
             self._move(*turn, forming, forming.room)
         if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
-            # Its few tokens would give it the first place of very many passes.
+            # A run with few tokens would otherwise keep the first place for very many passes.
             self._shares.end_turn()
 
     def _move_short_ones(self, forming: "_Forming") -> None:
-        """They find half a pass, whatever the length of the first sequence."""
+        """Moves short operations into the pass; they may use half a pass even if the first sequence left less room."""
         room = max(forming.room, self._limits.half)
         for tenant in self._shares.hurried():
             taken = self._move_short_ones_of(tenant, forming, room)
@@ -175,7 +177,6 @@ class Queue:
         return taken
 
     def _move(self, tenant: Tenant, line: Line, forming: "_Forming", room: float) -> int:
-        """Into the pass: of the operation at the line's head what the tenant's credit and the room are enough for."""
         tokens = self._take(line, forming, tenant.credit, room)
         tenant.credit -= tokens
         if line.comes_back:
@@ -200,7 +201,7 @@ class Queue:
         return work
 
     def _end(self, line: Line) -> None:
-        """The head, of a line that is not filed."""
+        """Removes the head of a line that is not filed, and files the line for its next head."""
         self._forget(line.works.popleft())
         if line.works:
             self._file(line)
@@ -240,9 +241,10 @@ class Queue:
 
 
 class _Forming:
-    """A pass on its way. room: tokens that it still has room for; negative after a sequence longer than a pass.
+    """A pass that is being filled.
 
-    awaited: tenants of whom it has the end of an operation, behind which only a step is before the next one.
+    room: tokens left; negative after a sequence longer than a pass.
+    awaited: tenants whose operation ends in this pass, with only an optimizer step before their next one.
     """
 
     def __init__(self, limits: PassLimits) -> None:
@@ -254,7 +256,6 @@ class _Forming:
 
     @property
     def may_end(self) -> bool:
-        """Whether it is worth its fixed costs."""
         return self.room <= self._limits.tokens - self._limits.quarter
 
     def admits(self, work: PassWork, room: float) -> bool:
@@ -265,7 +266,10 @@ class _Forming:
         return run_id in self._runs or len(self._runs) < self._limits.runs
 
     def take(self, work: PassWork, credit: float, room: float) -> int:
-        """Tokens taken: of an operation that may be cut, about `credit`, while there is room; but always one datum."""
+        """Puts data of the operation into the pass and returns their tokens.
+
+        An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
+        """
         piece = self.pieces.setdefault(work.operation_id, Piece(work, work.num_taken, 0))
         tokens = work.take(credit, room) if self._limits.is_cut(work) else work.take_all()
         piece.end = work.num_taken
@@ -275,7 +279,7 @@ class _Forming:
 
 
 class _ByTenant:
-    """Lines, of which the tenants have their turns, and those of one tenant, too."""
+    """Lines ordered by turns of tenants, and inside a tenant by turns of its runs."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, OrderedDict[str, Line]] = OrderedDict()

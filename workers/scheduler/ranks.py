@@ -1,4 +1,4 @@
-"""Ranks: those of one base model as if they were one worker. Shares work out to them and joins their answers."""
+"""Presents the ranks of one base model as a single worker: splits work over them and merges their answers."""
 
 import asyncio
 import heapq
@@ -15,10 +15,14 @@ from ..protocol.verbs import Failure, Part, Pass, SampleJob, Share, SharedOutput
 
 
 class Ranks:
-    """Raises as the pool does. death, pids, is_kept: see Pool."""
+    """A group's ranks behind one interface. Methods raise as the pool does; for death, pids and is_kept see Pool."""
 
     def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
-        """shared_directories: of this machine, where all ranks are to read and write, too."""
+        """Wraps the pool.
+
+        Args:
+            shared_directories: directories of this machine that all ranks must be able to read and write.
+        """
         self._pool = pool
         self._spec = spec
         self._shared_directories = shared_directories
@@ -37,10 +41,13 @@ class Ranks:
         return self._pool.is_kept
 
     async def start(self, loading_seconds: float = math.inf, call_seconds: float = math.inf) -> None:
-        """Loads the base model on every rank; those that were kept have it, and drop what an earlier server left.
+        """Loads the base model on every rank; kept ranks have it loaded and drop what an earlier server left.
 
-        loading_seconds: until the ranks hang that load it, or are loading it elsewhere; call_seconds: in what they do
-        then. Raises ValueError where a rank does not see what it is to share with this machine.
+        Args:
+            loading_seconds: time limit for starting and loading, after which a rank counts as hung.
+            call_seconds: time limit of each call after that.
+        Raises:
+            ValueError: a rank does not see a shared directory.
         """
         await self._pool.start(loading_seconds)
         try:
@@ -62,8 +69,8 @@ class Ranks:
                 if trouble is not None:
                     raise ValueError(
                         f"{directory} is not shared with rank {rank}: {trouble}; ranks read and write there: mount one "
-                        "file system at the same path on every machine, or name a directory that is on such a one "
-                        "with --state-dir (and --checkpoints, where that is a directory)"
+                        "file system at the same path on every machine, or set --state-dir (and --checkpoints, if it "
+                        "is a directory) to a directory on such a file system"
                     )
         finally:
             await asyncio.to_thread(landmark.remove)
@@ -72,12 +79,14 @@ class Ranks:
         await self._pool.close()
 
     async def call(self, method: str, *arguments: object, hang_seconds: float) -> Any:
-        """Of all ranks the same; the first one's answer."""
+        """Calls the method on all ranks, for methods that answer the same everywhere; returns the first rank's
+        answer.
+        """
         [answer, *_] = await self._answers(method, *arguments, hang_seconds=hang_seconds)
         return answer
 
     async def of_each(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
-        """Of all ranks their own answers."""
+        """Calls the method on all ranks and returns every rank's answer."""
         return await self._answers(method, *arguments, hang_seconds=hang_seconds)
 
     async def run_pass(self, work: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
@@ -96,7 +105,7 @@ class Ranks:
         return self._samplers.joined(results)
 
     async def _answers(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
-        """Where some fail and others do not, all are killed: they would not be in the same state any more."""
+        """Returns all answers. If some ranks fail and others do not, kills all: their states would diverge."""
         answers = await self._pool.answers(method, *arguments, hang_seconds=hang_seconds)
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if len(errors) == len(answers):
@@ -108,8 +117,10 @@ class Ranks:
 
 
 def shared_out(work: Pass, num_shares: int) -> list[Pass]:
-    """The data of all parts, so that each share has about as many tokens: the longest first, each to the share that
-    has least."""
+    """Splits the data of all parts into shares with about equal numbers of tokens.
+
+    Greedy: the longest first, each to the share with the fewest tokens so far.
+    """
     data = [(i, j) for i, part in enumerate(work.parts) for j in range(len(part.request.data))]
     lengths = [len(work.parts[i].request.data[j].tokens) for i, j in data]
     taken: list[list[tuple[int, int]]] = [[] for _ in range(num_shares)]
@@ -122,7 +133,6 @@ def shared_out(work: Pass, num_shares: int) -> list[Pass]:
 
 
 def _share_of(work: Pass, places: list[tuple[int, int]]) -> Pass:
-    """places: part and datum of what the share has, in order."""
     by_part: list[list[int]] = [[] for _ in work.parts]
     for i, j in places:
         by_part[i].append(j)
@@ -137,7 +147,11 @@ def _part_of(part: Part, indices: list[int]) -> Part:
 
 
 def _joined(answers: Sequence[SharedOutput | Failure | None]) -> ForwardBackwardOutput | Failure | None:
-    """Ranks agree on what failed; each has the outputs of its share, of those with the same one some tell more."""
+    """Merges the ranks' answers to one part.
+
+    Ranks agree on failures. Each has the outputs of its share; ranks with the same share may each have different
+    fields.
+    """
     outputs: dict[int, Mapping[str, Any]] = {}
     for answer in answers:
         if not isinstance(answer, SharedOutput):
@@ -149,7 +163,7 @@ def _joined(answers: Sequence[SharedOutput | Failure | None]) -> ForwardBackward
 
 
 class _Samplers:
-    """Which rank decodes which job. Those of a tensor- or expert-parallel team decode the same ones together."""
+    """Assigns sampling jobs to ranks. The ranks of a tp or ep group decode the same jobs together."""
 
     def __init__(self, spec: ParallelSpec) -> None:
         self._team_of = [0] * spec.num_ranks
@@ -163,14 +177,12 @@ class _Samplers:
         self._tokens_of_job: dict[str, int] = {}
 
     def shared_out(self, work: Slice) -> tuple[Slice, ...]:
-        """By rank."""
         joining: list[list[SampleJob]] = [[] for _ in self._tokens]
         for job in work.join:
             joining[self._place(job)].append(job)
         return tuple(replace(work, join=tuple(joining[team])) for team in self._team_of)
 
     def joined(self, results: Sequence[SliceResult]) -> SliceResult:
-        """Of all teams: what their first ranks say."""
         of_teams = [results[rank] for rank in self._first_of]
         finished = {job_id: answer for result in of_teams for job_id, answer in result.finished.items()}
         for job_id in finished:
@@ -179,7 +191,7 @@ class _Samplers:
         return SliceResult(finished, sum(result.num_active for result in of_teams), progress)
 
     def _place(self, job: SampleJob) -> int:
-        """Where fewest tokens wait."""
+        """Assigns the job to the team with the fewest waiting tokens."""
         team = self._tokens.index(min(self._tokens))
         tokens = len(job.prompt) + job.num_samples * (job.params.max_tokens or len(job.prompt))
         self._team_of_job[job.job_id], self._tokens_of_job[job.job_id] = team, tokens
@@ -187,7 +199,7 @@ class _Samplers:
         return team
 
     def _forget(self, job_id: str) -> None:
-        """A job that was cancelled may be told of twice."""
+        """Forgets the job; a cancelled job may be reported twice."""
         team = self._team_of_job.pop(job_id, None)
         if team is not None:
             self._tokens[team] -= self._tokens_of_job.pop(job_id)

@@ -1,4 +1,4 @@
-"""Snapshots: those that a worker writes while it goes on with other work, and who waits for them."""
+"""Tracks the snapshots that a worker writes while it does other work, and the callers that wait for them."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ _FIRST_SECONDS, _LAST_SECONDS = 0.01, 0.5
 
 
 class Snapshots:
-    """Of one group, whose lane asks the worker from time to time which have been written, when they are `due`.
+    """The snapshots of one group that are being written.
 
-    on_due: called then.
+    The group polls the worker for finished ones whenever they are `due`; `on_due` is called at that time.
     """
 
     def __init__(self, on_due: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class Snapshots:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may be begun: each holds a copy of its run in the worker's memory."""
+        """True if another snapshot may begin; each holds a copy of its run in the worker's memory."""
         return len(self._writing) < _MOST
 
     def works(self) -> list[Work[Snapshot]]:
@@ -43,18 +43,20 @@ class Snapshots:
         self._ask_later()
 
     def ended(self, answers: Mapping[int, Failure | None]) -> list[tuple[Work[Snapshot], Failure | None]]:
-        """Those of them that waited for it, with their answers. The others are asked for again, ever later."""
+        """Returns the work of the snapshots that ended, with their answers, and polls for the others at growing
+        intervals.
+        """
         works = [(self._writing.pop(one), answer) for one, answer in answers.items() if one in self._writing]
         self._seconds = min(2 * self._seconds, _LAST_SECONDS)
         self._ask_later()
         return works
 
     def failed(self, failure: Failure) -> list[tuple[Work[Any], Failure | None]]:
-        """Nobody knows what has become of them."""
+        """Fails all snapshots, because their outcome is unknown."""
         return self.ended(dict.fromkeys(self._writing, failure))
 
     def forget(self) -> None:
-        """The worker is gone."""
+        """Forgets all snapshots, because the worker has died."""
         self._writing.clear()
         self._ask_later()
 

@@ -1,26 +1,25 @@
-"""Patience: how long a call to a worker may take; one that takes longer is of a worker that hangs.
+"""Decides how long a call to a worker may take before the worker counts as hung.
 
-Generous, for who is taken for hung is killed with everything in its memory. What calls took so far tells how long they
-take.
+Generous, because a rank that times out is killed and loses its memory. Limits follow from how long earlier calls took.
 """
 
 from collections.abc import Sequence
 
 from ..protocol.config import WorkerConfig
 
-# Of what a call of its size has taken, at the slowest.
+# Limit, as a multiple of the slowest known call of that size.
 _FACTOR = 4.0
-# So much of the slowest call is remembered at each one that was faster.
+# Decay of the slowest time with each faster call.
 _MEMORY = 0.98
 
-# A backward pass takes as long as two forward; and attention as long as all else at about this length.
+# A forward with backward costs three forwards; attention costs as much as everything else at about this length.
 _BACKWARD, _LONG = 3.0, 4096.0
 
-# Of a token, forward, before anything was seen: of a large model on a small CPU.
+# Assumed forward time of a token before the first measurement: a large model on a small CPU.
 _UNSEEN_SECONDS = 0.2
 
-# Of hang_seconds: of verbs that read, write or move what may be of any size, or wait for such; of runs, which may
-# have to come from disk; and of a model that is loaded.
+# Multiples of hang_seconds: for verbs that read, write or move data of any size, or wait for that; for each run, which
+# may have to be reloaded from disk; and for loading a model.
 _FILES, _RUN, _LOADING = 10, 1 / 8, 120
 _OF_FILES = frozenset(
     {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "start_over", "offload"}
@@ -29,7 +28,10 @@ _OF_FILES = frozenset(
 
 
 class Patience:
-    """Of one group, in seconds. Every call has hang_seconds beyond its work, and more where that has to be fetched."""
+    """The time limits of one group's calls, in seconds.
+
+    Every call may take hang_seconds beyond its work, and more if its models have to be reloaded.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._base = config.hang_seconds
@@ -51,26 +53,26 @@ class Patience:
         return self._moving_seconds + self._base * (_FILES if method in _OF_FILES else 1)
 
     def moved(self, seconds: float) -> None:
-        """So long it took to come to the device and to leave it, which every call may have to wait for."""
+        """Records how long it took to move on and off the device; every call may have to wait for that."""
         self._moving_seconds = max(_FACTOR * seconds, _MEMORY * self._moving_seconds)
 
 
 def cost_of(lengths: Sequence[int], forward_only: bool) -> float:
-    """In tokens of a short sequence, forward."""
+    """Returns the cost of sequences in units of one token's forward in a short sequence."""
     if not lengths:
         return 1.0
     return sum(lengths) * (1 + max(lengths) / _LONG) * (1 if forward_only else _BACKWARD)
 
 
 class Seen:
-    """Calls of any size (at least 1), and how long they took: the slowest of those of about a size, while it is recent.
+    """Records how long calls took, by size (at least 1): the slowest recent one of each power of two.
 
-    unseen_seconds: for a size of 1, before the first.
+    unseen_seconds: assumed for a size of 1 before the first call.
     """
 
     def __init__(self, unseen_seconds: float) -> None:
         self._unseen_seconds = unseen_seconds
-        # By the number of bits of the size.
+        # Keyed by the bit length of the size.
         self._slowest: dict[int, float] = {}
 
     def took(self, size: float, seconds: float) -> None:
@@ -78,7 +80,10 @@ class Seen:
         self._slowest[bits] = max(seconds, _MEMORY * self._slowest.get(bits, 0.0))
 
     def bound(self, size: float) -> float:
-        """Twice the size takes twice the time at most, and half of it no longer: of any size seen, that is a bound."""
+        """Returns a time limit for a call of this size.
+
+        Time grows at most linearly with size and never shrinks with it, so every size seen gives a bound.
+        """
         if not self._slowest:
             return size * self._unseen_seconds
         known = (seconds * max(1.0, size / 2 ** (bits - 1)) for bits, seconds in self._slowest.items())

@@ -1,4 +1,4 @@
-"""Work: what waits for a group's ranks and who waits for its answer; and Line, the works of one run in their order."""
+"""Defines the work that waits for a group's ranks, and the queue of one run's work."""
 
 import asyncio
 from collections import deque
@@ -11,7 +11,10 @@ from ..protocol.verbs import Contents, Step
 
 @dataclass(frozen=True)
 class Verb:
-    """A call that concerns one run or adapter alone. creates, drops: the id that the worker holds (or not) after it."""
+    """A call of a worker's method for one run or adapter.
+
+    creates, drops: the id that the worker holds, or no longer holds, after it.
+    """
 
     method: str
     arguments: tuple[object, ...] = ()
@@ -21,7 +24,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The run as of the works before it, which the worker writes into `directory` while it goes on."""
+    """Writes the run as of the work before it into `directory`, while the worker does other work."""
 
     directory: str
     contents: Contents = "all"
@@ -33,7 +36,10 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 @dataclass(eq=False)
 class Work(Generic[ItemT]):
-    """key: the run (or adapter) whose works are done in the order in which they came. tenant_id: whose it is."""
+    """An item that waits for the ranks, with the future of its answer.
+
+    key: the run (or adapter), whose work runs in the order of arrival.
+    """
 
     key: str
     tenant_id: str
@@ -42,16 +48,17 @@ class Work(Generic[ItemT]):
 
     @property
     def begun(self) -> bool:
-        """Whether the ranks have had a part of it, so that it has to go on to its end."""
+        """True if the ranks have received a part of it, so that it must be finished."""
         return False
 
 
 @dataclass(eq=False)
 class PassWork(Work[ForwardBackwardRequest]):
-    """A forward or forward_backward, which goes into passes datum by datum.
+    """A forward or forward_backward, whose data are put into passes one datum at a time.
 
-    lengths: of its data. num_taken: its first data, which are in passes already. tokens: of the others; an operation
-    without tokens counts as one, for it is work all the same.
+    lengths: tokens of each datum.
+    num_taken: how many data, from the first, are in passes already.
+    tokens: of the data left; at least 1, because an operation without tokens is still work.
     """
 
     operation_id: int
@@ -72,9 +79,10 @@ class PassWork(Work[ForwardBackwardRequest]):
         return self.num_taken == len(self.lengths)
 
     def take(self, enough: float, room: float) -> int:
-        """Takes data until they have `enough` tokens: the first in any case, the others while there is room.
+        """Takes data until they have `enough` tokens: the first one always, further ones only if they fit in `room`.
 
-        Returns their tokens.
+        Returns:
+            their tokens.
         """
         tokens = 0
         while not self.taken and (not tokens or (tokens < enough and tokens + self.lengths[self.num_taken] <= room)):
@@ -93,7 +101,9 @@ class PassWork(Work[ForwardBackwardRequest]):
 
 @dataclass(eq=False)
 class Line:
-    """Only its head is ready: what comes behind a step or verb waits until that has been answered."""
+    """Holds the work of one run, in order. Only the head can run: an optimizer step or verb blocks what follows until
+    answered.
+    """
 
     key: str
     tenant_id: str
@@ -105,7 +115,7 @@ class Line:
 
     @property
     def comes_back(self) -> bool:
-        """Whether a step, which goes before the next pass, is all that its next operation waits for."""
+        """True if the run's next forward_backward waits only for an optimizer step, which runs before the next pass."""
         return len(self.works) > 1 and isinstance(self.head.item, Step) and isinstance(self.works[1], PassWork)
 
     @property

@@ -1,1 +1,1 @@
-"""What a model's config.json decides of its weights, and how they are shared out. Imports no torch."""
+"""The shapes of models as read from config.json, and how ranks divide their weights. Imports no torch."""

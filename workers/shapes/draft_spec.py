@@ -1,29 +1,32 @@
-"""The layouts that drafts may have on the ranks of a base model. Imports no torch."""
+"""The layouts that drafts can have on the ranks of a base model. Imports no torch."""
 
 from ..protocol.parallel_spec import ParallelSpec
 from .model_shape import Model, ModelShape
 
 
 def default_draft_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
-    """Tokens as the target's ranks share them out, where heads go into as many parts; else sequences."""
+    """Returns the layout that divides tokens as the target's ranks do if its sp divides the draft's heads, else one
+    that divides sequences only."""
     sp = base.sp if heads % base.sp == 0 else 1
     return ParallelSpec(replicas=base.num_ranks // sp, sp=sp)
 
 
 def check_drafts(spec: ParallelSpec, base: ParallelSpec, target: Model) -> None:
-    """Of a target whose heads are known; of any other, who loads it finds out. Raises ValueError."""
+    """Raises ValueError if the layout is not possible for the target. A target of another kind than ModelShape is
+    checked when it is loaded."""
     if isinstance(target, ModelShape):
         check_draft_spec(spec, base, target.heads, target.kv_heads)
 
 
 def check_draft_spec(spec: ParallelSpec, base: ParallelSpec, heads: int, kv_heads: int) -> None:
-    """heads, kv_heads: of a draft, the target's. Raises ValueError."""
+    """Raises ValueError if the layout is not possible. A draft has as many heads and kv_heads as its target."""
     if spec.fsdp * spec.ep > 1:
-        raise ValueError(f"--draft-parallel {spec.axes}: drafts are laid out along replicas, sp and tp: name these")
+        raise ValueError(f"--draft-parallel {spec.axes}: drafts support the axes replicas, sp and tp: use only these")
     if spec.num_ranks != base.num_ranks:
         raise ValueError(
-            f"--draft-parallel {spec.axes}: these are {spec.num_ranks} ranks, and the model has {base.num_ranks}, by"
-            f" {base}: all of them train drafts; to give these other ranks, use --role-group draft=LAYOUT"
+            f"--draft-parallel {spec.axes}: this is {spec.num_ranks} ranks, but the model has {base.num_ranks}, by"
+            f" {base}, and all of them train drafts: use as many, or give drafts other ranks with --role-group"
+            " draft=LAYOUT"
         )
     if kv_heads % spec.tp:
         raise ValueError(
@@ -36,11 +39,11 @@ def check_draft_spec(spec: ParallelSpec, base: ParallelSpec, heads: int, kv_head
     own, sharing = spec.sp * spec.tp, base.sp * base.tp
     if max(own, sharing) % min(own, sharing):
         raise ValueError(
-            f"--draft-parallel {spec.axes}: {own} ranks have a sequence of a draft, {sharing} one of the model"
-            f" by {base}: one of these numbers has to divide the other"
+            f"--draft-parallel {spec.axes}: {own} ranks share a sequence of a draft, and {sharing} share one of the"
+            f" model by {base}: one of these numbers must divide the other"
         )
     if base.num_ranks // base.replicas % own:
         raise ValueError(
-            f"--draft-parallel {spec.axes}: {own} ranks have a sequence of a draft, and the model's go on by themselves"
-            f" along replicas in {base}: lay it out by fsdp in their place"
+            f"--draft-parallel {spec.axes}: {own} ranks share a sequence of a draft, but the model's replicas in"
+            f" {base} run independently: use fsdp in place of replicas for the model"
         )

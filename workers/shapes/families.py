@@ -1,4 +1,4 @@
-"""What sets the families of models apart that run by our own layers (workers/models/fused_decoder.py).
+"""The differences between the model families that run with our own layers (workers/models/fused_decoder.py).
 
 Imports no torch.
 """
@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the norms of a layer, by where they stand: before and behind attention and the feed-forward part. None
-    where there is none."""
+    """Names of a layer's norms by position, before and after attention and the feed-forward part. None = no norm."""
 
     before_attention: str | None = "input_layernorm"
     behind_attention: str | None = None
@@ -26,20 +25,24 @@ class Norms:
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one `model_type`, with Llama's arithmetic unless said otherwise.
+    """Models of one `model_type`, with Llama's arithmetic unless fields say otherwise.
 
-    name: what the classes of transformers begin with. module: the one of transformers that holds them. trunk,
-    embedding: what the classes of the model without its head and of its embedding end with; None = torch's own.
-    defaults: what a config.json may leave out.
+    name: the prefix of its classes in transformers. module: the module of transformers that defines them.
+    trunk, embedding: suffixes of the classes of the model without its head and of its embedding; None = torch's
+    embedding.
+    defaults: values of fields that a config.json may leave out.
 
-    norms_heads: whether queries and keys go through a norm, each head by itself or all heads together. adds_one:
-    whether the weights of norms are to be added to 1. biases: settings of the config that give biases to all
-    projections of attention, or of the feed-forward part. query_bias: whether those to queries, keys and values have
-    one whatever the config says. is_fused: whether queries, keys and values come of one projection, gates and ups of
-    another. windows: which layers have the config's sliding window: every one, or those that it names.
-    rotates_by_kind: whether layers with and without a window have rotations of their own. activation, activation_key:
-    of gates, and where the config names it. sparsity: which layers have experts. sparse_block, expert_linears: what
-    those layers' part behind attention is called in files, and gate, up and down of an expert.
+    norms_heads: whether queries and keys have a norm, over each head or over all heads together.
+    adds_one: whether 1 is added to the weights of norms.
+    biases: config settings that add biases to all projections of attention, or to those of the feed-forward part.
+    query_bias: whether the projections to queries, keys and values always have a bias, independent of the config.
+    is_fused: whether one projection computes queries, keys and values, and another one gate and up.
+    windows: which layers use the config's sliding window: every layer, or those that the config lists.
+    rotates_by_kind: whether layers with and without a window have different rotations.
+    activation, activation_key: the activation of gates, and the config's field for it.
+    sparsity: which layers have experts.
+    sparse_block, expert_linears: names in checkpoint files of the block with experts, and of an expert's gate, up and
+    down.
     """
 
     name: str
@@ -81,7 +84,7 @@ _OF_QWEN: Mapping[str, object] = {
     "use_sliding_window": False,
 }
 
-# Windows from some layer on, or in those that `layer_types` names.
+# Windows start at some layer, or are used in the layers that `layer_types` lists.
 _BY_LAYER: Mapping[str, object] = {"max_window_layers": 28, "layer_types": None}
 
 _ATTENTION = ("attention_bias",)
@@ -181,8 +184,8 @@ FAMILIES: Mapping[str, Family] = {
 # Rotations that do not depend on the lengths in a batch.
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
-# By model_type: others that run by transformers' modules with the numbers that these give, packed, alone and sampled.
-# tests/workers/test_survey.py compares each of them, and all that transformers knows beside them.
+# Further model_types. They run with transformers' modules and give the same numbers packed, alone and sampled.
+# tests/workers/models/test_survey.py checks each of them, and all others of transformers.
 # fmt: off
 BY_TRANSFORMERS = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe",
@@ -195,7 +198,7 @@ BY_TRANSFORMERS = frozenset({
 })
 # fmt: on
 
-# By model_type, of models that take images, too, and run by their part for text alone: that part's model_type.
+# Multimodal models of which only the part for text runs: model_type of the whole -> model_type of that part.
 TEXT_PARTS: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
@@ -208,11 +211,10 @@ OTHER_ARITHMETIC = (
     "use_bidirectional_attention",
 )
 
-# Those of them that change nothing at 1.
+# Those of the above that change nothing if they are 1.
 _SCALES = frozenset({"logit_scale", "logits_scaling"})
 
-# By model_type, of others that run by transformers' modules: the setting by which their logits are multiplied, or
-# divided.
+# For model_types that run with transformers' modules: the setting by which their logits are multiplied, or divided.
 LOGIT_SCALES: Mapping[str, str] = {
     "cohere": "logit_scale",
     "cohere2": "logit_scale",
@@ -226,12 +228,13 @@ LOGIT_DIVISORS: Mapping[str, str] = {
     "granitemoeshared": "logits_scaling",
 }
 
-# Layers of other kinds carry a state along the row, from one packed sequence into the next.
+# Other kinds of layers carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def other_arithmetic(model_type: str, config: Mapping[str, object]) -> str | None:
-    """Returns the first setting by which the model's numbers are none that are known here, None where there is none."""
+    """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
+    setting."""
     known = LOGIT_SCALES.get(model_type), LOGIT_DIVISORS.get(model_type)
     for setting in OTHER_ARITHMETIC:
         value = config.get(setting)
@@ -241,7 +244,7 @@ def other_arithmetic(model_type: str, config: Mapping[str, object]) -> str | Non
 
 
 def logit_scale_of(config: Any) -> float:
-    """config: of transformers. What its model multiplies logits by."""
+    """Returns the factor by which a model with this config of transformers multiplies its logits."""
     multiplier = getattr(config, LOGIT_SCALES.get(config.model_type, ""), None)
     divisor = getattr(config, LOGIT_DIVISORS.get(config.model_type, ""), None)
     return (1.0 if multiplier is None else float(multiplier)) / (1.0 if divisor is None else float(divisor))

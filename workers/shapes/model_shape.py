@@ -1,6 +1,6 @@
-"""ModelShape: what of a model's config.json decides how its weights can be shared out, and how large they are.
+"""Reads from a model's config.json how its weights can be divided, and how large they are.
 
-Read without torch and transformers, so that a layout that cannot work is refused before anything is loaded.
+Imports neither torch nor transformers, so that an impossible layout is refused before anything is loaded.
 """
 
 import json
@@ -12,13 +12,16 @@ from pathlib import Path
 from ..protocol.config import ServedModel
 from .families import BY_TRANSFORMERS, FAMILIES, LAYER_TYPES, TEXT_PARTS, Family, other_arithmetic
 
-# A config.json that says nothing of it means a rotation by the position alone.
+# The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
 
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become rotations. factor, original_positions: None where the kind has none."""
+    """The computation of rotations from positions.
+
+    factor, original_positions: None if the kind has none.
+    """
 
     kind: str = _NO_SCALING
     factor: float | None = None
@@ -34,9 +37,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class Model:
-    """What matters of any model. name: what clients call it.
+    """Properties of a model of any type.
 
-    max_positions: its longest context in tokens, None where the config does not say. refusal: why no rank can serve it.
+    name: what clients call it. max_positions: its longest context in tokens, None if the config does not say.
+    refusal: why it cannot be served, None if it can.
     """
 
     name: str
@@ -48,7 +52,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Experts:
-    """Feed-forward parts of which each token takes `per_token`. layers: those that have them, by index."""
+    """Feed-forward experts, of which each token uses `per_token`.
+
+    layers: the indices of the layers that have them.
+    """
 
     num: int
     per_token: int
@@ -58,12 +65,13 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Model):
-    """A model of one of FAMILIES.
+    """Properties of a model of one of FAMILIES.
 
-    heads, kv_heads: of queries, and of keys and values. intermediate: features between the projections of a dense
-    feed-forward part. attention_bias, output_bias, mlp_bias: of the projections to queries, keys and values, of the one
-    behind attention, of those of the feed-forward part. window: tokens that a layer with a sliding window sees.
-    is_regular: whether its layers are those of the family to the last function, so that our own forward runs them.
+    heads, kv_heads: of queries, and of keys and values. intermediate: features of a dense feed-forward part.
+    attention_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the projection after
+    attention, and those of the feed-forward part have biases.
+    window: tokens that a layer with a sliding window sees.
+    is_regular: whether its layers are exactly those of the family, so that our own forward pass can run them.
     """
 
     family: Family
@@ -84,15 +92,17 @@ class ModelShape(Model):
 
     @property
     def num_dense_layers(self) -> int:
-        """Those whose feed-forward part has no experts."""
+        """Returns the number of layers without experts."""
         return self.num_layers - (len(self.experts.layers) if self.experts else 0)
 
 
 def read_model(served: ServedModel) -> Model:
-    """From the model's directory, its config.json itself, or the cache of the Hugging Face hub. A ModelShape where its
-    family is one of ours.
+    """Reads the config.json of a model directory or of the Hugging Face cache, or a config.json given directly.
 
-    Raises ValueError where there is no config.json, or none of a model.
+    Returns a ModelShape if its family is one of FAMILIES.
+
+    Raises:
+        ValueError: the file does not exist, or is not the config of a model.
     """
     file = _config_file(served)
     try:
@@ -119,19 +129,19 @@ def _config_file(served: ServedModel) -> Path:
 
 
 def refuse_missing_weights(source: str) -> None:
-    """Raises ValueError on a directory that has none; what is no directory may be the name of a model elsewhere."""
+    """Raises ValueError if this is a directory without weights. Anything else may be a model's name on the hub."""
     directory = Path(source)
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         raise ValueError(f"{source}: no .safetensors weights in this directory")
 
 
 def model_directory(source: str) -> Path | None:
-    """Where a model's files are on this machine; None where they are not."""
+    """Returns the directory with the model's files, None if they are not on this machine."""
     if Path(source).is_dir():
         return Path(source)
     if source.count("/") > 1 or source.startswith(("/", ".")):
         return None
-    # As huggingface_hub lays it out; to import that takes half a second.
+    # The layout of huggingface_hub, whose import would take half a second.
     repository = _hub_cache() / ("models--" + source.replace("/", "--"))
     try:
         revision = (repository / "refs" / "main").read_text().strip()
@@ -142,7 +152,7 @@ def model_directory(source: str) -> Path | None:
 
 
 def model_of(name: str, config: Mapping[str, object]) -> Model:
-    """Raises ValueError where a number is missing or wrong."""
+    """Returns the model that a config.json describes. Raises ValueError if a number in it is missing or wrong."""
     model_type = type_of(config)
     text = _of_text(config)
     rope, refusal = rope_of(text), refusal_of(config)
@@ -155,8 +165,11 @@ def model_of(name: str, config: Mapping[str, object]) -> Model:
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:
-    """Beyond the original length a longrope sequence's rotations would depend on the longest one in its batch; yarn is
-    made for `factor` times that length, which a config need not repeat."""
+    """Returns the longest context in tokens.
+
+    Beyond the original length, the rotations of a longrope sequence would depend on the longest one in its batch. yarn
+    supports `factor` times the original length, which a config need not repeat.
+    """
     if rope.kind == "longrope":
         return rope.original_positions or max_positions
     if rope.kind == "yarn" and rope.factor and rope.original_positions:
@@ -165,7 +178,7 @@ def longest_context(max_positions: int | None, rope: Rope) -> int | None:
 
 
 class _Reader:
-    """The numbers of a config.json, and what the family has where it leaves them out."""
+    """Reads the fields of a config.json, with the family's defaults for missing ones."""
 
     def __init__(self, name: str, config: Mapping[str, object], family: Family) -> None:
         self._name, self._family = name, family
@@ -257,7 +270,8 @@ def _optional(name: str, config: Mapping[str, object], key: str) -> int | None:
 
 
 def rope_of(config: Mapping[str, object]) -> Rope:
-    """By its name of today, or that of earlier versions of transformers; of layers that see all that came before."""
+    """Returns the RoPE scaling of full-attention layers. Accepts the field names of earlier versions of transformers,
+    too."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
     if isinstance(given, dict):
         given = given.get("full_attention", given)
@@ -282,14 +296,16 @@ def type_of(config: Mapping[str, object]) -> str:
 
 
 def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Of a model of images, too, its part for text."""
+    """Returns the config of the text part, if the model is multimodal."""
     nested = config.get("text_config")
     return {**config, **nested} if isinstance(nested, dict) else config
 
 
 def refusal_of(config: Mapping[str, object]) -> str | None:
-    """Returns why a model with this config.json is not served, None where it is: the one verdict of `plan`, of `serve`
-    and of ranks before they load it. They look at its modules and compare its numbers once it is loaded."""
+    """Returns why a model with this config.json cannot be served, None if it can.
+
+    `plan`, `serve` and the ranks all decide by this. Ranks check the modules and numbers in addition, after loading.
+    """
     model_type, every = type_of(config), _of_text(config)
     if (setting := other_arithmetic(model_type, every)) is not None:
         return f"models with {setting} are not supported"
@@ -312,17 +328,19 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
 
 
 def _unknown(model_type: str, config: Mapping[str, object]) -> str:
-    """Returns what is said of a type of models that is not known to be right."""
+    """Returns the message for a type of model that was not checked."""
     if beside := [part for part in ("vision", "audio") if isinstance(config.get(f"{part}_config"), dict)]:
-        return f"{model_type} models, which have parts for {' and '.join(beside)}, are not supported: serve one of text"
+        return (
+            f"{model_type} models, which have parts for {' and '.join(beside)}, are not supported: serve a text model"
+        )
     return (
-        f"{model_type} models are not supported: it is not known that sequences which share a pass get the same numbers"
-        " as alone; docs/parallel.md lists the models that are served"
+        f"{model_type} models are not supported: it was not verified that sequences get the same numbers in a shared"
+        " pass as alone; docs/parallel.md lists the models that are served"
     )
 
 
 def _hub_cache() -> Path:
-    """Where the Hugging Face hub's files are kept, as huggingface_hub decides it."""
+    """Returns the directory of the Hugging Face cache, as huggingface_hub decides it."""
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     cache = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
     return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", cache))).expanduser()

@@ -1,13 +1,15 @@
-"""SequenceSplit: how the ranks along sp share out attention, by heads and by a ring. Imports no torch."""
+"""Sequence parallelism of attention: ranks along sp divide heads, and form a ring for the rest. Imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """sp = ulysses * ring. Neighbours are a team of `ulysses` ranks that have the tokens of one stripe: of a row of N
-    tokens stripe i has those at i, i + ring, i + 2 * ring and so on. Each attends for the whole stripe, with some of
-    the heads. Keys and values of the other stripes come around a ring of the `ring` teams.
+    """The division sp = ulysses * ring.
+
+    `ulysses` neighbouring ranks are a team with the tokens of one stripe: of a row of N tokens, stripe i has those at
+    i, i + ring, i + 2 * ring and so on. Each rank attends for the whole stripe with some of the heads. Keys and values
+    of the other stripes travel around a ring of the `ring` teams.
     """
 
     ulysses: int = 1
@@ -15,10 +17,13 @@ class SequenceSplit:
 
     @staticmethod
     def of(sp: int, heads: int, kv_heads: int) -> "SequenceSplit":
-        """heads, kv_heads: of queries, and of keys and values, that a rank along tp has.
+        """Divides heads as far as possible, and uses a ring for the rest.
 
-        Heads first, as far as they can be shared out: what comes by them is sent once, and does not grow with the
-        ranks. Where there are fewer key/value heads than ranks each gets a copy of one.
+        Tokens that are exchanged by heads are sent only once, and their amount does not grow with the number of ranks.
+        If there are fewer key/value heads than ranks, each rank gets a copy of one.
+
+        Args:
+            heads, kv_heads: of a rank along tp.
         """
         ulysses = max(size for size in range(1, sp + 1) if sp % size == 0 and _shares_out(size, heads, kv_heads))
         return SequenceSplit(ulysses, sp // ulysses)

@@ -1,4 +1,4 @@
-"""Split: how one dimension of a matrix is shared out to the ranks of a team."""
+"""The division of one dimension of a matrix over the ranks of a team."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Split:
-    """axis: along which the ranks differ. size, index: how many they are, and which of them this one is.
+    """A rank's part of a dimension.
 
-    sections: sizes of the parts of the dimension that are shared out each by itself, as those of a fused projection;
-    each is a multiple of `size`.
+    axis: the mesh axis along which the ranks differ. size, index: their number, and this rank's index.
+    sections: sizes of the parts of the dimension that are divided separately, as in a fused projection; each is a
+    multiple of `size`.
     """
 
     axis: str
@@ -26,7 +27,7 @@ class Split:
         return sum(self.sections) // self.size
 
     def stretches(self, part: int, num_parts: int) -> list[slice]:
-        """Where in the whole this rank's parts lie, one after the other, or an equal part of these."""
+        """Returns this rank's slices of the whole dimension, or those of one of `num_parts` equal parts of them."""
         ends, sizes = accumulate(self.sections), [size // self.size for size in self.sections]
         starts = [end - size * (self.size - self.index) for end, size in zip(ends, sizes, strict=True)]
         first, stop = part * self.own_size // num_parts, (part + 1) * self.own_size // num_parts
@@ -39,10 +40,10 @@ class Split:
         return found
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's."""
+        """Returns this rank's part."""
         return torch.cat([one.chunk(self.size, dim)[self.index] for one in whole.split(self.sections, dim)], dim)
 
     def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Of the parts of all ranks, in their order."""
+        """Assembles the whole from the parts of all ranks, in rank order."""
         by_section = zip(*(part.split([one // self.size for one in self.sections], dim) for part in parts), strict=True)
         return torch.cat([piece for pieces in by_section for piece in pieces], dim)

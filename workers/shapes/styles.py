@@ -1,4 +1,4 @@
-"""Styles: how ranks share out the weights of a model's layers along tp and ep, and what a user has put otherwise.
+"""Sharding styles: how ranks divide the weights of a model's layers along tp and ep, and the user's overrides.
 
 Imports no torch.
 """
@@ -16,10 +16,11 @@ Style = Literal["colwise", "rowwise", "grouped", "replicate"]
 
 @dataclass(frozen=True)
 class Placement:
-    """A dimension of a parameter is shared out along tp. num_sections: equal parts of it, each by itself (see Split).
+    """The division of a parameter along `dim` by tp.
 
-    of_heads: its rows are queries, keys and values, shared out each by itself. Those of experts have a row for each
-    expert, which are shared out along ep.
+    num_sections: equal parts of the dimension that are divided separately (see Split).
+    of_heads: whether its rows are queries, keys and values, divided separately.
+    Parameters of experts have one row for each expert in addition, and these rows are divided along ep.
     """
 
     unit: Unit
@@ -34,12 +35,12 @@ class Placement:
         return "colwise" if self.dim == 0 else "rowwise"
 
     def sections(self, size: int, heads: int, kv_heads: int) -> tuple[int, ...]:
-        """Of a dimension of this size."""
+        """Returns the sections of a dimension of this size."""
         shares = (heads, kv_heads, kv_heads) if self.of_heads else (1,) * self.num_sections
         return tuple(size * share // sum(shares) for share in shares)
 
 
-# By name below the trunk. What is not named, every rank has.
+# Placements by name below the trunk. Every rank has all other parameters whole.
 PLAN: Mapping[str, Placement] = {
     "layers.*.self_attn.q_proj.weight": Placement("self_attn", 0),
     "layers.*.self_attn.q_proj.bias": Placement("self_attn", 0),
@@ -59,7 +60,7 @@ PLAN: Mapping[str, Placement] = {
     "layers.*.mlp.experts.down_proj": Placement("experts", 2),
 }
 
-# Of all of a unit.
+# A pattern for all parameters of a unit.
 PATTERNS: Mapping[Unit, str] = {
     "self_attn": "layers.*.self_attn.*",
     "mlp": "layers.*.mlp.*_proj.*",
@@ -68,14 +69,14 @@ PATTERNS: Mapping[Unit, str] = {
 
 
 def placement_of(name: str) -> Placement | None:
-    """Of a parameter by its name below the trunk, which may have * for the number of a layer."""
+    """Returns the placement of a parameter, given its name below the trunk, with * or a number for the layer."""
     return next((place for pattern, place in PLAN.items() if fnmatchcase(name, pattern)), None)
 
 
 def replicated_units(overrides: Iterable[str]) -> tuple[Unit, ...]:
-    """Those that every rank is to have whole, by overrides PATTERN=STYLE, of which the last one counts.
+    """Returns the units that every rank holds whole, by overrides of the form PATTERN=STYLE; the last one counts.
 
-    Patterns are of names as `trainhouse plan` shows them. Raises ValueError.
+    Patterns match names as `trainhouse plan` shows them. Raises ValueError if an override is wrong.
     """
     styles: dict[Unit, Style] = {}
     for override in overrides:
@@ -88,7 +89,7 @@ def replicated_units(overrides: Iterable[str]) -> tuple[Unit, ...]:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """By the weight, or by its layer; below the trunk, or in the whole model."""
+    """True if the pattern matches a parameter or its layer, with or without the prefix of the trunk."""
     layer = name.removesuffix(".weight").removesuffix(".bias")
     return any(fnmatchcase(each, pattern) for each in (name, layer, f"model.{name}", f"model.{layer}"))
 
@@ -98,10 +99,10 @@ def _check_override(override: str, pattern: str, style: str, found: Sequence[str
         raise ValueError(f"{override!r} is not PATTERN=STYLE, such as {PATTERNS['self_attn']}=replicate")
     every = re.sub(r"[0-9]+", "*", pattern)
     if not found and any(_names(every, name) for name in PLAN):
-        raise ValueError(f"{pattern} is of one layer, and a style is of all: give {every}={style}")
+        raise ValueError(f"{pattern} names one layer, but a style applies to all layers: use {every}={style}")
     if not found:
         raise ValueError(
-            f"{pattern} names no weights that ranks share out; those are {', '.join(PATTERNS.values())} (trainhouse "
+            f"{pattern} matches no weights that ranks divide; those are {', '.join(PATTERNS.values())} (trainhouse "
             "plan shows all)"
         )
     if style != "replicate":
@@ -111,10 +112,10 @@ def _check_override(override: str, pattern: str, style: str, found: Sequence[str
     for unit in sorted(units):
         whole = [name for name in PLAN if PLAN[name].unit == unit]
         if missing := [name for name in whole if name not in found]:
-            # Rowwise ones have every model.
+            # Every model has the rowwise ones, but not all of the others.
             known = max(missing, key=lambda name: PLAN[name].dim)
             raise ValueError(
-                f"{pattern} leaves out {known}, which is shared out together with {found[0]}: give "
+                f"{pattern} leaves out {known}, which must have the same style as {found[0]}: use "
                 f"{PATTERNS[unit]}=replicate"
             )
 
@@ -122,4 +123,4 @@ def _check_override(override: str, pattern: str, style: str, found: Sequence[str
 def _check_style(pattern: str, style: str, found: Sequence[str]) -> None:
     for name in found:
         if PLAN[name].style != style:
-            raise ValueError(f"{pattern}={style}: {name} is {PLAN[name].style}, or replicate")
+            raise ValueError(f"{pattern}={style}: {name} must be {PLAN[name].style} or replicate")

@@ -1,1 +1,1 @@
-"""What runs learn: parameters, gradients, optimizer states, and where they are."""
+"""The state that runs train: parameters, gradients, optimizer states, and where they are stored."""

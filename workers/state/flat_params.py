@@ -1,4 +1,4 @@
-"""Layout: where the matrices that a run learns lie in its flat vectors, and what of them each rank has."""
+"""The layout of a run's trained matrices in flat vectors, and the parts of them that each rank has."""
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,48 +15,48 @@ _ALIGNMENT = 16
 
 
 class Matrix(Protocol):
-    """A tensor that a run learns, of which ranks may have parts."""
+    """A tensor that a run trains, of which ranks may have parts."""
 
     @property
     def key(self) -> Hashable:
-        """By which its views are asked for."""
+        """The key of its views in a layout."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's part, as it lies in vectors."""
+        """The shape of this rank's part in a vector."""
         ...
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Along which ranks have different parts of it."""
+        """The mesh axes along which ranks have different parts of it."""
         ...
 
     @property
     def is_repeated(self) -> bool:
-        """Whether all ranks along tp have all of it, and run the same tokens."""
+        """True if all ranks along tp have all of it, and run the same tokens."""
         ...
 
     def whole(self) -> "Matrix":
-        """As on a rank that has all of it."""
+        """Returns the unsplit matrix."""
         ...
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Of the parts of all ranks along `axes`, in their order."""
+        """Joins the parts of all ranks along `axes`, given in rank order."""
         ...
 
     def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part as the tensors that files have of it: views."""
+        """Yields views of this rank's part as the tensors that files have of it."""
         ...
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
-        """Of a whole tensor of a file, by this name, what of it this rank has."""
+        """Returns this rank's part of a whole tensor that files have under this name."""
         ...
 
 
 @dataclass(frozen=True)
 class WholeMatrix:
-    """One that every rank has all of. key: its name in transformers' model. shape: its own."""
+    """A matrix that every rank has whole. key: its name in transformers' model."""
 
     key: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class WholeMatrix:
         return parts[0]
 
     def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """As PEFT names modules that it saves beside adapters."""
+        """Yields it under the name that PEFT gives to modules saved with adapters."""
         yield f"base_model.model.{self.key}", own
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
@@ -78,14 +78,14 @@ class WholeMatrix:
 
 
 class Layout:
-    """Where each matrix lies in flat vectors [size].
+    """Places the matrices in flat vectors [size].
 
-    regions: by the axes along which ranks have different parts of a matrix (none, for many), where all such lie.
-    repeated: where those lie of which each rank along tp has the whole gradient, and not a summand.
+    regions: the range of all matrices that ranks have different parts of along the same axes, by these axes (often
+    none). repeated: the ranges of matrices for which each rank along tp has the whole gradient, and not a summand.
     """
 
     def __init__(self, matrices: Sequence[Matrix], multiple_of: int = 1) -> None:
-        """multiple_of: what size is to be divisible by; zeros fill it up."""
+        """Places the matrices, and pads the size with zeros to a multiple of `multiple_of`."""
         self.matrices = tuple(matrices)
         self.size = 0
         self.regions: dict[tuple[str, ...], slice] = {}
@@ -100,18 +100,26 @@ class Layout:
         self.size = -(-self.size // multiple_of) * multiple_of
 
     def view(self, vector: Tensor, key: Hashable, first: int = 0) -> Tensor:
-        """Of the matrix with this key in a vector [size]. first: where the vector begins, of one that is a part."""
+        """Returns a view of the matrix with this key.
+
+        Args:
+            vector: [size], or a part of one.
+            first: where the part begins.
+        """
         shape = self._shapes[key]
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return vector.as_strided(shape, strides, vector.storage_offset() + self._starts[key] - first)
 
     def named_views(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector [size] as the tensors that it holds, by their names in files."""
+        """Returns views of the tensors in a vector [size], by their names in files."""
         return {name: own for matrix in self.matrices for name, own in matrix.named(self.view(vector, matrix.key))}
 
     def copy_parts(self, vector: Tensor, saved: Mapping[str, Tensor], lacking: Collection[str] = ()) -> None:
-        """Into a vector [size] this rank's parts of whole tensors, by those names. lacking: names of others, which stay
-        as they are."""
+        """Copies this rank's parts of whole tensors, given by name, into a vector [size].
+
+        Args:
+            lacking: names of tensors that keep their values.
+        """
         for matrix in self.matrices:
             for name, own in matrix.named(self.view(vector, matrix.key)):
                 if name not in lacking:
@@ -119,17 +127,19 @@ class Layout:
 
     @property
     def num_weights(self) -> int:
-        """Of all matrices, on all ranks together."""
+        """Weights of all matrices, on all ranks together."""
         return sum(prod(matrix.shape) for matrix in self.whole.matrices)
 
     @cached_property
     def whole(self) -> "Layout":
-        """As on a rank that has all of every matrix; this one, where it has."""
+        """The unsplit layout; this one if it is not split."""
         return Layout([matrix.whole() for matrix in self.matrices]) if any(self.regions) else self
 
     def whole_vector(self, vector: Tensor, mesh: Mesh) -> Tensor:
-        """Of a vector [size] of each rank, which all of them give at once: as `whole` has it. The same one where a rank
-        has all."""
+        """Returns the vector in the unsplit layout, given each rank's vector [size].
+
+        All ranks call it together. If the layout is not split, the result is the vector itself.
+        """
         if self.whole is self:
             return vector
         result = vector.new_zeros(self.whole.size)
@@ -142,8 +152,10 @@ class Layout:
         return result
 
     def whole_on_first(self, vector: Tensor, mesh: Mesh) -> Tensor | None:
-        """As `whole_vector`, for the first rank alone, in host memory; None elsewhere, where nothing is put together.
-        Matrices come one after the other."""
+        """Returns the result of `whole_vector` in host memory on the first rank, and None on others.
+
+        Matrices are gathered one at a time, to the first rank only.
+        """
         if self.whole is self:
             return vector.cpu() if mesh.is_first else None
         result = vector.new_zeros(self.whole.size, device="cpu") if mesh.is_first else None
@@ -155,8 +167,10 @@ class Layout:
         return result
 
     def whole_matrices(self, vector: Tensor, mesh: Mesh) -> Iterator[tuple[Matrix, Tensor]]:
-        """As `whole_vector`, one matrix after the other: each with what `whole` calls it. One that ranks have no parts
-        of is a view of the vector."""
+        """Yields the matrices of `whole_vector` one at a time, each with its unsplit matrix.
+
+        A matrix that ranks have no parts of is a view of the vector.
+        """
         for matrix, whole in zip(self.matrices, self.whole.matrices, strict=True):
             own = self.view(vector, matrix.key)
             if matrix.axes:
@@ -164,7 +178,6 @@ class Layout:
             yield whole, own
 
     def _placed(self, axes: tuple[str, ...], is_repeated: bool) -> slice:
-        """Where all such lie from now on, behind the others."""
         first = self.size
         for matrix in self.matrices:
             if matrix.axes == axes and matrix.is_repeated == is_repeated:

@@ -1,4 +1,4 @@
-"""Holder: the models of one kind that runs and samplers have on this rank, by id."""
+"""Holds the models of one kind that runs and samplers have on this rank, by id."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ Model = TypeVar("Model", bound=Learner)
 
 
 class Holder(Generic[Model]):
-    """things: what its models are called in accounts of memory."""
+    """Keeps models by id, and moves them by a residency. things: the models' name in memory accounts."""
 
     things: str
 
@@ -26,7 +26,7 @@ class Holder(Generic[Model]):
         return iter(tuple(self._models))
 
     def get(self, model_id: str) -> Model:
-        """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
+        """Returns the model, which may be anywhere: its tensors are available inside `resident`. Raises KeyError."""
         try:
             return self._models[model_id]
         except KeyError:
@@ -34,24 +34,29 @@ class Holder(Generic[Model]):
 
     @contextmanager
     def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP) -> Iterator[list[Model]]:
-        """Inside, the wanted vectors of these are on the device, of at most as many as the residency has slots.
+        """Keeps the wanted vectors of these models on the device while inside.
 
-        Raises KeyError, and OperationError when one cannot be brought there.
+        Raises:
+            KeyError: an id is unknown.
+            OperationError: a model cannot be moved there.
         """
         models = [self.get(model_id) for model_id in model_ids]
         with self._residency.held(models, wanted):
             yield models
 
     def make_room(self, model_id: str, model: Model) -> None:
-        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`."""
+        """Does everything of `put` that can fail in advance. Raises OperationError like `resident`."""
         if self._is_overwritten(model_id, model):
             with self.resident([model_id]):
                 return
         self._residency.make_room()
 
     def put(self, model_id: str, model: Model) -> Model:
-        """The weights alone in place of those of the same id and shape, which has no other id, so that who holds that
-        one sees the new ones; else it replaces what has the id. Answers the one that has it now."""
+        """Stores a model, and returns the one that has the id afterwards.
+
+        If a model of equal shape has this id and no other, only its weights are overwritten, so that holders of that
+        model see the new ones. Otherwise the new model replaces it.
+        """
         if self._is_overwritten(model_id, model):
             with self.resident([model_id]) as (target,):
                 target.weights.copy_(model.weights)
@@ -62,33 +67,31 @@ class Holder(Generic[Model]):
         return model
 
     def share(self, model_id: str, other_id: str) -> None:
-        """One model, which has both ids. Raises KeyError."""
+        """Gives a model a second id. Raises KeyError."""
         model = self.get(model_id)
         if self._models.get(other_id) is not model:
             self.drop(other_id)
             self._models[other_id] = model
 
     def drop(self, model_id: str) -> None:
-        """Unknown ids are ignored; a model that has another one stays."""
+        """Removes an id. Unknown ids are ignored; a model with another id stays."""
         model = self._models.pop(model_id, None)
         if model is not None and all(model is not other for other in self._models.values()):
             self._residency.remove(model)
 
     def leave_device(self) -> None:
-        """See Residency."""
         self._residency.leave_device()
 
     @property
     def moving_seconds(self) -> float:
-        """See Models."""
+        """Seconds spent moving models since the start."""
         return self._residency.moving_seconds
 
     def memory(self) -> dict[str, int]:
-        """Bytes in memory and on disk, and how many there are, by place."""
+        """Returns bytes in memory and on disk, and counts of models, by place."""
         return self._residency.memory(self.things)
 
     def is_shared(self, model_id: str) -> bool:
-        """Whether what has this id has another one, too."""
         model = self._models.get(model_id)
         return sum(other is model for other in self._models.values()) > 1 if model is not None else False
 

@@ -1,4 +1,4 @@
-"""Moments: how AdamW's moments of a vector of weights are held, and a step with them."""
+"""Storage formats of AdamW's moments of a vector of weights, and the step on them."""
 
 from typing import Protocol
 
@@ -9,18 +9,18 @@ from ..ops.quantized import functional
 
 
 class Moments(Protocol):
-    """name: exp_avg or exp_avg_sq."""
+    """A storage format of AdamW's moments; names are exp_avg and exp_avg_sq."""
 
     def zeros(self, weights: Tensor) -> Tensor:
-        """One of them, before the first step of weights [P]."""
+        """Returns a moment of weights [P] before the first step."""
         ...
 
     def whole(self, held: Tensor, name: str, size: int) -> Tensor:
-        """float32 [P]; what is held, where that is the same."""
+        """Returns the moment as float32 [P], which may be `held` itself."""
         ...
 
     def hold(self, held: Tensor, name: str, values: Tensor) -> None:
-        """values: float32 [P]."""
+        """Stores values, float32 [P], in `held`."""
         ...
 
 
@@ -36,15 +36,15 @@ class Float32Moments:
 
 
 class EightBitMoments:
-    """8 bits a number, and a float32 for each block of 256: the largest of it.
+    """Stores 8 bits a number, and the largest of each block of 256 as float32.
 
     Dettmers et al., 8-bit optimizers via block-wise quantization (2022), https://arxiv.org/abs/2110.02861, by
-    bitsandbytes. held: uint8 [P + 4 * blocks], the scales behind the numbers.
+    bitsandbytes. A stored moment is uint8 [P + 4 * blocks], the scales after the numbers.
     """
 
     block = 256
 
-    # Of numbers at a time: bitsandbytes makes float32 copies of them on the CPU.
+    # Numbers processed at a time: bitsandbytes makes float32 copies of them on the CPU.
     _most = 1 << 20
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class EightBitMoments:
         weight_decay: float,
         eps: float,
     ) -> None:
-        """AdamW's, in place. num_steps: with this one."""
+        """Makes AdamW's step in place. `num_steps` includes this one."""
         codes = [self._code(name, weights.device) for name in ("exp_avg", "exp_avg_sq")]
         for start in range(0, len(weights), self._most):
             part = slice(start, min(start + self._most, len(weights)))
@@ -99,17 +99,17 @@ class EightBitMoments:
             )  # fmt: skip
 
     def _code(self, name: str, device: torch.device) -> Tensor:
-        """The 256 numbers that 8 bits stand for: squares have no sign."""
+        """Returns the 256 numbers that 8 bits stand for; those of squares have no sign."""
         if (name, device) not in self._codes:
             made = functional().create_dynamic_map(signed=name == "exp_avg")
             self._codes[name, device] = made.to(device)
         return self._codes[name, device]
 
     def _part(self, held: Tensor, part: slice, size: int) -> tuple[Tensor, Tensor]:
-        """part: of the numbers, from the beginning of a block."""
+        """Returns the numbers and the scales of `part`, which starts at a block."""
         scales = held[size:].view(torch.float32)
         return held[part], scales[part.start // self.block : -(-part.stop // self.block)]
 
 
 MOMENTS: dict[str, Moments] = {"float32": Float32Moments(), "8bit": EightBitMoments()}
-"""By WorkerConfig.optimizer_states."""
+"""Keyed by WorkerConfig.optimizer_states."""

@@ -1,4 +1,4 @@
-"""Offload: tensors that leave the device together, and come back to all who hold them or views of them.
+"""Moves tensors off the device together, and back for everyone who holds them or views of them.
 
 From an accelerator they go to pinned host memory; from a CPU, whose memory is the host's, to the disk.
 """
@@ -16,17 +16,17 @@ from .page_file import PageFile
 
 
 class Copy(Protocol):
-    """What storages hold, elsewhere."""
+    """A copy of the content of storages."""
 
     def read(self, storages: Sequence[Tensor]) -> None:
-        """Fills them, bytes as long as they were. Raises OSError, RuntimeError."""
+        """Fills storages of the same sizes with the copy. Raises OSError, RuntimeError."""
         ...
 
     def drop(self) -> None: ...
 
 
 class HostCopy:
-    """In pinned host memory."""
+    """A copy in pinned host memory."""
 
     def __init__(self, storages: Sequence[Tensor]) -> None:
         self._bytes = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in storages]
@@ -43,10 +43,10 @@ class HostCopy:
 
 
 class DiskCopy:
-    """In a page of the file."""
+    """A copy that is stored in a page of the page file."""
 
     def __init__(self, storages: Sequence[Tensor], pages: PageFile) -> None:
-        """Raises OSError, such as on a full disk."""
+        """Writes the copy. Raises OSError, for example on a full disk."""
         self._pages, self._page = pages, pages.write(storages)
 
     def read(self, storages: Sequence[Tensor]) -> None:
@@ -57,10 +57,10 @@ class DiskCopy:
 
 
 class Offload:
-    """Some tensors of a device. what: they are, in messages. is_frozen: whether they never change, so that a copy that
-    was made once is good for ever. directory: see PageFile.
+    """Offloads some tensors of a device.
 
-    moved_bytes, moving_seconds: since the start, to and fro.
+    what: their name in messages. is_frozen: whether they never change, so that a copy stays valid for ever. directory:
+    see PageFile. moved_bytes, moving_seconds: totals in both directions since the start.
     """
 
     def __init__(self, what: str, device: torch.device, directory: str | None = None, is_frozen: bool = False) -> None:
@@ -77,7 +77,11 @@ class Offload:
         return sum(self._sizes) if self.is_away else 0
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
-        """All of these, or none. Raises OperationError (server) where there is no room for them."""
+        """Offloads all of these tensors, or none.
+
+        Raises:
+            OperationError: (server) there is no room for them.
+        """
         if self.is_away:
             return
         started, storages = time.monotonic(), _movable(tensors)
@@ -90,8 +94,11 @@ class Offload:
         self.moving_seconds += time.monotonic() - started
 
     def come_back(self) -> None:
-        """To where they were; to leave again costs nothing until they `may_change`. Raises OperationError (server),
-        and all are away then, where the device has no room or what is away cannot be read."""
+        """Reloads the tensors in place. Offloading them again is free until `may_change`.
+
+        Raises:
+            OperationError: (server) the device has no room, or the copy cannot be read; all tensors stay offloaded.
+        """
         if not self.is_away:
             return
         started = time.monotonic()
@@ -104,7 +111,7 @@ class Offload:
             self._empty()
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            remedy = "try again, or leave room on the device and the disk"
+            remedy = "try again, or free memory on the device and space on the disk"
             raise OperationError(
                 f"{self._what} cannot be brought back to the device: {error}; {remedy}", "server"
             ) from None
@@ -113,13 +120,13 @@ class Offload:
         self.moving_seconds += time.monotonic() - started
 
     def may_change(self) -> None:
-        """What has come back is used from now on."""
+        """Discards the copy before the reloaded tensors are used, because they may change."""
         if not (self._is_frozen or self.is_away):
             self._drop_copy()
             self._storages, self._sizes = [], []
 
     def forget(self) -> None:
-        """What is away is of no use any more: nobody may read it."""
+        """Discards the offloaded tensors, which no one may read any more."""
         self.is_away = False
         self._drop_copy()
         self._storages, self._sizes = [], []
@@ -134,7 +141,7 @@ class Offload:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
             raise OperationError(
-                f"{self._what} cannot leave the device: {error}; leave room in host memory, and on a CPU on the disk of"
+                f"{self._what} cannot leave the device: {error}; free host memory, or on a CPU space on the disk of"
                 " temporary files",
                 "server",
             ) from None
@@ -151,7 +158,10 @@ class Offload:
 
 
 def _movable(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each once. Storages of a mapped file stay where they are: what they take the system takes back by itself."""
+    """Returns the storages of the tensors, each once.
+
+    Storages of a mapped file are left out: the system reclaims their memory itself.
+    """
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return [storage for storage in storages.values() if storage.resizable() and storage.nbytes()]
 

@@ -1,4 +1,4 @@
-"""Optimizer steps of several adapters in one call, over their flat vectors: check, scale, clip, fused AdamW."""
+"""Optimizer steps of several models in one call, over their flat vectors: check, scale, clip, fused AdamW."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,10 @@ _NORM_PART = 1 << 14
 
 @dataclass(eq=False)
 class Update:
-    """A step under way, and of its gradient the norm, scaled and before clipping, and what it is multiplied with."""
+    """An optimizer step in progress.
+
+    scale: factor of the gradient. norm: of the scaled gradient, before clipping.
+    """
 
     adapter: Learner
     params: AdamParams
@@ -36,12 +39,15 @@ class Update:
 
     @property
     def clip_coefficient(self) -> float:
-        """As torch.nn.utils.clip_grad_norm_; a grad_clip_norm of 0 = off."""
+        """The clipping factor of torch.nn.utils.clip_grad_norm_; a grad_clip_norm of 0 turns it off."""
         max_norm = self.params.grad_clip_norm
         return min(1.0, max_norm / (self.norm + 1e-6)) if max_norm else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """None has a name that loggers own (`step`, `num_tokens`, `time`): scripts merge these into their own."""
+        """Returns the step's metrics.
+
+        None has a name that loggers use (`step`, `num_tokens`, `time`), because scripts merge these into their own.
+        """
         window = self.adapter.window
         return window.losses | {
             "unclipped_grad_l2:mean": self.norm,
@@ -54,14 +60,14 @@ class Update:
 def apply_steps(
     adapters: Sequence[Learner], steps: Sequence[Step], mesh: Mesh | None = None
 ) -> list[dict[str, float] | Failure]:
-    """A step of each adapter; all are on the device, and none is there twice. Each is as if it were alone.
+    """Makes a step of each model; all are on the device, and none is given twice.
 
-    On all ranks of a mesh at once, which add up their gradients before.
+    Each step gives the same numbers as alone. All ranks of a mesh call it together, and sum their gradients first.
 
-    Consumes the windows; answers the loss sums and the metrics of `Update.metrics`; the norm is the scaled gradient's.
-    A Failure leaves the weights untouched: on a window that is empty or that lost an operation or overflowed (the
-    window is then cleared), on a gradient_scale or eps that is no use, and when there is no memory for the optimizer
-    (the window then stays).
+    Consumes the windows. Returns the loss sums and the metrics of `Update.metrics`, with the norm of the scaled
+    gradient. A Failure leaves the weights untouched. It is returned for a window that is empty, lost an operation or
+    overflowed (the window is then cleared), for an unusable gradient_scale or eps, and if there is no memory for the
+    optimizer state (the window is then kept).
     """
     mesh = mesh or Mesh()
     checked = _agreed([_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)], mesh)
@@ -77,8 +83,10 @@ def apply_steps(
 
 
 def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
-    """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region. Those
-    of which ranks keep parts are added up already."""
+    """Sums the accumulated gradients over all ranks that have the same part of a matrix, with one exchange per region.
+
+    Gradients that ranks keep parts of are summed already.
+    """
     adapters = [adapter for adapter in adapters if adapter.zero is None]
     if mesh.is_single or not adapters:
         return
@@ -93,7 +101,10 @@ def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
 
 
 def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
-    """One alone where it lies, which may be as large as all weights of a model."""
+    """Sums the regions over the team.
+
+    A single one, which may be as large as all weights of a model, is summed in place.
+    """
     if len(regions) == 1:
         team.sum(regions[0])
         return
@@ -103,7 +114,10 @@ def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
 
 
 def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
-    """The accumulated gradients, of the ranks that have them alike: `add_up` then counts them once."""
+    """Clears accumulated gradients that several ranks have alike, except on the first of them.
+
+    `add_up` then counts them once.
+    """
     if not adapter.window.num_operations or adapter.zero is not None:
         return
     for axes in _axes([adapter]):
@@ -112,10 +126,9 @@ def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
 
 
 def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
-    """Of the whole gradients, of which this rank may have parts."""
     in_parts = [adapter.zero.norm(adapter.accumulator) for adapter in adapters if adapter.zero is not None]
     if in_parts:
-        assert len(in_parts) == len(adapters), "what ranks keep parts of steps alone"
+        assert len(in_parts) == len(adapters), "a model whose gradients are sharded over ranks steps alone"
         return in_parts
     if mesh.is_single or not adapters:
         return global_norms([adapter.accumulator for adapter in adapters])
@@ -127,23 +140,22 @@ def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
 
 
 def _axes(adapters: Sequence[Learner]) -> list[tuple[str, ...]]:
-    """Those of all regions."""
     return sorted({axes for adapter in adapters for axes in adapter.layout.regions})
 
 
 def _region(adapter: Learner, axes: tuple[str, ...]) -> Tensor:
-    """Of the accumulated gradients, what ranks along these axes have parts of; it may be empty."""
+    """Returns the accumulated gradients that ranks along these axes have parts of; may be empty."""
     return adapter.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
 
 
 def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:
-    """What one rank cannot do, none does."""
+    """Makes a step fail on all ranks if it fails on one."""
     failures = mesh.found([each if isinstance(each, Failure) else None for each in checked])
     return [failure or each for failure, each in zip(failures, checked, strict=True)]
 
 
 def refuse_window(adapter: Learner, step: Step) -> None:
-    """Where the step says that it has lost an operation: from now on, whatever becomes of that step."""
+    """Marks the window as incomplete if the step says that it lost an operation, even if the step then fails."""
     adapter.window.refused = adapter.window.refused or step.refused
 
 
@@ -191,20 +203,23 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
 
 
 def _allocate_moments(adapter: Learner) -> None:
-    """Before anything is changed, the gradient included."""
+    """Allocates the moments before anything is changed, the gradient included."""
     remedy = (
-        "the gradients stay: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
+        "gradients are kept: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
     )
     with memory_for(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
         _ = adapter.exp_avg, adapter.exp_avg_sq
 
 
 def global_norms(gradients: Sequence[Tensor]) -> list[float]:
-    """Of vectors, each in parts: one float32 sum over millions of squares is wrong in the third digit."""
+    """Returns the norms of vectors, each computed in parts.
+
+    A single float32 sum over millions of squares is wrong in the third digit.
+    """
     if not gradients:
         return []
     if gradients[0].is_cuda:
-        # In parts of 65536 elements, and those by threads.
+        # The kernel sums parts of 65536 elements, and within these by threads.
         return torch.stack(torch.ops.aten._foreach_norm.Scalar(list(gradients))).tolist()
     return [_norm_in_parts(gradient) for gradient in gradients]
 
@@ -216,14 +231,13 @@ def _norm_in_parts(gradient: Tensor) -> float:
 
 
 def _multiply(vectors: Sequence[Tensor], factors: Sequence[float]) -> None:
-    """In place, where the factor is not 1."""
     wanted = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 1.0]
     if wanted:
         torch.ops.aten._foreach_mul_.ScalarList([vector for vector, _ in wanted], [factor for _, factor in wanted])
 
 
 def _adamw(updates: Sequence[Update]) -> None:
-    """torch.optim.AdamW, fused: one call for all steps of equal parameters.
+    """Makes the steps of torch.optim.AdamW, fused: one call for all steps with equal hyperparameters.
 
     Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
@@ -247,7 +261,6 @@ def _hyper_parameters(update: Update) -> tuple[float, ...]:
 
 
 def _step_together(learners: Sequence[Learner], **hyper_parameters: float) -> None:
-    """Those whose moments are float32 in one call, the others each by itself."""
     in_float32 = []
     for learner in learners:
         if isinstance(learner.moments, EightBitMoments):
@@ -280,12 +293,11 @@ def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None
         maximize=False,
         **hyper_parameters,
     )
-    # The fused call does not tell that it changed them.
+    # The fused call does not bump the versions of the tensors that it changes.
     increment_version([*weights, *exp_avgs, *exp_avg_sqs])
 
 
 def _answer(update: Update) -> dict[str, float] | Failure:
-    """The window is consumed, or was of no use."""
     metrics = update.metrics()
     update.adapter.clear_window()
     if math.isfinite(update.norm):

@@ -1,4 +1,4 @@
-"""PageFile: vectors on disk, in one file without a name."""
+"""Stores vectors on disk, in one unlinked temporary file."""
 
 import ctypes
 import os
@@ -16,7 +16,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class Page:
-    """Bytes offset : offset + num_bytes of the file, multiples of a block."""
+    """Bytes offset : offset + num_bytes of the file, both multiples of a block."""
 
     offset: int
     num_bytes: int
@@ -27,9 +27,10 @@ class Page:
 
 
 class PageFile:
-    """Pages of any size. Made on first use; as no directory lists it, it goes with this process however that ends.
+    """Pages of any size in a file that is created on first use.
 
-    directory: None = the system's for temporary files. Raises ValueError on one that cannot be written to.
+    No directory lists the file, so it disappears when this process ends for any reason. Raises ValueError on a
+    directory that cannot be written to; None is the system's directory for temporary files.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -41,7 +42,7 @@ class PageFile:
             self._open_now(directory)
 
     def write(self, vectors: Sequence[Tensor]) -> Page:
-        """Raises OSError, such as on a full disk; nothing is kept then."""
+        """Writes the vectors to a new page. Raises OSError, for example on a full disk; nothing is kept then."""
         page = self._allocate(sum(vector.nbytes for vector in vectors))
         offset = page.offset
         try:
@@ -61,14 +62,13 @@ class PageFile:
             offset += vector.nbytes
 
     def free(self, page: Page) -> None:
-        """Its bytes are for other pages, and at the end of the file given back to the disk."""
+        """Frees the page for reuse, and truncates the file if the page is at its end."""
         self._free = _joined([*self._free, page])
         if self._free[-1].stop == self._size:
             self._size = self._free.pop().offset
             os.ftruncate(self._file, self._size)
 
     def _allocate(self, num_bytes: int) -> Page:
-        """The first gap that is large enough, else the end of the file."""
         num_bytes = -(-num_bytes // _BLOCK) * _BLOCK
         for i, gap in enumerate(self._free):
             if gap.num_bytes >= num_bytes:
@@ -94,7 +94,6 @@ class PageFile:
 
 
 def _joined(pages: list[Page]) -> list[Page]:
-    """In their order; neighbours are one."""
     joined: list[Page] = []
     for page in sorted(pages, key=lambda page: page.offset):
         if joined and joined[-1].stop == page.offset:
@@ -104,7 +103,7 @@ def _joined(pages: list[Page]) -> list[Page]:
 
 
 def _bytes(vector: Tensor) -> memoryview:
-    """Not by numpy: what it has seen can never be resized (see Offload)."""
+    """Returns the vector's memory. numpy would not do: it makes a storage impossible to resize (see Offload)."""
     assert vector.is_contiguous() and vector.device.type == "cpu"
     return memoryview((ctypes.c_ubyte * vector.nbytes).from_address(vector.data_ptr())).cast("B")
 

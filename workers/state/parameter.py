@@ -1,4 +1,4 @@
-"""Parameter: one of a model's, as a matrix that a run learns, of which ranks may have parts."""
+"""A model's parameter as a matrix that a run trains, of which ranks may have parts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from ..shapes.split import Split
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension of a parameter is shared out along these axes, of so many ranks each."""
+    """A dimension of a parameter, split along these axes of the given sizes."""
 
     dim: int
     split: Split
@@ -22,8 +22,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Parameter:
-    """key: its name in transformers' model. in_files: what it is called there. shape: of this rank's part. cuts: how it
-    is made of the whole, one after the other. is_repeated: as Matrix has it."""
+    """A parameter of a model, which implements Matrix.
+
+    key: its name in transformers' model. in_files: its name in files. shape: of this rank's part. cuts: the splits that
+    make this part of the whole, in order. is_repeated: see Matrix.
+    """
 
     key: str
     in_files: str
@@ -42,7 +45,7 @@ class Parameter:
         return replace(self, shape=tuple(shape), cuts=(), is_repeated=False)
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """In the order of the ranks, of which the last axis varies fastest."""
+        """Joins the parts, given in rank order, in which the last axis varies fastest."""
         axes = list(self._sizes)
         by_place = dict(zip(product(*(range(size) for size in self._sizes.values())), parts, strict=True))
         for cut in reversed(self.cuts):
@@ -62,16 +65,17 @@ class Parameter:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """Of all axes along which ranks have different parts, in the order of ranks."""
+        """The sizes of the axes along which ranks have different parts, in the order of ranks."""
         sizes = {axis: size for cut in self.cuts for axis, size in cut.sizes.items()}
         return {axis: sizes[axis] for axis in AXES if axis in sizes}
 
 
 @dataclass(frozen=True)
 class ExpertParameter(Parameter):
-    """Of all experts of a sparse layer: [experts, ...]. Files have those of each by itself, below in_files.
+    """A parameter of all experts of a sparse layer: [experts, ...].
 
-    linears: what the parts of a row are called there, one below the other.
+    Files store each expert's separately, below in_files. linears: the names in files of the linear layers that are
+    stacked in an expert's rows.
     """
 
     linears: tuple[str, ...] = ()
@@ -82,7 +86,10 @@ class ExpertParameter(Parameter):
                 yield f"{self.in_files}.{number}.{linear}.weight", part
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
-        """Experts that this rank has: of one of theirs, in which sections are not side by side."""
+        """Returns this rank's part of the tensor of one of its experts.
+
+        Files store an expert's sections separately, so the part is a chunk of the tensor.
+        """
         for cut in self.cuts:
             if cut.dim:
                 saved = saved.chunk(cut.split.size, cut.dim - 1)[cut.split.index]
@@ -98,12 +105,16 @@ class ExpertParameter(Parameter):
         return experts
 
 
-# Of ranks, by where these are along some axes.
+# Parts of ranks, by their coordinates along some axes.
 Parts = dict[tuple[int, ...], Tensor]
 
 
 def _joined_along(by_place: Parts, along: Sequence[int], cut: Cut) -> Parts:
-    """along: which numbers of a place are of the cut's ranks."""
+    """Joins the parts of a cut's ranks.
+
+    Args:
+        along: indices in a coordinate of the cut's axes.
+    """
     of_others: dict[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]] = {}
     for place, part in by_place.items():
         others = tuple(number for at, number in enumerate(place) if at not in along)

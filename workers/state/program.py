@@ -1,4 +1,4 @@
-"""Program: what sets a kind of model apart. All else is done alike for every kind."""
+"""Describes what differs between kinds of models. Everything else is the same for every kind."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ def _as_it_is(model: "Learner", generator: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """A kind of model.
+    """Describes a kind of model.
 
-    scores: what its head gives for each token (see heads). losses: by name, those that it takes. trains: whether there
-    are gradients and steps. samples: whether tokens can be drawn by it. matrices: what its runs learn beside LoRA.
-    initialize: these, of a new run; the generator is the seeded one, behind the draws of LoRA. peft_task, peft_modules:
-    what PEFT calls the kind, and the modules that are saved whole beside its adapters.
+    scores: what its head returns for each token (see heads). losses: the losses it accepts, by name. trains: whether it
+    has gradients and steps. samples: whether it can sample tokens. matrices: what its runs train in addition to LoRA.
+    initialize: draws these for a new run, with the seeded generator after LoRA has used it. peft_task, peft_modules:
+    PEFT's name of the kind, and the modules saved whole with its adapters.
     """
 
     role: str

@@ -1,7 +1,7 @@
-"""Residency: which learners are on the device, which in host memory, which on disk.
+"""Decides which learners are on the device, which in host memory, and which on disk.
 
-The least recently used give way: from the device to the host when the slots are taken, from the host to the disk when
-its bytes are spent. On a CPU device and host are the same memory, so there moving between them moves nothing.
+The least recently used ones are moved: from the device to the host when the slots are full, from the host to the disk
+when host_bytes are exceeded. On a CPU, device and host are the same memory, so moving between them copies nothing.
 """
 
 import logging
@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A learner's page. vectors: by name, those that it has, on the meta device. num_changes: those that it holds (see
-    Learner.num_changes)."""
+    """A learner's page on disk.
+
+    vectors: on the meta device, by name. num_changes: Learner.num_changes when the page was written.
+    """
 
     page: Page
     vectors: Mapping[str, Tensor]
@@ -32,11 +34,11 @@ class Saved:
 
 
 class Residency:
-    """The learners of one kind and base by where they are, the least recently used of a place first.
+    """The learners of one kind and base, by place and least recently used first.
 
-    slots: learners on the device. host_bytes: of those in host memory. None = no bound. directory: see PageFile.
-    Those that hold gradients never go to disk, so host_bytes may be exceeded by them. moving_seconds: that moving has
-    taken since the start.
+    slots: most learners on the device. host_bytes: most bytes of learners in host memory. None means no bound.
+    directory: see PageFile. Learners with gradients never go to disk, so they may exceed host_bytes. moving_seconds:
+    time spent moving since the start.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class Residency:
         self._moved_bytes, self.moving_seconds = 0, 0.0
 
     def add(self, learner: Learner) -> None:
-        """A new one, made on the device."""
+        """Adds a new learner, which is on the device."""
         self._free_slots(1)
         self._on_device[learner] = None
 
     def make_room(self) -> None:
-        """For one more, so that `add` has nothing to do that may fail."""
+        """Frees a slot in advance, so that `add` cannot fail."""
         self._free_slots(1)
 
     def remove(self, learner: Learner) -> None:
@@ -74,8 +76,11 @@ class Residency:
 
     @contextmanager
     def held(self, learners: Sequence[Learner], wanted: frozenset[str] = STEP) -> Iterator[None]:
-        """Inside, these are on the device, at least the wanted vectors of each. Raises OperationError when one cannot
-        be brought there."""
+        """Keeps at least the wanted vectors of these learners on the device while inside.
+
+        Raises:
+            OperationError: one of them cannot be moved there.
+        """
         before = self._held
         self._held = before.union(learners)
         assert self.slots is None or len(self._held) <= self.slots, (
@@ -88,11 +93,12 @@ class Residency:
             self._held = before
 
     def leave_device(self) -> None:
-        """All go to the host; from a CPU, whose memory that is, to the disk, but for those that hold gradients.
+        """Moves all learners to the host; on a CPU, whose memory that is, to the disk, except for those with gradients.
 
-        Raises OperationError (server) where the host has no room: the others have left then.
+        Raises:
+            OperationError: (server) the host has no room; the learners moved before have left the device.
         """
-        with self._timed(), memory_for("what models have learned, on the host", "serve with more host memory"):
+        with self._timed(), memory_for("the trained state of models, on the host", "serve with more host memory"):
             for learner in tuple(self._on_device):
                 self._to_host(learner)
             for learner in [each for each in self._on_host if not each.in_window]:
@@ -101,8 +107,11 @@ class Residency:
         self._bound_host()
 
     def memory(self, things: str) -> dict[str, int]:
-        """Bytes in memory and by place, and how many are there; bytes that have come and gone since the start, and the
-        time that this took. things: what they are called."""
+        """Returns bytes in memory and by place, counts by place, and bytes and time of all moves since the start.
+
+        Args:
+            things: the learners' name in the keys.
+        """
         parked = sum(learner.num_parked_bytes for learner in self._on_device)
         on_device = sum(learner.num_bytes for learner in self._on_device) - parked
         on_host = sum(self._on_host.values()) + parked
@@ -155,11 +164,10 @@ class Residency:
         self._on_host[learner] = learner.num_bytes
 
     def _to_device(self, learner: Learner, wanted: frozenset[str]) -> None:
-        """The wanted vectors, beside those that are there."""
         try:
             there = self._read(learner) if learner in self._on_disk else learner.live()
             parked = {name: each for name, each in there.items() if not (name in wanted or learner.has_here(name))}
-            # The copy of a pinned vector is in order with what the device does next; torch keeps the vector until then.
+            # A pinned vector is copied in stream order, before the device's next work; torch holds it until then.
             vectors = {
                 name: vector.to(self._device, non_blocking=True) for name, vector in there.items() if name not in parked
             }
@@ -167,7 +175,7 @@ class Residency:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
             raise OperationError(
-                f"what a model has learned cannot be brought back from {learner.place}: {error}", "server"
+                f"a model's trained state cannot be brought back from {learner.place}: {error}", "server"
             ) from None
         if self._device.type != "cpu" or learner in self._on_disk:
             self._moved_bytes += sum(each.nbytes for name, each in vectors.items() if not learner.has_here(name))
@@ -177,14 +185,17 @@ class Residency:
         self._on_device[learner] = None
 
     def _to_disk(self, learner: Learner) -> bool:
-        """Whether it could be written; one that has not changed since it was read is on disk already."""
+        """Moves a learner to disk, and returns False if it cannot be written.
+
+        If it has not changed since it was read, its page is still valid.
+        """
         saved = self._saved.get(learner)
         if saved is None or saved.num_changes != learner.num_changes:
             self._forget_page(learner)
             try:
                 self._write(learner)
             except OSError as error:
-                logger.warning("what a model has learned, %d bytes, stays in host memory: %s", learner.num_bytes, error)
+                logger.warning("a model's trained state, %d bytes, stays in host memory: %s", learner.num_bytes, error)
                 return False
         learner.move({}, "disk")
         del self._on_host[learner]
@@ -223,7 +234,7 @@ class Residency:
 
 
 def _on_host(vector: Tensor) -> Tensor:
-    """Pinned, so that it is copied while the device goes on; who reads it on the host waits for the device first."""
+    """Copies to pinned memory while the device continues; the host must synchronize before it reads the copy."""
     if vector.device.type == "cpu":
         return vector
     return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Learner: what a run learns, in flat float32 vectors, and the gradients on their way to it.
+"""The trainable state of a run in flat float32 vectors, and its gradients.
 
-Whatever concerns it as a whole (clipping, AdamW, a snapshot, paging) is one operation on its vectors. Gradients go to
-its `scratch` while an operation runs, and from there to its `accumulator`.
+Work on the whole state (clipping, AdamW, a snapshot, offloading) is one operation on its vectors. Gradients are added
+to `scratch` while an operation runs, and from there to the `accumulator`.
 """
 
 from abc import ABC, abstractmethod
@@ -21,19 +21,19 @@ from .moments import MOMENTS, Moments
 from .program import Program
 from .zero import Zero
 
-# Where a learner's vectors are. On a CPU the device and the host are the same memory.
+# The place of a learner's vectors. On a CPU the device and the host are the same memory.
 Place = Literal["device", "host", "disk"]
 
-# What makes views of a vector [P].
+# Makes the views of a vector [P].
 Arrange = Callable[[Tensor], Any]
 
 SEED_MASK = (1 << 64) - 1
 
-# What the optimizer keeps, and with it what has been learned; the other vectors are gradients.
+# The optimizer's vectors, and with the weights all trained ones; the other vectors are gradients.
 ADAMW = ("exp_avg", "exp_avg_sq")
 LEARNED = ("weights", *ADAMW)
 
-# Vectors that work on it needs: a forward pass, sampling or a copy; a backward pass; a step, which needs all.
+# The vectors needed by a forward pass, sampling or a copy; by a backward pass; and by a step, which needs all.
 FORWARD: frozenset[str] = frozenset({"weights"})
 BACKWARD = FORWARD | {"scratch", "accumulator"}
 STEP = BACKWARD.union(ADAMW)
@@ -41,10 +41,10 @@ STEP = BACKWARD.union(ADAMW)
 
 @dataclass
 class Window:
-    """What has been accumulated since the last step.
+    """Sums over the operations accumulated since the last step.
 
-    num_tokens: tokens that carry a loss. weight_sum: their summed weights. losses: loss sums by name.
-    refused: why an operation of the window contributed nothing, None when all did.
+    num_tokens: tokens that carry a loss. weight_sum: their summed weights. losses: loss sums by name. refused: why an
+    operation of the window contributed nothing, None when all did.
     """
 
     num_operations: int = 0
@@ -62,7 +62,7 @@ class Window:
 
 
 class Vector:
-    """A vector [P] and views of it, made when they are first asked for. arrange: makes them."""
+    """A vector [P] and its views, which `arrange` makes at first use."""
 
     def __init__(self, tensor: Tensor, arrange: Arrange) -> None:
         self.tensor = tensor
@@ -74,40 +74,47 @@ class Vector:
 
 
 class Learner(ABC):
-    """weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
+    """Holds a run's weights, and from first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
 
-    They are to be had only while it is on the device (see Residency), those that were asked for, and are other tensors
-    when it comes back: hold the learner, not its tensors. training, program: what of the model is learned, and which
-    kind of model it is. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen. place:
-    where it is. base_name: what its files call the base model; None = the worker's name of it.
+    The vectors are available only while the learner is on the device (see Residency), and only those that were
+    requested. They are other tensors after each move, so hold the learner and not its tensors.
+
+    training, program: which parts of the model are trained, and the kind of model. window: what the accumulator holds.
+    num_steps: optimizer steps that exp_avg has seen. place: where the vectors are. base_name: the base model's name in
+    files; None for the worker's name of it.
     """
 
     training: TrainingConfig
     base_name: str | None = None
 
-    # What neighbours in a micro-batch had better agree in: which layers it adapts, and by which rank.
+    # Models next to each other in a micro-batch run faster if they agree in this: the adapted layers, and the rank.
     likeness: tuple[tuple[bool, ...], int] = (), 0
 
-    # How exp_avg and exp_avg_sq are held.
+    # The storage format of exp_avg and exp_avg_sq.
     moments: Moments = MOMENTS["float32"]
 
-    # Of the ranks that have parts of it, None = the base model's.
+    # The mesh of the ranks that have parts of it; None for the base model's.
     mesh: Mesh | None = None
 
-    # Whose ranks keep a part each of accumulator, exp_avg and exp_avg_sq; None = all of them.
+    # Shards accumulator, exp_avg and exp_avg_sq over ranks; None if each rank keeps all of them.
     zero: Zero | None = None
 
     def __init__(
         self, layout: Layout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
     ) -> None:
-        """dtype: of what products are made with. arrange: what views of a vector its kind wants."""
+        """Creates a learner with zero weights on the device.
+
+        Args:
+            dtype: of products with the weights.
+            arrange: makes the views of a vector that this kind of model needs.
+        """
         self.layout, self.program = layout, program
         self.place: Place = "device"
         self.window = Window()
         self.num_steps = 0
         self._arrange, self._dtype = arrange, dtype
         self._cast: _Cast | None = None
-        # Those that stayed behind when it came to the device.
+        # Vectors that stayed in host memory when the learner was moved to the device.
         self._parked: dict[str, Tensor] = {}
         self._vectors = {"weights": self._viewed(torch.zeros(layout.size, device=device))}
         self._operation_open = False
@@ -116,21 +123,21 @@ class Learner(ABC):
 
     @property
     def of_trunk(self) -> "Learner | None":
-        """Whose weights the base model has when it runs for this one: None = its own."""
+        """The learner whose weights the trunk uses when this one runs; None for the base's own weights."""
         return self
 
     @property
     def lacking(self) -> str | None:
-        """Without which nothing of it can be scored, in words."""
+        """The state that is missing for scoring anything with it, in words; None if complete."""
         return None
 
     def is_alike(self, other: "Learner") -> bool:
-        """Whether its weights can be copied into this one's."""
+        """True if the other's weights can be copied into this one's."""
         return self.training == other.training and self.program is other.program
 
     @property
     def num_parameters(self) -> int:
-        """On all ranks together."""
+        """Trained parameters on all ranks together."""
         return self.layout.num_weights
 
     @property
@@ -140,26 +147,26 @@ class Learner(ABC):
 
     @property
     def own_weights(self) -> Tensor:
-        """Those that this rank steps: a view."""
+        """A view of the weights that this rank steps."""
         return self.weights if self.zero is None else self.weights[self.zero.own]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all vectors in memory, the device's or the host's."""
+        """Bytes of all vectors in memory, on the device or the host."""
         own = sum(vector.tensor.nbytes for vector in (*self._vectors.values(), *self._lane_scratch.values()))
         return own + self.num_parked_bytes + (self._cast.num_bytes if self._cast else 0)
 
     @property
     def num_parked_bytes(self) -> int:
-        """Of those vectors that are in host memory while it is on the device."""
+        """Bytes of the vectors that are in host memory while the learner is on the device."""
         return sum(vector.nbytes for vector in self._parked.values())
 
     def has_here(self, name: str) -> bool:
-        """Whether this vector is on the device."""
+        """True if this vector is on the device."""
         return self.place == "device" and name in self._vectors
 
     def parks_any(self, wanted: frozenset[str]) -> bool:
-        """Whether some of these vectors are."""
+        """True if any of these vectors is in host memory while the learner is on the device."""
         return not wanted.isdisjoint(self._parked)
 
     @property
@@ -168,7 +175,7 @@ class Learner(ABC):
 
     @property
     def scratch(self) -> Tensor:
-        """The gradients of the operation that runs; between operations its content means nothing."""
+        """The gradients of the running operation; meaningless between operations."""
         return self._vector("scratch").tensor
 
     @property
@@ -177,7 +184,7 @@ class Learner(ABC):
 
     @property
     def exp_avg(self) -> Tensor:
-        """As `moments` holds it, as exp_avg_sq."""
+        """The first moment, in the format of `moments`, like exp_avg_sq."""
         return self._vector("exp_avg").tensor
 
     @property
@@ -186,7 +193,7 @@ class Learner(ABC):
 
     @property
     def has_moments(self) -> bool:
-        """Whether there are exp_avg and exp_avg_sq; where there are none, they are zeros."""
+        """True if exp_avg and exp_avg_sq are allocated; otherwise they are zeros."""
         return "exp_avg" in self._vectors or "exp_avg" in self._parked
 
     def _vector(self, name: str) -> Vector:
@@ -201,18 +208,18 @@ class Learner(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """The weights of a fresh one, from its seed, of which 64 bits count."""
+        """Draws the weights of a new run from its seed, of which 64 bits count."""
 
     def tensor(self, key: Hashable) -> Tensor:
-        """Of one matrix: a float32 view of the weights."""
+        """Returns a float32 view of a matrix of the weights."""
         return self.layout.view(self.weights, key)
 
     def gradient(self, key: Hashable) -> Tensor:
-        """The view that takes that of `tensor` in this thread's lane."""
+        """Returns the view that collects the gradient of `tensor` in this thread's lane."""
         return self.layout.view(self._gradients().tensor, key)
 
     def weight_views(self) -> Any:
-        """As its kind arranges them, in the dtype of products; made, where they are a copy, on the first call."""
+        """Returns the weights' views in the dtype of products. If that needs a copy, the first call makes it."""
         if self._dtype == torch.float32:
             return self._vector("weights").views
         weights = self.weights
@@ -221,13 +228,14 @@ class Learner(ABC):
         return self._cast.views()
 
     def gradient_views(self) -> Any:
-        """As its kind arranges them, float32: those that take the gradients in this thread's lane."""
+        """Returns the float32 views that collect the gradients in this thread's lane."""
         return self._gradients().views
 
     def begin_operation(self, lanes: Sequence[int] = ()) -> None:
-        """Scratch is zeros, and is kept until the operation is committed or abandoned.
+        """Zeroes scratch, and keeps it until the operation is committed or abandoned.
 
-        lanes: those in which its gradients are made; each but the first has a vector of its own until `join_lanes`.
+        Args:
+            lanes: those in which gradients are computed; each but the first has a separate vector until `join_lanes`.
         """
         self._operation_open = True
         if "scratch" in self._vectors:
@@ -237,7 +245,7 @@ class Learner(ABC):
         self._lane_scratch = {lane: self._viewed(torch.zeros_like(self.scratch)) for lane in lanes[1:]}
 
     def join_lanes(self) -> None:
-        """Afterwards all gradients are in scratch."""
+        """Adds the gradients of all lanes to scratch."""
         for vector in self._lane_scratch.values():
             self.scratch.add_(vector.tensor)
         self._lane_scratch = {}
@@ -247,8 +255,11 @@ class Learner(ABC):
         return bool(torch.isfinite(low) & torch.isfinite(high))
 
     def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
-        """The operation succeeded: its gradients join the window. The window's first become the accumulator. Where
-        ranks keep parts of it, they are added up, and all ranks commit at once."""
+        """Adds a successful operation's gradients to the window.
+
+        The window's first gradients become the accumulator without a copy. If ranks keep parts of it, the gradients are
+        summed over the ranks, which all commit together.
+        """
         self._operation_open = False
         if self.zero is not None:
             self._commit_part(self.zero)
@@ -268,12 +279,12 @@ class Learner(ABC):
             self._vectors["accumulator"] = self._viewed(part)
 
     def abandon_operation(self) -> None:
-        """The operation failed: its gradients are of no use."""
+        """Discards the gradients of a failed operation."""
         self._operation_open = False
         self._lane_scratch = {}
 
     def clear_window(self) -> None:
-        """Discards the accumulated gradients; their memory is the next operation's scratch."""
+        """Discards the accumulated gradients; their memory becomes the next operation's scratch."""
         accumulator = self._vectors.pop("accumulator", None)
         self._parked.pop("accumulator", None)
         if accumulator is not None and self.zero is None and not self._operation_open:
@@ -281,7 +292,7 @@ class Learner(ABC):
         self.window = Window()
 
     def fill(self, name: str, fill: Callable[[Tensor], None]) -> None:
-        """One of the vectors. fill: writes its values to float32 [P]."""
+        """Sets one of the vectors. `fill` writes its values to a float32 [P]."""
         held = self._vector(name).tensor
         if self.zero is None or name == "weights":
             values = self._float32(name, held)
@@ -296,18 +307,19 @@ class Learner(ABC):
             held.copy_(values)
 
     def in_float32(self, name: str) -> Tensor:
-        """One of the live vectors [P]; a copy, where it is held otherwise. Of ranks that keep parts of it, which all of
-        them ask at once."""
+        """Returns one of the live vectors [P], as a copy if it is stored in another format.
+
+        If ranks keep parts of it, they all call it together.
+        """
         found = self._float32(name, self.live()[name])
         return found if self.zero is None or name == "weights" else self.zero.whole(found)
 
     def _float32(self, name: str, held: Tensor) -> Tensor:
-        """[P], or this rank's part."""
         size = self.layout.size if self.zero is None else self.zero.size
         return self.moments.whole(held, name, size) if name in ADAMW else held
 
     def clear_optimizer(self) -> None:
-        """As before the first step."""
+        """Resets the optimizer to its state before the first step."""
         num_changes = self.num_changes
         for name in ADAMW:
             self._vectors.pop(name, None)
@@ -315,28 +327,31 @@ class Learner(ABC):
         self._earlier_changes = 1 + num_changes - self._changes_here()
         self.num_steps = 0
 
-    # Moving: who moves a learner (see Residency) takes its live vectors and gives them back elsewhere.
+    # Moving: Residency takes the live vectors and passes their copies in another place to `move`.
 
     @property
     def in_window(self) -> bool:
-        """Whether it holds gradients: of a window, or of an operation under way."""
+        """True if it holds gradients, of a window or of a running operation."""
         return bool(self.window.num_operations) or self._operation_open
 
     @property
     def num_changes(self) -> int:
-        """Grows with every change of what it has learned, wherever it is meanwhile."""
+        """Grows with every change of the trained vectors, in whichever place they are."""
         return self._earlier_changes + self._changes_here()
 
     def live(self) -> dict[str, Tensor]:
-        """The vectors that mean anything."""
+        """Returns the vectors whose content matters."""
         gradients = {"accumulator": bool(self.window.num_operations), "scratch": self._operation_open}
         names = (*LEARNED, *(name for name, is_live in gradients.items() if is_live))
         here = {name: vector.tensor for name, vector in self._vectors.items()} | self._parked
         return {name: here[name] for name in names if name in here}
 
     def move(self, vectors: Mapping[str, Tensor], place: Place, parked: Mapping[str, Tensor] | None = None) -> None:
-        """From now on these are its vectors, at `place`; whatever views there are of others are made anew. parked:
-        those that stay in host memory meanwhile."""
+        """Replaces the vectors by these, at `place`, and drops views of the old ones.
+
+        Args:
+            parked: vectors that stay in host memory.
+        """
         num_changes = self.num_changes
         if not self.num_steps:  # they may have been cleared while it was elsewhere
             vectors = {name: vector for name, vector in vectors.items() if name not in ADAMW}
@@ -354,7 +369,6 @@ class Learner(ABC):
         return sum(here[name]._version for name in LEARNED if name in here)
 
     def _gradients(self) -> Vector:
-        """That take those of this thread's lane."""
         return self._lane_scratch.get(current_lane()) or self._vector("scratch")
 
     def _viewed(self, tensor: Tensor) -> Vector:
@@ -362,7 +376,7 @@ class Learner(ABC):
 
 
 class _Cast:
-    """A vector of weights in another dtype than float32: a copy, kept current."""
+    """A copy of the weights in a dtype other than float32, kept up to date."""
 
     def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Arrange) -> None:
         self.source = weights

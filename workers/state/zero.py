@@ -1,4 +1,4 @@
-"""Zero: gradients and optimizer states of a model whose weights are whole on several ranks, a part on each of them.
+"""ZeRO stage 2: gradients and optimizer states sharded over ranks that all have the whole weights.
 
 Rajbhandari et al., ZeRO (2020), https://arxiv.org/abs/1910.02054, stage 2.
 """
@@ -10,16 +10,18 @@ from ..parallel.mesh import Mesh, Team
 from .flat_params import Layout
 from .moments import EightBitMoments
 
-# Of numbers that are put together on the device at a time.
+# Numbers gathered on the device at a time.
 _MOST = 1 << 24
 
 
 class Zero:
-    """Parts of vectors [P] of a layout, for the ranks that do not differ along tp. size: of each. own: where this one's
-    lies."""
+    """Shards vectors [P] of a layout over the ranks along all axes but tp.
+
+    size: numbers of each part. own: the range of this rank's part.
+    """
 
     def __init__(self, layout: Layout, mesh: Mesh) -> None:
-        """layout: whose size is a multiple of `multiple_of`."""
+        """Computes this rank's part. The layout's size must be a multiple of `multiple_of`."""
         self._layout, self._mesh = layout, mesh
         self._team = mesh.beside("tp")
         self.size = layout.size // self._team.size
@@ -27,11 +29,11 @@ class Zero:
 
     @staticmethod
     def multiple_of(mesh: Mesh) -> int:
-        """Of numbers: parts are whole blocks of what moments are held in."""
+        """Returns a size whose parts are whole blocks of the moments' storage format."""
         return mesh.beside("tp").size * EightBitMoments.block
 
     def summed(self, vector: Tensor) -> Tensor:
-        """This rank's part of the sum over all ranks. vector: [P], which is used up."""
+        """Returns this rank's part of the sum of a vector [P] over all ranks. The vector is overwritten."""
         if self._tp.index > 0:
             for repeated in self._layout.repeated:
                 vector[repeated].zero_()
@@ -40,7 +42,7 @@ class Zero:
         return part
 
     def whole(self, part: Tensor) -> Tensor:
-        """[P], in host memory."""
+        """Returns the whole vector [P] in host memory."""
         if len(part) <= _MOST:
             return self._team.joined(part).cpu()
         whole = torch.empty(self._team.size, len(part), dtype=part.dtype)
@@ -50,12 +52,12 @@ class Zero:
         return whole.flatten()
 
     def join(self, vector: Tensor) -> None:
-        """Of a vector [P] all parts, of which each rank has changed its own, in place."""
+        """Gathers all parts of a vector [P] in place, after each rank changed its own."""
         if self._team.size > 1:
             self._team.joining(vector[self.own].clone(), into=vector).wait()
 
     def norm(self, part: Tensor) -> float:
-        """Of the whole vector."""
+        """Returns the norm of the whole vector."""
         alike = self._alike(part)
         squares = torch.tensor([_squares(part) - _squares(alike), _squares(alike)], dtype=torch.float64)
         self._tp.sum(squares[:1])
@@ -66,7 +68,7 @@ class Zero:
         return self._mesh.along("tp")
 
     def _alike(self, part: Tensor) -> Tensor:
-        """What of this rank's part those along tp have, too."""
+        """Returns the section of this rank's part that ranks along tp have too."""
         region = self._layout.regions.get((), slice(0, 0))
         first, stop = (min(max(bound - self.own.start, 0), len(part)) for bound in (region.start, region.stop))
         return part[first:stop]

@@ -1,1 +1,1 @@
-"""Passes: forward and backward over the operations of many runs at once."""
+"""Runs training passes: forward and backward over the operations of many runs at once."""

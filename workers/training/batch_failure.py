@@ -1,4 +1,4 @@
-"""Trouble: what stopped the tasks of a round, when it is not known whose fault it was."""
+"""Describes the error that stopped the tasks of a round when it is unknown which task caused it."""
 
 import traceback
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ from ..planner.footprint import gigabytes
 
 @dataclass(frozen=True)
 class Trouble:
-    """account: of what nobody foresaw, for the log."""
+    """The error that stopped a micro-batch.
+
+    account: the traceback of an unexpected error, for the log.
+    """
 
     message: str
     category: Category = "server"
@@ -22,7 +25,7 @@ class Trouble:
 
 
 def trouble_of(error: Exception) -> Trouble:
-    """Without the error itself, whose frames hold tensors."""
+    """Describes the error without holding on to it: the frames of its traceback hold tensors."""
     if isinstance(error, OperationError):
         return Trouble(error.message, error.category)
     message = f"{type(error).__name__}: {error}"
@@ -30,13 +33,18 @@ def trouble_of(error: Exception) -> Trouble:
 
 
 def out_of_memory_message(operation: Operation, configured: int, tried: int, device: torch.device) -> str:
-    """configured, tried: tokens of a micro-batch."""
+    """Returns the message for an operation that does not fit into device memory.
+
+    Args:
+        configured: the configured size of a micro-batch, in tokens.
+        tried: the size of the last attempt, in tokens.
+    """
     free = available_bytes(device)
     room = f"{device} has {gigabytes(free) if free is not None else 'an unknown amount'} free"
     lengths = [len(row.tokens) for row in operation.rows]
     if not lengths:
         return (
-            f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots, --full-slots"
+            f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots or --full-slots"
         )
     longest = max(lengths)
     largest, datum = min(sum(lengths), max(tried, longest)), operation.numbers[lengths.index(longest)]

@@ -1,5 +1,8 @@
-"""Capturing: what passes put aside for drafts: in those of a capture nothing else; in those of policies, whose forward
-then serves both, beside what they are for."""
+"""Stores the hidden states of a pass as features for draft training.
+
+The pass of a capture request does nothing else. A policy's pass with capture_for also trains the policy, so that one
+forward serves both.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,8 +34,13 @@ logger = logging.getLogger(__name__)
 def keep_features(
     directory: Path, kind: FeatureKind, task: Task, part: MicroBatchSegment, inside: Inside | None
 ) -> OSError | None:
-    """Of the segment's rows, where there are none yet. inside: of the micro-batch; None: another rank keeps them.
-    Returns what was wrong with the last that could not be kept."""
+    """Stores the features of the segment's rows that have none yet.
+
+    Args:
+        inside: the target's hidden states of the micro-batch; None if another rank stores the features.
+    Returns:
+        The error of the last row that could not be stored.
+    """
     trouble: OSError | None = None
     for row, tokens in _rows_of(part):
         features = task.stored.get(row)
@@ -47,40 +55,49 @@ def keep_features(
 
 
 def no_room(directory: Path, error: OSError) -> str:
-    """What is to be said of it."""
+    """Returns the error message for features that could not be stored."""
     try:
         free = f"{gigabytes(disk_usage(directory).free)} are free there"
     except OSError:
-        free = "it is not there"
+        free = "it does not exist"
     return (
-        f"features cannot be written to {directory}: {error}; {free}: make room on this disk, release_features of what"
-        " is not needed, or serve with --feature-bytes for which it has room"
+        f"features cannot be written to {directory}: {error}; {free}: make room on this disk, call release_features for"
+        " features that are no longer needed, or start the server with --feature-bytes that fit on it"
     )
 
 
 class CapturingBeside:
-    """Of policies. What they put aside is of their weights of now: of the version that a draft is aimed at whose target
-    was saved with these. What cannot be kept is not there, and nothing else is different."""
+    """Captures features in the passes of policies.
+
+    The features have the version of the policy's current weights, which is that of a draft whose target was saved with
+    these weights. If features cannot be stored, they are missing from the result; the operation still succeeds.
+    """
 
     def __init__(self, base: BaseModel, models: Models) -> None:
         self._base, self._models = base, models
         self._versions: WeakKeyDictionary[Learner, tuple[int, str]] = WeakKeyDictionary()
 
     def check(self, run_id: str, place: FeaturePlace) -> None:
-        """Raises OperationError."""
+        """Raises OperationError if the run is not a policy."""
         program = self._models.get(run_id).program
         if not program.samples:
-            raise OperationError(f"capture_for is of policies, and this is a {program.role}: leave it out")
+            raise OperationError(f"capture_for works with policies only, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
-        assert all(layer < num_layers for layer in place.layers), "a draft of the same base model has no others"
+        assert all(layer < num_layers for layer in place.layers), "the draft has the same base model"
 
     def versions(self, tasks: Sequence[Task]) -> dict[str, str]:
-        """By run, of this rank's parts of those that put features aside, which are on the device."""
+        """Returns the weight version by run, of this rank's parts of the runs that capture features.
+
+        These runs must be on the device.
+        """
         run_ids = {task.run_id for task in tasks if task.captures_beside is not None}
         return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
 
     def wanted(self, micro_batch: MicroBatch, tasks: list[Task]) -> dict[int, Tensor] | None:
-        """By layer, what is to be captured: see FusedTrunk.hidden_states."""
+        """Returns the layers to capture as keys, with empty tensors to be filled: see FusedTrunk.hidden_states.
+
+        Returns None if no task captures features.
+        """
         places = [tasks[each.operation].captures_beside for each in micro_batch.segments]
         layers = {layer for place in places if place is not None for layer in place.layers}
         return dict.fromkeys(sorted(layers), torch.empty(0)) if layers else None
@@ -93,8 +110,14 @@ class CapturingBeside:
         hidden: Tensor,
         share: TokenShare,
     ) -> None:
-        """hidden: the last ones. captured and they are of `share.hidden`; of ranks that share out tokens the first one
-        gets those of all, and all of them ask at once."""
+        """Stores the captured features on the first of the ranks that share the micro-batch's tokens.
+
+        It is a collective call of these ranks.
+
+        Args:
+            captured: the hidden states by layer, of the tokens `share.hidden`; None if nothing is captured.
+            hidden: the final hidden states of the same tokens.
+        """
         if captured is None:
             return
         places = [tasks[part.operation].captures_beside for part in micro_batch.segments]
@@ -109,9 +132,14 @@ class CapturingBeside:
     def _keep(
         self, task: Task, place: FeaturePlace, part: MicroBatchSegment, told: Mapping[int, Tensor], last: Tensor | None
     ) -> None:
-        """told: by layer, of all tokens. last: hidden states, of which the target's words are made."""
+        """Stores the features of one segment.
+
+        Args:
+            told: hidden states of all tokens, by layer.
+            last: final hidden states of all tokens, if the draft's algorithm reads them.
+        """
         of_layers, directory = torch.cat([told[layer] for layer in place.layers], dim=-1), Path(place.directory)
-        # Embeddings are not kept: a draft has those of its target.
+        # Embeddings are not stored: the draft looks them up in its target.
         inside = Inside(of_layers, of_layers, last)
         hidden = of_layers.shape[1] // len(place.layers)
         kind = FeatureKind(task.version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
@@ -119,10 +147,10 @@ class CapturingBeside:
         if trouble is not None and not task.progress.has_warned:
             task.progress.has_warned = True
             message = no_room(directory, trouble)
-            logger.warning("run %s goes on without what it was to capture: %s", task.run_id, message)
+            logger.warning("run %s continues without the features it should have captured: %s", task.run_id, message)
 
     def _version(self, model: Learner) -> str:
-        """Made anew only after a change."""
+        """Returns the version of the model's weights; it is computed only after a change."""
         num_changes, version = self._versions.get(model, (-1, ""))
         if num_changes != model.num_changes:
             version = self._models.drafts.version_of(model)
@@ -131,7 +159,7 @@ class CapturingBeside:
 
 
 def take_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """of_ranks: what each says of the parts that it has (CapturingBeside.versions)."""
+    """Sets the tasks' feature versions from those of each rank's parts (CapturingBeside.versions)."""
     for task in tasks:
         if task.captures_beside is not None:
             task.version = version_of_parts([versions[task.run_id] for versions in of_ranks])
@@ -143,12 +171,13 @@ def _target_repr(place: FeaturePlace) -> TargetRepr | None:
 
 
 def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
-    """Each row, and its tokens in the micro-batch."""
+    """Yields each row and the slice of its tokens in the micro-batch."""
     for row, (start, stop) in zip(part.datums, pairwise(part.bounds), strict=True):
         yield row, slice(part.start + start, part.start + stop)
 
 
 def _at_first(hidden: Tensor, share: TokenShare) -> Tensor | None:
-    """Of `share.hidden` -> of all tokens, for the first of the ranks that run them; None elsewhere."""
+    """Gathers hidden states of the tokens `share.hidden` to those of all tokens, on the first of the ranks that run
+    them; returns None elsewhere."""
     scored = share.scored(hidden.detach())
     return scored if share.is_all else share.joined_at_first(scored)

@@ -1,4 +1,5 @@
-"""An operation on its way through one or several passes: what its finished parts gave, and the part under way."""
+"""The progress of an operation through one or several passes: the results of its finished parts, and the running
+part."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +18,18 @@ from ..state.trainable import Learner
 from .scoring import Scored
 
 FEATURES = "features"
-"""Among outputs: where those of a datum are, and how many bytes they have."""
+"""Key of a datum's output that holds the address of its features and their size in bytes."""
 
 Answer = ForwardBackwardOutput | SharedOutput | Failure | None
 
 
 @dataclass
 class Totals:
-    """loss, metrics: sums over positions. ratios, denominator: see LossOutput and Loss.denominator; ratios of a draft's
-    acceptance_lengths besides."""
+    """Sums over the finished part of an operation.
+
+    loss, metrics: sums over positions.
+    ratios, denominator: see LossOutput and Loss.denominator; for drafts, the ratios include acceptance lengths.
+    """
 
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -46,12 +50,14 @@ class Totals:
 
 @dataclass(eq=False)
 class Progress:
-    """The finished parts of an operation.
+    """Holds the results of an operation's finished parts.
 
-    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores, features: of this rank's, by
-    number of the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory
-    because adapters leave the device between passes; None where there is none. has_warned: of features that it goes on
-    without.
+    loss: the operation's loss; its scores are the operation's output.
+    num_data: data of the finished parts, on all ranks.
+    scores, features: this rank's, by number of the datum. totals: of all ranks.
+    gradient: the sum of the parts' gradients on this rank, float32 [P]; None before the first. It is in host memory
+        because adapters leave the device between passes.
+    has_warned: true if a warning about features that could not be stored was logged.
     """
 
     run_id: str
@@ -80,7 +86,8 @@ class Progress:
         return {"loss:sum": totals.loss, "num_tokens:sum": float(totals.num_tokens)} | means | self._ratios()
 
     def _ratios(self) -> dict[str, float]:
-        """Each, and what it is made of: the sums of several operations tell the ratio over all of them."""
+        """Returns each ratio with its numerator and denominator; clients sum these to get the ratio over several
+        operations."""
         found: dict[str, float] = {}
         for name, (numerator, denominator) in self.totals.ratios.items():
             found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
@@ -90,14 +97,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rank says of a task when it has computed its share. failure: why it contributes nothing."""
+    """A rank's result of its share of a task.
+
+    failure: why the task contributes nothing; None if it succeeded.
+    """
 
     failure: Failure | None
     totals: Totals
 
 
 def agreed(verdicts: Sequence[Verdict]) -> Verdict:
-    """Of the ranks, in their order: a task that failed on one of them has failed on all."""
+    """Merges the ranks' verdicts, in rank order: a task that failed on one of them has failed on all."""
     failures = [verdict.failure for verdict in verdicts if verdict.failure is not None]
     totals = Totals()
     for verdict in verdicts:
@@ -107,7 +117,10 @@ def agreed(verdicts: Sequence[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A Scored in host memory: each float32 [n] or [n, K]. ratios, denominator: of all of it, see LossOutput."""
+    """Holds a Scored in host memory: each array is float32 [n] or [n, K].
+
+    ratios, denominator: over all n rows, see LossOutput.
+    """
 
     scores: np.ndarray
     losses: np.ndarray
@@ -125,16 +138,17 @@ class Scores:
 
 
 class Task:
-    """A part of an operation, in the pass that runs it.
+    """Runs a part of an operation in a pass.
 
-    failure: why it contributes nothing. computed: whether nothing more is to be computed of it. version: what features
-    that it puts aside besides are of.
+    failure: why the part contributes nothing; None so far.
+    computed: true if nothing remains to be computed for it.
+    version: weight version of the features that it captures.
     """
 
     def __init__(
         self, part: Part, operation: Operation, progress: Progress, stored: Mapping[int, Stored] | None = None
     ) -> None:
-        """stored: what is known of a draft's target, by row."""
+        """Starts the part. `stored` has the captured features of a draft's target, by row."""
         self.part = part
         self.operation = operation
         self.progress = progress
@@ -153,26 +167,26 @@ class Task:
 
     @property
     def captures_to(self) -> Path | None:
-        """Where features are put, instead of anything else; None: nowhere."""
+        """The directory for features if the part only captures; else None."""
         place = self.part.request.features
         return Path(place.directory) if place is not None and place.captures else None
 
     @property
     def captures_beside(self) -> FeaturePlace | None:
-        """Where features are put besides, and those of which layers; None: nowhere."""
+        """The directory and layers of the features if a policy's part captures in addition to training; else None."""
         place = self.part.request.features
         return place if place is not None and place.algorithm is not None else None
 
     def begin(self) -> None:
-        """From the start, whatever an attempt before this one has left."""
+        """Starts from the beginning and drops the results of an earlier attempt."""
         self.failure: Failure | None = None
-        # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
+        # By the first datum of each segment: lanes finish in any order, and float sums must not depend on it.
         self._totals: dict[int, Totals] = {}
         self._scores: list[np.ndarray | None] = [None] * len(self.operation.rows)
         self._features: dict[int, np.ndarray | None] = {}
 
     def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
-        """Refuses the operation where its loss is not finite."""
+        """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
         if reason := _not_finite(segment, scores, self.operation):
             self.refuse(reason)
             return
@@ -183,7 +197,7 @@ class Task:
             self._scores[datum] = of_datum
 
     def kept(self, row: int, features: Stored | None) -> None:
-        """The row's features are there. None: another rank tells where."""
+        """Records that the row's features are stored; `features` is None if another rank reports their address."""
         told = None if features is None else f"{features.address} {features.num_bytes}".encode()
         self._features[row] = None if told is None else np.frombuffer(told, np.uint8)
 
@@ -203,21 +217,27 @@ class Task:
         return Verdict(self.failure, totals)
 
     def add_earlier_gradient(self, model: Learner) -> None:
-        """To the scratch that holds this part's. Refuses the operation where the sum is not finite."""
+        """Adds the earlier parts' gradient to the scratch, which holds this part's.
+
+        Refuses the operation if the sum is not finite.
+        """
         if self.progress.gradient is not None:
             model.scratch.add_(self.progress.gradient.to(model.scratch.device))
         if not model.scratch_is_finite():
             self.refuse(f"the gradient of {self.operation.loss_name} is not finite")
 
     def suspend(self, model: Learner, totals: Totals) -> None:
-        """More parts come; until then the scratch is free. totals: of all ranks, here as in `complete`."""
+        """Ends a part that is not the last: moves the gradient to the host, which frees the scratch until the next one.
+
+        `totals` are those of all ranks, as in `complete`.
+        """
         if not self.forward_only:
             self.progress.gradient = model.scratch.to("cpu", copy=True)
             model.abandon_operation()
         self._advance(totals)
 
     def complete(self, model: Learner, totals: Totals) -> Answer:
-        """It was the last part."""
+        """Ends the last part: commits the gradient to the window and returns the operation's output."""
         self._advance(totals)
         whole = self.progress.totals
         if not self.forward_only:
@@ -230,7 +250,7 @@ class Task:
         self.progress.num_data += self.part.share.num_data
         for row, number in enumerate(self.operation.numbers):
             scores, features = self._scores[row], self._features.get(row)
-            assert scores is not None or row in self._features, "a datum was in no micro-batch"
+            assert scores is not None or row in self._features, "a datum was missing from all micro-batches"
             if scores is not None:
                 self.progress.scores[number] = scores
             if features is not None:
@@ -246,7 +266,10 @@ def _sum(values: np.ndarray) -> float:
 
 
 def _not_finite(segment: MicroBatchSegment, scores: Scores, operation: Operation) -> str | None:
-    """Which datum has a loss that is not finite. Log-probabilities may be infinite where nothing counts."""
+    """Returns an error message that names the first datum whose loss is not finite, or None.
+
+    Log-probabilities can be infinite at positions that do not count.
+    """
     bad = ~np.isfinite(scores.losses) | np.isnan(scores.scores)
     if not bad.any():
         return None
@@ -258,7 +281,7 @@ def _not_finite(segment: MicroBatchSegment, scores: Scores, operation: Operation
     if np.isnan(scores.scores[row]).any():
         return (
             f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
-            " go on from an earlier checkpoint with a lower learning rate"
+            " continue from an earlier checkpoint with a lower learning rate"
         )
     return (
         f"datum {datum}: the {operation.loss_name} loss at position {position} is not finite, the model's"

@@ -1,4 +1,4 @@
-"""Rounds: which parts of a pass run together."""
+"""Decides which parts of a pass run together, as a round."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,10 +8,13 @@ from ..protocol.verbs import Part
 def rounds(
     parts: Sequence[Part], most_runs: int, runs_alone: Callable[[str], bool] = lambda _: False
 ) -> Iterator[list[int]]:
-    """Indices, every part's once. A round's parts are of at most `most_runs` runs, all with or all without gradients.
+    """Yields the rounds as indices of their parts; every part is in exactly one.
 
-    Parts with gradients of one run go to different rounds, in their order, for they share the adapter's scratch. Those
-    without share nothing. runs_alone: whether only parts of that one run may be together.
+    A round has parts of at most `most_runs` runs, all with or all without gradients. Parts of one run that need
+    gradients go to different rounds, in order, because they share the adapter's scratch. Those without share nothing.
+
+    Args:
+        runs_alone: true for a run whose parts cannot be in a round with those of other runs.
     """
     waiting = list(range(len(parts)))
     while waiting:
@@ -23,7 +26,7 @@ def rounds(
 def _next_round(
     parts: Sequence[Part], waiting: list[int], most_runs: int, runs_alone: Callable[[str], bool]
 ) -> list[int]:
-    """The first of those that wait, and all that may run beside it."""
+    """Returns the first waiting part and all that can run with it."""
     first = parts[waiting[0]].request
     runs: set[str] = set()
     chosen = []

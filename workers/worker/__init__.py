@@ -1,1 +1,1 @@
-"""One rank."""
+"""Runs one rank."""

@@ -1,6 +1,6 @@
-"""RankMemory: what a rank has on its device, as the rank itself knows it, and how it leaves the device to others.
+"""Accounts for a rank's memory by purpose, and offloads the rank from its device.
 
-Models have a Residency of their own; the base's weights and the sampler's cache leave and come back as a whole.
+Models have their own Residency; the base model's weights and the sampler's cache are offloaded and reloaded as a whole.
 """
 
 import time
@@ -16,12 +16,12 @@ from ..ops.memory import give_back_freed, memory_for
 from ..registry.models import Models
 from ..state.offload import Offload
 
-# Seconds until it is tried once more to come back: another process may be about to leave the device.
+# Pauses between attempts to reload: another process may be about to leave the device.
 _TRIES_AFTER = (0.2, 1.0, 3.0)
 
 
 class CacheHolder(Protocol):
-    """A sampler, as far as its cache is concerned."""
+    """The part of a sampler that concerns its cache."""
 
     def cache_bytes(self) -> int: ...
 
@@ -30,12 +30,15 @@ class CacheHolder(Protocol):
     def held_bytes(self) -> int: ...
 
     def leaving(self) -> Iterator[Tensor]:
-        """The cache's tensors, once what nobody needs has been dropped."""
+        """Drops what is unused and yields the cache's tensors."""
         ...
 
 
 class RankMemory:
-    """on_all: does the same on all ranks, or raises on all of them."""
+    """Moves the rank's base model, cache and models between device and host memory.
+
+    Collective: `on_all` runs a step on all ranks, or raises on all of them.
+    """
 
     def __init__(
         self,
@@ -45,20 +48,21 @@ class RankMemory:
         on_all: Callable[[Callable[[], None]], None],
         directory: str | None,
     ) -> None:
-        """directory: see PageFile."""
+        """Wraps the rank's parts; for `directory` see PageFile."""
         self._base, self._models, self._sampler, self._on_all = base, models, sampler, on_all
         self._weights = Offload("the base model", base.device, directory, is_frozen=True)
-        self._cache = Offload("what is being sampled", base.device, directory)
-        # Which are so on some rank: all ranks have to agree on it.
+        self._cache = Offload("the sampler's cache", base.device, directory)
+        # Parts that are offloaded on some rank; all ranks must agree on this set.
         self._away: set[Offload] = set()
         self._num_leaves = 0
         self._told_seconds = 0.0
 
     def leave(self) -> float:
-        """The device, of all ranks at once; answers how many seconds moving has taken since it was left before.
+        """Offloads all ranks from their devices; returns the seconds that moving has taken since the previous call.
 
-        Raises OperationError (server) where one rank has no room elsewhere: what had left has come back on all of them
-        then, if it could, but for models, which come when they are needed.
+        Raises:
+            OperationError: (server) some rank has no room elsewhere. Parts that had left are reloaded on all ranks if
+                possible; models are reloaded when they are needed.
         """
         parts = self._weights, self._cache
         try:
@@ -74,25 +78,27 @@ class RankMemory:
         return self._told_seconds - before
 
     def need_base(self) -> None:
-        """Its weights are on the device afterwards, on all ranks. Raises OperationError (server)."""
+        """Reloads the base model's weights on all ranks, if offloaded. Raises OperationError (server)."""
         self._bring(self._weights)
 
     def need_all(self) -> None:
-        """As `need_base`, and the sampler's cache."""
+        """Reloads the base model's weights and the sampler's cache. Raises as `need_base`."""
         self._bring(self._weights, self._cache)
         self._cache.may_change()
 
     def forget_cache(self) -> None:
-        """When nothing is sampled any more."""
+        """Drops the cache's offloaded contents, when nothing is sampled any more."""
         self._cache.forget()
         self._away.discard(self._cache)
 
     def by_purpose(self) -> dict[str, int]:
-        """Bytes; of models by place, and how many of these there are.
+        """Returns bytes by purpose; for models by place, with their numbers.
 
-        base_weights, kv_cache: wherever they are. kv_cache_of_drafts: of the cache, what drafts have that guess.
-        kv_cache_held: those of samples under way; the others are prefixes and slots that wait. offloads: how often all
-        has left the device; offload_moved: of the base and the cache, since the start.
+        base_weights, kv_cache: on the device or offloaded.
+        kv_cache_of_drafts: the part of the cache that draft models use.
+        kv_cache_held: used by samples under way; the rest is prefix cache and idle slots.
+        offloads: how often the rank was offloaded.
+        offload_moved: of the base model and the cache, since the start.
         """
         cache = self._sampler.cache_bytes()
         own = {
@@ -109,14 +115,13 @@ class RankMemory:
         return own | self._models.memory()
 
     def _moving_seconds(self) -> float:
-        """Since the start, of all that comes and goes."""
         return self._own_seconds() + self._models.moving_seconds()
 
     def _own_seconds(self) -> float:
         return self._weights.moving_seconds + self._cache.moving_seconds
 
     def _leave(self) -> None:
-        with memory_for("what leaves the device", "serve with a smaller --kv-cache-bytes, or fewer models"):
+        with memory_for("offloading from the device", "serve with a smaller --kv-cache-bytes, or fewer models"):
             self._models.leave_device()
             self._cache.leave(self._sampler.leaving())
             self._weights.leave(self._base.movable_tensors())

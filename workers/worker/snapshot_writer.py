@@ -1,4 +1,4 @@
-"""SnapshotWriter: brings the state of runs to disk in threads of its own, while the rank computes."""
+"""Writes the state of runs to disk in background threads, while the rank computes."""
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +17,7 @@ _NUM_THREADS = 2
 
 
 class SnapshotWriter:
-    """Of one rank. Who begins snapshots bounds how many are under way: each holds a copy in memory."""
+    """Writes one rank's snapshots. The caller bounds how many are under way, because each holds a copy in memory."""
 
     def __init__(self, device: torch.device, base_name: str) -> None:
         self._device = device
@@ -27,8 +27,11 @@ class SnapshotWriter:
         self._forgotten: list[Future[None]] = []
 
     def begin(self, snapshot_id: int, learned: Learned, directory: Path) -> None:
-        """The model may go on at once. What goes wrong from here on is told by `ended`. What only other ranks write has
-        ended here."""
+        """Copies the state and writes it in the background; the model may change at once. Errors are reported by
+        `ended`.
+
+        A snapshot that only other ranks write counts as ended here.
+        """
         if not learned.is_written_here:
             self._writing[snapshot_id] = _done()
             return
@@ -36,21 +39,21 @@ class SnapshotWriter:
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        # In a list, from which the thread takes it: what else holds it would keep the device's memory.
+        # Passed in a list that the thread empties: any other reference would keep the device's memory alive.
         self._writing[snapshot_id] = self._threads.submit(self._write, [copy], event, directory)
 
     def forget(self, snapshot_id: int) -> None:
-        """What other ranks could not begin is of no use; it may be written all the same."""
+        """Forgets a snapshot that other ranks could not begin; its files may still be written."""
         if (writing := self._writing.pop(snapshot_id, None)) is not None:
             self._forgotten = [each for each in (*self._forgotten, writing) if not each.done()]
 
     def ended(self) -> dict[int, Failure | None]:
-        """Each is told once; None: written."""
+        """Returns the snapshots that have ended since the last call; None means written."""
         done = [snapshot_id for snapshot_id, writing in self._writing.items() if writing.done()]
         return {snapshot_id: _outcome(self._writing.pop(snapshot_id)) for snapshot_id in done}
 
     def wait(self) -> None:
-        """Until none is under way; who began them does not ask for them any more."""
+        """Waits until none is under way and forgets them."""
         wait([*self._writing.values(), *self._forgotten])
         self._writing.clear()
 
@@ -65,11 +68,13 @@ class SnapshotWriter:
         except Exception:
             if directory.exists():
                 raise
-            raise FileNotFoundError(f"{directory} was removed meanwhile") from None
+            raise FileNotFoundError(f"{directory} was removed while it was written") from None
 
 
 def _compute_alone() -> None:
-    """The cores are for who computes. Asked for first: see `lanes`."""
+    """Limits the thread to one core, leaving the others to computation. Reading the number first matters: see
+    `lanes`.
+    """
     torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -86,6 +91,6 @@ def _outcome(writing: "Future[None]") -> Failure | None:
         return None
     if isinstance(error, OperationError):
         return Failure(error.message, error.category)
-    if not isinstance(error, OSError):  # of disks the message says enough
+    if not isinstance(error, OSError):  # an OSError's message suffices
         logger.error("a run was not saved", exc_info=error)
     return Failure(f"the run cannot be saved: {type(error).__name__}: {error}", "server")

@@ -1,6 +1,6 @@
-"""Worker: one rank, a plain synchronous class with one method per verb. Knows no request.
+"""Implements one rank as a plain synchronous class with one method per verb. Knows no requests.
 
-All ranks of a base model are called with the same verbs in the same order.
+All ranks of a base model receive the same calls in the same order.
 """
 
 import logging
@@ -66,21 +66,21 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Of what a loaded model leaves free on a GPU: one each for the key/value cache, for adapters and for passes.
+# Memory that a loaded model leaves free on a GPU is split in three: KV cache, adapters, passes.
 _SHARES = 3
 _USUAL_RANK = 32
 
 
 class Worker:
-    """Runs, and what samplers have, share one base model, or have weights of their own in its place.
+    """Holds the models of runs and samplers, which share one base model or replace its weights by full weights.
 
-    Failures of items are returned; a verb that concerns one run raises OperationError.
+    Failures of items are returned; a method for one run raises OperationError.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Loads the base model, unless there are more ranks: these `meet` first. Raises ValueError as `load`."""
+        """Loads the base model, unless there are several ranks: these `meet` first. Raises ValueError as `load`."""
         tune_allocator()
-        # cuDNN plans attention anew for each shape, some 30 ms each time, and prompts and caches have ever new ones.
+        # cuDNN plans attention for each new shape, about 30 ms each, and prompts and caches keep having new shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         config = self._config = with_model_here(config)
@@ -90,7 +90,7 @@ class Worker:
             self._load(Mesh())
 
     def meet(self) -> str | None:
-        """Of the first rank: the address at which it waits for the others."""
+        """Returns the address at which the first rank waits for the others; None on the other ranks."""
         if self._config.rank > 0:
             return None
         host = LOOPBACK if self._config.is_local else own_host()
@@ -98,14 +98,18 @@ class Worker:
         return self._meeting.address
 
     def load(self, address: str) -> None:
-        """The base model, once all ranks are at the address. Raises ValueError when it cannot be served."""
+        """Loads the base model after all ranks have met at the address.
+
+        Raises:
+            ValueError: the model cannot be served.
+        """
         config = self._config
         meeting = self._meeting or Meeting.at(address, config.hang_seconds)
         connect(meeting, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
         self._load(Mesh(config.parallel, config.rank))
 
     def start_over(self) -> None:
-        """As if the model had just been loaded: nothing of what came since is here, nor written any more."""
+        """Resets the rank to the state just after loading; waits for snapshots that are being written."""
         self._sampler.forget_all()
         self._memory.forget_cache()
         for model_id in self._models:
@@ -114,7 +118,7 @@ class Worker:
         self._ended_on.clear()
 
     def look_for(self, landmark: Landmark) -> str | None:
-        """Why this rank does not share the directory; None: it does."""
+        """Returns why this rank does not share the landmark's directory; None if it does."""
         return landmark.trouble()
 
     def _load(self, mesh: Mesh) -> None:
@@ -137,7 +141,7 @@ class Worker:
         if mesh.is_coupled:
             check_ranks(self._base.source, self._base.model, self._passes.bare_hidden_states)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
-        # Of ranks that have ended a snapshot, what they say of it.
+        # Snapshot -> outcomes of the ranks that have ended it.
         self._ended_on: dict[int, list[Failure | None]] = {}
         self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
         self._memory = RankMemory(self._base, self._models, self._sampler, self._on_all, config.page_directory)
@@ -155,8 +159,12 @@ class Worker:
         )
 
     def create_run(self, spec: RunSpec) -> RunInfo:
-        """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained; of a new one
-        also where a group of layers is to be trained of which the model has none."""
+        """Creates the run's model.
+
+        Raises:
+            OperationError: the LoRA rank is too high or nothing of the model would be trained; for a new run also if it
+                names a group of layers that the model lacks.
+        """
         if spec.run_id in self._models:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
         if spec.is_new and isinstance(spec.training, LoraConfig):
@@ -171,9 +179,9 @@ class Worker:
         return RunInfo(model.num_parameters, names, model.training, feature_bytes, others)
 
     def drop_run(self, run_id: str) -> None:
-        """Unknown runs are ignored."""
+        """Drops the run; ignores unknown ones."""
         self._passes.forget(run_id)
-        if self._models.full.is_shared(run_id):  # samplers go on with its weights
+        if self._models.full.is_shared(run_id):  # samplers keep using its weights
             self._models.get(run_id).clear_window()
             self._models.get(run_id).clear_optimizer()
         self._models.drop(run_id)
@@ -183,7 +191,9 @@ class Worker:
         return self._passes.run_pass(work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
-        """In calls of as many runs as there are adapter slots, those with weights of their own each by itself."""
+        """Applies optimizer steps in chunks of at most as many runs as there are adapter slots; runs with full weights
+        go alone.
+        """
         for step in steps:
             if step.refused is not None:
                 self._passes.forget(step.run_id)
@@ -196,14 +206,16 @@ class Worker:
             model.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
-        """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
+        """Writes the run as of its last optimizer step into an existing empty directory; pending gradients stay."""
         with self._resident(run_id, STEP if optimizer else FORWARD) as model:
             learned = Learned.by(model, self._mesh, optimizer=optimizer)
             self._on_all(partial(save, learned, Path(directory), base_name=self._name))
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: Contents = "all") -> None:
-        """The run as it is now, into an existing empty directory; only begun: see `ended_snapshots`. What is not all of
-        it is as of the last step; pending gradients stay where they are."""
+        """Begins to write the run as it is now into an existing empty directory; see `ended_snapshots`.
+
+        Contents other than "all" are as of the last optimizer step. Pending gradients stay.
+        """
         with self._resident(run_id, FORWARD if contents == "weights" else STEP) as model:
             if contents == "all" and model.window.num_operations:
                 add_up([model], self._mesh)
@@ -215,11 +227,11 @@ class Worker:
                 raise
             finally:
                 if contents == "all":
-                    # The sum over the ranks stays what it is.
+                    # Keeps the sum over ranks unchanged.
                     leave_to_first(model, self._mesh)
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
-        """Those that have ended on all ranks since it was last asked: None where the files are written."""
+        """Returns the snapshots that have ended on all ranks since the last call: None if the files are written."""
         for of_rank in self._mesh.exchange(self._snapshots.ended()):
             for snapshot_id, failure in of_rank.items():
                 self._ended_on.setdefault(snapshot_id, []).append(failure)
@@ -227,8 +239,12 @@ class Worker:
         return {one: next((each for each in self._ended_on.pop(one) if each is not None), None) for one in ended}
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
-        """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
-        checkpoint does not fit, but for a run that is not trained: this becomes what was saved, whatever its shape."""
+        """Replaces the run's state by the checkpoint's; pending gradients are those of a snapshot, or none.
+
+        Raises:
+            OperationError: the checkpoint does not fit; the run is unchanged. A run that is not trained takes on a
+                saved model of any shape.
+        """
         self._check_run(run_id)
         before = self._models.get(run_id)
         if not (program := before.program).trains:
@@ -241,9 +257,9 @@ class Worker:
             saved = self._on_all(partial(read_saved, model, Path(directory), optimizer=optimizer))
             self._passes.forget(run_id)
             try:
-                self._on_all(memory_for("what was saved", "try again")(partial(saved.put_into, model)))
+                self._on_all(memory_for("the checkpoint", "try again")(partial(saved.put_into, model)))
             except Exception:
-                model.window.refused = "its checkpoint came in part: load it again"
+                model.window.refused = "its checkpoint was loaded only in part: load it again"
                 raise
             leave_to_first(model, self._mesh)
         if run_id in self._models.drafts:
@@ -253,7 +269,7 @@ class Worker:
                 self._models.drafts.get(run_id).was_loaded = True
 
     def set_target(self, run_id: str, directory: str | Path | None) -> None:
-        """From now on the draft guesses what a policy says that was saved there, None = the bare base model."""
+        """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
         self._check_draft(run_id)
         target = None if directory is None else self._made(partial(self._target_of, run_id, Path(directory)))
         versions = self._mesh.exchange(self._models.drafts.version_of(target))
@@ -261,14 +277,16 @@ class Worker:
         self._passes.forget(run_id)
 
     def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
-        """The tokens that a draft can say, int64 ascending. Raises OperationError once it has learned."""
+        """Sets the tokens that a draft can propose, int64 ascending. Raises OperationError after its training has
+        begun.
+        """
         self._check_draft(run_id)
         self._passes.forget(run_id)
         with self._resident(run_id, FORWARD):
             self._models.drafts.get(run_id).say(token_ids)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
-        """The run's weights of now, for a sampler; the same id again is overwritten. See WorkerConfig.full_sampling."""
+        """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
         self._check_samples(run_id)
         if self._config.full_sampling == "inflight" and self._models.runs_alone(run_id):
             self._models.full.share(run_id, adapter_id)
@@ -276,33 +294,38 @@ class Worker:
         self._put(adapter_id, partial(self._models.copied, run_id), is_copy=True)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
-        """From a saved checkpoint, weights only. One that has a run's own weights goes on with these."""
+        """Loads the weights of a checkpoint for a sampler. A sampler that shares a run's live weights keeps these."""
         if self._models.full.is_shared(adapter_id):
             return
         self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
 
     def load_draft(self, draft_id: str, directory: str) -> None:
-        """From a saved checkpoint, weights only, for samples that it is to guess; `drop_adapter` drops it."""
+        """Loads the weights of a draft checkpoint for speculative decoding; `drop_adapter` drops it."""
         self._put(draft_id, partial(read_draft, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:
-        """Unknown adapters are ignored."""
+        """Drops the adapter or draft; ignores unknown ones."""
         self._models.drop(adapter_id)
 
     def export_adapter(self, run_id: str) -> AdapterWeights | None:
-        """The run's weights of now, for other workers of this base model. Of a model with weights of its own the first
-        rank alone has them together; the others answer None."""
+        """Returns the run's current weights, for other workers of this base model.
+
+        Full weights are gathered on the first rank only; the other ranks return None.
+        """
         self._check_samples(run_id)
         with self._resident(run_id, FORWARD) as model:
             return self._exported(model)
 
     def read_adapter(self, directory: str) -> AdapterWeights | None:
-        """A saved checkpoint's weights, which this worker does not keep; as `export_adapter`."""
+        """Returns a checkpoint's weights like `export_adapter`, without keeping them."""
         return self._exported(self._made(partial(read_new, self._models, Path(directory))))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
-        """What has the same id and shape is overwritten in place: who samples it goes on with the new weights. For a
-        model's own weights no copy is made on the way."""
+        """Stores exported weights; the same id and shape is overwritten in place, and its samples continue with the new
+        weights.
+
+        Full weights are overwritten without an intermediate copy.
+        """
         if self._models.full.is_overwritten(adapter_id, exported.training):
             with self._resident(adapter_id, FORWARD) as model:
                 _overwrite(model, exported)
@@ -312,8 +335,12 @@ class Worker:
     def convert_adapter(
         self, source: str, lora: LoraConfig, directory: str, base_name: str | None = None
     ) -> LoraConfig:
-        """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts.
-        base_name: see RunSpec."""
+        """Converts peft's adapter_model.safetensors into a checkpoint in an existing empty directory; returns what it
+        adapts.
+
+        Args:
+            base_name: see RunSpec.
+        """
         base_name = base_name or self._name
         wanted: list[LoraConfig] = []
 
@@ -334,20 +361,23 @@ class Worker:
         return self._sampler.slice(work)
 
     def memory(self) -> dict[str, int]:
-        """See RankMemory.by_purpose."""
+        """Returns RankMemory.by_purpose."""
         return self._memory.by_purpose()
 
     def offload(self) -> float:
-        """The device is left to others until a verb needs it; see RankMemory.leave. Answers how many seconds moving has
-        taken since it was left before."""
+        """Offloads the rank from its device until a verb needs it; see RankMemory.leave.
+
+        Returns:
+            the seconds that moving has taken since the previous call.
+        """
         return self._memory.leave()
 
     def place(self) -> str:
-        """Of this rank: the device, by a name that no other one has on any machine."""
+        """Returns a name of this rank's device that is unique over all machines."""
         return unique_name(self._base.device)
 
     def num_exchanges(self) -> dict[str, int]:
-        """Of tensors with other ranks since the start, by kind."""
+        """Returns the number of collectives with other ranks since the start, by kind."""
         return dict(self._mesh.sent)
 
     def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
@@ -356,7 +386,6 @@ class Worker:
         return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
 
     def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
-        """But for those whose model does not come back to the device."""
         with ExitStack() as held:
             failures = self._mesh.found([self._bring(step, held) for step in steps])
             for step, failure in zip(steps, failures, strict=True):
@@ -374,12 +403,13 @@ class Worker:
             return Failure(error.message, error.category)
 
     def _by_first(self, write: Callable[[], None]) -> None:
-        """What the first rank does for all."""
         self._on_all(write if self._mesh.is_first else _nothing)
 
     def _on_all(self, act: Callable[[], Result]) -> Result:
-        """Where it fails on one rank it does on all: none goes on to wait for one that does not, and none seems to have
-        done what others have not."""
+        """Runs `act` on this rank; if it fails on one rank, it fails on all.
+
+        No rank continues to wait for one that failed, and none seems to have done what others have not.
+        """
         done: list[Result] = []
         trouble: Exception | None = None
         try:
@@ -394,7 +424,7 @@ class Worker:
         return done[0]
 
     def _put(self, model_id: str, make: Callable[[], Learner], is_copy: bool = False) -> Learner:
-        """See Models.put. Where one rank cannot make it, all have what they had before."""
+        """Stores a new model; see Models.put. If a rank cannot build it, all keep what they had."""
 
         def make_with_room() -> Learner:
             model = make()
@@ -404,10 +434,10 @@ class Worker:
         return self._models.put(model_id, self._made(make_with_room))
 
     def _made(self, make: Callable[[], Learner]) -> Learner:
-        """On all ranks, or on none."""
+        """Builds the model on all ranks or on none."""
         self._memory.need_base()
-        remedy = "try again when other runs have ended, or with a lower rank where it is an adapter"
-        return self._on_all(memory_for("what the model learns", remedy)(make))
+        remedy = "try again when other runs have ended, or with a lower rank if it is an adapter"
+        return self._on_all(memory_for("the model's weights", remedy)(make))
 
     def _imported(self, exported: AdapterWeights) -> Learner:
         model = self._models.build(exported.training)
@@ -436,13 +466,13 @@ class Worker:
         self._check_run(run_id)
         if run_id not in self._models.drafts:
             role = self._models.get(run_id).program.role
-            raise OperationError(f"run {run_id} is a {role}: only drafts have a target and a vocabulary of their own")
+            raise OperationError(f"run {run_id} is a {role}: only drafts have a target and their own vocabulary")
 
     def _check_samples(self, run_id: str) -> None:
         self._check_run(run_id)
         program = self._models.get(run_id).program
         if not program.samples:
-            raise OperationError(f"a {program.role} draws no tokens: sample from a policy")
+            raise OperationError(f"a {program.role} cannot be sampled: sample from a policy")
 
     def _check_run(self, run_id: str) -> None:
         if run_id not in self._models:
@@ -475,7 +505,9 @@ def _unknown(run_id: str) -> str:
 
 
 def _chunks(steps: Sequence[Step], most: int, is_alone: Callable[[str], bool]) -> Iterator[list[Step]]:
-    """In order, none longer than `most`, no run twice in one. is_alone: whether nobody else is to be with a run."""
+    """Yields chunks in order, none longer than `most` and none with a run twice; runs for which `is_alone` holds go
+    alone.
+    """
     chunk: dict[str, Step] = {}
     for step in steps:
         if len(chunk) == most or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
@@ -487,10 +519,9 @@ def _chunks(steps: Sequence[Step], most: int, is_alone: Callable[[str], bool]) -
 
 
 def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
-    """Raises ValueError on a model that is not there, not whole or not supported."""
     source = config.model.source
     if source.startswith(("/", ".")) and not Path(source).is_dir():
-        raise ValueError(f"{source} is no directory: give the model's directory or its hub id")
+        raise ValueError(f"{source} is not a directory: give the model's directory or its hub id")
     try:
         return BaseModel(config, mesh)
     except (OSError, SafetensorError) as error:
@@ -498,12 +529,11 @@ def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
 
 
 def _residency(base: BaseModel, config: WorkerConfig, slots: int) -> Residency:
-    """Raises ValueError on a page_directory that cannot be written to."""
     return Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
 
 
 def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters, mesh: Mesh) -> WorkerConfig:
-    """Returns the config with a key/value cache and adapter slots that fit the device, the same on all ranks."""
+    """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks."""
     if base.device.type != "cuda":
         return replace(config, kv_cache_bytes=config.kv_cache_bytes or KV_CACHE_BYTES)
     free, _ = torch.cuda.mem_get_info(base.device)
@@ -513,26 +543,25 @@ def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters,
 
 
 def _micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
-    """The same on all ranks; where it is not asked for, by what the one with least memory has left."""
+    """Returns the configured size or one that fits the rank with the least free memory; the same on all ranks."""
     shape = read_model(config.model)
     free = [each for each in mesh.exchange(available_bytes(base.device)) if each is not None]
     if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
         return config.micro_batch_tokens or USUAL_MICRO_BATCH
-    # Ranks on the CPU have one memory together.
+    # Ranks on the CPU share one memory.
     share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
     load = Load.of(config, USUAL_MICRO_BATCH, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True)
     tokens = micro_batch_tokens(shape, config.parallel, load, share)
     if tokens < USUAL_MICRO_BATCH and config.rank == 0:
         logger.warning(
-            "%s: micro-batches have at most %d tokens instead of %d: a third of the %s that a rank has left holds no"
-            " more (--micro-batch-tokens, --activations recompute)",
+            "%s: micro-batches have at most %d tokens instead of %d: no more fit into a third of the %s that a rank has"
+            " free (--micro-batch-tokens, --activations recompute)",
             *(config.model.name, tokens, USUAL_MICRO_BATCH, gigabytes(share)),
         )
     return tokens
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
-    """Raises ValueError on a max_context_length beyond the model's own, and when neither says one."""
     longest, wanted = base.num_positions, config.max_context_length
     if longest is not None and wanted is not None and wanted > longest:
         raise ValueError(
@@ -540,5 +569,5 @@ def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
         )
     length = wanted or longest
     if length is None:
-        raise ValueError(f"the config of {config.model.name} names no longest context: give --max-context-length")
+        raise ValueError(f"the config of {config.model.name} gives no maximum context length: set --max-context-length")
     return ModelLimits(base.vocab_size, length)

@@ -1,1 +1,1 @@
-"""The modules of drafts and their algorithms."""
+"""Draft algorithms (EAGLE-3, DFlash) and the modules that their drafts are made of."""

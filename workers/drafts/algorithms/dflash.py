@@ -1,9 +1,9 @@
-"""DFlash: a draft that guesses a block of tokens at once, by what the target had at the tokens before.
+"""DFlash: a draft that predicts a block of tokens in parallel from the target's hidden states at the tokens before.
 
-Chen et al., DFlash (2026), https://arxiv.org/abs/2602.06036. Of a sequence x_0, x_1, ...: a block at anchor a has x_a,
-which is known, and then masks in place of x_(a+1), x_(a+2), ...; it reads the target's features up to a - 1. Position k
-of the block guesses x_(a+k). Embedding and output head are the target's. Names of parameters are those of the released
-drafts.
+Chen et al., DFlash (2026), https://arxiv.org/abs/2602.06036. In a sequence x_0, x_1, ..., a block with anchor a
+consists of the known token x_a and of mask tokens in place of x_(a+1), x_(a+2), .... It reads the target's features up
+to a - 1, and position k of the block predicts x_(a+k). Embedding and output head are the target's. Parameter names are
+those of the released drafts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,18 +37,18 @@ from .strategy import Tensors
 
 _BLOCK_SIZE = 16
 
-# Each costs the target some of a pass to check, and those far behind in a block are seldom right.
+# Each draft token adds to the target's verification pass, and the late ones of a block are seldom accepted.
 _USUAL_GUESSES = 7
 
-# cos and sin.
+# Cosines and sines of a rotation.
 Turn = tuple[Tensor, Tensor]
 
-# The blocks' queries, keys and values -> what the queries see.
+# Maps the blocks' queries, keys and values to the output of attention.
 Attended = Callable[[Tensor, Memory], Tensor]
 
 
 class DFlash:
-    """See Strategy."""
+    """Implements Strategy for DFlash drafts."""
 
     target_repr: TargetRepr | None = None
 
@@ -58,23 +58,27 @@ class DFlash:
         return Reach(min(most, _USUAL_GUESSES), most, shape.block_size)
 
     def halo(self, options: Options) -> int:
-        """See Strategy. What a block reads of its tokens is the anchor, which goes to who has the block."""
+        """Returns 0: a block reads only its anchor token, which is sent to the rank that has the block."""
         return 0
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
-        """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
-        the middle. The mask is the target's padding token, or its last one: best is one that no text has."""
+        """Fills in the defaults.
+
+        The draft captures as many layers as it has, evenly spaced from the target's second to its third last, or the
+        middle one if it has a single layer. The mask is the target's padding token, or else its last token; a token
+        that occurs in no text is best.
+        """
         if config.draft_vocab_size not in (None, vocab_size):
             raise OperationError(
-                f"draft_vocab_size is {config.draft_vocab_size}: a draft of dflash says all {vocab_size} tokens by the"
-                " target's own output head, leave it out"
+                f"draft_vocab_size is {config.draft_vocab_size}: a dflash draft predicts all {vocab_size} tokens with"
+                " the target's output head: leave draft_vocab_size out"
             )
         found = resolved(config, target, vocab_size, 1)
         text = target.get_text_config()
         mask = _mask_token(text, vocab_size) if config.mask_token_id is None else config.mask_token_id
         if mask >= vocab_size:
             raise OperationError(
-                f"mask_token_id is {mask}: the target has tokens 0 to {vocab_size - 1}, name one that no text has"
+                f"mask_token_id is {mask}: the target has tokens 0 to {vocab_size - 1}: choose one that no text has"
             )
         assert found.num_layers is not None
         captured = found.capture_layers or _spaced(int(text.num_hidden_layers), found.num_layers)
@@ -82,7 +86,6 @@ class DFlash:
         return found.model_copy(update=own)
 
     def published(self, config: DraftConfig) -> Mapping[str, Any]:
-        """See Strategy."""
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -101,7 +104,7 @@ class DFlash:
         return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
-        """Norms of 1, and else draws whose outputs are about as large as their inputs."""
+        """Sets norms to 1, and draws all else such that outputs are about as large as inputs."""
         for weight in parameters.values():
             if weight.ndim == 1:
                 weight.fill_(1.0)
@@ -116,12 +119,12 @@ class DFlash:
         recomputes: bool = False,
         team: Team = ALONE,
     ) -> "DFlashNetwork":
-        """See Strategy. All is kept: blocks are few, however long a sequence is."""
+        """Returns the draft's modules. All activations are kept, since blocks are few however long a sequence is."""
         return DFlashNetwork(shape, parameters, team)
 
 
 class DFlashNetwork:
-    """See Network."""
+    """The modules of a DFlash draft."""
 
     def __init__(self, shape: DraftShape, parameters: Tensors, team: Team) -> None:
         assert shape.block_size is not None
@@ -136,8 +139,11 @@ class DFlashNetwork:
         return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows, self._team)
 
     def guessed(self, features: Features, blocks: Blocks) -> Tensor:
-        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones. Where
-        ranks share out tokens, of this one's blocks."""
+        """Returns the output head's input for each token of the blocks, [m, size, hidden]; the first position of a
+        block is unused.
+
+        Where ranks share a sequence, the result covers this rank's blocks only.
+        """
         stretch = features.shared
         known, blocks = _embedded_anchors(features, blocks)[stretch.every], blocks.some(stretch.every)
         steps = torch.arange(blocks.size, device=blocks.anchors.device)
@@ -166,15 +172,18 @@ class DFlashNetwork:
                 chunk.store(key, value, layer)
 
     def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
-        """All at once, by a block whose anchor is the last token, of which nobody knows what the target has there. The
-        masks of those that are not asked for are in it too, as in training."""
+        """Drafts all tokens at once, with a block whose anchor is the last token of each sequence.
+
+        The target's features at the anchor are not known yet. The block has all its masks even if fewer draft tokens
+        are requested, as in training.
+        """
         self.take_in(told, ends)
         hidden = self._block(told, ends)[:, 1 : num + 1]
         for logits in ends.logits(hidden).unbind(1):
             draw(logits)
 
     def _block(self, told: Told, ends: Ends) -> Tensor:
-        """What the output head reads, [m, size, hidden]; nothing for the first ones."""
+        """Returns the output head's input, [m, size, hidden]; the first position is unused."""
         size, last = self.block_size, told.last()
         anchors = told.following[last]
         embedded = ends.embedded(torch.cat([anchors, anchors.new_tensor([self.shape.mask_token])]))
@@ -193,16 +202,16 @@ class DFlashNetwork:
         return self._said(state).unflatten(0, (-1, size))
 
     def _inputs(self, known: Tensor, mask: Tensor) -> Tensor:
-        """[m * size, hidden]: of each block the anchor, known [m, hidden], and then masks."""
+        """Returns [m * size, hidden]: for each block its embedded anchor, from `known` [m, hidden], and then masks."""
         masks = mask.expand(len(known), self.block_size - 1, -1)
         return torch.cat([known[:, None], masks], dim=1).flatten(0, 1)
 
     def _context(self, captured: Tensor) -> Tensor:
-        """What all layers read of the target's features."""
+        """Projects the target's features to the context that all layers read."""
         return copied(self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm"), self._team)
 
     def _behind(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
-        """A layer."""
+        """Runs one layer."""
         x = copied(self._normed(state, f"{prefix}.input_layernorm"), self._team)
         query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
         found = attended(query, self._memory(x, prefix, turn)).flatten(1)
@@ -211,12 +220,12 @@ class DFlashNetwork:
         return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
 
     def _said(self, state: Tensor) -> Tensor:
-        """What the target's output head reads, whose hidden states carry the scale of its logits."""
+        """Returns the output head's input. It includes the scale of the target's logits."""
         normed, scale = self._normed(state, "norm"), self.shape.logit_scale
         return normed if scale == 1 else normed * scale
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
-        """The target's features and the blocks' tokens go through the same projections."""
+        """Returns keys and values. The target's features and the blocks' tokens use the same projections."""
         key = rotated(self._normed_heads(x, f"{prefix}.self_attn.k"), *turn)
         return Memory(key, self._heads(x, f"{prefix}.self_attn.v"))
 
@@ -235,14 +244,16 @@ class DFlashNetwork:
 
 
 class DFlashPass:
-    """See DraftPass. A row for each block: its guesses, which were made at once. What they learn are the tokens: their
-    acceptance is the draft's probability of the token. Where ranks share out layers, each scores some of the blocks."""
+    """A pass with one row for each block: its draft tokens, which are predicted in parallel.
+
+    They are trained on the tokens of the text, so the acceptance of a draft token is the draft's probability of the
+    text's token. Where ranks share layers, each rank scores some of the blocks.
+    """
 
     def __init__(
         self, outputs: Tensor, blocks: Blocks, head: TargetHead, labels: Labels, chunk_rows: int, team: Team = ALONE
     ) -> None:
         self._outputs, self._head, self._labels = outputs, head, labels
-        # All guesses of a block are scored at once.
         self.chunk_rows = chunk_rows
         self._places, self._exists = blocks.places(), blocks.exists()
         self._depth = blocks.size - 1
@@ -270,7 +281,7 @@ class DFlashPass:
         return DraftScores(cross_entropy, self._acceptance, correct, real, real, *products)
 
     def weights(self, rows: slice) -> Tensor:
-        """0 of what there is no guess of."""
+        """Returns the weights of the predicted tokens, 0 where a block reaches beyond its sequence."""
         rows = self._among_all(rows)
         return self._labels.weights[self._places[rows]] * self._exists[rows]
 
@@ -278,7 +289,8 @@ class DFlashPass:
         return self._places[self._among_all(rows)]
 
     def backward(self, slopes: Slopes) -> None:
-        """Where there is no guess, or no slope, there is no gradient, whatever the logits are."""
+        """Computes the gradients. They are exactly 0 where no token is predicted or the slopes are 0, even if logits
+        are not finite."""
         assert self._slopes is not None
         has_slope = self._exists[self._rows] & ((slopes.cross_entropy != 0) | (slopes.acceptance != 0))
         of_log = (self._acceptance * slopes.acceptance - slopes.cross_entropy).masked_fill(~has_slope, 0.0).view(-1, 1)
@@ -296,12 +308,12 @@ class DFlashPass:
         return slice(self._scored.start + rows.start, self._scored.start + rows.stop)
 
     def _tokens(self) -> Tensor:
-        """int64 [rows * depth, 1], that are to be guessed; any where there is no guess."""
+        """Returns the tokens to predict, int64 [rows * depth, 1]; an arbitrary one where no token is predicted."""
         return self._labels.targets[self._places[self._rows]].view(-1, 1)
 
 
 def _embedded_anchors(features: Features, blocks: Blocks) -> Tensor:
-    """[m, hidden], also of those that lie in other ranks' stretches."""
+    """Returns the embedded anchors, [m, hidden], including those in other ranks' shards."""
     if features.stretch is None:
         return features.embedded[blocks.anchors]
     own = features.stretch.own
@@ -329,7 +341,7 @@ def _layer_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
 
 
 def _spaced(num_layers: int, count: int) -> tuple[int, ...]:
-    """Fewer than count where the target has not so many."""
+    """Returns `count` evenly spaced layers, or fewer if the target has fewer."""
     if count == 1:
         return (num_layers // 2,)
     first = min(1, num_layers - 1)

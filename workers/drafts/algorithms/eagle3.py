@@ -1,9 +1,9 @@
-"""EAGLE-3: one layer that goes on from the target's inner states, unrolled in training as it is in drafting.
+"""EAGLE-3: a draft of one layer that continues from the target's hidden states, unrolled in training as in drafting.
 
-Li et al., EAGLE-3 (2025), https://arxiv.org/abs/2503.01840. Of a sequence x_0 .. x_T: from token t the draft guesses
-x_(t+2), x_(t+3), ...: guess i of them reads the embedding of x_(t+1+i), and its own state behind the guess before, of
-which the first one is made of what the target had at t. It learns what the target says at t+1+i. Names of parameters
-are those of published drafts.
+Li et al., EAGLE-3 (2025), https://arxiv.org/abs/2503.01840. In a sequence x_0 .. x_T, the draft predicts x_(t+2),
+x_(t+3), ... from token t. Draft token i reads the embedding of x_(t+1+i) and the draft's own state after the draft
+token before; the first one reads a projection of the target's hidden states at t. It learns the target's distribution
+at t+1+i. Parameter names are those of published drafts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ _LAYER = "midlayer"
 
 
 class Eagle3:
-    """See Strategy."""
+    """Implements Strategy for EAGLE-3 drafts."""
 
     target_repr: TargetRepr | None = "hidden_state"
 
@@ -48,24 +48,27 @@ class Eagle3:
         return Reach(usual=4, most=16)
 
     def halo(self, options: Options) -> int:
-        """See Strategy. The next guess from a token reads the one behind it, and so on."""
+        """Returns the unroll length: each further draft token from a position reads one more token after it."""
         return int(options["ttt_length"])
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
-        """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
+        """Fills in the defaults. The draft captures a layer near the first, one in the middle and one near the last."""
         if config.num_layers not in (None, 1):
-            raise OperationError(f"num_layers is {config.num_layers}: a draft of eagle3 has 1 layer")
+            raise OperationError(f"num_layers is {config.num_layers}: an eagle3 draft has 1 layer")
         for name in ("block_size", "mask_token_id"):
             if getattr(config, name) is not None:
-                raise OperationError(f"{name} is of dflash: a draft of eagle3 has none, leave it out")
+                raise OperationError(f"{name} is a setting of dflash, not of eagle3: leave it out")
         num_layers = int(target.get_text_config().num_hidden_layers)
         wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
         captured = config.capture_layers or tuple(sorted(wanted))
         return resolved(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
 
     def published(self, config: DraftConfig) -> Mapping[str, Any]:
-        """See Strategy. vLLM reads the first list, where 0 is what goes into the first layer; SGLang the second one,
-        where 0 is what comes out of it."""
+        """Returns the config entries of published drafts.
+
+        vLLM reads the first list of layers, where 0 is the input of the first layer; SGLang reads the second one, where
+        0 is the output of that layer.
+        """
         layers = list(config.capture_layers or ())
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -94,7 +97,8 @@ class Eagle3:
         return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
-        """Norms of 1, the target's output head, and else draws whose outputs are about as large as their inputs."""
+        """Sets norms to 1, copies the target's output head, and draws all else such that outputs are about as large as
+        inputs."""
         for name, weight in parameters.items():
             if weight.ndim == 1:
                 weight.fill_(1.0)
@@ -115,7 +119,7 @@ class Eagle3:
 
 
 class Eagle3Network:
-    """See Network."""
+    """The modules of an EAGLE-3 draft."""
 
     def __init__(
         self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
@@ -130,8 +134,11 @@ class Eagle3Network:
         return Eagle3Pass(self, self.unrolled(features, depth), features, labels, chunk_rows)
 
     def unrolled(self, features: Features, depth: int) -> list[Tensor]:
-        """What the output head reads for each guess, [tokens, hidden], in the row of the token from which it goes on;
-        of guesses beyond the end of the sequence it means nothing."""
+        """Returns the output head's input for each step of the unrolling, [tokens, hidden].
+
+        The row is that of the token from which the draft continues. Rows of draft tokens beyond the end of a sequence
+        are meaningless.
+        """
         state, outputs = self.begun(features.captured[: _number_of(features.shared.own)]), []
         of_embeddings, of_states = self._halves()
         of_embedded = self._projected(features.embedded, "input_layernorm", of_embeddings)
@@ -156,14 +163,15 @@ class Eagle3Network:
         return stretch.by_heads(x if copies == 1 else x.repeat_interleave(copies, dim=1))
 
     def begun(self, captured: Tensor) -> Tensor:
-        """The state [tokens, hidden] from which the first guess is made, of what the target had there."""
+        """Returns the state [tokens, hidden] from which the first draft token is predicted: the projected features of
+        the target."""
         return linear(captured, self.parameters["fc.weight"])
 
     def take_in(self, told: Told, ends: Ends) -> None:
         self._told(told, ends)
 
     def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
-        """Each guess goes on from the one before."""
+        """Drafts the tokens one after the other, each continuing from the one before."""
         last = told.last()
         state, hidden = (each[last] for each in self._told(told, ends))
         positions = told.positions()[last]
@@ -174,16 +182,21 @@ class Eagle3Network:
                 state, hidden = self.guessed(state, ends.embedded(tokens), positions, packing)
 
     def _told(self, told: Told, ends: Ends) -> tuple[Tensor, Tensor]:
-        """Of each token as `guessed`."""
+        """Runs one step over all given tokens. Returns what `guessed` returns."""
         embedded = ends.embedded(told.following)
         return self.guessed(self.begun(told.captured), embedded, told.positions(), _row(told.chunks))
 
     def guessed(
         self, state: Tensor, embedded: Tensor, positions: Tensor, packing: CachedPacking
     ) -> tuple[Tensor, Tensor]:
-        """A step of drafting: of tokens of many sequences the state behind them, and what the output head reads.
+        """Runs one drafting step over tokens of many sequences.
 
-        state: [tokens, hidden] before them. embedded: of the tokens that follow. positions: int64 [tokens].
+        Args:
+            state: [tokens, hidden], before the tokens.
+            embedded: [tokens, hidden], the tokens that follow.
+            positions: int64 [tokens].
+        Returns:
+            The state after the tokens, and the output head's input.
         """
         of_embeddings, of_states = self._halves()
         of_embedded = self._projected(embedded, "input_layernorm", of_embeddings)
@@ -193,26 +206,28 @@ class Eagle3Network:
         return self._said(state, attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind))
 
     def _said(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """The state behind a token, and what the output head reads."""
+        """Returns the state after a token, and the output head's input."""
         state = self._behind(state, attended)
         return state, self._normed(state, "norm")
 
     def _behind(self, state: Tensor, attended: Tensor) -> Tensor:
-        """attended: [tokens, heads, head_dim]."""
+        """Returns the state after the layer. `attended` is [tokens, heads, head_dim]."""
         update = linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
         state = state + summed(update, self.team)
         x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
         return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp", self.team)
 
     def _halves(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of query, key and value the weights of the embedding, and those of the state. Once for all steps: backward
-        puts the gradient of each half into one of the whole."""
+        """Splits the query, key and value weights into those of the embedding and those of the state.
+
+        The views are made once for all steps, so that backward assembles the gradient of the whole once.
+        """
         weights = [self.parameters[f"{_LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
         hidden = self.shape.hidden
         return [weight[:, :hidden] for weight in weights], [weight[:, hidden:] for weight in weights]
 
     def _projected(self, x: Tensor, norm: str, weights: Sequence[Tensor]) -> list[Tensor]:
-        """This half's part of query, key and value: the embeddings' is the same in every step."""
+        """Returns one half's part of query, key and value. The part of the embeddings is the same in every step."""
         x = copied(self._normed(x, f"{_LAYER}.{norm}"), self.team)
         return [linear(x, weight) for weight in weights]
 
@@ -227,9 +242,12 @@ class Eagle3Network:
 
 
 class Eagle3Pass:
-    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before. No row where
-    neither this counts nor what guesses through it go on to. Where ranks share out tokens, those before are this
-    rank's, and rows go on behind these. Where they share out layers, each scores what was guessed from some tokens."""
+    """A pass with one row for each token: the predictions of the token after it, from the tokens before it.
+
+    Rows are left out if neither their token nor the tokens that are predicted through it have a weight. Where ranks
+    share a sequence, predictions start at this rank's tokens, and rows reach into the tokens after them. Where ranks
+    share layers, each rank scores the predictions that start at some of the tokens.
+    """
 
     def __init__(
         self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
@@ -237,9 +255,8 @@ class Eagle3Pass:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
         self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
-        # All guesses of a row are scored at once.
         self.chunk_rows, self._first = chunk_rows, features.shared.own.start
-        # Of the outputs those that this rank scores.
+        # The outputs that this rank scores.
         self._scored = stretch_of(len(outputs[0]), network.team.index, network.team.size)
         self._survival = Survival(len(outputs[0]), outputs[0])
         self._counting = self._that_count()
@@ -254,7 +271,7 @@ class Eagle3Pass:
         self._rows = rows
         sources, exists, network = self._sources(), self._exists(), self._network
         hidden = torch.stack([each.detach()[sources[:, i]] for i, each in enumerate(self._outputs)], dim=1)
-        # What is of another sequence may be broken there.
+        # States that belong to another sequence may not be finite, and 0 * inf is NaN.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
         self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._counting[rows]))
@@ -278,34 +295,34 @@ class Eagle3Pass:
         torch.autograd.backward(self._outputs, self._slopes)
 
     def _that_count(self) -> Tensor:
-        """int64, ascending, among the tokens that this rank knows, of which the first are those with an output."""
+        """Returns the rows that have a weight: int64, ascending, indices into the tokens that this rank has features
+        of. The first of these are the tokens with an output."""
         scored, depth, device = self._scored, len(self._outputs), self._features.positions.device
         num_known = len(self._features.positions) - self._first
         stop = min(scored.stop + depth, num_known) if scored.start < scored.stop else scored.start
         counts = torch.nn.functional.pad((self._labels.weights[self._first :] != 0).cumsum(0), (1, depth))
-        # Of a row, and of those that guesses through it reach.
+        # Counts weights of a row and of the rows that predictions through it reach.
         counts[num_known + 1 :] = counts[num_known]
         rows = torch.arange(scored.start, stop, device=device)
         return rows[counts[rows + depth] > counts[rows]]
 
     def _sources(self) -> Tensor:
-        """int64 [m, depth]: the tokens from which the guesses went on; any where there is no such token here."""
+        """Returns the tokens from which the predictions started, int64 [m, depth]; an arbitrary one where this rank has
+        no such token."""
         return self._before().clamp_(0, len(self._outputs[0]) - 1)
 
     def _exists(self) -> Tensor:
-        """bool [m, depth]: whether there is one in the sequence, and here."""
+        """Returns bool [m, depth]: True where the starting token is in the same sequence and on this rank."""
         sources = self._before()
         steps = torch.arange(sources.shape[1], device=sources.device)
         is_here = (sources >= self._scored.start) & (sources < self._scored.stop)
         return is_here & (self._features.positions[self._among_all(self._rows), None] > steps)
 
     def _before(self) -> Tensor:
-        """int64 [m, depth]"""
         steps = torch.arange(len(self._outputs), device=self._features.positions.device)
         return self._counting[self._rows, None] - 1 - steps
 
     def _among_all(self, rows: slice) -> Tensor:
-        """int64 [m]"""
         return self._first + self._counting[rows]
 
 
@@ -318,5 +335,5 @@ def _row(chunks: Sequence[Chunk]) -> CachedRow:
 
 
 def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:
-    """int64 [tokens]: of each the one so far ahead, if there is one."""
+    """Returns for each token the index of the one `distance` after it, int64 [tokens]; it may be beyond the end."""
     return torch.arange(distance, num_tokens + distance, device=device)

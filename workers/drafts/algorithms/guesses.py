@@ -1,4 +1,4 @@
-"""GuessChunk: guesses of some rows against what the target says there; a chunk's logits are all that exists of them."""
+"""Scores of draft tokens against the target's distribution, in chunks of rows: logits exist for one chunk at a time."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +13,13 @@ from ..sequences.features import Logits
 
 @dataclass(frozen=True, eq=False)
 class Taught:
-    """What the target says at m places. of_draft: [m, V] its distribution among the tokens that the draft can say.
-    share: [m, 1] how much of all it has among these. likeliest: int64 [m], of all tokens. covered: bool [m], whether
-    the draft can say that one."""
+    """The target's distribution at m positions.
+
+    of_draft: [m, V], its distribution restricted to the draft's vocabulary.
+    share: [m, 1], the probability that it gives to the draft's vocabulary.
+    likeliest: int64 [m], among all tokens.
+    covered: bool [m], True where the draft's vocabulary contains the likeliest token.
+    """
 
     of_draft: Tensor
     share: Tensor
@@ -24,14 +28,17 @@ class Taught:
 
 
 class Distribution:
-    """The target's distribution. vocabulary: int64 [V], the tokens that the draft can say, ascending."""
+    """Computes the target's distribution at given positions.
+
+    vocabulary: int64 [V], the draft's, ascending.
+    """
 
     def __init__(self, logits: Logits, vocabulary: Tensor, target_vocabulary: int) -> None:
         self._logits, self._vocabulary = logits, vocabulary
         self._says_all = len(vocabulary) == target_vocabulary
 
     def of(self, rows: Tensor) -> Taught:
-        """int64 [m]"""
+        """Returns the distribution at the positions `rows`, int64 [m]."""
         logits = self._logits(rows)
         likeliest = logits.argmax(-1)
         if self._says_all:
@@ -43,10 +50,15 @@ class Distribution:
 
 
 class GuessChunk:
-    """Guesses of m rows, `depth` in each."""
+    """The draft's predictions for m rows, `depth` in each."""
 
     def __init__(self, hidden: Tensor, head: Tensor, vocabulary: Tensor, taught: Taught) -> None:
-        """hidden: [m, depth, size]; head: [V, size], whose gradient is added to its `grad`."""
+        """Computes the draft's log-probabilities.
+
+        Args:
+            hidden: [m, depth, size].
+            head: [V, size]; its gradient is added to `head.grad`.
+        """
         self._hidden, self._head, self._vocabulary, self._taught = hidden, head, vocabulary, taught
         self._exists = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         logits = hidden.flatten(0, 1) @ head.detach().t()
@@ -54,7 +66,7 @@ class GuessChunk:
         self._log_draft = torch.log_softmax(logits, dim=-1).unflatten(0, hidden.shape[:2])
 
     def scores(self, exists: Tensor, greedy_sampled: "Survival") -> DraftScores:
-        """exists: bool [m, depth]."""
+        """Returns the scores. Those of predictions for which `exists`, bool [m, depth], is False are 0."""
         self._exists = exists
         taught, real = self._taught, exists.to(self._log_draft.dtype)
         cross_entropy = -torch.bmm(self._log_draft, taught.of_draft.unsqueeze(-1)).squeeze(-1) * real
@@ -66,7 +78,7 @@ class GuessChunk:
         return DraftScores(cross_entropy, acceptance, correct, covered, real, greedy, sampled)
 
     def backward(self, slopes: Slopes) -> Tensor:
-        """By hidden: [m, depth, size]. Whatever a loss makes of guesses that do not exist."""
+        """Returns the gradient by hidden, [m, depth, size]. Slopes of predictions that do not exist are ignored."""
         of_cross_entropy, of_acceptance = (
             slope.masked_fill(~self._exists, 0.0) for slope in (slopes.cross_entropy, slopes.acceptance)
         )
@@ -82,32 +94,32 @@ class GuessChunk:
 
     @cached_property
     def _drafted(self) -> Tensor:
-        """[m, depth, V], the draft's distribution."""
+        """Returns the draft's distribution, [m, depth, V]."""
         return self._log_draft.exp()
 
     @property
     def _target(self) -> Tensor:
-        """[m, 1, V], the target's, of which the sum is what it has among these tokens."""
+        """Returns the target's distribution, [m, 1, V]. It sums to the probability of the draft's vocabulary."""
         return (self._taught.of_draft * self._taught.share)[:, None]
 
 
 class Survival:
-    """Of guesses made one after the other from the same place, the products of correct and acceptance so far."""
+    """Running products of `correct` and `acceptance` over the draft tokens that were predicted from the same token."""
 
     def __init__(self, num_places: int, like: Tensor) -> None:
-        # The last one is for guesses that there are none of.
+        # The last position collects predictions that do not exist.
         dtype = torch.promote_types(like.dtype, torch.float32)
         self._greedy = torch.ones(num_places + 1, device=like.device, dtype=dtype)
         self._sampled = self._greedy.clone()
         self._places = torch.empty(0)
 
     def at(self, places: Tensor) -> "Survival":
-        """int64 [m, depth]: from where the next guesses are made."""
+        """Sets the tokens from which the next predictions start, int64 [m, depth]. Returns itself."""
         self._places = places
         return self
 
     def after(self, correct: Tensor, acceptance: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """[m, depth] each. Guesses of a column were made before those of the next one."""
+        """Updates the products and returns them, [m, depth] each. Column k must be predicted before column k + 1."""
         nowhere = len(self._greedy) - 1
         columns: tuple[list[Tensor], list[Tensor]] = [], []
         for step in range(correct.shape[1]):

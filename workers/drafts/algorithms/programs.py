@@ -1,4 +1,4 @@
-"""The kinds of draft models, by algorithm."""
+"""The programs of draft models, by algorithm."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from .strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class DraftProgram(Program):
-    """A kind of model that is no head over the trunk's last hidden states, but a model by itself, which reads what
-    another one has inside."""
+    """A program whose model is no head over the base model's final hidden states, but a model that reads the hidden
+    states of its target."""
 
     strategy: Strategy
 

@@ -1,4 +1,4 @@
-"""Recompute: parts of a draft of which a pass keeps the arguments alone, and which run once more on the way back.
+"""Activation recomputation: only the arguments of a part of a draft are kept, and it runs again in the backward pass.
 
 Chen et al., Training deep nets with sublinear memory cost (2016), https://arxiv.org/abs/1604.06174.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-# A part of a draft and its arguments -> what it returns.
+# Calls a part of a draft with its arguments.
 Run = Callable[..., Any]
 
 
@@ -17,5 +17,8 @@ def run_once(part: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def run_again(part: Callable[..., Any], *arguments: Any) -> Any:
-    """The same numbers to the last bit. Drafts draw nothing, so there is no random state to restore."""
+    """Runs the part, and recomputes it in the backward pass with the same numbers to the last bit.
+
+    Drafts draw no random numbers, so there is no random state to restore.
+    """
     return checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,8 @@
-"""LogitRoom: how many guesses are scored at a time: as many as there is room for their logits, however large the
-vocabulary is.
+"""The chunk size for scoring draft tokens: as many rows as there is memory for their logits, for any size of
+vocabulary.
 
-Whole rows, and not tiles of the vocabulary with a running maximum and sum: those would have each product three times,
-once for the sums, once for what min(p, q) adds up to, and once for the gradients (docs/performance.md has both).
+Chunks are whole rows, not tiles of the vocabulary with a running maximum and sum. Tiles would need each product three
+times: for the sums, for the sum of min(p, q), and for the gradients (docs/performance.md compares both).
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,18 @@ import torch
 
 _FLOAT32 = 4
 _ON_CPU = 64 << 20
-# A chunk reads the whole output head: of fewer guesses a GPU would read for longer than it computes.
+# Each chunk reads the whole output head. With fewer draft tokens a GPU would read for longer than it computes.
 _ON_GPU = 256 << 20
 
 
 @dataclass(frozen=True)
 class LogitRoom:
-    """num_guesses: at most. num_bytes: of a tensor with their logits, at most, where those from one place fit; about
-    five such tensors exist at a time."""
+    """The limits of a chunk.
+
+    num_guesses: the most draft tokens in a chunk.
+    num_bytes: the most bytes of a tensor with their logits, unless a single row needs more. About five such tensors
+    exist at a time.
+    """
 
     num_guesses: int
     num_bytes: int = _ON_CPU
@@ -28,5 +32,10 @@ class LogitRoom:
         return LogitRoom(num_guesses, _ON_CPU if device.type == "cpu" else _ON_GPU)
 
     def rows_of(self, depth: int, num_logits: int) -> int:
-        """depth: guesses of a row. num_logits: of a row, in the tensor that has most."""
+        """Returns the number of rows in a chunk.
+
+        Args:
+            depth: draft tokens per row.
+            num_logits: logits per row in the largest tensor.
+        """
         return max(1, min(self.num_guesses // depth, self.num_bytes // (_FLOAT32 * num_logits)))

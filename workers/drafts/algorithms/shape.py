@@ -1,4 +1,4 @@
-"""DraftShape: the sizes of a draft's modules, by its target's."""
+"""The sizes of a draft's modules, which follow from its configuration and its target."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +16,13 @@ from ...shapes.families import logit_scale_of
 
 @dataclass(frozen=True)
 class DraftShape:
-    """hidden: the target's, whose embeddings and features it reads. captured: layers of the target. vocabulary: tokens
-    that it can say, of target_vocabulary. config: of transformers, for its rotations and its export. block_size,
-    mask_token: of dflash. logit_scale: what the target multiplies its logits by."""
+    """The sizes of a draft's modules.
+
+    hidden: the target's, since the draft reads its embeddings and features. captured: the number of captured layers.
+    vocabulary: the number of tokens that the draft can propose, out of target_vocabulary.
+    config: in the format of transformers, for rotations and export.
+    block_size, mask_token: set for dflash only. logit_scale: the factor by which the target multiplies its logits.
+    """
 
     hidden: int
     intermediate: int
@@ -38,7 +42,7 @@ class DraftShape:
 
     @staticmethod
     def of(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> "DraftShape":
-        """draft: resolved."""
+        """Returns the sizes of a draft. `draft` must be resolved, without open fields."""
         assert draft.num_layers is not None and draft.capture_layers is not None and draft.draft_vocab_size is not None
         config: Any = _config(draft, target.get_text_config(), vocab_size)
         return DraftShape(
@@ -60,11 +64,11 @@ class DraftShape:
 
     @property
     def scaling(self) -> float:
-        """Of attention's scores."""
+        """Returns the scale of attention scores."""
         return self.head_dim**-0.5
 
     def rotation(self, device: torch.device) -> tuple[Tensor, float]:
-        """Inverse frequencies float32 [head_dim / 2], and the scale of cosines and sines."""
+        """Returns the inverse frequencies, float32 [head_dim / 2], and the scale of cosines and sines."""
         if device not in self._rotations:
             rotary = LlamaRotaryEmbedding(self.config)
             self._rotations[device] = rotary.inv_freq.to(device), float(rotary.attention_scaling)
@@ -72,7 +76,10 @@ class DraftShape:
 
 
 def resolved(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int, default_layers: int) -> DraftConfig:
-    """With all that every algorithm has, and is left open. Raises OperationError on what the target has not."""
+    """Fills in the fields that all algorithms have.
+
+    Raises OperationError if the target lacks a layer or has fewer tokens than requested.
+    """
     text = target.get_text_config()
     num_layers = int(text.num_hidden_layers)
     for layer in draft.capture_layers or ():
@@ -116,7 +123,11 @@ def _config(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> Ll
 
 
 def _rope(of_target: Mapping[str, Any]) -> dict[str, Any]:
-    """A draft's heads are rotated whole; factors for each frequency of a part of them are of no use to it."""
+    """Returns the draft's RoPE parameters.
+
+    Drafts rotate whole heads, so partial rotation is dropped, and so are longrope's factors for the frequencies of a
+    part of a head.
+    """
     if of_target.get("rope_type") == "longrope":
         return {"rope_type": "default", "rope_theta": of_target["rope_theta"]}
     return {name: value for name, value in of_target.items() if name != "partial_rotary_factor"}

@@ -1,4 +1,4 @@
-"""Strategy: what sets one algorithm of drafts apart: its modules, and its way through a micro-batch."""
+"""The interface of a draft algorithm: its modules, its training pass over a micro-batch, and its drafting."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,84 +19,88 @@ from ..sequences.stored import TargetRepr
 from .room import LogitRoom
 from .shape import DraftShape
 
-# By name.
+# Weights by name.
 Tensors = Mapping[str, Tensor]
 
 
 class DraftPass(Protocol):
-    """A draft on its way through a micro-batch's sequences: some rows after the others, then `close`."""
+    """A draft's training pass over the sequences of a micro-batch. Rows are scored and differentiated in chunks;
+    `close` ends the pass."""
 
     @property
     def num_rows(self) -> int: ...
 
     @property
     def chunk_rows(self) -> int:
-        """How many are scored at a time."""
+        """Returns how many rows to score at a time."""
         ...
 
-    def scores(self, rows: slice) -> DraftScores:
-        """Of rows, in their order."""
-        ...
+    def scores(self, rows: slice) -> DraftScores: ...
 
     def weights(self, rows: slice) -> Tensor:
-        """[m, depth], of what is guessed."""
+        """Returns the weights of the predicted tokens, [m, depth]."""
         ...
 
     def places(self, rows: slice) -> Tensor:
-        """int64 [m, depth]: behind which of the n tokens what is guessed stands; anything, where there is no guess."""
+        """Returns for each prediction the token after which the predicted one stands, int64 [m, depth], an index into
+        the n tokens; arbitrary where no token is predicted."""
         ...
 
     def backward(self, slopes: Slopes) -> None:
-        """By the scores that were given last."""
+        """Differentiates the scores that were returned last."""
         ...
 
     def close(self) -> None:
-        """Adds what is still missing to the gradients."""
+        """Propagates what was collected to the gradients of the weights."""
         ...
 
 
 class Network(Protocol):
-    """A draft's modules, of given tensors. What is learned may want gradients."""
+    """The modules of a draft over given tensors, which may require gradients."""
 
     def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> DraftPass:
-        """options: the loss's. room: for logits."""
+        """Starts a training pass. `options` are the loss's, `room` limits the logits of a chunk."""
         ...
 
     def take_in(self, told: Told, ends: Ends) -> None:
-        """Into its cache, for what it is to guess later."""
+        """Adds the given tokens to the draft's KV cache, for later drafting."""
         ...
 
     def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
-        """Takes it in, and then draws `num` guesses of what comes behind the last of `told.following`."""
+        """Adds the given tokens to the KV cache, then drafts `num` tokens after the last of `told.following`."""
         ...
 
 
 class Strategy(Protocol):
+    """Defines a draft algorithm."""
+
     def reach(self, shape: DraftShape) -> Reach:
-        """Of its drafts where they guess samples."""
+        """Returns how many tokens its drafts propose at a time while sampling."""
         ...
 
     @property
     def target_repr(self) -> TargetRepr | None:
-        """How its drafts are told what the target says; None: they do not learn that."""
+        """Returns in which form its drafts read the target's distribution, None if they do not learn from it."""
         ...
 
     def halo(self, options: Options) -> int:
-        """How many tokens behind one its guesses from there look at. options: the loss's."""
+        """Returns the look-ahead in tokens: how far after a token the predictions from it read. `options` are the
+        loss's."""
         ...
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
-        """With all that is left open. Raises OperationError on what makes no such draft."""
+        """Returns the configuration with all defaults filled in. Raises OperationError if it is not possible for this
+        target."""
         ...
 
     def published(self, config: DraftConfig) -> Mapping[str, Any]:
-        """What engines that sample with such drafts read in their configs, of a resolved one."""
+        """Returns what inference engines read in the config.json of such a draft, given a resolved configuration."""
         ...
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]: ...
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
-        """Those of a new draft. vocabulary: int64, the target's tokens that it can say."""
+        """Initializes the weights of a new draft. `vocabulary` has the draft's tokens, int64."""
         ...
 
     def network(
@@ -107,6 +111,10 @@ class Strategy(Protocol):
         recomputes: bool = False,
         team: Team = ALONE,
     ) -> Network:
-        """recomputes: whether what a pass can compute again is not kept for its way back. team: the ranks that have
-        parts of its layers (see tensor.py), and run the same tokens."""
+        """Returns a draft's modules.
+
+        Args:
+            recomputes: whether activations are recomputed in the backward pass instead of kept.
+            team: the ranks that have parts of its layers (see tensor.py) and run the same tokens.
+        """
         ...

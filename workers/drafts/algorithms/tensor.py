@@ -1,7 +1,7 @@
-"""Which of a draft's weights ranks along tp have parts of: attention's heads, and features of the MLP.
+"""Tensor parallelism of drafts: ranks along tp divide attention heads and the features of the MLP.
 
-Shoeybi et al., Megatron-LM (2019), https://arxiv.org/abs/1909.08053, section 3. All else is whole on each of them; of
-the output head each adds the gradients of the guesses that it scores.
+Shoeybi et al., Megatron-LM (2019), https://arxiv.org/abs/1909.08053, section 3. All other weights are whole on each
+rank. For the output head, each rank contributes the gradients of the draft tokens that it scores.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,16 @@ from ...parallel.mesh import Mesh
 from ...shapes.split import Split
 from ...state.parameter import Cut, Parameter
 
-# The dimension that is shared out, by the module's name.
+# The dimension that ranks divide, by module name.
 _DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0) | {"o_proj": 1, "down_proj": 1}
 
-# Whole, of which each rank has a summand of the gradient.
+# Modules that are whole on each rank, while each rank has only a summand of their gradient.
 _SUMMED = ("lm_head", "q_norm", "k_norm")
 
 
 def own_parameters(parameters: Sequence[Parameter], mesh: Mesh) -> list[Parameter]:
-    """Of whole ones, what this rank has. Raises OperationError on what the ranks cannot share out."""
+    """Returns this rank's parts of the given whole parameters. Raises OperationError if the ranks cannot divide one
+    evenly."""
     return [_own(each, mesh) for each in parameters] if mesh.spec.tp > 1 else list(parameters)
 
 
@@ -31,8 +32,8 @@ def _own(parameter: Parameter, mesh: Mesh) -> Parameter:
     dim = _DIMS[module]
     if parameter.shape[dim] % team.size:
         raise OperationError(
-            f"{team.size} ranks of this server have a draft's {module} together, by tp, and {parameter.shape[dim]}"
-            " features do not go into as many parts: name another intermediate_size"
+            f"tp={team.size} of this server cannot divide a draft's {module} evenly: it has {parameter.shape[dim]}"
+            " features; choose an intermediate_size that is a multiple of tp"
         )
     split = Split("tp", team.size, team.index, (parameter.shape[dim],))
     shape = list(parameter.shape)

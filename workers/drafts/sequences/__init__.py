@@ -1,1 +1,1 @@
-"""The sequences that drafts learn from, and attention over them."""
+"""Sequences for draft training and drafting, and attention over them."""

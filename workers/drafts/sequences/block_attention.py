@@ -1,6 +1,6 @@
-"""Attention of blocks: each token of a block sees the whole block, and the context before the block's anchor.
+"""Block attention: each token of a block sees the whole block and the context before the block's anchor.
 
-The context at the anchor itself is left out: where a draft is used, the target has not read the anchor yet.
+The context at the anchor itself is left out, because while drafting the target has not processed the anchor yet.
 Chen et al., DFlash (2026), https://arxiv.org/abs/2602.06036.
 """
 
@@ -15,20 +15,26 @@ from .blocks import Blocks, Span
 
 
 class Memory(NamedTuple):
-    """Keys and values [tokens, kv_heads, head_dim]."""
+    """Keys and values, [tokens, kv_heads, head_dim] each."""
 
     key: Tensor
     value: Tensor
 
 
 def attend_blocks(query: Tensor, context: Memory, own: Memory, blocks: Blocks, scaling: float) -> Tensor:
-    """query [m * size, heads, head_dim], own: of the blocks' tokens. context: of n packed tokens. Returns the shape of
-    the query."""
+    """Returns the output of block attention, in the shape of the query.
+
+    Args:
+        query: [m * size, heads, head_dim].
+        context: keys and values of n packed tokens.
+        own: keys and values of the blocks' tokens.
+    """
     return _Blocks.apply(blocks, scaling, query, *context, *own)  # pyright: ignore[reportReturnType]
 
 
 class _Blocks(torch.autograd.Function):
-    """Scores exist of some blocks at a time: memory grows with blocks and tokens, not with their product."""
+    """Computes scores for a few blocks at a time, so that memory grows with blocks and tokens and not with their
+    product."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, scaling: float, query: Tensor, *memories: Tensor) -> Tensor:
@@ -76,9 +82,11 @@ class _Blocks(torch.autograd.Function):
 
 
 class _Part:
-    """Some blocks of one sequence, c of them, all in float32 at least. query: [kv_heads, c, queries, head_dim], scaled,
-    `queries` being those of a block that share a key. context: [kv_heads, seen, head_dim]. own: [kv_heads, c, size,
-    head_dim]."""
+    """Some blocks of one sequence, c of them, in at least float32.
+
+    query: [kv_heads, c, queries, head_dim], scaled; `queries` are those of a block that share a key.
+    context: [kv_heads, seen, head_dim]. own: [kv_heads, c, size, head_dim].
+    """
 
     def __init__(self, span: Span, blocks: Blocks, scaling: float, query: Tensor, memories: Sequence[Tensor]) -> None:
         self._span, self._blocks = span, blocks
@@ -88,12 +96,13 @@ class _Part:
         self.own = Memory(*(self.of_blocks(each) for each in memories[2:]))
 
     def of_blocks(self, x: Tensor) -> Tensor:
-        """[m * size, heads, head_dim] -> [kv_heads, c, queries, head_dim]."""
+        """Returns the part of x, [m * size, heads, head_dim] -> [kv_heads, c, queries, head_dim]."""
         size, rows = self._blocks.size, self._span.blocks
         return _by_block(x[rows.start * size : rows.stop * size], self._kv_heads, size)
 
     def context_scores(self) -> Tensor:
-        """[kv_heads, c, queries, seen]; what is not seen is -inf. What is before the first anchor all of them see."""
+        """Returns [kv_heads, c, queries, seen], -inf where masked. No block masks the tokens before the first
+        anchor."""
         context, anchors = self._span.context, self._blocks.anchors[self._span.blocks, None]
         first = self._blocks.known_anchors[self._span.blocks.start]
         scores = _flat_product(self.query, self.context.key.mT)
@@ -102,12 +111,12 @@ class _Part:
         return scores
 
     def own_scores(self) -> Tensor:
-        """[kv_heads, c, queries, size]"""
+        """Returns [kv_heads, c, queries, size]."""
         return self.query @ self.own.key.mT
 
 
 def _some_blocks(blocks: Blocks, heads: int) -> Iterator[Span]:
-    """So many of a sequence at a time that their scores are not too many."""
+    """Yields spans of each sequence's blocks whose scores number at most MOST_SCORES, or single blocks."""
     for span in blocks.spans:
         num_seen = span.context.stop - span.context.start + blocks.size
         step = max(1, MOST_SCORES // (heads * blocks.size * num_seen))
@@ -117,23 +126,25 @@ def _some_blocks(blocks: Blocks, heads: int) -> Iterator[Span]:
 
 
 def _by_block(x: Tensor, kv_heads: int, size: int) -> Tensor:
-    """[m * size, heads, head_dim] -> [kv_heads, m, queries, head_dim], float32 at least."""
+    """Groups by block, [m * size, heads, head_dim] -> [kv_heads, m, queries, head_dim], in at least float32."""
     parts = _wide(x).unflatten(0, (-1, size)).unflatten(2, (kv_heads, -1))
     return parts.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
 
 def _by_token(x: Tensor, size: int) -> Tensor:
-    """The other way."""
+    """Inverts `_by_block`."""
     return x.unflatten(2, (size, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _flat_product(x: Tensor, y: Tensor) -> Tensor:
-    """[kv_heads, c, queries, p] by [kv_heads, p, q], the same for all blocks -> [kv_heads, c, queries, q]."""
+    """Multiplies [kv_heads, c, queries, p] by [kv_heads, p, q], the same for all blocks -> [kv_heads, c, queries,
+    q]."""
     return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
 
 
 def _flat_sum(x: Tensor, y: Tensor) -> Tensor:
-    """Over all queries: [kv_heads, c, queries, p] by [kv_heads, c, queries, q] -> [p, kv_heads, q]."""
+    """Multiplies and sums over all queries, [kv_heads, c, queries, p] and [kv_heads, c, queries, q] -> [p, kv_heads,
+    q]."""
     return (x.flatten(1, 2).mT @ y.flatten(1, 2)).transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Blocks: what a block-drafting model guesses at once: a token that is known, its anchor, and some behind it."""
+"""The blocks that a block-drafting model predicts in parallel: a known token, the anchor, and the tokens after it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Span:
-    """Blocks of one sequence, one after the other, and the tokens of which each of them sees some."""
+    """Consecutive blocks of one sequence, and the range of context tokens that they see at least partly."""
 
     blocks: slice
     context: slice
@@ -23,9 +23,12 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """m blocks of `size` tokens. anchors: int64 [m], where their first ones are among n packed tokens, ascending;
-    known_anchors: the same, where no device is waited for. stops: int64 [m], where their sequences end. spans: by
-    sequence, all blocks in order."""
+    """m blocks of `size` tokens, sampled from packed sequences.
+
+    anchors: int64 [m], positions of the anchors among n packed tokens, ascending.
+    known_anchors: the same numbers on the host, which can be read without waiting for the device.
+    stops: int64 [m], the ends of the blocks' sequences. spans: one for each sequence, covering all blocks in order.
+    """
 
     anchors: Tensor
     known_anchors: Sequence[int]
@@ -35,7 +38,7 @@ class Blocks:
 
     @staticmethod
     def drawn(packing: Packing, labels: Labels, options: Options, size: int) -> "Blocks":
-        """Of each sequence up to options["num_anchors"], by options["seed"]."""
+        """Samples up to options["num_anchors"] blocks from each sequence, seeded by options["seed"]."""
         weights = labels.weights.cpu().numpy()
         anchors: list[int] = []
         stops: list[int] = []
@@ -52,7 +55,7 @@ class Blocks:
         return Blocks(on_device[0], anchors, on_device[1], size, spans)
 
     def some(self, chosen: slice) -> "Blocks":
-        """Those of these numbers."""
+        """Returns the blocks with these indices."""
         if chosen == slice(0, None, 1):
             return self
         numbers = range(len(self.known_anchors))[chosen]
@@ -65,38 +68,43 @@ class Blocks:
         return Blocks(self.anchors[chosen], known, self.stops[chosen], self.size, spans)
 
     def places(self) -> Tensor:
-        """int64 [m, size - 1]: behind which tokens the guesses stand; the anchor where there is no such token."""
+        """Returns the position after which each predicted token stands, int64 [m, size - 1]; the anchor beyond the end
+        of the sequence."""
         behind = self._behind()
         return torch.where(self.exists(), behind, self.anchors[:, None])
 
     def exists(self) -> Tensor:
-        """bool [m, size - 1]: whether the sequence goes on so far."""
+        """Returns bool [m, size - 1]: True where the sequence is long enough."""
         return self._behind() < self.stops[:, None]
 
     def _behind(self) -> Tensor:
-        """Position k of a block is what stands behind token k - 1 from its anchor."""
+        """Returns positions; token k of a block stands after token k - 1 from its anchor."""
         return self.anchors[:, None] + torch.arange(self.size - 1, device=self.anchors.device)
 
 
 @dataclass(frozen=True)
 class Lots:
-    """What chance gives each token of a sequence, by the seed, the sequence's number and the token's place alone.
+    """Random numbers for the tokens of a sequence, which depend on the seed, the sequence's number and the token's
+    position only.
 
-    The generator is Philox, which counts (Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011)).
+    The generator is Philox, which is counter-based (Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011)).
     """
 
     seed: int
     number: int
 
     def drawn(self, num_tokens: int) -> np.ndarray:
-        """uint64 [num_tokens]; of fewer the same ones."""
+        """Returns uint64 [num_tokens]. A shorter sequence gets a prefix of the same numbers."""
         key = np.array([self.seed & _MASK, self.number & _MASK], dtype=np.uint64)
         return np.random.Philox(key=key).random_raw(num_tokens)
 
 
 def drawn_anchors(weights: np.ndarray, lots: Lots, num_anchors: int) -> np.ndarray:
-    """Of a sequence's tokens, ascending, those whose next one has a weight; of more than num_anchors a random choice
-    without replacement. What else is in the batch changes nothing."""
+    """Returns the tokens whose next one has a weight, ascending; if these are more than num_anchors, a random choice
+    without replacement.
+
+    The result does not depend on the rest of the batch.
+    """
     candidates = np.flatnonzero(weights)
     order = np.argsort(lots.drawn(len(weights))[candidates], kind="stable")
     return np.sort(candidates[order[:num_anchors]])

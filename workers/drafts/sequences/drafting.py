@@ -1,4 +1,4 @@
-"""Drafting: how a draft guesses samples under way: what it is told of its target, and how far it looks ahead."""
+"""Drafting while sampling: the inputs that a draft gets from its target, and how far it looks ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,33 +11,37 @@ from torch import Tensor
 from ...ops.kv_cache import Chunk
 
 Draw = Callable[[Tensor], Tensor]
-"""The next guess of m sequences: logits [m, vocabulary of the draft] -> the tokens that are drawn, int64 [m]."""
+"""Draws the next draft token of m sequences, logits [m, vocabulary of the draft] -> int64 [m]."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How many tokens a draft guesses at a time: usual: where nobody says how many; most. block: tokens that it runs to
-    make all of these at once; None = it makes one after the other."""
+    """The number of tokens that a draft proposes at a time.
+
+    usual: the default. most: the limit.
+    block: tokens that a block draft processes to propose all of them in parallel; None = tokens are proposed one after
+    the other.
+    """
 
     usual: int
     most: int
     block: int | None = None
 
     def num_passes(self, num_guesses: float) -> float:
-        """Of the draft."""
+        """Returns the draft's forward passes for this many draft tokens."""
         return num_guesses if self.block is None else 1
 
     def num_ahead(self, num_guesses: int) -> int:
-        """Tokens that its cache has meanwhile behind those that it was told of."""
+        """Returns the tokens that the draft's KV cache holds temporarily after the known ones while drafting."""
         return num_guesses - 1 if self.block is None else self.block
 
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """What the target had at n tokens of m sequences, one sequence's after the other's, at least one of each.
+    """The target's features at n tokens of m sequences, concatenated, at least one token of each.
 
-    captured: [n, layers * hidden]. following: int64 [n], the tokens behind these. chunks: of each sequence, where these
-    are stored, behind all that it was told of before.
+    captured: [n, layers * hidden]. following: int64 [n], the token after each.
+    chunks: for each sequence, where its tokens go in the draft's KV cache, after all earlier ones.
     """
 
     captured: Tensor
@@ -45,17 +49,19 @@ class Told:
     chunks: Sequence[Chunk]
 
     def positions(self) -> Tensor:
-        """int64 [n]"""
         parts = [np.arange(each.cached, _stop(each)) for each in self.chunks]
         return torch.from_numpy(np.concatenate(parts)).to(self.following.device)
 
     def last(self) -> Tensor:
-        """int64 [m]: which of the n tokens is each sequence's last."""
+        """Returns the index of each sequence's last token, int64 [m]."""
         return torch.tensor([each.stop - 1 for each in self.chunks], device=self.following.device)
 
     def ahead(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[Chunk]:
-        """Where so many more of each sequence go, side by side, behind `skipped` others. What is told later overwrites
-        them. is_causal: see Chunk."""
+        """Returns the cache chunks for `num_tokens` draft tokens of each sequence, after `skipped` others.
+
+        The tokens are packed sequence by sequence. The next tokens that the target verifies overwrite them. `is_causal`
+        is that of Chunk.
+        """
         starts = range(0, num_tokens * len(self.chunks), num_tokens)
         return [
             Chunk(start, start + num_tokens, each.shelf, each.slot, _stop(each) + skipped, is_causal)
@@ -64,17 +70,18 @@ class Told:
 
 
 class Ends(Protocol):
-    """The target's first and last layer, as it is sampled."""
+    """The first and last layer of the target that is sampled from."""
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """int64 [n] -> [n, hidden]."""
+        """Returns the embeddings, int64 [n] -> [n, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [m, k, hidden], in place of its last ones, of the m sequences -> float32 [m, k, vocabulary]."""
+        """Returns the target's logits for the draft's final hidden states of the m sequences, [m, k, hidden] -> float32
+        [m, k, vocabulary]."""
         ...
 
 
 def _stop(chunk: Chunk) -> int:
-    """Tokens of its sequence, with its own."""
+    """Returns the length of the chunk's sequence, including the chunk."""
     return chunk.cached + chunk.stop - chunk.start

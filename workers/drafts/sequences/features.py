@@ -1,4 +1,4 @@
-"""Features: what a draft model is told of its target, for the packed sequences of a micro-batch."""
+"""The target's hidden states and outputs that a draft is trained with, for the packed sequences of a micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,32 +9,34 @@ from torch import Tensor
 from ...ops.attention import Packing
 from .stretch import Stretch
 
-# float32 [m, vocabulary] of the target, for m of its tokens, int64 [m].
+# Computes the target's logits at m of its tokens, int64 [m] -> float32 [m, vocabulary].
 Logits = Callable[[Tensor], Tensor]
 
 
 class TargetHead(Protocol):
-    """The target's output head, which is frozen, for what a draft would have it read."""
+    """The target's output head, which is frozen, applied to hidden states of a draft."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [m, hidden], in place of the target's last ones -> float32 at least [m, vocabulary]. The caller bounds
-        m."""
+        """Returns logits for a draft's final hidden states, [m, hidden] -> at least float32, [m, vocabulary]. The
+        caller bounds m."""
         ...
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """gradient: by the logits that were given last. Returns the one by what they were made of, [m, hidden]."""
+        """Returns the gradient by the hidden states, [m, hidden]. `gradient` is that by the logits that were returned
+        last."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """Of n tokens. positions: int64 [n], which restart with each sequence. embedded: [n, hidden], what goes into the
-    target's first layer. captured: [n, layers * hidden], outputs of the layers that the draft reads, side by side.
-    logits: the target's of what comes behind some of the tokens. mask: [hidden], as embedded, of the draft's mask
-    token, if it has one. head: for drafts that have none.
+    """Inputs of a draft's training pass over n tokens.
 
-    stretch: where ranks share out the n tokens. Then embedded, captured and logits are of this rank's, and those behind
-    them, as far as the draft looks ahead.
+    positions: int64 [n], restarting with each sequence. embedded: [n, hidden], the input of the target's first layer.
+    captured: [n, layers * hidden], outputs of the captured layers, concatenated.
+    logits: computes the target's logits for the token after each of the given tokens.
+    mask: [hidden], the embedding of the draft's mask token, if it has one. head: for drafts without an output head.
+    stretch: set where ranks share the n tokens. Then embedded, captured and logits cover this rank's shard, and the
+    tokens after it as far as the draft looks ahead.
     """
 
     positions: Tensor

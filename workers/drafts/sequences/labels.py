@@ -1,4 +1,4 @@
-"""Labels: what a draft is to guess, and how much that counts."""
+"""The tokens that a draft learns to predict, and their weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 Options = Mapping[str, float | str]
-"""Of a loss, by name."""
+"""Options of a loss, by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Of n tokens: targets int64 [n], the tokens behind them; weights float32 [n], of these. numbers: of the sequences,
-    in their operation."""
+    """Targets and weights of n tokens.
+
+    targets: int64 [n], the token after each. weights: float32 [n], those of the targets.
+    numbers: of the sequences, their indices in their operation.
+    """
 
     targets: Tensor
     weights: Tensor

@@ -1,4 +1,4 @@
-"""Stored: what a target had inside for one sequence, in a file whose name is the hash of all that decides it."""
+"""Captured features of one sequence, stored in a file that is named by the hash of everything that determines them."""
 
 import hashlib
 import secrets
@@ -18,16 +18,19 @@ from ....schemas.errors import OperationError
 CAPTURED = "captured"
 
 TargetRepr = Literal["hidden_state"]
-"""How what the target says is told: by its last hidden states [T, hidden], of which its output head makes the logits.
-Logits, of all tokens or of a draft's, are made of these as they are needed: they would take more room than all else."""
+"""How the target's distribution is stored: as final hidden states [T, hidden]. Logits are computed from these when they
+are needed, since they would take more space than everything else."""
 
 _DIGITS = 32
 
 
 @dataclass(frozen=True)
 class FeatureKind:
-    """What decides features beside the tokens. target: its version. layers: those that are captured. target_repr: None
-    = what the target says is not told. hidden, dtype: the target's size and precision."""
+    """Everything that determines features, apart from the tokens.
+
+    target: the version of its weights. layers: those that are captured.
+    target_repr: None = the target's distribution is not stored. hidden, dtype: the target's hidden size and precision.
+    """
 
     target: str
     layers: tuple[int, ...]
@@ -37,7 +40,7 @@ class FeatureKind:
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """By tensor, how many numbers it has of a token."""
+        """Returns the numbers per token of each tensor, by name."""
         told = {} if self.target_repr is None else {self.target_repr: self.hidden}
         return {CAPTURED: len(self.layers) * self.hidden} | told
 
@@ -47,7 +50,7 @@ class FeatureKind:
 
     @property
     def parts(self) -> str:
-        """What of the target it is."""
+        """Returns the captured parts of the target, as text."""
         return ", ".join(map(str, self.layers)) + (f" with {self.target_repr}" if self.target_repr else "")
 
     @property
@@ -58,43 +61,47 @@ class FeatureKind:
         return {"target": self.target, "parts": self.parts, "hidden": str(self.hidden), "dtype": self.precision}
 
     def address(self, tokens: np.ndarray) -> str:
-        """tokens: int32 [T]."""
+        """Returns the address of the features of these tokens, int32 [T]."""
         digest = hashlib.sha256(" ".join(self.metadata().values()).encode())
         digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
         return digest.hexdigest()[:_DIGITS]
 
     def difference(self, metadata: Mapping[str, str]) -> str | None:
-        """Of what a draft is to be told, to what there is, in words."""
+        """Returns how stored features with this metadata differ from this kind, None if they do not."""
         own = self.metadata()
         if "parts" not in metadata:
-            return "of an earlier version of the server"
+            return "captured by an earlier version of the server"
         if own["parts"] != metadata["parts"]:
-            return f"of layers {metadata['parts']}, and the draft reads {self.parts}"
+            return f"captured from layers {metadata['parts']}, but the draft reads {self.parts}"
         if own["dtype"] != metadata["dtype"]:
-            return f"{metadata['dtype']}, and the draft's target runs in {self.precision}"
+            return f"captured in {metadata['dtype']}, but the draft's target runs in {self.precision}"
         if own["target"] != metadata["target"]:
-            return f"of target {metadata['target']}, and the draft is aimed at {self.target}"
+            return f"captured from target {metadata['target']}, but the draft's target is {self.target}"
         return None
 
 
 def address_of(feature_ref: str) -> str:
-    """Of the features, as the server has it in the middle of its references; "" of what is none."""
+    """Returns the address in a feature_ref, its middle part; "" if the reference is malformed."""
     return feature_ref.split("-")[1] if feature_ref.count("-") == 2 else ""
 
 
 class Stored:
-    """The features of one sequence. num_bytes: on disk."""
+    """The open file with the features of one sequence.
+
+    num_bytes: its size on disk.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, SafetensorError."""
-        # Read when they are needed; until then they are there, whatever becomes of the file.
+        """Opens the file. Raises OSError or SafetensorError."""
+        # Tensors are read when they are needed. The open file keeps them readable even if it is deleted meanwhile.
         self._file = safe_open(path, framework="pt", device="cpu")
         self.address = path.stem
         self.num_bytes = path.stat().st_size
 
     @staticmethod
     def find(directory: Path, address: str) -> "Stored | None":
-        """None where there are none, or what there is was never finished, as after a power cut."""
+        """Returns the features at an address, None if they do not exist or were not written completely, as after a
+        power cut."""
         if not address.isalnum():
             return None
         try:
@@ -104,8 +111,13 @@ class Stored:
 
     @staticmethod
     def keep(directory: Path, address: str, kind: FeatureKind, tensors: Mapping[str, Tensor]) -> "Stored":
-        """In place of nothing: what has the same address is the same, if it is whole. tensors: by name, [T, ...].
-        Raises OSError."""
+        """Stores features, unless the address has a complete file: equal addresses mean equal contents.
+
+        Args:
+            tensors: by name, [T, ...].
+        Raises:
+            OSError: the file cannot be written.
+        """
         found = Stored.find(directory, address)
         if found is not None and found.is_whole(kind, len(tensors[CAPTURED])):
             return found
@@ -119,22 +131,23 @@ class Stored:
             raise error if isinstance(error, OSError) else OSError(str(error)) from None
 
     def tensor(self, name: str) -> Tensor:
-        """[T, ...], of these tokens."""
+        """Reads a tensor, [T, ...]."""
         return self._file.get_tensor(name)
 
     def is_whole(self, kind: FeatureKind, num_tokens: int) -> bool:
-        """Whether all of this kind is there of so many tokens. Reads no tensor."""
+        """True if the file has all tensors of this kind for this many tokens. Reads no tensor."""
         shapes = {name: self._file.get_slice(name).get_shape() for name in self._file.keys()}  # noqa: SIM118 (no mapping)
         return shapes == {name: [num_tokens, width] for name, width in kind.widths.items()}
 
     def check(self, kind: FeatureKind, address: str, number: int) -> None:
-        """Raises OperationError where they are not those of this kind at this address. number: of the datum."""
+        """Raises OperationError if these are not the features of this kind at this address. `number` is the datum's,
+        for the message."""
         if self.address == address:
             return
-        difference = kind.difference(self._file.metadata()) or "of other tokens than its model_input"
+        difference = kind.difference(self._file.metadata()) or "captured from other tokens than its model_input"
         raise OperationError(
-            f"datum {number}: its feature_ref is of features {difference}: capture them again with this draft, or"
-            " set_target to a checkpoint of the weights that made them"
+            f"datum {number}: its feature_ref names features {difference}: capture them again with this draft, or"
+            " set_target to a checkpoint of the weights that they were captured from"
         )
 
 

@@ -1,6 +1,6 @@
-"""Stretch: of the tokens of some sequences, one after the other, those that a rank's draft goes on from.
+"""Sharding of concatenated sequences over ranks, for draft training.
 
-In attention over these tokens the ranks share out heads: Jacobs et al., DeepSpeed Ulysses (2023),
+In attention the ranks divide heads instead of tokens: Jacobs et al., DeepSpeed Ulysses (2023),
 https://arxiv.org/abs/2309.14509.
 """
 
@@ -15,52 +15,54 @@ from ...parallel.mesh import Team
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Neighbours, as many for each rank of the team; None = there is one, which has all of them."""
+    """Splits `num_tokens` tokens into contiguous shards of equal size, one for each rank of the team. None = one rank
+    has all tokens."""
 
     num_tokens: int
     team: Team | None = None
 
     @property
     def own(self) -> slice:
-        """Those of this rank, which may be none."""
+        """Returns this rank's shard, which may be empty."""
         return self.of(0 if self.team is None else self.team.index)
 
     def of(self, index: int) -> slice:
-        """Those of any rank."""
         return stretch_of(self.num_tokens, index, self._size)
 
     @property
     def every(self) -> slice:
-        """Which of what is dealt out one by one this rank gets."""
+        """Returns which items this rank gets of those that are dealt out round robin."""
         return slice(0, None, 1) if self.team is None else slice(self.team.index, None, self.team.size)
 
     def by_heads(self, x: Tensor) -> Tensor:
-        """[own tokens, heads, size] -> [num_tokens, own heads, size]. Here as elsewhere gradients go the same way
-        back, and all ranks ask at once."""
+        """Exchanges [own tokens, heads, size] for [num_tokens, own heads, size].
+
+        As in all methods here, gradients travel back the same way, and all ranks call it together.
+        """
         if self.team is None:
             return x
         by_rank = self._filled(x, self._each).unflatten(1, (self._size, -1)).transpose(0, 1).contiguous()
         return exchanged(by_rank, self.team).flatten(0, 1)[: self.num_tokens]
 
     def by_tokens(self, x: Tensor) -> Tensor:
-        """[num_tokens, own heads, size] -> [own tokens, heads, size]."""
+        """Exchanges [num_tokens, own heads, size] for [own tokens, heads, size]."""
         if self.team is None:
             return x
         by_rank = self._filled(x, self._size * self._each).unflatten(0, (self._size, -1))
         return exchanged(by_rank, self.team).transpose(0, 1).flatten(1, 2)[: self._num_own]
 
     def joined(self, x: Tensor) -> Tensor:
-        """[own tokens, ...] -> [num_tokens, ...]."""
+        """Gathers [own tokens, ...] to [num_tokens, ...]."""
         if self.team is None:
             return x
         return joined_rows(self._filled(x, self._each), self.team)[: self.num_tokens]
 
     def summed(self, x: Tensor) -> Tensor:
-        """What each rank has a part of, in place, and without gradients."""
+        """Sums over the ranks, in place and without gradients."""
         return x if self.team is None else self.team.sum(x)
 
     def copies(self, heads: int, kv_heads: int) -> int:
-        """How many times over keys and values have to be there, lest a rank has queries and none of their keys."""
+        """Returns how often keys and values must be repeated so that each rank has the keys of its queries."""
         return 1 if kv_heads % self._size == 0 else heads // kv_heads
 
     @property
@@ -76,11 +78,11 @@ class Stretch:
         return self.own.stop - self.own.start
 
     def _filled(self, x: Tensor, size: int) -> Tensor:
-        """With rows of zeros behind the last."""
+        """Pads x with rows of zeros."""
         return x if len(x) == size else pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))
 
 
 def stretch_of(num_tokens: int, index: int, size: int) -> slice:
-    """Of so many neighbours those that one of `size` ranks gets."""
+    """Returns the shard of rank `index` of `size` ranks."""
     each = -(-num_tokens // size)
     return slice(min(num_tokens, index * each), min(num_tokens, (index + 1) * each))

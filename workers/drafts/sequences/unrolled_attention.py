@@ -1,7 +1,7 @@
-"""Attention of an unrolled draft: in step i of the unrolling, the query of a token sees the keys of step 0 up to its
-own, and its own ones of the steps 1 to i.
+"""Attention of an unrolled draft: in step i, the query of a token sees the keys of step 0 up to its own token, and its
+own keys of steps 1 to i.
 
-That is what a draft sees that goes on from that token by itself: the target's features are known up to there.
+This is what a draft sees when it drafts from that token on its own: the target's features are known up to there.
 Li et al., EAGLE-3 (2025), https://arxiv.org/abs/2503.01840, section 3.2.
 """
 
@@ -24,18 +24,20 @@ def attend_unrolled(
     kind: AttentionKind,
     stretch: Stretch | None = None,
 ) -> Tensor:
-    """query [tokens, heads, head_dim]; keys and values of each step so far, [tokens, kv_heads, head_dim]. Returns the
-    shape of the query.
+    """Returns the output of attention in the last step, in the shape of the query.
 
-    packing: of all tokens. stretch: where ranks share these out; keys and values of the first step are then
-    `by_heads`.
+    Args:
+        query: [tokens, heads, head_dim].
+        keys, values: of each step so far, [tokens, kv_heads, head_dim].
+        packing: of all tokens.
+        stretch: set where ranks share the tokens; keys and values of the first step are then `by_heads`.
     """
     whole = stretch or Stretch(len(query))
     return _Unrolled.apply(packing, kind, whole, query, *keys, *values)  # pyright: ignore[reportReturnType]
 
 
 class _Unrolled(torch.autograd.Function):
-    """Nothing of the size of tokens x tokens is kept: see attention_parts."""
+    """Keeps nothing of size tokens x tokens: see attention_parts."""
 
     @staticmethod
     def forward(
@@ -79,7 +81,7 @@ class _Unrolled(torch.autograd.Function):
 def _attend_first(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, stretch: Stretch
 ) -> Attended:
-    """Over the keys of step 0, which are there by heads."""
+    """Attends to the keys of step 0, which are split by heads over the ranks."""
     attended = attend_part(stretch.by_heads(query), key, value, packing, kind)
     return Attended(stretch.by_tokens(attended.out), stretch.by_tokens(attended.log_sums.unsqueeze(-1)).squeeze(-1))
 
@@ -106,7 +108,7 @@ def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tenso
 
 
 def _own_scores(query: Tensor, keys: Sequence[Tensor], kind: AttentionKind) -> Tensor:
-    """[tokens, heads, steps], float32 at least."""
+    """Returns [tokens, heads, steps], in at least float32."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     if not keys:
         return query.new_empty((*query.shape[:2], 0), dtype=dtype)
@@ -115,10 +117,10 @@ def _own_scores(query: Tensor, keys: Sequence[Tensor], kind: AttentionKind) -> T
 
 
 def _by_query(x: Tensor, query: Tensor) -> Tensor:
-    """[tokens, kv_heads, head_dim] -> [tokens, heads, head_dim]."""
+    """Repeats [tokens, kv_heads, head_dim] to [tokens, heads, head_dim]."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
 def _by_key(x: Tensor, key: Tensor) -> Tensor:
-    """[tokens, heads, head_dim] -> summed over the queries of each key."""
+    """Sums [tokens, heads, head_dim] over the queries of each key."""
     return x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype)

@@ -1,1 +1,1 @@
-"""How drafts learn of a micro-batch, and what they are judged by."""
+"""Training of drafts: division over ranks, captured features of the target, and acceptance length."""

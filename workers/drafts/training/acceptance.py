@@ -1,4 +1,5 @@
-"""The walk of a target along a text whose tokens a draft guesses: each pass begins where the one before has ended."""
+"""The acceptance length of a draft: expected tokens per verification pass of the target along a known text, where each
+pass begins where the one before has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +11,18 @@ from torch import Tensor
 from ...losses.draft_scores import DraftScores
 
 KINDS = ("greedy", "sampled")
-"""Of survivals, as in DraftScores."""
+"""Kinds of survivals, named as in DraftScores."""
 
-# Tokens whose passes are counted one after the other; of all such segments at once.
+# Tokens per segment. Within a segment the recurrence runs token by token, over all segments at once.
 _SEGMENT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Survivals:
-    """Of guesses that are made behind some tokens: the probability that guess k and all before it from there are right.
+    """Probabilities that the target accepts draft token k and all draft tokens before it.
 
-    tokens: int64 [m], their numbers in the lesson. values: float32 [KINDS, m, depth]; NaN of what was not guessed here.
+    tokens: int64 [m], the positions in the lesson after which the draft tokens were proposed.
+    values: float32 [KINDS, m, depth], NaN where this rank made no proposal.
     """
 
     tokens: np.ndarray
@@ -28,21 +30,26 @@ class Survivals:
 
 
 class SurvivalBook:
-    """The survivals of guesses that are scored in any order."""
+    """Collects the survivals of draft tokens that are scored in any order."""
 
     def __init__(self, num_tokens: int, depth: int, device: torch.device) -> None:
-        # The last one is for guesses that there are none of.
+        # The last position collects draft tokens that do not exist.
         self._values = torch.full((len(KINDS), num_tokens + 1, depth), torch.nan, device=device)
 
     def add(self, scores: DraftScores, places: Tensor) -> None:
-        """places: int64 [m, depth], behind which tokens stands what was guessed: k tokens further than the first guess
-        from the same token, which stands behind that one."""
+        """Adds the scores of some draft tokens.
+
+        Args:
+            places: int64 [m, depth], the position after which each draft token stands: that of the first draft token of
+                the same anchor, plus k.
+        """
         numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
         behind = torch.where(scores.exists != 0, places - numbers, self._values.shape[1] - 1)
         self._values[:, behind, numbers] = torch.stack([scores.greedy, scores.sampled]).to(self._values.dtype)
 
     def of(self, tokens: np.ndarray) -> Survivals:
-        """tokens: int64 [num_tokens], their numbers in the lesson."""
+        """Returns what was collected. `tokens`, int64 [num_tokens], maps positions of this book to positions in the
+        lesson."""
         values = self._values[:, :-1].cpu().numpy()
         known = ~np.isnan(values).all(axis=(0, 2))
         return Survivals(tokens[known], values[:, known])
@@ -51,12 +58,17 @@ class SurvivalBook:
 def acceptance_lengths(
     survivals: Sequence[Survivals], weights: np.ndarray, lengths: Sequence[int]
 ) -> dict[str, tuple[float, float]]:
-    """By name, the tokens that passes give, and how many passes these take: 0 of 0 where no neighbours have weights.
+    """Returns by metric name the number of accepted tokens and of the passes they take, (0, 0) if no two neighbouring
+    tokens have weights.
 
-    survivals: of ranks; no two know of the same guess. weights: [n], of what stands behind the n tokens of sequences of
-    these lengths. Passes go along runs of neighbours with a weight, as sampling does: the first of a run comes with
-    what is before it, and none is guessed beyond the last. Where nothing was guessed behind one of a sequence's tokens,
-    the mean over the others stands for it.
+    Passes go along runs of neighbouring tokens with a weight, as sampling does: the first token of a run is the result
+    of the prefill before it, and nothing is proposed beyond the last one. Where no draft token was scored after a
+    token, the mean over the other tokens of its sequence is used.
+
+    Args:
+        survivals: one for each rank; no draft token is in two of them.
+        weights: [n], the weights of the targets of the n tokens.
+        lengths: of the sequences, n in sum.
     """
     starts = np.cumsum((0, *lengths[:-1]))
     follows, passes = _that_follow(weights, starts), np.zeros(len(KINDS))
@@ -73,8 +85,10 @@ def acceptance_lengths(
 
 
 def _that_follow(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """bool [n]: tokens behind which passes may begin: the next one has a weight, as has their own. The first of a run
-    does not follow, so that runs never touch."""
+    """Returns bool [n]: True where a pass may begin, since the token's target and its own both have a weight.
+
+    The first token of a run is False, so that runs never touch.
+    """
     follows = weights != 0
     follows[1:] &= weights[:-1] != 0
     follows[starts] = False
@@ -82,7 +96,6 @@ def _that_follow(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _joined(survivals: Sequence[Survivals], num_tokens: int) -> np.ndarray:
-    """[KINDS, num_tokens, depth]"""
     values = np.full((len(KINDS), num_tokens, survivals[0].values.shape[2]), np.nan, np.float32)
     for part in survivals:
         values[:, part.tokens] = np.fmax(values[:, part.tokens], part.values)
@@ -90,12 +103,12 @@ def _joined(survivals: Sequence[Survivals], num_tokens: int) -> np.ndarray:
 
 
 def _mean(survivals: np.ndarray) -> np.ndarray:
-    """[KINDS, depth], of what is known; 0 of what is not."""
+    """Returns the mean of the known survivals, [KINDS, depth]; 0 where none is known."""
     return np.nansum(survivals, axis=1) / np.maximum(1, (~np.isnan(survivals)).sum(axis=1))
 
 
 def _num_passes(survivals: np.ndarray, follows: np.ndarray) -> np.ndarray:
-    """[KINDS]: over all runs, passes from the first one until the run has been left."""
+    """Returns the expected number of passes over all runs, [KINDS]."""
     places = np.flatnonzero(follows)
     is_first = np.diff(places, prepend=-2) != 1
     ends = np.append(np.flatnonzero(is_first)[1:], len(places))[np.cumsum(is_first) - 1]
@@ -103,8 +116,14 @@ def _num_passes(survivals: np.ndarray, follows: np.ndarray) -> np.ndarray:
 
 
 def _steps(survivals: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Of n tokens, [KINDS, n, depth + 1]: the probability that a pass that begins behind a token goes on by 1, 2, ...
-    tokens, 0 where this is to its run's end, or beyond. ends: int64 [n]."""
+    """Returns [KINDS, n, depth + 1]: the probability that a pass that begins after token j advances by 1, 2, ...
+    tokens.
+
+    It is 0 where that leads to the end of the run or beyond.
+
+    Args:
+        ends: int64 [n], the ends of the tokens' runs.
+    """
     padded = np.pad(survivals.astype(np.float64), ((0, 0), (0, 0), (1, 1)))
     padded[:, :, 0] = 1
     leads_to = np.arange(len(ends))[:, None] + np.arange(1, padded.shape[2])
@@ -112,16 +131,17 @@ def _steps(survivals: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def _expected(steps: np.ndarray) -> np.ndarray:
-    """[KINDS, n]: e_j = 1 + sum over i of steps_ji e_(j + i), passes from behind token j until its run has been left.
+    """Returns the expected number of passes from token j until its run ends, [KINDS, n].
 
-    Those of a segment's tokens are linear in the first ones of the next segment: by what factors is found for all
-    segments at once, and then one goes after the other.
+    They satisfy e_j = 1 + sum over i of steps_ji e_(j + i). The values of one segment's tokens are linear in the first
+    ones of the next segment: the factors are computed for all segments at once, and then the segments are solved one
+    after the other, from the last to the first.
     """
     num, reach = steps.shape[1:]
     size = max(_SEGMENT, reach)
     steps = np.pad(steps, ((0, 0), (0, -num % size), (0, 0))).reshape(len(steps), -1, size, reach)
     steps = np.ascontiguousarray(steps.transpose(2, 3, 0, 1))
-    # [size + reach, reach + 1, KINDS, segments]: by the first ones of the next segment, and last what is always added.
+    # [size + reach, reach + 1, KINDS, segments]: factors of the next segment's first values, then the constant term.
     factors = np.zeros((size + reach, reach + 1, *steps.shape[2:]))
     factors[size:, :reach] = np.eye(reach)[:, :, None, None]
     for j in reversed(range(size)):

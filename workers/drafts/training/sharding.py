@@ -1,4 +1,4 @@
-"""Lessons: what drafts learn of a micro-batch, which rank takes what of them, and how it comes to what it needs."""
+"""Shards the draft training of a micro-batch over ranks, and moves captured features to the ranks that need them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,11 @@ from ..sequences.stretch import Stretch, stretch_of
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """Sequences of one operation in a micro-batch, of n tokens in all. task: whose. lengths, numbers: of the sequences;
-    numbers in their operation. labels: of the n tokens. part: where they are in this rank's micro-batch, None = in that
-    of another rank."""
+    """The sequences of one operation in a micro-batch, n tokens in all.
+
+    task: the operation's index. lengths: of the sequences. labels: targets and weights of the n tokens.
+    part: the segment of this rank's micro-batch that they are, None = they are in the micro-batch of another rank.
+    """
 
     task: int
     lengths: tuple[int, ...]
@@ -33,21 +35,24 @@ class Lesson:
         return sum(self.lengths)
 
     def elsewhere(self, device: torch.device | str) -> "Lesson":
-        """As another rank has it."""
+        """Returns the lesson as other ranks see it, with its labels on `device`."""
         labels = self.labels
         there = Labels(labels.targets.to(device), labels.weights.to(device), labels.numbers)
         return Lesson(self.task, self.lengths, there, None)
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where its sequences begin."""
+        """Returns the position of each sequence's first token."""
         return np.cumsum((0, *self.lengths[:-1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """Sequences of a lesson that go to a block of ranks, one after the other. tokens: int64 [n], where they are in the
-    lesson. known: those that a rank has to know: its stretch, and what is behind it as far as the draft looks."""
+    """The sequences of a lesson that one block of ranks trains on, concatenated.
+
+    tokens: int64 [n], their positions in the lesson.
+    known: the tokens whose features this rank needs: its own shard, and the look-ahead of the draft after it.
+    """
 
     lesson: Lesson
     sequences: Sequence[int]
@@ -75,11 +80,9 @@ class Taken:
         return Packing(pack_lengths(self.lengths))
 
     def positions(self, device: torch.device) -> Tensor:
-        """int64 [n]"""
         return torch.from_numpy(np.concatenate([np.arange(length) for length in self.lengths])).to(device)
 
     def labels(self) -> Labels:
-        """Of the n tokens."""
         whole = self.lesson.labels
         rows = torch.from_numpy(self.tokens).to(whole.weights.device)
         return Labels(whole.targets[rows], whole.weights[rows], [whole.numbers[i] for i in self.sequences])
@@ -89,14 +92,17 @@ class Taken:
 
 
 class Deal:
-    """Of the lessons of an audience's micro-batches, one micro-batch after the other, whole sequences to each block of
-    ranks, so that all have about as many tokens; and a stretch of these to each rank of a block."""
+    """Distributes the lessons of an audience's micro-batches, taken in order.
+
+    Each block of ranks gets whole sequences, with about as many tokens as every other block, and each rank of a block
+    gets a shard of these.
+    """
 
     def __init__(self, groups: DraftGroups, lessons: Sequence[Lesson], halos: Sequence[int]) -> None:
-        """halos: how far behind a token the draft looks, in each lesson."""
+        """Decides the distribution. `halos` is the draft's look-ahead in each lesson, in tokens."""
         self._groups, self._lessons, self._halos = groups, lessons, halos
         places = [(i, j) for i, lesson in enumerate(lessons) for j in range(len(lesson.lengths))]
-        # By block and lesson.
+        # Indexed by block and lesson.
         self._sequences: list[list[list[int]]] = []
         for block in spread([lessons[i].lengths[j] for i, j in places], groups.num_blocks):
             by_lesson: list[list[int]] = [[] for _ in lessons]
@@ -105,14 +111,15 @@ class Deal:
             self._sequences.append(by_lesson)
 
     def own(self) -> Iterator[tuple[Taken, slice]]:
-        """What this rank takes of each lesson, and where among all tokens that it has to know this is."""
+        """Yields this rank's share of each lesson, and where it is among all tokens whose features this rank needs."""
         first = 0
         for taken in self._of(self._groups.audience.index):
             yield taken, slice(first, first + taken.num_known)
             first += taken.num_known
 
     def wanted(self, index: int) -> np.ndarray:
-        """int64: the tokens that a rank of the audience has to know, in their order, counted over all lessons."""
+        """Returns the tokens whose features a rank of the audience needs, int64, in order, numbered over all
+        lessons."""
         firsts = np.cumsum([0, *(lesson.num_tokens for lesson in self._lessons)])
         return np.concatenate([
             first + taken.tokens[taken.known]
@@ -129,12 +136,13 @@ class Deal:
 
 
 class Carrier:
-    """Brings what ranks have of the tokens that they score (TokenShare) to those that want it."""
+    """Sends features from the ranks that computed them (see TokenShare) to the ranks that need them."""
 
     def __init__(
         self, team: Team, have: Sequence[np.ndarray], want: Sequence[np.ndarray], device: torch.device
     ) -> None:
-        """have, want: of each rank of the team, the numbers of the tokens; each is had by one."""
+        """Plans the exchange. `have` and `want` hold the token numbers of each rank of the team; each token is held by
+        exactly one."""
         self._team = team
         num_tokens = sum(map(len, have))
         owner, place = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int64)
@@ -147,16 +155,16 @@ class Carrier:
             np.bincount(of_owner, minlength=team.size).tolist(),
         )
         self._rows = torch.from_numpy(np.concatenate(to_each)).to(device)
-        # They come by their owners.
+        # Rows arrive grouped by owner.
         self._order = torch.from_numpy(np.argsort(np.argsort(of_owner, kind="stable"), kind="stable")).to(device)
 
     def brought(self, own: Tensor) -> Tensor:
-        """[tokens that this rank has, ...] -> [tokens that it wants, ...]"""
+        """Exchanges [held tokens, ...] for [wanted tokens, ...]. All ranks of the team call this together."""
         return self._team.exchanged(own[self._rows], self._sent, self._received)[self._order]
 
 
 def lessons_of(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> list[Lesson]:
-    """numbers: of each task's rows, in its operation."""
+    """Returns the lessons of a micro-batch. `numbers` has the index of each task's rows in its operation."""
     return [
         Lesson(
             part.operation,
@@ -174,7 +182,7 @@ def lessons_of(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> lis
 
 
 def lessons_of_all(groups: DraftGroups, own: Sequence[Lesson], device: torch.device) -> list[list[Lesson]]:
-    """By micro-batch of the audience; own: of this rank's. Ranks that have one together have it once."""
+    """Returns the lessons of each micro-batch of the audience. Ranks that share a micro-batch contribute it once."""
     if groups.num_micro_batches == 1:
         return [list(own)]
     told = groups.audience.exchange([lesson.elsewhere("cpu") for lesson in own])[:: groups.num_sharing]
@@ -184,8 +192,11 @@ def lessons_of_all(groups: DraftGroups, own: Sequence[Lesson], device: torch.dev
 
 
 def had_by(groups: DraftGroups, lengths: Sequence[int], ring: int) -> list[np.ndarray]:
-    """lengths: of the audience's micro-batches, in tokens. By rank of the audience, of which tokens it has what the
-    target was told, counted over all of them."""
+    """Returns for each rank of the audience the tokens whose features it computes, numbered over all micro-batches.
+
+    Args:
+        lengths: of the audience's micro-batches, in tokens.
+    """
     firsts, num = np.cumsum([0, *lengths]), groups.num_sharing
     return [
         first + np.array(scored_rows(length, index, num, ring), np.int64)

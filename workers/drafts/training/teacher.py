@@ -1,5 +1,7 @@
-"""Teachers: who tells what a target has inside. One runs the target, with hooks in its layers; the other reads what was
-stored when it ran before. Both tell the same, bit for bit, where it ran over the same sequences together.
+"""Sources of the target's features for draft training: a forward pass of the target with hooks, or features captured
+earlier.
+
+Both give the same numbers, bit for bit, if the target ran over the same sequences together.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +23,12 @@ from ..sequences.stored import CAPTURED, FeatureKind, Stored
 
 @dataclass(frozen=True, eq=False)
 class Inside:
-    """Of n tokens. embedded: [n, hidden], what goes into the first layer. captured: [n, layers * hidden]. last: [n,
-    hidden], of which the target's words are made; None where the draft does not hear them."""
+    """The target's hidden states at n tokens.
+
+    embedded: [n, hidden], the input of the first layer.
+    captured: [n, layers * hidden], the outputs of the captured layers.
+    last: [n, hidden], the final hidden states, None if the draft does not learn from the target's distribution.
+    """
 
     embedded: Tensor
     captured: Tensor
@@ -33,7 +39,7 @@ class Inside:
         return Inside(function(self.embedded), function(self.captured), last)
 
     def stored(self, rows: slice, kind: FeatureKind) -> dict[str, Tensor]:
-        """What is to be kept of these rows: the embedding is frozen, and need not be."""
+        """Returns the tensors to store for these rows. The embedding is frozen and need not be stored."""
         kept = {CAPTURED: self.captured[rows]}
         if kind.target_repr is not None:
             assert self.last is not None
@@ -42,7 +48,8 @@ class Inside:
 
     @staticmethod
     def together(parts: Sequence[tuple[Tensor, "Inside"]]) -> "Inside":
-        """Parts with the rows, int64, that they are of the whole; what a part has beyond these is no one's."""
+        """Joins parts, given with the int64 rows of the whole that each covers. Rows of a part beyond these are
+        padding."""
         places = torch.cat([rows for rows, _ in parts]).argsort()
 
         def joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -56,12 +63,13 @@ class Inside:
 
 class Teacher(Protocol):
     def inside(self, micro_batch: MicroBatch) -> Inside:
-        """Of the tokens of a draft's micro-batch. Of all ranks at once, each with its own."""
+        """Returns the features of a draft's micro-batch. All ranks call this together, each with its own
+        micro-batch."""
         ...
 
 
 class HookedTarget:
-    """See Teacher. It runs what the draft is aimed at, without gradients."""
+    """A teacher that runs the draft's target, without gradients."""
 
     def __init__(
         self, base: BaseModel, adapters: Adapters, draft: DraftModel, share_of: Callable[[MicroBatch], TokenShare]
@@ -74,7 +82,7 @@ class HookedTarget:
 
     @torch.no_grad()
     def own(self, micro_batch: MicroBatch) -> Inside:
-        """Of the tokens that this rank scores."""
+        """Returns the features of the tokens that this rank scores."""
         layers, share = self._draft.capture_layers, self._share_of(micro_batch)
         segments = [Segment(0, share.num_tokens, self._draft)]
         if share.num_missing:
@@ -87,7 +95,10 @@ class HookedTarget:
 
 
 class StoredFeatures:
-    """See Teacher. stored: those of the micro-batch's sequences, in their order."""
+    """A teacher that reads captured features.
+
+    stored: those of the micro-batch's sequences, in their order.
+    """
 
     def __init__(self, base: BaseModel, draft: DraftModel, stored: Sequence[Stored]) -> None:
         self._base, self._draft, self._stored = base, draft, stored
@@ -99,6 +110,6 @@ class StoredFeatures:
         return Inside(embedded, found[CAPTURED], found[kind.target_repr] if kind.target_repr else None)
 
     def _read(self, name: str, like: Tensor) -> Tensor:
-        """like: what there is of no sequences."""
+        """Reads one tensor of all sequences. `like` is its empty value, which sets device and dtype."""
         tensors = {each.address: each.tensor(name) for each in self._stored}
         return torch.cat([like, *(tensors[each.address].to(like.device, non_blocking=True) for each in self._stored)])

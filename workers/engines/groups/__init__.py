@@ -1,1 +1,1 @@
-"""Workers that only sample, with copies of adapters."""
+"""Sampler groups: workers that only sample, with copies of adapters."""

@@ -1,7 +1,7 @@
-"""HeldAdapter: what a sampler group has of an adapter, in which versions, and how many requests are on each.
+"""The versions of an adapter that a sampler group holds, with the number of requests that use each.
 
-An adapter is overwritten where it is, also under a request. A model's own weights stay as they are while one is on
-them: the newest come beside them, where there are none yet, or in place of those that no request is on any more.
+A LoRA adapter is overwritten in place, even while requests use it. The weights of a fully trained model do not change
+while a request uses them: a newer version is loaded into a second place, or replaces a version that no request uses.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from .copies import AdapterCopies, AdapterCopy
 
 logger = logging.getLogger(__name__)
 
-# Of a version that has not come whole.
+# The number of a version that is not fully loaded.
 _NONE = 0
 
 
 @dataclass
 class Pushes:
-    """Of models' own weights into a group since the start."""
+    """Counts the transfers of fully trained weights into a group since the start."""
 
     num: int = 0
     num_bytes: int = 0
@@ -49,8 +49,11 @@ class Pushes:
 class Version:
     """One version of an adapter, in a worker.
 
-    worker_id: what it is called there. number: see AdapterCopy. num_deaths: of workers before the one that has it.
-    stays: whether it is not to change while requests are on it, of which there are num_users.
+    worker_id: its id in the worker.
+    number: the version of the copy that it was loaded from; 0 if it is not fully loaded.
+    num_deaths: the group's count of crashes when it was loaded. A later crash has lost it.
+    stays: its weights must not change while requests use it.
+    num_users: requests that use it.
     """
 
     worker_id: str
@@ -61,7 +64,7 @@ class Version:
 
 
 class HeldAdapter:
-    """Of one group: at most two versions, of which the newer one is for all requests from now on."""
+    """One adapter in one group: at most two versions. New requests use the newer one."""
 
     def __init__(self, adapter_id: str, group: Group, copies: AdapterCopies, pushes: Pushes) -> None:
         self._adapter_id = adapter_id
@@ -71,14 +74,15 @@ class HeldAdapter:
         self._changing = asyncio.Lock()
         self._next_end: asyncio.Future[None] | None = None
         self._moving: set[asyncio.Task[None]] = set()
-        # The version that did not come beside those that requests are on.
+        # The newest version for which there was no room next to the versions in use.
         self._without_room = _NONE
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[Version]:
-        """The newest version, brought to the group if need be; for it requests may have to end that are on others.
+        """Yields the newest version, loaded into the group if necessary.
 
-        One that stays is the same until the end of the block. Raises OperationError.
+        Loading may have to wait until requests that use older versions end. If the version stays, it does not change
+        until the end of the block. Raises OperationError.
         """
         version = await self._newest()
         version.num_users += 1
@@ -90,8 +94,10 @@ class HeldAdapter:
                 self._ended(version)
 
     async def move_forward(self) -> None:
-        """The newest version replaces one that is held, or comes beside it, if it can now; those go that are of no use
-        any more. Where that fails, it is tried again when it is next wanted."""
+        """Loads the newest version if the group has room for it now, and drops versions that no request uses.
+
+        A failure is logged: the next request that wants the version tries again.
+        """
         try:
             async with self._changing:
                 if self._there() and self._adapter_id in self._copies:
@@ -99,13 +105,13 @@ class HeldAdapter:
                     await self._drop_all_but(newest)
         except OperationError as error:
             logger.warning(
-                "%s did not take the newest version of adapter %s: %s", self._group.name, self._adapter_id, error
+                "%s could not load the newest version of adapter %s: %s", self._group.name, self._adapter_id, error
             )
         finally:
-            self._wake()  # who waits for the end of a request may have nothing to wait for any more
+            self._wake()  # a waiting caller may no longer have a request to wait for
 
     async def drop(self) -> None:
-        """All of it; requests under way fail. Raises OperationError."""
+        """Drops all versions; requests that use them fail. Raises OperationError."""
         await end_all(self._moving)
         async with self._changing:
             for version in self._there():
@@ -128,7 +134,7 @@ class HeldAdapter:
             await asyncio.shield(self._next_end)
 
     async def _bring(self) -> Version | None:
-        """The newest version, once the group has it; None while there is no room for it beside requests."""
+        """Returns the newest version after loading it; None while requests leave no room for it."""
         copy, there = self._copies.get(self._adapter_id), self._there()
         newest = next((each for each in there if each.number == copy.version), None)
         if newest is not None:
@@ -154,14 +160,14 @@ class HeldAdapter:
                 raise
             self._without_room = copy.version
             logger.warning(
-                "%s has no room for version %d of the weights of %s beside those that requests are on: it comes when"
-                " these have ended (%s)", self._group.name, copy.version, self._adapter_id, error,
+                "%s has no room for version %d of the weights of %s next to the versions in use: it loads when the"
+                " requests that use them have ended (%s)", self._group.name, copy.version, self._adapter_id, error,
             )  # fmt: skip
             return None
         return version
 
     async def _push(self, copy: AdapterCopy, version: Version) -> None:
-        """Raises OperationError."""
+        """Overwrites the version with the copy. Raises OperationError."""
         version.number = _NONE
         weights, started = copy.read(), time.monotonic()
         verb = Verb("import_adapter", (version.worker_id, weights), creates=version.worker_id)
@@ -176,7 +182,6 @@ class HeldAdapter:
             )  # fmt: skip
 
     def _ended(self, version: Version) -> None:
-        """No request is on it any more."""
         self._wake()
         if version in self._there() and self._is_behind(version):
             moving = asyncio.create_task(self.move_forward())
@@ -203,5 +208,5 @@ class HeldAdapter:
             self._versions.remove(version)
 
     def _there(self) -> list[Version]:
-        """Those of dead workers are gone."""
+        """Returns the versions that no crash has lost."""
         return [each for each in self._versions if each.num_deaths == self._group.num_deaths]

@@ -1,4 +1,4 @@
-"""AdapterCopies: the server's own copies of the adapters that it gives to workers that only sample."""
+"""The server's own copies of the adapters that sampler groups load."""
 
 import asyncio
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from .scratch import ScratchDirectory
 
 @dataclass(frozen=True)
 class AdapterCopy:
-    """version: of the adapter, ever higher. file: its weights."""
+    """version: increases with each copy. file: its weights, flat float32."""
 
     training: TrainingConfig
     version: int
     file: Path
 
     def read(self) -> AdapterWeights:
-        """Maps the file, which may be unlinked meanwhile: what is sent on goes from the page cache to the pipe."""
+        """Maps the file. It may be unlinked meanwhile: the bytes go from the page cache straight into the pipe."""
         return AdapterWeights(self.training, np.asarray(np.memmap(self.file, np.float32, mode="c")))
 
 
 class AdapterCopies:
-    """By adapter id. They live in files, so that the system decides how much of them stays in memory.
+    """Holds one copy per adapter id, in files, so that the operating system decides how much of them stays in memory.
 
     directory: see ScratchDirectory.
     """
@@ -41,13 +41,13 @@ class AdapterCopies:
         return adapter_id in self._copies
 
     def get(self, adapter_id: str) -> AdapterCopy:
-        """The newest version. Raises OperationError."""
+        """Returns the newest version. Raises OperationError if there is none."""
         if adapter_id not in self._copies:
             raise gone(adapter_id)
         return self._copies[adapter_id]
 
     async def put(self, adapter_id: str, weights: AdapterWeights) -> None:
-        """A newer version of it, once it is written. Raises OperationError."""
+        """Replaces the adapter's copy as soon as the new one is written. Raises OperationError."""
         version = next(self._versions)
         try:
             copy = AdapterCopy(weights.training, version, await self._scratch.path() / f"{version}.f32")
@@ -58,7 +58,7 @@ class AdapterCopies:
         _remove(earlier)
 
     def drop(self, adapter_id: str) -> None:
-        """Unknown ids are ignored."""
+        """Drops the copy. Unknown ids are ignored."""
         _remove(self._copies.pop(adapter_id, None))
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class AdapterCopies:
 
 
 async def _write(file: Path, weights: np.ndarray) -> None:
-    """All of it, or nothing is left there, also when the caller goes away."""
+    """Writes the whole file or leaves none, even if the caller is cancelled."""
     writing = asyncio.create_task(asyncio.to_thread(_write_now, file, weights))
     try:
         await asyncio.shield(writing)

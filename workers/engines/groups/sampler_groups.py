@@ -1,7 +1,7 @@
-"""Sampler groups: workers that only sample, each with a base of its own, which the server gives the adapters.
+"""Sampler groups: workers that only sample, each group with its own base model.
 
-An adapter leaves the training worker once, for the server's copy. A group gets it when a request first wants it there,
-a newer version as soon as there is one, and all that it still needs again after its worker died.
+The server copies an adapter from the training worker once. A group loads it when a request first needs it there, loads
+newer versions as soon as they exist, and reloads what it still needs after its worker crashed.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from .copies import AdapterCopies
 
 
 class SamplerGroups:
-    """Requests go to the group with the fewest tokens in flight; one whose worker died is run again."""
+    """Sends each request to the group with the fewest tokens in flight, and retries it if the worker crashes."""
 
     def __init__(self, training: Group, groups: Sequence[Group], copies: AdapterCopies) -> None:
         self._training = training
@@ -64,7 +64,7 @@ class SamplerGroups:
         return not self._without_draft(draft_id)
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
-        """Into each group that is up; one whose worker died gets it when it is next asked for."""
+        """Loads the draft into each running group. A group that restarts loads it at the next request."""
         lacking = self._without_draft(draft_id)
         await asyncio.gather(*(load_draft(group, draft_id, directory) for group in lacking))
 
@@ -78,7 +78,7 @@ class SamplerGroups:
         self._underway.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        """And of models' own weights that came to each, how often, how many bytes of them, and how long this took."""
+        """Like Engine.memory; adds the transfers of fully trained weights to each group."""
         replicas = [replica for replica in self._replicas if not replica.group.restarting]
         answers = await asyncio.gather(*(replica.group.memory() for replica in replicas))
         return {
@@ -99,8 +99,8 @@ class SamplerGroups:
             except _WorkerDied:
                 continue
         raise OperationError(
-            f"{MOST_STRIKES} sampler workers died of sampling request {job.job_id} while they had no other: see the"
-            " server's log; a shorter prompt or fewer samples need less memory",
+            f"{MOST_STRIKES} sampler workers crashed during sampling request {job.job_id} with no other running: see"
+            " the server's log; a shorter prompt or fewer samples need less memory",
             "server",
         )
 
@@ -114,13 +114,16 @@ class SamplerGroups:
 
 
 class _WorkerDied(Exception):
-    """Over the request, or beside it."""
+    """The worker crashed while it had the request, because of it or not."""
 
 
 @dataclass
 class _Request:
-    """num_strikes: workers that died of it while they did nothing else. version: of the weights with which it began
-    last, where these were to stay as they are."""
+    """A request and its attempts.
+
+    num_strikes: crashes of workers that had no other request.
+    version: the version of the weights that the last attempt began with, if these stay unchanged; else None.
+    """
 
     job: SampleJob
     told: Told
@@ -128,18 +131,18 @@ class _Request:
     version: int | None = None
 
     def begins_with(self, version: Version) -> None:
-        """Raises OperationError where what is told of it would go on with other weights."""
+        """Raises OperationError if the tokens already streamed would continue with other weights."""
         if self.told.has_told and self.version not in (None, version.number):
             raise OperationError(
-                f"sampling request {self.job.job_id} began with weights that are gone with their worker, and what was"
-                " streamed of it cannot go on with newer ones: send the request again",
+                f"sampling request {self.job.job_id} began with weights that a worker's crash has lost, and its stream"
+                " cannot continue with newer ones: send the request again",
                 "server",
             )
         self.version = version.number if version.stays else None
 
 
 class _Replica:
-    """One sampler group and the adapters that it has. num_tokens: that it has or that wait for it, as far as known."""
+    """One sampler group and its adapters. num_tokens: upper bound on the tokens in flight and waiting."""
 
     def __init__(self, group: Group, copies: AdapterCopies) -> None:
         self.group = group
@@ -153,7 +156,7 @@ class _Replica:
         await asyncio.gather(*(held.close() for held in self._held.values()))
 
     async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
-        """Raises _WorkerDied, having counted it, and OperationError."""
+        """Raises _WorkerDied if the worker crashes, after counting the strike, and OperationError."""
         num_deaths = self.group.num_deaths
         with self._counted(request.job):
             try:
@@ -166,7 +169,6 @@ class _Replica:
                 raise _WorkerDied from None
 
     async def move_forward(self, adapter_id: str) -> None:
-        """See HeldAdapter."""
         if adapter_id in self._held:
             await self._held[adapter_id].move_forward()
 
@@ -177,7 +179,10 @@ class _Replica:
 
     @asynccontextmanager
     async def _ready(self, request: _Request) -> AsyncIterator[SampleJob]:
-        """The job as the group knows it, which has its adapter until the end of the block. Raises OperationError."""
+        """Yields the job with the worker's adapter id. The adapter stays in the group until the end of the block.
+
+        Raises OperationError.
+        """
         job = request.job
         if job.adapter_id is None:
             yield job
@@ -187,7 +192,7 @@ class _Replica:
             yield replace(job, adapter_id=version.worker_id)
 
     def _held_adapter(self, adapter_id: str) -> HeldAdapter:
-        """Raises OperationError where there is none, so that nothing is kept of one that is gone."""
+        """Raises OperationError if the adapter does not exist, so that no entry is kept for an adapter that is gone."""
         self._copies.get(adapter_id)
         if adapter_id not in self._held:
             self._held[adapter_id] = HeldAdapter(adapter_id, self.group, self._copies, self.pushes)

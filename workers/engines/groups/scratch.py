@@ -1,4 +1,4 @@
-"""ScratchDirectory: a directory whose files nobody needs once this process has ended."""
+"""A directory for files that are useless after this process has ended."""
 
 import asyncio
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class ScratchDirectory:
-    """directory: made when first asked for, emptied of what an earlier process left there; None = a temporary one."""
+    """directory: created at first use, and emptied of an earlier process's files; None means a temporary one."""
 
     def __init__(self, directory: Path | None) -> None:
         self._asked = directory
@@ -15,7 +15,7 @@ class ScratchDirectory:
         self._making = asyncio.Lock()
 
     async def path(self) -> Path:
-        """Raises OSError."""
+        """Creates the directory if necessary. Raises OSError."""
         async with self._making:
             if self._made is None:
                 self._made = await asyncio.to_thread(_make, self._asked)
@@ -30,6 +30,6 @@ def _make(directory: Path | None) -> Path:
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="trainhouse-adapters-"))
     shutil.rmtree(directory, ignore_errors=True)
-    # What could not be removed is there still.
+    # Files that could not be removed may be left.
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory

@@ -1,7 +1,7 @@
-"""VllmAdapters: versions of adapters in directories that vLLM reads, each under a name of its own.
+"""Versions of adapters, in directories that vLLM reads, each under a unique name.
 
-A name never changes its weights, not even when another server of ours comes to the same vLLM, so vLLM's prefix cache
-stays right, and a request keeps the version it began with.
+The weights behind a name never change, even if several of our servers use one vLLM. So vLLM's prefix cache stays valid,
+and a request keeps the version it began with.
 """
 
 import asyncio
@@ -25,17 +25,19 @@ from ..in_flight import end_all
 from .api import VllmApi
 
 _READS_ON_SECONDS = 5.0
-"""So long vLLM may still begin what was cancelled, and end when it does not find the files."""
+"""How long files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
 
 _UNLOADING_SECONDS = 5.0
-"""So much time there is for it at the end."""
+"""How long `close` may take to unload adapters."""
 
 
 @dataclass(eq=False)
 class Version:
-    """One version of an adapter. num_users: requests under way.
+    """One version of an adapter.
 
-    vllm_start: that of the vLLM which has it; training_deaths: those before the training worker which has it.
+    num_users: requests that use it.
+    vllm_start: the start (VllmServer.num_starts) of the vLLM that has loaded it.
+    training_deaths: the training group's count of crashes when it loaded it.
     """
 
     name: str
@@ -49,9 +51,9 @@ class Version:
 
 
 class VllmAdapters:
-    """Versions by adapter id, given to vLLM, which samples them, and to the training group, which scores with them.
+    """Holds versions by adapter id. vLLM loads them to sample, the training group to score prompts.
 
-    directory: made if need be, and emptied of an earlier process's; None = a temporary one.
+    directory: created at first use, and emptied of an earlier process's files; None means a temporary one.
     """
 
     def __init__(self, api: VllmApi, training: Group, directory: Path | None) -> None:
@@ -64,7 +66,7 @@ class VllmAdapters:
         self._discarding: set[asyncio.Task[None]] = set()
 
     async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> None:
-        """The newest version of it, written by `write` into an empty directory: for all requests from now on."""
+        """Adds the newest version, which all new requests use. `write` writes it into an empty directory."""
         name = f"{adapter_id}-v{next(self._numbers)}-{self._server_id}"
         try:
             version = Version(name, await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:])
@@ -80,12 +82,12 @@ class VllmAdapters:
         self._retire(earlier)
 
     def drop(self, adapter_id: str) -> None:
-        """Unknown ids are ignored. Requests under way keep it to their end."""
+        """Drops the adapter. Requests that use it keep it until they end. Unknown ids are ignored."""
         self._retire(self._current.pop(adapter_id, None))
 
     @contextmanager
     def in_use(self, adapter_id: str) -> Iterator[Version]:
-        """The newest version, which stays until the end of the block. Raises OperationError."""
+        """Yields the newest version, which is kept until the end of the block. Raises OperationError."""
         version = self._current.get(adapter_id)
         if version is None:
             raise gone(adapter_id)
@@ -97,7 +99,11 @@ class VllmAdapters:
             self._discard_unused(version)
 
     async def give_to_vllm(self, version: Version, start: int) -> None:
-        """start: the number of vLLM's. Raises as VllmApi."""
+        """Loads the version into vLLM, unless it has it. Raises what VllmApi raises.
+
+        Args:
+            start: VllmServer.num_starts of the vLLM that must have it.
+        """
         if version.vllm_start == start:
             return
         async with version.giving_to_vllm:
@@ -106,7 +112,10 @@ class VllmAdapters:
                 version.vllm_start = start
 
     async def give_to_training(self, version: Version) -> None:
-        """In turns with passes and saves, for which vLLM need not wait. Raises OperationError."""
+        """Loads the version into the training group, in turn with passes and saves. vLLM does not wait for this.
+
+        Raises OperationError.
+        """
         async with version.giving_to_training:
             num_deaths = self._training.num_deaths
             if version.training_deaths != num_deaths:
@@ -115,7 +124,7 @@ class VllmAdapters:
                 version.training_deaths = num_deaths
 
     async def close(self) -> None:
-        """Takes back what vLLM has of them: one at a URL goes on without us."""
+        """Unloads the versions from vLLM: a server at a URL outlives us."""
         await end_all(self._discarding)
         unloading = asyncio.gather(*(self._unload(version) for version in self._current.values()))
         with contextlib.suppress(TimeoutError):
@@ -136,7 +145,7 @@ class VllmAdapters:
     async def _discard(self, version: Version) -> None:
         await self._unload(version)
         if version.training_deaths is not None and not self._training.forget_lost(version.name):
-            with contextlib.suppress(OperationError):  # at the end of the server
+            with contextlib.suppress(OperationError):  # the server is shutting down
                 verb = Verb("drop_adapter", (version.name,), drops=version.name)
                 await self._training.submit(version.name, "", verb)
         await asyncio.sleep(_READS_ON_SECONDS)
@@ -148,7 +157,7 @@ class VllmAdapters:
 
 
 async def link_files(source: Path, target: Path) -> None:
-    """A checkpoint's files in another directory, of which nothing is lost when the first one goes."""
+    """Links a checkpoint's files into another directory, so that the checkpoint may be deleted."""
     try:
         await asyncio.to_thread(shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True)
     except (OSError, shutil.Error) as error:
@@ -158,5 +167,5 @@ async def link_files(source: Path, target: Path) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without links, or another one
+    except OSError:  # no hard links here, or another file system
         shutil.copyfile(source, target)

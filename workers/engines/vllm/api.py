@@ -1,6 +1,6 @@
-"""VllmApi: what is said to a vLLM server over HTTP, and what it answers. Its formats are known here alone.
+"""HTTP client of a vLLM server. Only this module uses the formats of vLLM's requests and responses.
 
-Prompts and samples are token ids both ways, so no text is tokenized twice. Log-probabilities are those of the model at
+Prompts and samples are token ids both ways, so no text is tokenized twice. Log-probabilities are the model's at
 temperature 1: vLLM's `--logprobs-mode raw_logprobs`, its default.
 """
 
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
 
-# vLLM closes idle connections after 5 seconds: one that is used in that moment breaks off.
+# vLLM closes idle connections after 5 seconds: a request sent at that moment would fail.
 _KEPT_ALIVE_SECONDS = 2.0
 
-# An answer beyond it is read in a thread.
+# Larger responses are parsed in a thread.
 _LARGE_BYTES = 256 << 10
 
 SAID_AS_THEY_ARE = ("top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "logit_bias", *SAID_AS_THEY_ARE})
 """The fields of SamplingParams that reach vLLM."""
 
-# Below this native sampling is greedy, and so is vLLM.
+# Both native sampling and vLLM are greedy below this.
 _LOWEST_TEMPERATURE = 1e-5
 
 
 class VllmGone(Exception):
-    """The server does not answer, or broke off. reached: it had the request, and may have died of it."""
+    """The server is down or broke the connection. reached: it had the request, which may have crashed it."""
 
     def __init__(self, message: str, reached: bool) -> None:
         super().__init__(message)
@@ -50,16 +50,16 @@ class VllmGone(Exception):
 
 
 class VllmFailed(VllmGone):
-    """It answered with an error of its own."""
+    """The server responded with an internal error."""
 
 
 class UnknownModel(Exception):
-    """The server has nothing of that name, or not any more: it was started again."""
+    """The server has no model of that name, or lost it in a restart."""
 
 
 @dataclass(frozen=True)
 class VllmModel:
-    """The base model as the server calls it."""
+    """The base model under the name that the server uses."""
 
     name: str
     max_length: int
@@ -67,7 +67,7 @@ class VllmModel:
 
 @dataclass(frozen=True)
 class Ask:
-    """Samples first, first + 1, ... of a job in one request."""
+    """One request for the samples first, first + 1, ... of a job."""
 
     first: int
     num_samples: int
@@ -75,9 +75,11 @@ class Ask:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What an answer, or an event of it, holds of sample number `sample` of its request.
+    """A part of sample number `sample` of a request, from a response or one of its events.
 
-    tokens int32 [n], logprobs float32 [n]. finish_reason: None while it goes on.
+    tokens: int32, [n].
+    logprobs: float32, [n].
+    finish_reason: None while the sample continues.
     """
 
     sample: int
@@ -89,14 +91,14 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """An answer, or an event of it. num_cached: of the prompt's tokens, how many vLLM's cache had, if it says."""
+    """Holds a response, or one event of a stream. num_cached: cached prompt tokens, if vLLM reports them."""
 
     pieces: list[Piece]
     num_cached: int | None
 
 
 class VllmApi:
-    """Raises VllmGone, UnknownModel, and OperationError with what the server refuses."""
+    """Every method may raise VllmGone, UnknownModel, and OperationError if the server refuses the request."""
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
@@ -107,7 +109,7 @@ class VllmApi:
         await self._client.aclose()
 
     async def model(self, name: str) -> VllmModel:
-        """The one served under this name, else the only one that there is. Raises OperationError."""
+        """Returns the model of this name, else the only model served. Raises OperationError."""
         cards = json.loads(await self._ask("GET", "/v1/models"))["data"]
         bases = [card for card in cards if card.get("parent") is None]
         found = [card for card in bases if card["id"] == name] or (bases if len(bases) == 1 else [])
@@ -120,8 +122,8 @@ class VllmApi:
         return VllmModel(found[0]["id"], found[0]["max_model_len"])
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """No-op where it has one of that name."""
-        # Not in place: vLLM would read the files again in every step of a request.
+        """Loads the adapter. Does nothing if vLLM has one of that name."""
+        # Not in place: vLLM would read the files again at every step of a request.
         body = {"lora_name": name, "lora_path": str(directory), "load_inplace": False}
         try:
             await self._ask("POST", "/v1/load_lora_adapter", body)
@@ -130,10 +132,10 @@ class VllmApi:
                 return
             if isinstance(error, VllmFailed) and not await self.is_healthy():
                 raise
-            logger.error("vLLM does not load adapter %s from %s: %s", name, directory, error)
+            logger.error("vLLM cannot load adapter %s from %s: %s", name, directory, error)
             reason = str(error).replace(str(directory), "its directory")
             raise OperationError(
-                f"vLLM does not load adapter {name}: {reason}; it must see the server's directories, run with"
+                f"vLLM cannot load adapter {name}: {reason}; it must see the server's directories, run with"
                 " --enable-lora, a --max-lora-rank of at least this rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
                 "server",
             ) from None
@@ -145,17 +147,16 @@ class VllmApi:
             return False
 
     async def unload_adapter(self, name: str) -> None:
-        """One that it does not have, or not any more: no-op."""
+        """Unloads the adapter. Ignored if vLLM does not have it."""
         with contextlib.suppress(OperationError, UnknownModel, VllmGone):
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> Answer:
-        """The samples, whole."""
         answer = await self._ask("POST", "/v1/completions", _body(job, ask, model, max_tokens))
         return await _read(answer, job)
 
     async def stream(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> AsyncGenerator[Answer, None]:
-        """The samples as they grow."""
+        """Yields the samples while they grow."""
         body = _body(job, ask, model, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
         request = self._request("POST", "/v1/completions", body)
         async with self._reaching(), aclosing(await self._client.send(request, stream=True)) as response:
@@ -185,7 +186,7 @@ class VllmApi:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise VllmGone(f"cannot be reached: {error}", reached=False) from None
         except httpx.TransportError as error:
-            raise VllmGone(f"broke off: {error or type(error).__name__}", reached=True) from None
+            raise VllmGone(f"broke the connection: {error or type(error).__name__}", reached=True) from None
 
 
 def is_greedy(job: SampleJob) -> bool:
@@ -193,7 +194,7 @@ def is_greedy(job: SampleJob) -> bool:
 
 
 def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, object]:
-    """Every parameter is said: what is left out vLLM may take from its own configuration."""
+    """Sends every parameter explicitly: vLLM may take missing ones from its own configuration."""
     params = job.params
     assert params.seed is not None, "the seed is drawn at submit"
     return {
@@ -201,7 +202,7 @@ def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, ob
         "prompt": job.prompt.tolist(),
         "add_special_tokens": False,
         "n": ask.num_samples,
-        # vLLM adds the number of the sample in the request.
+        # vLLM adds the index of the sample within the request.
         "seed": _spread(params.seed) + ask.first,
         "max_tokens": max_tokens,
         "temperature": 0.0 if is_greedy(job) else params.temperature,
@@ -210,32 +211,35 @@ def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, ob
         **{name: getattr(params, name) for name in SAID_AS_THEY_ARE},
         "stop": list(job.stop_strings),
         "stop_token_ids": list(job.stop_token_ids),
-        # The model's end tokens are among the stops where they are to stop.
+        # The stop tokens include the model's end-of-sequence tokens if these must stop the sample.
         "ignore_eos": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "logprobs": job.topk_sample_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        # What prompts others have sent would show in the time of an answer, and in what of a prompt was cached.
+        # Without a salt, response times and cached-token counts would reveal other tenants' prompts.
         **({"cache_salt": job.owner} if job.owner else {}),
     }
 
 
 def _spread(seed: int) -> int:
-    """62 bits, far from those of the next seed: the samples of seed 1 are not those of seed 0, shifted by one."""
+    """Maps the seed to 62 bits, far from the next seed's, because sample i uses seed + i.
+
+    Else the samples of seed 1 would be those of seed 0, shifted by one.
+    """
     return int.from_bytes(blake2b(str(seed).encode(), digest_size=8).digest()) >> 2
 
 
 async def _read(text: str | bytes, job: SampleJob) -> Answer:
-    """Raises VllmFailed with an error that comes as an event."""
+    """Parses a response or event. Raises VllmFailed if the event is an error."""
     if len(text) < _LARGE_BYTES:
         return _answer(json.loads(text), job)
     return await asyncio.to_thread(lambda: _answer(json.loads(text, parse_float=_number), job))
 
 
 def _number(text: str) -> float:
-    """Between calls of Python others get their turn; left to itself json keeps the interpreter to the end."""
+    """Parses one number. A Python function lets other threads run; without it json holds the GIL to the end."""
     return float(text)
 
 
@@ -258,7 +262,7 @@ def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
 
 
 def _top(rows: list[dict[str, float]], k: int) -> TopkLogprobs:
-    """Of each token: the sampled one is among them, whether it is one of the k likeliest or not."""
+    """Keeps the k likeliest of each token: vLLM adds the sampled token even if it is not among them."""
     top = TopkLogprobs(np.zeros((len(rows), k), np.int32), np.full((len(rows), k), EMPTY_LOGPROB, np.float32))
     for position, row in enumerate(rows):
         _fill(top, position, {int(token.removeprefix("token_id:")): logprob for token, logprob in row.items()})
@@ -272,10 +276,9 @@ def _fill(top: TopkLogprobs, position: int, entries: dict[int, float]) -> None:
 
 
 def _refuse(response: httpx.Response) -> None:
-    """Raises what the status means."""
     message = _message(response)
     if response.status_code >= 500:
-        raise VllmFailed(f"answered {response.status_code}: {message}", reached=True)
+        raise VllmFailed(f"responded with {response.status_code}: {message}", reached=True)
     if response.status_code == 404 and "does not exist" in message:
         raise UnknownModel(message)
     raise OperationError(f"vLLM refuses the request: {message}", "user" if response.status_code == 400 else "server")

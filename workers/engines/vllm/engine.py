@@ -1,4 +1,4 @@
-"""Vllm: sampling by a vLLM server, one of ours or one that somebody runs, with the adapters that we train."""
+"""The engine that samples with a vLLM server, ours or one at a URL, using the adapters that we train."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -25,22 +25,22 @@ from .server import VllmServer
 from .timeouts import Patience, Pulse
 
 _MOST_AT_ONCE = 64
-"""Samples of one request to vLLM, whose --max-num-seqs bounds them."""
+"""Most samples of one request to vLLM, which runs at most --max-num-seqs at a time."""
 
 _MOST_CELLS_AT_ONCE = 1 << 18
-"""Of top log-probabilities in one answer of vLLM; it makes some 40 bytes of each. More come as a stream."""
+"""Most top log-probabilities in one response, about 40 bytes each. Larger responses are streamed."""
 
 _BARE = "bare-base"
-"""Its id as an adapter, which no run and no sampler has: theirs are made of ids of sessions."""
+"""Id of the base model as an adapter. Runs and samplers cannot have it: their ids contain session ids."""
 
 Done = TypeVar("Done")
 
 
 class Vllm:
-    """A seed gives the same samples again; they are not those of the native engine, which draws otherwise.
+    """Samples with vLLM. A seed repeats its samples, but they differ from the native engine's, which uses other noise.
 
-    A request keeps the weights with which it began. While vLLM is away requests wait: for one of ours until it is back,
-    for one at a URL two minutes.
+    A request keeps the weights that it began with. While vLLM is down, requests wait: for our own server until it has
+    restarted, for one at a URL for two minutes.
     """
 
     def __init__(self, training: Group, server: VllmServer, directory: Path | None) -> None:
@@ -67,13 +67,13 @@ class Vllm:
 
     def status(self) -> str | None:
         if not self._server.is_ready:
-            return f"{self._server.name} is starting again"
+            return f"{self._server.name} is restarting"
         number = len(self._underway)
         if not number:
             return None
         requests = f"{number} sampling requests wait or run" if number > 1 else "1 sampling request waits or runs"
         if waiting := self._company.num_waiting:
-            requests += f"; {waiting} of them until others have come past the place at which it died"
+            requests += f"; {waiting} of them until others are past the point at which it crashed"
         return f"{requests} on {self._server.name}"
 
     def pids(self) -> list[int]:
@@ -98,7 +98,7 @@ class Vllm:
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         raise OperationError(
-            "draft_path is not to be had from vLLM: leave it out, or start the server with --sampler native"
+            "draft_path is not supported by vLLM: leave it out, or start the server with --sampler native"
         )
 
     async def drop_draft(self, draft_id: str) -> None:
@@ -124,7 +124,7 @@ class Vllm:
 
     @contextmanager
     def _weights(self, job: SampleJob) -> Iterator[Version | None]:
-        """None: the base, under its own name."""
+        """Yields the version to sample; None means the base model."""
         adapter_id = job.adapter_id or self._bare
         if adapter_id is None:
             yield None
@@ -133,10 +133,10 @@ class Vllm:
             yield version
 
     async def _score(self, job: SampleJob, version: Version | None) -> SampleResponse:
-        """What the job asks about its prompt, by the training workers.
+        """Scores the prompt with the training workers.
 
-        vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and ends on a CPU when
-        prompts are scored beside other requests.
+        vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and crashes on a CPU
+        when it scores prompts together with other requests.
         """
         adapter_id = None
         if version is not None and job.adapter_id is not None:
@@ -183,7 +183,7 @@ class Vllm:
                 raise
 
     async def _blame(self, standing: Standing, start: int) -> None:
-        """A server that lives has failed this request alone."""
+        """Counts a strike against this request if the server is alive; else records the crash."""
         if self._server.num_starts == start and await self._api.is_healthy():
             standing.num_strikes += 1
         else:
@@ -208,9 +208,9 @@ class Vllm:
                 samples.grow(ask, answer)
 
     async def _add_bare_base(self) -> None:
-        """The base as an adapter that changes nothing.
+        """Adds the base model as an adapter that changes nothing.
 
-        On a CPU vLLM 0.32 gives what has no adapter the one in its last slot, once that is taken.
+        On a CPU vLLM 0.32 applies the adapter in its last slot, if any, to requests that have no adapter.
         """
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
 
@@ -224,23 +224,23 @@ class Vllm:
 
 
 def _check_adapter(directory: Path) -> None:
-    """Raises OperationError where it is a model with weights of its own."""
+    """Raises OperationError if the checkpoint is of a fully trained model."""
     if any(directory.glob("model*.safetensors")):
         raise OperationError(
-            "vLLM is given adapters, and this model has weights of its own: sample it from a server with --sampler "
+            "vLLM samples only LoRA adapters, and this model is fully trained: sample it from a server with --sampler "
             "native"
         )
 
 
 def _asks_of(job: SampleJob) -> list[Ask]:
-    """Greedy samples are all the same, and vLLM refuses more than one."""
+    """Splits the job into requests to vLLM. Greedy samples are all equal, and vLLM refuses more than one."""
     num_samples = 1 if is_greedy(job) else job.num_samples
     starts = range(0, num_samples, _MOST_AT_ONCE)
     return [Ask(start, min(_MOST_AT_ONCE, num_samples - start)) for start in starts]
 
 
 async def _all(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:
-    """When one fails, none of the others goes on."""
+    """Runs all; if one fails, cancels the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

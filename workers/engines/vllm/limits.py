@@ -1,4 +1,4 @@
-"""What is refused before vLLM sees it: what it has not, and what it would end of, with everybody else's requests."""
+"""Refuses requests that vLLM does not support, and those that would crash it for all tenants."""
 
 from ....schemas.errors import OperationError
 from ...protocol.verbs import SampleJob
@@ -6,34 +6,34 @@ from .api import SAID_PARAMS, VllmModel
 
 _HIGHEST_TEMPERATURE = 2.0
 
-# Of vLLM 0.32 on GPUs, which ends of more.
+# vLLM 0.32 on GPUs crashes with more.
 _MOST_BIASES = 1024
 
-# It ends of more than 128 with min_tokens, the model's own end tokens among them.
+# With min_tokens it crashes if there are more than 128, including the model's own end-of-sequence tokens.
 _MOST_STOPS = 120
 
-# As native sampling has it for one sample; vLLM holds those of all samples of a request at the same time.
+# The native engine's limit for one sample. vLLM holds those of all samples of a request at the same time.
 _MOST_CELLS = 1 << 24
 
 
 def max_tokens_of(job: SampleJob, model: VllmModel) -> int:
-    """Of a sample, where the context ends at the latest. Raises OperationError when nothing is left of it."""
+    """Returns the most tokens of a sample, bounded by the context. Raises OperationError if the prompt fills it."""
     room = model.max_length - len(job.prompt)
     if room < 1:
         raise OperationError(
-            f"the prompt has {len(job.prompt)} tokens, and vLLM's context of {model.max_length} holds one less at the"
-            " most: shorten it"
+            f"the prompt has {len(job.prompt)} tokens, and vLLM's context of {model.max_length} must hold one more:"
+            " shorten it"
         )
     return min(job.params.max_tokens or room, room)
 
 
 def num_cells(job: SampleJob, max_tokens: int) -> int:
-    """Of the top log-probabilities of all samples."""
+    """Returns the number of top log-probabilities of all samples."""
     return job.topk_sample_logprobs * job.num_samples * max_tokens
 
 
 def check_size(job: SampleJob, max_tokens: int) -> None:
-    """Raises OperationError on what would only fill memory."""
+    """Raises OperationError if the top log-probabilities would need too much memory."""
     if num_cells(job, max_tokens) > _MOST_CELLS:
         raise OperationError(
             f"topk_sample_logprobs {job.topk_sample_logprobs} of {job.num_samples} samples of {max_tokens} tokens makes"
@@ -42,10 +42,10 @@ def check_size(job: SampleJob, max_tokens: int) -> None:
 
 
 def check(job: SampleJob) -> None:
-    """Raises OperationError on what vLLM has not, and on what would confuse or end it."""
+    """Raises OperationError if vLLM does not support the request, or would answer wrongly or crash."""
     for name in _unavailable(job):
         raise OperationError(
-            f"{name} is not to be had from vLLM: leave it out, or start the server with --sampler native"
+            f"{name} is not supported by vLLM: leave it out, or start the server with --sampler native"
         )
     if job.params.temperature > _HIGHEST_TEMPERATURE:
         raise OperationError(
@@ -59,7 +59,7 @@ def check(job: SampleJob) -> None:
         )
     if job.params.min_tokens and len(set(job.stop_token_ids)) > _MOST_STOPS:
         raise OperationError(
-            f"{len(set(job.stop_token_ids))} stop tokens go with min_tokens, with which vLLM takes {_MOST_STOPS}: leave"
+            f"{len(set(job.stop_token_ids))} stop tokens with min_tokens exceed vLLM's limit of {_MOST_STOPS}: leave"
             " out min_tokens, or start the server with --sampler native"
         )
     if not len(job.prompt):
@@ -69,6 +69,6 @@ def check(job: SampleJob) -> None:
 
 
 def _unavailable(job: SampleJob) -> list[str]:
-    """What the job asks and we do not ask vLLM."""
+    """Returns the parameters that the job sets and that we do not send to vLLM."""
     fields = type(job.params).model_fields.items()
     return [name for name, field in fields if name not in SAID_PARAMS and getattr(job.params, name) != field.default]

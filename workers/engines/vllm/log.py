@@ -1,4 +1,4 @@
-"""VllmLog: the file in which our vLLM servers log, and what the newest of them died of."""
+"""The log file of our vLLM servers, and the last error of the newest one."""
 
 import contextlib
 import os
@@ -6,34 +6,34 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
-# Where the last error is looked for.
+# How much of the end of the file is searched for the last error.
 _TAIL_BYTES = 64 << 10
 
 
 class VllmLog:
-    """What one server after the other says, in one file. That of an earlier process of ours is kept beside it."""
+    """All servers that this process starts append to one file. An earlier process's file is renamed to `.1`."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._start = 0
 
     def begin(self) -> None:
-        """Raises OSError."""
+        """Renames the file of an earlier process. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             self.file.replace(f"{self.file}.1")
 
     def open(self) -> BinaryIO:
-        """For the next server. Raises OSError."""
+        """Opens the file for the next server's output. Raises OSError."""
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         output = self.file.open("ab")
         self._start = output.tell()
         return output
 
     def last_error(self) -> str:
-        """Of the newest server: the last line that names an error, else the last line."""
+        """Returns the newest server's last line that names an error, else its last line."""
         lines = [line.strip() for line in self._tail().splitlines() if line.strip()]
         named = [line for line in lines if re.search(r"\b[A-Za-z]*(Error|Exception)\b: ", line)]
-        last = (named or lines or ["it said nothing"])[-1]
+        last = (named or lines or ["it logged nothing"])[-1]
         without_origin = re.sub(r"^\(.*?\)( [A-Z]+ [^]]*\])?", "", last).strip()
         return f"{without_origin} (more in {self.file})"
 

@@ -1,4 +1,4 @@
-"""VllmProcess: a vLLM server of ours, in an environment of its own: starts it, waits for it, starts it again."""
+"""Starts a vLLM server in its own Python environment, waits until it is ready, and restarts it when it ends."""
 
 import asyncio
 import contextlib
@@ -26,21 +26,22 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
-# vLLM's own choice; what it needs no memory for is left to its cache on the host.
+# The values of --max-lora-rank that vLLM accepts.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# vLLM keeps further adapters in its cache in host memory.
 _MOST_ADAPTERS_ON_DEVICE = 8
 
 
 class VllmProcess:
     """`vllm serve` of one base model on a free loopback port. It ends with this process, however that ends.
 
-    A VllmServer, for which requests wait until it is back.
+    Implements VllmServer. Requests wait through a restart without a time limit.
     """
 
     patience_seconds: float | None = None
 
     def __init__(self, model: WorkerConfig, config: VllmConfig, directory: Path | None) -> None:
-        """directory: for its log; None = that of the system for temporary files."""
+        """directory: for the log; None means the system's directory for temporary files."""
         self.url = ""
         self.api_key = secrets.token_hex(16)
         self.num_starts = 0
@@ -67,7 +68,7 @@ class VllmProcess:
         return self._ready.is_set()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Raises ValueError with the reason when it does not come up."""
+        """Raises ValueError with the reason if the server does not start."""
         on_progress(f"starting {self.name}, which logs to {self._log.file} ...")
         started = time.monotonic()
         try:
@@ -86,7 +87,7 @@ class VllmProcess:
         await self._stop()
 
     async def ready(self) -> None:
-        """Waits while it is starting again. Raises OperationError."""
+        """Waits while the server restarts. Raises OperationError if it is out of service."""
         await self._ready.wait()
         if self._crash is not None:
             raise OperationError(f"{self.name} is out of service after an internal error: {self._crash}", "server")
@@ -101,10 +102,10 @@ class VllmProcess:
                 pass
 
     def _watch_ended(self, watch: "asyncio.Task[None]") -> None:
-        """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
+        """Handles a bug of ours: only that ends the watch before `close`. Requests must not wait forever then."""
         if not watch.cancelled():
             self._crash = watch.exception()
-            logger.critical("the watch over %s crashed", self.name, exc_info=self._crash)
+            logger.critical("the task that restarts %s crashed", self.name, exc_info=self._crash)
             self._ready.set()
 
     async def _try_to_start(self) -> bool:
@@ -112,15 +113,15 @@ class VllmProcess:
         try:
             await self._start()
         except (ValueError, OSError) as error:
-            logger.error("%s does not come back: %s", self.name, error)
-            # However long it took: it has served for no time.
+            logger.error("%s does not restart: %s", self.name, error)
+            # Count no uptime, however long the attempt took: the server has not served.
             self._backoff.started()
             return False
-        logger.warning("%s is back at %s", self.name, self.url)
+        logger.warning("%s has restarted at %s", self.name, self.url)
         return True
 
     async def _start(self) -> None:
-        """Raises ValueError with the reason, and OSError."""
+        """Raises OSError, and ValueError with the reason."""
         await self._stop()
         self.num_starts += 1
         port = _free_port()
@@ -166,7 +167,7 @@ class VllmProcess:
             "max-lora-rank": next((rank for rank in _RANKS if rank >= model.max_lora_rank), _RANKS[-1]),
             "max-loras": num_on_device,
             "max-cpu-loras": max(num_on_device, model.adapter_slots),
-            # Its defaults for what a request leaves out must not come from the model's directory.
+            # Defaults for missing parameters must not be read from the model's directory.
             "generation-config": "vllm",
             "max-logprobs": -1,
         }
@@ -183,7 +184,7 @@ class VllmProcess:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_API_KEY": self.api_key,
             "VLLM_NO_USAGE_STATS": "1",
-            # Else what lies in our working directory could be taken for a package of vLLM's.
+            # Else a directory in our working directory could be imported in place of a package of vLLM's.
             "PYTHONSAFEPATH": "1",
         }
         if runs_on_cpu(self._model):
@@ -192,7 +193,7 @@ class VllmProcess:
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, (self._model.kv_cache_bytes or KV_CACHE_BYTES) >> 30)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._model.threads),
-                # Its threads share the cores with training: waiting ones are to sleep (see pools/shell.py).
+                # Its threads share the cores with training: waiting ones must sleep (see pools/shell.py).
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "KMP_BLOCKTIME": "0",
             }
@@ -203,7 +204,7 @@ class VllmProcess:
 
 @dataclass(frozen=True)
 class _Running:
-    """process: the lifeline; pid: of the vLLM server that it watches."""
+    """process: the watchdog. pid: of the vLLM server that it started."""
 
     process: asyncio.subprocess.Process
     pid: int
@@ -230,7 +231,10 @@ async def _run(command: list[str], environment: Mapping[str, str], log: VllmLog)
 
 
 def _visible_devices(numbers: Sequence[int]) -> str:
-    """As CUDA_VISIBLE_DEVICES has them, of those that we see ourselves: cuda:0 is our first. Raises ValueError."""
+    """Returns CUDA_VISIBLE_DEVICES for vLLM. Numbers count the devices that this process sees: cuda:0 is its first.
+
+    Raises ValueError if a number is beyond them.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return ",".join(str(number) for number in numbers)
@@ -238,7 +242,7 @@ def _visible_devices(numbers: Sequence[int]) -> str:
     for number in numbers:
         if number >= len(ours):
             raise ValueError(
-                f"vLLM is to use cuda:{number}, and CUDA_VISIBLE_DEVICES={visible} has {len(ours)}: name one of them"
+                f"vLLM cannot use cuda:{number}, CUDA_VISIBLE_DEVICES={visible} has {len(ours)} devices: name one"
             )
     return ",".join(ours[number] for number in numbers)
 
@@ -257,6 +261,6 @@ def _dtype(model: WorkerConfig, config: VllmConfig) -> str:
 
 
 def _lacks_tokenizer(source: str) -> bool:
-    """Of a directory; what a hub has is left to vLLM."""
+    """True if `source` is a directory without tokenizer. False for a hub id: vLLM checks that itself."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
     return Path(source).is_dir() and not any((Path(source) / name).exists() for name in names)

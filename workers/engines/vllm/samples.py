@@ -1,4 +1,4 @@
-"""Samples: those of a job as vLLM tells them, in pieces, until they are whole."""
+"""Collects the samples of a job from the pieces in which vLLM sends them."""
 
 from collections import defaultdict
 from typing import Literal
@@ -12,7 +12,7 @@ from .api import Answer, Ask, Piece, VllmGone, is_greedy
 
 
 class Samples:
-    """The samples of a job as they come, in pieces."""
+    """The samples of a job while they grow."""
 
     def __init__(self, job: SampleJob, on_progress: OnProgress | None) -> None:
         self._job = job
@@ -31,13 +31,13 @@ class Samples:
                     self._on_progress((part,))
 
     def response(self) -> SampleResponse:
-        """Once all of them have ended."""
+        """Returns all samples, which must have ended."""
         sequences = tuple(_sequence(self._pieces[sample]) for sample in range(self._job.num_samples))
         return SampleResponse(sequences, prompt_cache_hit_tokens=min(self._num_cached, default=0))
 
 
 def _samples_of(job: SampleJob, drawn: int) -> range:
-    """The job's samples that the drawn one is."""
+    """Returns the job's samples that equal the drawn one: all of them if the job is greedy."""
     return range(job.num_samples) if is_greedy(job) else range(drawn, drawn + 1)
 
 
@@ -55,7 +55,7 @@ def _sequence(pieces: list[Piece]) -> SampledSequence:
 
 
 def _stop_reason(piece: Piece) -> Literal["stop", "length"] | None:
-    """None while it goes on, and when something went wrong with it."""
+    """Returns None while the sample continues, and also if vLLM ended it with an error."""
     return piece.finish_reason if piece.finish_reason in ("stop", "length") else None
 
 

@@ -1,14 +1,16 @@
-"""VllmServer: whom the engine asks, one of ours (vllm_process.py) or one that somebody else runs."""
+"""The vLLM servers that the engine can use: one of ours (process.py), or one at a URL that others run."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
 class VllmServer(Protocol):
-    """A vLLM server that may come and go.
+    """A vLLM server, which may be down at times.
 
-    name: for messages. url, api_key: of one of ours others after it was started again. num_starts: ever higher; what
-    an earlier one held is gone. patience_seconds: how long requests wait for one that is away; None = until it is back.
+    name: for messages.
+    url, api_key: may change when our own server restarts.
+    num_starts: increases with each start, which loses everything loaded before.
+    patience_seconds: how long requests wait while the server is down; None means until it is back.
     """
 
     @property
@@ -36,18 +38,18 @@ class VllmServer(Protocol):
     def pids(self) -> Sequence[int]: ...
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Raises ValueError with the reason when it does not come up."""
+        """Raises ValueError with the reason if the server does not start."""
         ...
 
     async def close(self) -> None: ...
 
     async def ready(self) -> None:
-        """Waits while it is starting again. Raises OperationError when it will not."""
+        """Waits while the server restarts. Raises OperationError if it will not."""
         ...
 
 
 class VllmAt:
-    """A vLLM server that somebody else runs."""
+    """A vLLM server that others run."""
 
     num_starts = 0
     patience_seconds: float | None = 120.0
@@ -61,7 +63,7 @@ class VllmAt:
         self.api_key = api_key
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        on_progress(f"sampling by {self.name}")
+        on_progress(f"sampling with {self.name}")
 
     async def close(self) -> None:
         pass

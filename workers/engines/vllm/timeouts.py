@@ -1,4 +1,6 @@
-"""How long requests wait for a vLLM that is away, or that hangs: for one of ours until it is back."""
+"""Time limits for requests to a vLLM that is down or hangs. While our own server restarts, requests wait without
+limit.
+"""
 
 import asyncio
 import math
@@ -13,14 +15,14 @@ from .server import VllmServer
 
 _LONGEST_PAUSE_SECONDS = 8.0
 
-# While requests wait, so often in the time of their patience.
+# Health checks within the time for which requests wait.
 _NUM_LOOKS = 12
 
 Done = TypeVar("Done")
 
 
 class Patience:
-    """Of one request, which is sent again."""
+    """Delays the retries of one request, and ends them."""
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
@@ -28,7 +30,7 @@ class Patience:
         self._gone_since: float | None = None
 
     async def wait(self, gone: VllmGone) -> None:
-        """Raises OperationError when it is enough."""
+        """Waits before the next retry. Raises OperationError if the server has been gone for too long."""
         if gone.reached or self._gone_since is None:
             self._gone_since = time.monotonic()
         most = self._server.patience_seconds
@@ -39,7 +41,7 @@ class Patience:
 
 
 class Pulse:
-    """Of a server, felt while requests wait for its answers: one that hangs keeps their connections open."""
+    """Health checks of a server while requests wait for it: a server that hangs keeps their connections open."""
 
     def __init__(self, server: VllmServer, api: VllmApi) -> None:
         self._server = server
@@ -47,7 +49,7 @@ class Pulse:
         self._felt_at = self._answered_at = -math.inf
 
     async def watch(self, work: Coroutine[None, None, Done]) -> Done:
-        """Its result. Raises OperationError when the server has been silent for longer than requests wait."""
+        """Returns the result of `work`. Raises OperationError if the server is silent for too long."""
         most = self._server.patience_seconds
         if most is None:
             return await work
@@ -55,17 +57,17 @@ class Pulse:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if silence.done() and not working.done():
-                raise _silent(self._server, most, "it takes requests and says nothing")
+                raise _silent(self._server, most, "it accepts requests but does not respond")
             return working.result()
         finally:
             await end_all(tasks)
 
     async def _silence(self, most: float) -> None:
-        """Until it has lasted so many seconds."""
+        """Returns when the server has been silent for `most` seconds."""
         started, pause = time.monotonic(), most / _NUM_LOOKS
         while time.monotonic() - max(started, self._answered_at) < most:
             await asyncio.sleep(pause)
-            # For all that wait.
+            # One check serves all waiting requests.
             if time.monotonic() - self._felt_at >= pause:
                 self._felt_at = time.monotonic()
                 if await self._api.is_healthy(pause):
@@ -74,7 +76,7 @@ class Pulse:
 
 def _silent(server: VllmServer, seconds: float, reason: str) -> OperationError:
     return OperationError(
-        f"{server.name} does not answer since {seconds:.0f} seconds ({reason}): start it, or start this server with"
+        f"{server.name} has not responded for {seconds:.0f} seconds ({reason}): start it, or start this server with"
         " --sampler native",
         "server",
     )

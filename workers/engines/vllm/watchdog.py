@@ -1,7 +1,8 @@
-"""Runs a command until it ends or whoever started this hangs up, however that one ended; then ends all of it.
+"""Runs a command, and kills it with its children when the parent process ends, even if that was killed.
 
-A program of its own, of the standard library alone: `python lifeline.py COMMAND...`, with a pipe as its stdin. The
-first line of stdout is the command's process id; what the command says goes to stderr.
+A program that needs only the standard library: `python watchdog.py COMMAND...`, with a pipe as its stdin. End of file
+on stdin means that the parent has ended. The first line of stdout is the command's process id; the command's own output
+goes to stderr.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ GRACE_SECONDS = 5.0
 
 
 def main() -> int:
-    # Ctrl-C and SIGTERM belong to who started us: their end is what we wait for.
+    # Ctrl-C and SIGTERM are for the parent process: we wait for its end instead.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     command = subprocess.Popen(
@@ -24,13 +25,13 @@ def main() -> int:
     print(command.pid, flush=True)
     threading.Thread(target=_end_on_hang_up, args=(command,), daemon=True).start()
     status = command.wait()
-    # Children that it left behind.
+    # Kill the children that the command left behind.
     _send(command.pid, signal.SIGKILL)
     return status if status >= 0 else 128 - status
 
 
 def _as_usual() -> None:
-    """What is ignored here would be ignored there."""
+    """Restores the signals that `main` ignores: the command would inherit them as ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
@@ -45,7 +46,7 @@ def _end_on_hang_up(command: "subprocess.Popen[bytes]") -> None:
 
 
 def _send(group: int, number: signal.Signals) -> None:
-    """To the command and its children, which are a process group."""
+    """Signals the command and its children, which form a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
 

@@ -1,1 +1,1 @@
-"""Ranks as actors of a Ray cluster."""
+"""Runs ranks as actors of a Ray cluster."""

@@ -1,4 +1,4 @@
-"""RayCluster: where RayPools have their actors: a cluster of others, or a small one of our own on this machine."""
+"""Provides the Ray cluster for RayPools: an existing one, or a small one started on this machine."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class RayCluster:
-    """A Ray cluster on which RayPools have their actors, between `connect` and `disconnect`.
+    """A Ray cluster on which RayPools place their actors, between `connect` and `disconnect`.
 
-    address: of an existing one ("auto", "host:6379", "ray://..."); None starts a small one on this machine, and another
-    one when a process of it ends.
+    address: of an existing cluster ("auto", "host:6379", "ray://..."); None starts a small one on this machine, and
+        replaces it when one of its processes ends.
     """
 
     def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20) -> None:
@@ -34,7 +34,13 @@ class RayCluster:
         self._stopping = threading.Event()
 
     async def connect(self, num_cpus: float) -> None:
-        """num_cpus: what a cluster of our own must offer. Raises ValueError when that does not start."""
+        """Starts the cluster on this machine, if it is ours.
+
+        Args:
+            num_cpus: CPUs that it must offer.
+        Raises:
+            ValueError: it does not start.
+        """
         if self._is_ours:
             await asyncio.to_thread(self._start, math.ceil(num_cpus))
             self._keeper = threading.Thread(target=self._keep, args=(math.ceil(num_cpus),), daemon=True)
@@ -66,29 +72,29 @@ class RayCluster:
             self._end_others(self._holder)
             if self._stopping.wait(1):
                 return
-            logger.error("a process of the Ray cluster on this machine ended: another cluster is started")
+            logger.error("a process of the Ray cluster on this machine ended: starting a new cluster")
             try:
                 self._start(num_cpus)
-            except ValueError as error:  # its end is waited for above
+            except ValueError as error:  # its holder has exited, which the loop waits for
                 logger.error("%s", error)
-            if self._stopping.is_set():  # `disconnect` has let go of the one before
+            if self._stopping.is_set():  # `disconnect` has released the previous holder
                 self._holder.let_go()
 
     def _end_others(self, holder: Child) -> None:
-        """That it had started, once it has ended."""
+        """Kills what the holder had started, after its exit."""
         with contextlib.suppress(ProcessLookupError):  # none of them outlived the holder
             os.killpg(holder.process.pid, signal.SIGKILL)
         holder.let_go()
 
 
 def _ray_environment(address: str | None) -> dict[str, str]:
-    """Of the processes that import Ray, which reads it then."""
+    """Returns environment variables for processes that import Ray, which reads them at import."""
     environment = {"RAY_USAGE_STATS_ENABLED": "0"}
     if address is not None:
-        # Forked processes have the environment of when the forkserver was started.
+        # Forked processes inherit the environment as it was when the forkserver started.
         environment |= {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
     else:
-        # Otherwise Ray leaves one in the user's home.
+        # Otherwise Ray leaves a token file in the user's home directory.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if address is None or address.startswith("127."):
         # An open Ray port runs anyone's code, so a cluster of our own stays on loopback (Ray's switch for it is named
@@ -105,11 +111,11 @@ def _hold_cluster(
     object_store_bytes: int,
     directory: str,
 ) -> None:
-    """Tells the address, or at its end why there is none. The cluster ends with the first of its processes that ends.
+    """Starts the cluster and sends its address, or at exit the reason why it failed; exits when any process of it does.
 
-    Ray's own way, processes that end with those that started them, leaves its agents for a minute, in which they want
-    to tell a head that is gone that their raylet is. So all that it starts here is one process group, and ends as one;
-    but for the actors, each a group of its own, which end without their raylet.
+    Ray's own way, in which processes end with their parent, leaves its agents running for a minute, trying to report to
+    a head that is gone. Therefore everything started here is one process group and is killed as one, except the actors:
+    each is a group and ends without its raylet.
     """
     os.setpgid(0, 0)
     if sys.platform == "linux":
@@ -126,7 +132,6 @@ def _hold_cluster(
 
 
 def _started_cluster(num_cpus: int, object_store_bytes: int, directory: str) -> str:
-    """Its address."""
     import ray
 
     ray.init(

@@ -1,15 +1,15 @@
-"""Where the ranks of a group go on a Ray cluster: neighbours on one node where they fit, replicas on several."""
+"""Places the ranks of a group on a Ray cluster: neighbours on one node if they fit, replicas on different nodes."""
 
 from typing import Any
 
 from ..base import NoPlace, PoolSpec
 
 _BETTER_SECONDS = 5.0
-"""How long the cluster may take to make a better place, before one that is less good is asked for."""
+"""How long to wait for a better placement before a less good one is requested."""
 
 
 def places_of(spec: PoolSpec, timeout_seconds: float) -> list[Any]:
-    """A scheduling strategy of Ray for each rank, all of one placement group. Raises NoPlace."""
+    """Returns a Ray scheduling strategy for each rank, all of one placement group. Raises NoPlace."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -25,12 +25,12 @@ def places_of(spec: PoolSpec, timeout_seconds: float) -> list[Any]:
         remove_placement_group(group)
     raise NoPlace(
         f"the Ray cluster has no room for {num_ranks} ranks of {_needed(spec, 1)} each "
-        f"(waited {timeout_seconds:.0f} s; free: {ray.available_resources()}): add nodes or ask for less"
+        f"(waited {timeout_seconds:.0f} s; free: {ray.available_resources()}): add nodes or request less"
     )
 
 
 def _blocks(spec: PoolSpec) -> list[int]:
-    """Numbers of neighbours that may be on one node each, the most first; those of which there is no hope left out."""
+    """Returns the block sizes that fit on nodes, largest first; sizes that could never fit are left out."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -39,18 +39,17 @@ def _blocks(spec: PoolSpec) -> list[int]:
 
 
 def _num_fitting(nodes: list[dict[str, float]], needed: dict[str, float]) -> int:
-    """How many of those the nodes would have room for, if nothing else were on them."""
+    """Returns how many such bundles the nodes could hold if they were empty."""
     return sum(int(min(node.get(name, 0) // amount for name, amount in needed.items())) for node in nodes)
 
 
 def _needed(spec: PoolSpec, size: int) -> dict[str, float]:
-    """By so many ranks together."""
-    needed = {"CPU": size * spec.cpus_per_rank or 0.001}  # Ray takes no empty bundle
+    needed = {"CPU": size * spec.cpus_per_rank or 0.001}  # Ray refuses an empty bundle
     return needed | {"GPU": size * spec.gpus_per_rank} if spec.gpus_per_rank else needed
 
 
 def _by_node(group: Any) -> list[int]:
-    """The bundles, those of a node behind each other: Ray fills nodes in any order."""
+    """Returns the bundles ordered by node, because Ray fills nodes in any order."""
     from ray.util.placement_group import placement_group_table
 
     node_of = placement_group_table(group)["bundles_to_node_id"]

@@ -1,7 +1,8 @@
-"""RayPool: ranks that are actors of a Ray cluster.
+"""Runs ranks as actors of a Ray cluster.
 
-Ray ends processes that are connected to it: a driver whose head is away for a minute, by _Exit. So this process never
-is: each RayPool has a child that is its driver, and a new pool a new one, which finds whatever cluster is there then.
+Ray may end a process connected to it: a driver whose head is away for a minute is ended by _Exit. Therefore this
+process never connects: each RayPool has a child that is its driver, and a new pool has a new driver, which finds the
+current cluster.
 """
 
 import asyncio
@@ -26,9 +27,9 @@ from .placement import places_of
 
 
 class RayPool(ChildrenPool):
-    """One actor per rank, in a placement group of its own, on a cluster that is connected as the pool starts.
+    """A pool with one actor per rank, in its own placement group, on a cluster that is connected when the pool starts.
 
-    Ray ends the actors when their driver, a child of this process, is gone; also those that do not listen.
+    Ray ends the actors, even unresponsive ones, when their driver, a child of this process, is gone.
     """
 
     def __init__(self, spec: PoolSpec, cluster: RayCluster, placement_timeout_seconds: float = 60.0) -> None:
@@ -46,7 +47,9 @@ class RayPool(ChildrenPool):
 
 
 class _Driver(Child):
-    """Takes messages for the ranks in turn. Answers come when they are there, each behind the number of its rank."""
+    """Takes messages for the ranks in turn. Answers arrive in order of completion, each preceded by its rank's
+    number.
+    """
 
     def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
         super().__init__(preloaded, serve, *arguments)
@@ -72,8 +75,6 @@ def _rank_in(frame: memoryview) -> int:
 
 @dataclass(frozen=True)
 class _Drive:
-    """What a driver has to do: `spec` on the cluster at `address`."""
-
     spec: PoolSpec
     address: str
     environment: dict[str, str]
@@ -81,7 +82,6 @@ class _Drive:
 
 
 def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> None:
-    """The driver: hands messages to the ranks in turn. It ends when it loses one of them."""
     os.environ.update(drive.environment)
     try:
         _connect(drive.address)
@@ -121,14 +121,14 @@ def _watch(watches: list[Any], lifeline: socket.socket) -> None:
 
 
 def _send_answers(rank: int, answers: "SimpleQueue[Any]", pipe: socket.socket, sending: threading.Lock) -> None:
-    """As soon as each is there: another rank may wait for this one, so that its own answer never comes."""
+    """Sends each answer as soon as it is ready: another rank may need this one's, so its own would never arrive."""
     import ray
     from ray.exceptions import RayActorError
 
     while True:
         try:
             frame: list[Piece] = [ray.get(answers.get())]
-        except RayActorError:  # the watch tells
+        except RayActorError:  # the watch reports it
             return
         except Exception as error:  # Ray lost the message or the answer
             frame = encode(Answer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
@@ -142,15 +142,15 @@ def _connect(address: str) -> None:
     hint = ""
     try:
         _knock(address)
-        hint = " (where it asks for a token, RAY_AUTH_MODE=token and its file have to be here, too: docs/cluster.md)"
+        hint = " (if it requires a token, set RAY_AUTH_MODE=token here and copy its token file: docs/cluster.md)"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}{hint}") from error
-    ignore_signals()  # Ray has a handler of its own
+    ignore_signals()  # Ray has installed its own handler
 
 
 def _knock(address: str) -> None:
-    """Raises OSError where nobody listens, for which Ray would wait for minutes."""
+    """Raises OSError if no one listens; Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -172,7 +172,7 @@ def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]
 
 class _RayShell(Shell):
     def answer_frame(self, frame: bytes) -> bytes:
-        # Ray's memory is shared and read-only; what arrives is to be written to.
+        # Ray's memory is shared and read-only; workers write to the arrays that they receive.
         return b"".join(self.answer(memoryview(bytearray(frame))))
 
     def wait_forever(self) -> None:

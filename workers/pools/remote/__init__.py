@@ -1,1 +1,1 @@
-"""Ranks that another process keeps."""
+"""Attaches to ranks that another process keeps."""

@@ -1,6 +1,6 @@
-"""RemotePool: ranks that another process keeps, which were there before and stay when we leave.
+"""Attaches to ranks that another process keeps: they exist before this server attaches and stay when it leaves.
 
-See keeper.py of the workers for the other side.
+The other side is scheduler/keeper.py.
 """
 
 import asyncio
@@ -22,8 +22,11 @@ _LEAVING_SECONDS = 1.0
 
 
 class RemotePool(Pool):
-    """Those of one group. To start it is to attach to them: their model is loaded, and they may hold what an earlier
-    server has left. To close it leaves them as they are."""
+    """The kept ranks of one group.
+
+    `start` attaches to them: their model is loaded, and they may hold what an earlier server has left. `close` leaves
+    them as they are.
+    """
 
     is_kept = True
 
@@ -51,9 +54,9 @@ class RemotePool(Pool):
         except (OSError, EOFError, TimeoutError) as error:
             raise NoPlace(f"the workers at {self._at.address} do not answer: {error or 'they hang'}") from None
         if isinstance(words, NotNow):
-            raise NoPlace(f"the workers at {self._at.address} are not to be had: {words.reason}")
+            raise NoPlace(f"the workers at {self._at.address} cannot be used: {words.reason}")
         assert isinstance(words, Attached), words
-        assert len(words.pids) == len(self.spec.configs), "their knobs are those that this server knows"
+        assert len(words.pids) == len(self.spec.configs), "their knobs equal those of this server"
         self._hearing = asyncio.create_task(self._hear(self._attached()))
         return words.pids
 
@@ -62,7 +65,7 @@ class RemotePool(Pool):
         expected = self._calls[number] = self._expect()
         is_same = all(message is messages[0] for message in messages)
         self._attached().say(Call(number, method, hang_seconds), messages[:1] if is_same else messages)
-        # Who keeps them looks at the time, too, and first.
+        # The keeper enforces the same limit and must act first.
         with self._killed_after(hang_seconds + GRACE_SECONDS, method):
             answer = await expected
         if answer.error is not None:
@@ -98,7 +101,12 @@ class RemotePool(Pool):
 
 
 async def describe(at: KeptAt) -> Description:
-    """What is kept there. Raises NoPlace where nobody is, ValueError where that is of no use."""
+    """Returns the description of the kept workers.
+
+    Raises:
+        NoPlace: no one answers there now.
+        ValueError: what answers cannot be used.
+    """
     line = await _called(at)
     try:
         line.say(Describe())
@@ -115,7 +123,7 @@ async def _called(at: KeptAt) -> Line:
     try:
         connection = await asyncio.to_thread(socket.create_connection, at.host_and_port, _CONNECT_SECONDS)
     except OSError as error:
-        raise NoPlace(f"there are no workers at {at.address} ({error})") from None
+        raise NoPlace(f"no workers are running at {at.address} ({error})") from None
     line: Line | None = None
     try:
         connection.setblocking(False)
@@ -124,18 +132,18 @@ async def _called(at: KeptAt) -> Line:
         (theirs, version), _ = await line.hear()
     except NotSealed as error:
         await _leave(line, connection)
-        raise ValueError(f"the workers at {at.address} are not to be had: {error}") from None
+        raise ValueError(f"the workers at {at.address} cannot be used: {error}") from None
     except (OSError, EOFError) as error:
         await _leave(line, connection)
-        raise NoPlace(f"the workers at {at.address} are not to be had: {error}") from None
+        raise NoPlace(f"the workers at {at.address} cannot be used: {error}") from None
     except BaseException:
         await _leave(line, connection)
         raise
     if theirs != fingerprint():
         await _leave(line, connection)
         raise ValueError(
-            f"the workers at {at.address} are of trainhouse {version}, which says some things otherwise than this "
-            f"one ({VERSION}): start them anew, of the same version"
+            f"the workers at {at.address} run trainhouse {version}, whose protocol differs from this server's "
+            f"({VERSION}): restart them with the same version"
         )
     return line
 

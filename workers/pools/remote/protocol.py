@@ -1,6 +1,6 @@
-"""What a server and the process that keeps workers say to each other, over a sealed connection for each group.
+"""Defines the messages between a server and the process that keeps workers, over one secure channel for each group.
 
-A call is one message, with what is for each rank: so either all ranks of a group hear of it, or none.
+A call is one message with the frames for all ranks, so either every rank of a group receives it or none does.
 """
 
 import ast
@@ -26,26 +26,25 @@ from .secure_channel import Sealed
 
 _ALIGNMENT = 64
 _MODULES = (errors, models, sampling, training, messages, verbs, sys.modules[__name__])
-"""Of types that cross."""
+"""Modules whose types are sent."""
 _OTHERS: tuple[type, ...] = (Answer, Claim, Landmark, ParallelSpec, RoleGroup, ServedModel, WorkerConfig, WorkerError)
-"""WorkerConfig's fields are knobs, which cross by name."""
+"""Further types that are sent; WorkerConfig is listed because its fields are knobs, which are sent by name."""
 _WORKER = Path(__file__).parents[2] / "worker" / "worker.py"
 
 
-# What a server says
+# Messages from a server
 
 
 @dataclass(frozen=True)
 class Describe:
-    """Answered by a Description."""
+    """Requests a Description."""
 
 
 @dataclass(frozen=True)
 class Attach:
-    """From now on the connection is of this group. Answered by Attached as soon as its ranks are up, or by NotNow.
+    """Binds the connection to a group. Answered by Attached as soon as its ranks are up, or by NotNow.
 
-    knobs: as they were described when the server started; where they are others now, it would take the workers for what
-    they are not.
+    knobs: as described when the server started; if they have changed since, the server must not use the workers.
     """
 
     group: str
@@ -55,7 +54,9 @@ class Attach:
 
 @dataclass(frozen=True)
 class Call:
-    """As Pool.answers: with the frame for all ranks, or one for each. Answered by Answered, with a frame of each."""
+    """Calls a method as Pool.answers does, with one frame for all ranks or one for each; answered by Answered with a
+    frame of each rank.
+    """
 
     number: int
     method: str
@@ -64,17 +65,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Kill:
-    """The ranks, at once."""
+    """Kills the ranks at once."""
 
     reason: str
 
 
-# What is answered
+# Messages to a server
 
 
 @dataclass(frozen=True)
 class Description:
-    """knobs: by name, those of the server's configuration that are the workers'. groups: their names."""
+    """Describes the kept workers.
+
+    knobs: the settings of the server's configuration that the workers were built with, by name.
+    groups: names of the groups.
+    """
 
     knobs: Mapping[str, Any]
     groups: tuple[str, ...]
@@ -87,7 +92,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class NotNow:
-    """There may be a place later."""
+    """Refuses to attach for now; a later attempt may succeed."""
 
     reason: str
 
@@ -99,13 +104,13 @@ class Answered:
 
 @dataclass(frozen=True)
 class Died:
-    """The ranks of the group; or they are another server's now."""
+    """Reports that the group's ranks died, or that another server has taken them over."""
 
     reason: str
 
 
 class Line:
-    """Says things, with frames beside them, one after the other; hears them on the other side."""
+    """A channel that sends and receives messages, each with raw frames after it, in order."""
 
     def __init__(self, sealed: Sealed) -> None:
         self._sealed = sealed
@@ -113,7 +118,7 @@ class Line:
         self._sending = asyncio.create_task(self._send())
 
     def say(self, words: object, frames: Sequence[list[Piece]] = ()) -> None:
-        """What breaks the connection is heard of by `hear`."""
+        """Queues a message; if the connection breaks, `hear` raises."""
         pieces: list[Piece] = []
         for frame in (encode(words), *frames):
             size = sum(memoryview(piece).nbytes for piece in frame)
@@ -121,7 +126,11 @@ class Line:
         self._unsent.put_nowait(pieces)
 
     async def hear(self) -> tuple[Any, list[memoryview]]:
-        """Raises OSError, and EOFError when one of the two has hung up."""
+        """Receives the next message with its frames.
+
+        Raises:
+            OSError, EOFError: one side has closed the connection.
+        """
         message, frames = await self._sealed.receive(), []
         while message:
             size = messages.size_of(message)
@@ -130,11 +139,15 @@ class Line:
         return decode(frames[0]), frames[1:]
 
     def hang_up(self) -> None:
-        """Once all is said."""
+        """Closes the connection after everything queued is sent."""
         self._unsent.put_nowait(None)
 
     async def close(self, seconds: float = 0.0) -> None:
-        """When nobody hears any more. seconds: for what is not said yet."""
+        """Closes the channel, when no task is in `hear` any more.
+
+        Args:
+            seconds: time to send what is still queued.
+        """
         self.hang_up()
         await asyncio.wait({self._sending}, timeout=seconds)
         self._sending.cancel()
@@ -153,8 +166,10 @@ class Line:
 
 @cache
 def fingerprint() -> str:
-    """Of the types that cross and of the verbs: of one trainhouse and another it differs where they would not
-    understand each other."""
+    """Returns a hash of the types that are sent and of the worker's methods.
+
+    It differs between versions of trainhouse that would not understand each other.
+    """
     described = repr([_described(kind) for kind in _types()] + _verbs())
     # Validators in annotations are functions, whose addresses differ from process to process.
     described = re.sub(r" at 0x[0-9a-f]+", "", described)
@@ -170,13 +185,13 @@ def _types() -> Iterator[type]:
 
 
 def _described(kind: type) -> tuple[object, ...]:
-    """An exception crosses as the arguments of its constructor, all else by its fields."""
+    """Describes a type: an exception is sent as its constructor's arguments, everything else as its fields."""
     arguments = str(inspect.signature(kind)) if issubclass(kind, Exception) else None
     return kind.__name__, inspect.get_annotations(kind), [str(base) for base in kind.__bases__], arguments
 
 
 def _verbs() -> list[tuple[str, ...]]:
-    """Those of a worker, whose module is read: to import it loads torch."""
+    """Returns the worker's public methods, read from its source, because importing it loads torch."""
     tree = ast.parse(_WORKER.read_text())
     [worker] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Worker"]
     return [

@@ -1,8 +1,8 @@
-"""Sealed: a connection between two that share a secret, on a network where others may write, too.
+"""Authenticates a connection between two sides that share a secret, on a network where others may write too.
 
-Each proves that it knows the secret, without telling it. What is said then carries seals, made with keys of this
-connection alone, by direction and number: what somebody else has written, changed, left out or said again is noticed
-before it is looked at. Nobody is kept from reading along.
+Each side proves that it has the secret without revealing it. Every message then carries a MAC, keyed per connection and
+direction and numbered, so forged, changed, dropped or replayed messages are detected before they are decoded.
+Authenticated, not encrypted.
 """
 
 import asyncio
@@ -25,22 +25,27 @@ _GREETING = b"trainhouse workers 1\n"
 _NONCE_BYTES = _SEAL_BYTES = 32
 _HEAD = struct.Struct("<Q")  # bytes of what follows, without its seal
 _SECONDS = 10.0
-"""In which two strangers have to know each other."""
+"""Time limit of the handshake."""
 _SILENCE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-"""After about 25 s without a sign of life the other machine is gone. The last one is in milliseconds."""
+"""Socket options that declare the other machine gone after about 25 s of silence. The last one is in milliseconds."""
 _LEAST_SECRET = 32
 
 
 class NotSealed(ConnectionError):
-    """The other one does not know the secret, or is none of ours; or the connection was tampered with."""
+    """The other side does not have the secret or is not trainhouse, or the connection was tampered with."""
 
 
 class NothingSaid(ConnectionError):
-    """The other one has closed the connection without a word, as who only looks whether somebody listens."""
+    """The other side closed the connection without sending anything, as a port probe does."""
 
 
 def read_secret(file: Path) -> bytes:
-    """Raises ValueError; says nothing of what is in the file."""
+    """Reads the secret.
+
+    Raises:
+        ValueError: the file is unreadable, accessible to other users, or too short. The message reveals nothing of its
+            contents.
+    """
     try:
         with file.open("rb") as opened:
             status, secret = os.fstat(opened.fileno()), opened.read().strip()
@@ -48,35 +53,40 @@ def read_secret(file: Path) -> bytes:
         raise ValueError(f"the secret of the workers cannot be read from {file}: {error.strerror}") from None
     if status.st_mode & _not_for_others(status.st_uid):
         raise ValueError(
-            f"the secret of the workers in {file} is not its owner's alone (mode {stat.S_IMODE(status.st_mode):04o}): "
-            f"`chmod 600 {file}`, and make another one if somebody may have read it"
+            f"the secret of the workers in {file} is accessible to others (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"`chmod 600 {file}`, and create a new secret if someone may have read it"
         )
     if len(secret) < _LEAST_SECRET:
         raise ValueError(
-            f"the secret of the workers in {file} has {len(secret)} bytes, and {_LEAST_SECRET} are the least: make one "
-            f"with `(umask 077; openssl rand -hex 32 > {file})`, and give the same file to servers and workers"
+            f"the secret of the workers in {file} has {len(secret)} bytes, but needs at least {_LEAST_SECRET}: create "
+            f"one with `(umask 077; openssl rand -hex 32 > {file})`, and give the same file to servers and workers"
         )
     return blake2b(secret).digest()
 
 
 def _not_for_others(owner: int) -> int:
-    """Bits of its mode. A group may read what root has made for a service of another user: so systemd and Kubernetes
-    hand secrets over, and so does PostgreSQL take its keys."""
+    """Returns the mode bits that must be off.
+
+    A group may read a file that root made for a service of another user: systemd and Kubernetes hand secrets over that
+    way, and PostgreSQL accepts its keys so.
+    """
     is_handed_over = owner == 0 and os.geteuid() != 0
     return stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_handed_over else stat.S_IRWXG)
 
 
 class Sealed:
-    """One end of it. Messages arrive in the order in which they were sent. Every method raises OSError or EOFError."""
+    """One end of an authenticated connection. Messages arrive in the order sent. Every method may raise OSError or
+    EOFError.
+    """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
-        """sending, receiving: the keys of the two directions."""
+        """Wraps a socket after the handshake; `sending` and `receiving` are the keys of the two directions."""
         self._socket = connection
         self._sending, self._receiving = _Seals(sending), _Seals(receiving)
 
     @staticmethod
     async def by_caller(connection: socket.socket, secret: bytes) -> "Sealed":
-        """Of who has connected."""
+        """Performs the handshake for the side that has connected."""
         return await _introduced(connection, secret, b"caller", b"called")
 
     @staticmethod
@@ -84,7 +94,7 @@ class Sealed:
         return await _introduced(connection, secret, b"called", b"caller")
 
     async def send(self, pieces: Sequence[Piece]) -> None:
-        """One at a time. Who is cancelled meanwhile has spoilt the connection."""
+        """Sends a message; only one call at a time. Cancelling it leaves the connection unusable."""
         size = sum(memoryview(piece).nbytes for piece in pieces)
         head = _HEAD.pack(size)
         waiting = [head + self._sending.next([head]), *pieces, self._sending.next(pieces)]
@@ -92,7 +102,7 @@ class Sealed:
             await asyncio.get_running_loop().sock_sendall(self._socket, piece)
 
     async def receive(self) -> memoryview:
-        """The next message, which its receiver may write to."""
+        """Returns the next message, in writable memory."""
         head = await self._read(_HEAD.size)
         self._receiving.check([head], await self._read(_SEAL_BYTES))
         message = await self._read(_HEAD.unpack(head)[0])
@@ -100,12 +110,12 @@ class Sealed:
         return message
 
     def hang_up(self) -> None:
-        """Who waits for a message, here or there, hears of it."""
+        """Shuts the connection down; pending receives on both sides fail."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """When nobody waits here any more."""
+        """Closes the socket, when no task receives any more."""
         self.hang_up()
         self._socket.close()
 
@@ -114,8 +124,6 @@ class Sealed:
 
 
 class _Seals:
-    """Of one direction."""
-
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
@@ -129,11 +137,11 @@ class _Seals:
 
     def check(self, pieces: Sequence[Piece], seal: memoryview) -> None:
         if not hmac.compare_digest(self.next(pieces), seal):
-            raise NotSealed("what arrived does not carry the seal of this connection")
+            raise NotSealed("a message has the wrong authentication code: the connection was tampered with")
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """And say at once what there is to say."""
+    """Sets keep-alive options, and sends small messages without delay."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _SILENCE.items():
@@ -146,16 +154,16 @@ async def _introduced(connection: socket.socket, secret: bytes, own: bytes, othe
         async with asyncio.timeout(_SECONDS):
             return await _introduce(connection, secret, own, other)
     except TimeoutError:
-        raise ConnectionError("the other side did not introduce itself in time") from None
+        raise ConnectionError("the other side did not authenticate in time") from None
 
 
 async def _introduce(connection: socket.socket, secret: bytes, own: bytes, other: bytes) -> Sealed:
-    """Who has called proves itself first."""
+    """Performs the handshake; the side that has connected proves itself first."""
     loop, own_nonce = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES)
     first_byte = await _heard(connection, _GREETING + own_nonce)
     greeting = first_byte + bytes(await _read(connection, len(_GREETING) + _NONCE_BYTES - 1))
     if not greeting.startswith(_GREETING):
-        raise NotSealed("the other side is no trainhouse, or one of another version")
+        raise NotSealed("the other side is not trainhouse, or is another version of it")
     nonces = {own: own_nonce, other: greeting[len(_GREETING) :]}
     both = nonces[b"caller"] + nonces[b"called"]
     own_proof, other_proof = (_derived(secret, b"I am " + name, both) for name in (own, other))
@@ -168,18 +176,17 @@ async def _introduce(connection: socket.socket, secret: bytes, own: bytes, other
 
 
 async def _heard(connection: socket.socket, greeting: bytes) -> bytes:
-    """The first byte that is said to who greets."""
     try:
         await asyncio.get_running_loop().sock_sendall(connection, greeting)
         return bytes(await _read(connection, 1))
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        raise NothingSaid("the other side closed the connection without a word") from None
+        raise NothingSaid("the other side closed the connection without sending anything") from None
 
 
 async def _check_proof(connection: socket.socket, wanted: bytes) -> None:
     try:
         proof = await _read(connection, len(wanted))
-    except EOFError:  # so who was called takes a wrong proof
+    except EOFError:  # the called side reacts so to a wrong proof
         raise NotSealed("the secrets of the two sides differ") from None
     if not hmac.compare_digest(wanted, proof):
         raise NotSealed("the secrets of the two sides differ")
@@ -200,7 +207,6 @@ async def _read(connection: socket.socket, num_bytes: int) -> memoryview:
 
 
 def _joined(pieces: Sequence[Piece], most_bytes: int = 1 << 16) -> list[Piece]:
-    """Small neighbours as one."""
     joined: list[bytearray | Piece] = []
     for piece in pieces:
         size = memoryview(piece).nbytes

@@ -1,1 +1,1 @@
-"""Keys and values of sequences."""
+"""The KV cache of sampled sequences, and its prefix cache."""

@@ -1,4 +1,4 @@
-"""Budget: the bytes that several caches have together: a model's, and those of the drafts that guess it."""
+"""The bytes that several KV caches share: a model's cache and those of its draft models."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Spender(Protocol):
-    """A cache, as far as its bytes are concerned."""
+    """A cache that shares the budget."""
 
     def num_bytes(self) -> int: ...
 
@@ -21,23 +21,26 @@ class Spender(Protocol):
     def tensors(self) -> Iterator[Tensor]: ...
 
     def oldest_prefix(self) -> int | None:
-        """When it was last of use, by the budget's clock; None where there is none."""
+        """Returns the clock's value at the last use of its oldest prefix; None if it has no prefix."""
         ...
 
     def drop_oldest_prefix(self) -> None: ...
 
     def shrink(self) -> None:
-        """Gives up slots that nobody uses."""
+        """Frees unused slots."""
         ...
 
 
 class Budget:
-    """num_bytes: that all may have. Those that nobody else keeps leave it. clock: counts uses of prefixes."""
+    """Shares `num_bytes` among the caches that joined. Holds them weakly: a cache leaves when its owner drops it.
+
+    clock: orders the uses of prefixes over all caches.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.clock, self._numbers = count(), count()
-        # In the order in which they came: ranks that sample together are to drop the same.
+        # In the order of joining, so that ranks that sample together drop the same prefixes.
         self._spenders: WeakValueDictionary[int, Spender] = WeakValueDictionary()
 
     def join(self, spender: Spender) -> None:
@@ -50,14 +53,14 @@ class Budget:
         return sum(each.slot_bytes() for each in self._all())
 
     def held_bytes(self) -> int:
-        """Of the slots in use."""
+        """Returns the bytes of the slots in use."""
         return sum(each.held_bytes() for each in self._all())
 
     def free_bytes(self) -> int:
         return self.num_bytes - self.used_bytes()
 
     def drop_prefixes(self, num_bytes: int) -> None:
-        """The least recently used of all, until so much is free or none is left."""
+        """Drops the least recently used prefixes of all caches until `num_bytes` are free or none is left."""
         while self.free_bytes() < num_bytes:
             by_age = [(age, each) for each in self._all() if (age := each.oldest_prefix()) is not None]
             if not by_age:
@@ -65,7 +68,7 @@ class Budget:
             min(by_age, key=itemgetter(0))[1].drop_oldest_prefix()
 
     def shrink(self, num_bytes: int) -> None:
-        """Gives up slots that nobody uses, until there is room."""
+        """Frees unused slots until `num_bytes` are free."""
         for each in self._all():
             if self.free_bytes() >= num_bytes:
                 return

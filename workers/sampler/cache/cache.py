@@ -1,7 +1,7 @@
-"""Cache: where the keys and values of every sample under way are, of one model, within a budget of bytes.
+"""The KV cache of all sequences in flight of one model, within a budget of bytes.
 
-Slots come in few lengths, one shelf each; a sample that outgrows its slot moves to a longer one. What is left of the
-budget keeps prefixes for later requests.
+Slots have a few fixed lengths, with one pool for each. A sequence that outgrows its slot moves to a longer one. The
+rest of the budget keeps prefixes for later requests.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,14 +18,14 @@ from ..requests.jobs import Row
 from .budget import Budget
 from .prefixes import BLOCK, Prefixes, Stretch, restore
 
-# Slots have this many tokens and the powers of two above, from _FINE on those half way between them too.
+# Slots hold this many tokens or a larger power of two; from _FINE on also the lengths half way between these.
 SHORTEST = 64
 _FINE = 512
 
 
 @dataclass(eq=False)
 class Seats:
-    """A shelf and who sits in its first slots."""
+    """A slot pool, whose first slots are in use by the sequences `taken`, in this order."""
 
     shelf: Shelf
     taken: list[Row] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Seats:
 
 @dataclass(frozen=True)
 class Seat:
-    """A slot in use. Its number may change when another row leaves."""
+    """Holds a slot in use. Its number may change when another sequence leaves the pool."""
 
     seats: Seats
     slot: int
@@ -52,10 +52,12 @@ class Seat:
 
 
 class Cache:
-    """budget: of the slots, used or not, and the prefixes together, and of other caches' with it. num_ranks: those that
-    share out the heads. num_ahead: see Prefixes.
+    """The slots and the prefix cache of one model.
 
-    num_moves: how often a row has come to another slot because some other left its own, which may be another sampler's.
+    budget: bounds used slots, free slots and prefixes, together with other caches that joined it.
+    num_ranks: ranks that share the heads.
+    num_ahead: see Prefixes.
+    num_moves: how often a sequence has moved because another one, perhaps of another sampler, left its slot.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Cache:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self._numbers_per_token = 2 * kv_heads * head_dim // num_ranks  # of a layer
+        self._numbers_per_token = 2 * kv_heads * head_dim // num_ranks  # in one layer
         self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
         self.budget = budget
         self.num_moves = 0
@@ -90,15 +92,15 @@ class Cache:
         return sum(seats.shelf.num_slots * self._bytes(seats) for seats in self._seats.values())
 
     def held_bytes(self) -> int:
-        """Of the slots in use."""
+        """Returns the bytes of the slots in use."""
         return sum(len(seats.taken) * self._bytes(seats) for seats in self._seats.values())
 
     def numbers_per_layer(self) -> int:
-        """In the slots in use."""
+        """Returns how many numbers one layer has in the slots in use."""
         return self._numbers_per_token * self.held_bytes() // self.bytes_per_token
 
     def tensors(self) -> Iterator[Tensor]:
-        """All there are. Shelves that nobody uses are given up before; to shrink another one may want memory."""
+        """Yields all keys and values. Empty pools are freed first; the others are not shrunk, which may need memory."""
         for seats in self._seats.values():
             if not seats.taken:
                 seats.shelf.resize(0)
@@ -113,18 +115,18 @@ class Cache:
         self._seat_of = {}
 
     def num_bytes_for(self, length: int) -> int:
-        """Of a slot for so many tokens; more than the budget where there is none so long."""
+        """Returns the bytes of a slot for `length` tokens; more than the budget if no slot can be so long."""
         return max(length, self._capacity(length)) * self.bytes_per_token
 
     def fits_alone(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens would fit if there were no other."""
+        """True if a sequence of `length` tokens fits into an otherwise empty cache."""
         return length <= self.budget_bytes // self.bytes_per_token
 
     def seat(self, row: Row) -> Seat | None:
         return self._seat_of.get(row)
 
     def place(self, row: Row, length: int) -> bool:
-        """Gives it a slot for `length` tokens, whose content means nothing yet, where one fits the budget."""
+        """Gives the sequence a slot for `length` tokens, with undefined content; False if the budget has no room."""
         if not self.fits_alone(length):
             return False
         seats = self._seats_for(length)
@@ -135,7 +137,10 @@ class Cache:
         return True
 
     def grow(self, row: Row, length: int) -> bool:
-        """Moves it to a slot for `length` tokens, with all it has, where one fits the budget beside its own."""
+        """Moves the sequence with its content to a slot for `length` tokens.
+
+        Both slots exist during the move: returns False if the budget has no room for the second one.
+        """
         before = self._seat_of[row]
         if not self.place(row, length):
             return False
@@ -145,30 +150,33 @@ class Cache:
         return True
 
     def fork(self, source: Row, others: Sequence[Row]) -> None:
-        """The others' slots get what the source's holds."""
+        """Copies the slot of `source` to the slots of the others."""
         seat = self._seat_of[source]
         for other in others:
             target = self._seat_of[other]
             seat.shelf.copy_slot(seat.slot, target.shelf, target.slot)
 
     def remove(self, row: Row) -> None:
-        """Rows without a slot are ignored."""
+        """Frees the sequence's slot, if it has one."""
         if seat := self._seat_of.pop(row, None):
             self._leave(seat)
 
     def from_the_back(self, rows: Iterable[Row]) -> list[Row]:
-        """In the order in which they leave with the least moving of others."""
+        """Sorts the sequences so that removing them in this order moves the fewest others."""
         return sorted(rows, key=lambda row: self._seat_of[row].slot if row in self._seat_of else -1, reverse=True)
 
     def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
-        """Fills its slot with the beginning of a sequence."""
+        """Fills the sequence's slot with a cached prefix."""
         seat = self._seat_of[row]
         restore(stretches, seat.shelf, seat.slot)
 
     def keep(self, row: Row, namespace: int, tokens: np.ndarray) -> None:
-        """Keeps the whole blocks of `tokens` int64 [n], which its slot holds, as prefixes, where the budget has room.
+        """Stores the whole blocks of `tokens` from the sequence's slot in the prefix cache, if the budget has room.
 
-        Older ones go for it; slots only when most of the budget is slots that nobody uses.
+        Drops older prefixes to make room; frees slots only if unused ones take most of the budget.
+
+        Args:
+            tokens: int64, [n].
         """
         known = self.prefixes.find(namespace, tokens, len(tokens))
         first, digests = self.prefixes.missing(namespace, tokens)
@@ -189,13 +197,13 @@ class Cache:
         self.prefixes.drop_oldest()
 
     def shrink(self) -> None:
-        """Gives up slots that nobody uses."""
+        """Frees unused slots."""
         for seats in self._seats.values():
             if seats.num_free:
                 seats.shelf.resize(len(seats.taken))
 
     def _leave(self, seat: Seat) -> None:
-        """The last one moves into the hole."""
+        """Frees the slot. The pool's last sequence moves into the gap."""
         taken = seat.seats.taken
         last = taken.pop()
         if seat.slot < len(taken):
@@ -211,7 +219,7 @@ class Cache:
         return self._seats[capacity]
 
     def _capacity(self, length: int) -> int:
-        """The longest slot is as long as the budget allows."""
+        """Rounds the length up to a slot length, at most what the whole budget holds."""
         capacity = SHORTEST
         while capacity < length:
             capacity *= 2
@@ -220,14 +228,14 @@ class Cache:
         return min(capacity, self.budget_bytes // self.bytes_per_token)
 
     def _add_slots(self, seats: Seats) -> bool:
-        """Twice as many where there is room; at least one, if prefixes and what others do not use make room for it."""
+        """Doubles the pool if there is room; else drops prefixes and frees unused slots to add some."""
         one, wanted = self._bytes(seats), max(1, seats.shelf.num_slots)
         num_added = min(wanted, self.budget.free_bytes() // one)
         if not num_added:
             self.budget.drop_prefixes(-(-wanted // 4) * one)
             num_added = self.budget.free_bytes() // one
         if not num_added:
-            # This shelf has none.
+            # The unused slots are those of other pools: this one has none.
             self.budget.shrink(one)
             num_added = min(1, self.budget.free_bytes() // one)
         if num_added:
@@ -235,5 +243,5 @@ class Cache:
         return num_added > 0
 
     def _bytes(self, seats: Seats) -> int:
-        """Of one of its slots."""
+        """Returns the bytes of one slot."""
         return seats.shelf.capacity * self.bytes_per_token

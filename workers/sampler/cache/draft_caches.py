@@ -1,4 +1,4 @@
-"""DraftCaches: where drafts have keys and values of the samples that they guess, whichever sampler draws these."""
+"""The KV caches of draft models, shared by all samplers that use these."""
 
 from weakref import WeakKeyDictionary
 
@@ -9,14 +9,14 @@ from .cache import Cache
 
 
 class DraftCaches:
-    """Those of a draft go with it."""
+    """Holds one cache per draft, which is freed with the draft."""
 
     def __init__(self, base: BaseModel, budget: Budget) -> None:
         self._bytes_per_value, self._budget = base.dtype.itemsize, budget
         self._caches: WeakKeyDictionary[DraftModel, Cache] = WeakKeyDictionary()
 
     def of(self, draft: DraftModel) -> Cache:
-        """What it has at a token hangs on the one behind it, too: see Told."""
+        """Returns the draft's cache. Its entry for a token depends on the next token too: see num_ahead in Prefixes."""
         if draft not in self._caches:
             self._caches[draft] = Cache(draft.shape.config, self._bytes_per_value, self._budget, num_ahead=1)
         return self._caches[draft]

@@ -1,7 +1,7 @@
-"""Prefixes: keys and values of sequences seen before, found again by the tokens they stand for.
+"""The prefix cache: keys and values of earlier sequences, found by their tokens.
 
-Tokens are counted in blocks, each known by the hash of its tokens and of all before them. Blocks that are stored at
-once are kept, and given up, together.
+Tokens are cached in blocks. The key of a block is a hash of its tokens and of all tokens before it. Blocks that were
+stored together are dropped together.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class StoredBlocks:
-    """Consecutive blocks. layers: keys and values [kv_heads, blocks * BLOCK, head_dim]."""
+    """Consecutive blocks. layers: keys and values, [kv_heads, blocks * BLOCK, head_dim]."""
 
     digests: Sequence[bytes]
     layers: Sequence[tuple[Tensor, Tensor]]
@@ -32,7 +32,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Blocks first:stop of those stored together."""
+    """Blocks first:stop of those that were stored together."""
 
     stored: StoredBlocks
     first: int
@@ -40,24 +40,31 @@ class Stretch:
 
 
 class Prefixes:
-    """The least recently used go first. namespace: of the weights that made the keys and values."""
+    """Drops the least recently used blocks first.
+
+    namespace: the version of the weights that computed the keys and values.
+    """
 
     def __init__(self, clock: Iterator[int], num_ahead: int = 0) -> None:
-        """clock: by which uses are counted, of other caches' prefixes with these. num_ahead: tokens behind its own on
-        which what is stored of a token hangs, too; a block is known by these as well."""
+        """clock: counts uses, also those of other caches.
+        num_ahead: how many of the next tokens an entry depends on; a block's hash includes these.
+        """
         self.num_bytes = 0
         self._clock, self._num_ahead = clock, num_ahead
-        # When each was last of use.
+        # The clock's value at the last use of each, least recently used first.
         self._stored: OrderedDict[StoredBlocks, int] = OrderedDict()
         self._places: dict[bytes, tuple[StoredBlocks, int]] = {}
 
     def layers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of all that are stored."""
         for stored in self._stored:
             yield from stored.layers
 
     def find(self, namespace: int, tokens: np.ndarray, most: int) -> list[Stretch]:
-        """The longest known beginning of tokens int64 [n], of at most `most` tokens."""
+        """Returns the longest cached prefix of `tokens`, at most `most` tokens long.
+
+        Args:
+            tokens: int64, [n].
+        """
         places = []
         for digest in self._digests(namespace, tokens[: most + self._num_ahead]):
             place = self._places.get(digest)
@@ -68,20 +75,24 @@ class Prefixes:
             Stretch(stored, members[0][1], members[-1][1] + 1)
             for stored, members in ((stored, list(m)) for stored, m in groupby(places, key=lambda place: place[0]))
         ]
-        # The beginning is of use without what follows it, so it is to stay longer.
+        # The beginning is useful without the rest, so it must stay longer.
         for stretch in reversed(stretches):
             self._stored[stretch.stored] = next(self._clock)
             self._stored.move_to_end(stretch.stored)
         return stretches
 
     def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
-        """Of tokens int64 [n]: the first block that is not known, and the digests of the whole blocks from there."""
+        """Returns the number of the first block that is not cached, and the hashes of the whole blocks from there.
+
+        Args:
+            tokens: int64, [n].
+        """
         digests = list(self._digests(namespace, tokens))
         first = next((number for number, digest in enumerate(digests) if digest not in self._places), len(digests))
         return first, digests[first:]
 
     def add(self, digests: Sequence[bytes], shelf: Shelf, slot: int, first_block: int) -> None:
-        """Copies the blocks from where the slot has them."""
+        """Copies the blocks from a slot."""
         part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
         stored = StoredBlocks(tuple(digests), shelf.copies(slot, part))
         self._stored[stored] = next(self._clock)
@@ -90,11 +101,10 @@ class Prefixes:
 
     @property
     def oldest(self) -> int | None:
-        """When those were last of use that go first; None where there are none."""
+        """The clock's value at the last use of the blocks that are dropped next; None if there are none."""
         return next(iter(self._stored.values()), None)
 
     def drop_oldest(self) -> None:
-        """Of some."""
         stored, _ = self._stored.popitem(last=False)
         self.num_bytes -= stored.num_bytes
         for digest in stored.digests:
@@ -102,7 +112,7 @@ class Prefixes:
                 del self._places[digest]
 
     def _digests(self, namespace: int, tokens: np.ndarray) -> Iterator[bytes]:
-        """Of each whole block."""
+        """Yields the hash of each whole block."""
         digest, length = namespace.to_bytes(8, "little"), BLOCK + self._num_ahead
         for start in range(0, len(tokens) - length + 1, BLOCK):
             digest = blake2b(digest + tokens[start : start + length].tobytes(), digest_size=16).digest()
@@ -110,12 +120,12 @@ class Prefixes:
 
 
 def length_of(stretches: Sequence[Stretch]) -> int:
-    """In tokens."""
+    """Returns the number of tokens."""
     return BLOCK * sum(stretch.stop - stretch.first for stretch in stretches)
 
 
 def beginning(stretches: Sequence[Stretch], num_tokens: int) -> list[Stretch]:
-    """So many tokens of them, in whole blocks."""
+    """Returns the first `num_tokens` tokens, rounded down to whole blocks."""
     found, left = [], num_tokens // BLOCK
     for stretch in stretches:
         num = min(left, stretch.stop - stretch.first)
@@ -125,7 +135,7 @@ def beginning(stretches: Sequence[Stretch], num_tokens: int) -> list[Stretch]:
 
 
 def restore(stretches: Sequence[Stretch], shelf: Shelf, slot: int) -> None:
-    """Fills the slot from its beginning and clears the rest of it."""
+    """Copies the blocks to the start of the slot, and clears the rest of it."""
     for layer, (first_keys, _) in enumerate(stretches[0].stored.layers):
         for kind, cached in enumerate(shelf.of_layer(layer, first_keys.transpose(0, 1))):
             stop = 0

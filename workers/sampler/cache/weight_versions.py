@@ -1,4 +1,4 @@
-"""Namespaces: numbers for the weights that keys and values were made with."""
+"""Numbers the versions of weights, so that keys and values are reused only with the weights that computed them."""
 
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -9,10 +9,10 @@ from ..requests.jobs import Job
 
 
 class Namespaces:
-    """An adapter whose weights change gets another number, that no weights have had before.
+    """Gives weights that change a new number, which no other weights had before.
 
-    The base model has one for each owner of jobs: what prompts others have sent shows in the time of an answer and in
-    its prompt_cache_hit_tokens. An adapter is one owner's alone.
+    The base model has one number per owner of jobs, so that response times and prompt_cache_hit_tokens do not reveal
+    other tenants' prompts. An adapter has only one owner.
     """
 
     def __init__(self, models: Models) -> None:
@@ -22,6 +22,7 @@ class Namespaces:
         self._numbers = count()
 
     def of(self, job: Job) -> int:
+        """Returns the current number of the weights that the job samples."""
         if job.adapter_id is None:
             owner = job.request.owner
             if owner not in self._of_base:

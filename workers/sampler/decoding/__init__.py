@@ -1,1 +1,1 @@
-"""Steps of decoding."""
+"""The packed batch of a forward pass, decode steps and logits processors."""

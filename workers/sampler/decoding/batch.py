@@ -1,7 +1,8 @@
-"""Batch: what the next forward pass of the sampler runs, as one packed row.
+"""The next forward pass of the sampler, as one packed sequence.
 
-First one token of every row that decodes, then the chunks of prompts of which the cache has the beginning, then those
-that start anew; in each part one adapter's after the other's, in the last equal lengths side by side.
+First one token of every sequence that decodes, then chunks of prompts whose beginning is cached, then prompts that
+start at their first token. In each part tokens of the same adapter are adjacent; in the last, prompts of equal length
+too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +23,11 @@ from ..requests.sequence_table import Table
 
 @dataclass(eq=False)
 class Prefill:
-    """A sequence of which `computed` tokens are in the cache, and the rows that go on from its end.
+    """Tokens to run before sampling, of which `computed` are in the cache, and the sequences that continue from them.
 
-    rows: the first's slot takes it; with `cached` False none has one. namespace: see Prefixes. draws: whether their
-    next tokens are drawn at its end.
+    rows: the first one's slot stores the tokens; without `cached` none has a slot.
+    namespace: see Prefixes.
+    draws: whether the next token is sampled at the end of the prefill.
     """
 
     rows: list[Row]
@@ -44,13 +46,13 @@ class Prefill:
         return len(self.sequence) - self.computed
 
     def takes(self, row: Row) -> bool:
-        """Whether the row goes on from the same tokens."""
+        """True if the sequence continues from the same tokens."""
         return row.job is self.job and not len(row.tokens) and len(self.sequence) == len(self.job.prompt)
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Tokens start:stop of a prefill's sequence."""
+    """Tokens start:stop of a prefill."""
 
     prefill: Prefill
     start: int
@@ -70,7 +72,7 @@ class PromptPart:
 
     @property
     def row(self) -> Row:
-        """Whose slot takes it, if any does."""
+        """The sequence whose slot stores the tokens, if it has one."""
         return self.prefill.rows[0]
 
     @property
@@ -80,7 +82,11 @@ class PromptPart:
 
 @dataclass(frozen=True, eq=False)
 class GuessPart:
-    """The newest token of a row and what is guessed to follow it: tokens int64 [1 + guesses], the first at `start`."""
+    """The newest token of a sequence and the draft tokens after it.
+
+    start: the position of the newest token.
+    tokens: int64, [1 + draft tokens].
+    """
 
     row: Row
     start: int
@@ -98,7 +104,7 @@ class GuessPart:
 
 @dataclass(frozen=True)
 class _OnShelf:
-    """Rows of one shelf: which of the decoding rows they are, and their slots."""
+    """The decoding sequences in one slot pool: their indices among all that decode, and their slots."""
 
     seats: Seats
     members: np.ndarray
@@ -111,14 +117,14 @@ class _OnShelf:
 
 @dataclass(frozen=True)
 class AdapterRun:
-    """So many tokens of the packed row, or rows of logits, that lie side by side."""
+    """Adjacent tokens of the packed sequence, or rows of logits, of one adapter."""
 
     adapter_id: str | None
     length: int
 
 
 def runs_of(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterRun]:
-    """Neighbours of one adapter together."""
+    """Merges adjacent runs of the same adapter."""
     return [
         AdapterRun(adapter_id, sum(length for _, length in part))
         for adapter_id, part in groupby(lengths, key=lambda pair: pair[0])
@@ -126,9 +132,12 @@ def runs_of(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterRun]:
 
 
 class Decoding:
-    """The rows that take one token each, in the order of the packed row.
+    """The sequences that decode one token each, in the order of the packed sequence.
 
-    lines: int64 [n], theirs in the table. runs: of their adapters. Of use as long as none joins, leaves or moves.
+    lines: their rows in the table, int64, [n].
+    runs: of their adapters.
+
+    Valid until a sequence joins, leaves or moves to another slot.
     """
 
     def __init__(self, rows: Sequence[Row], cache: Cache, device: torch.device, num_threads: int) -> None:
@@ -147,17 +156,17 @@ class Decoding:
 
     @property
     def has_moved(self) -> bool:
-        """Whether a row of the cache has: of these, or of others."""
+        """True if any sequence of the cache, of these or of others, has moved."""
         return self._cache.num_moves != self._num_moves
 
     def steps_until_end(self, table: Table) -> int:
-        """For so many steps no row reaches its limit or the end of its slot."""
+        """Returns for how many steps no sequence reaches its token limit or the end of its slot."""
         tokens = table.limit[self.lines] - table.count[self.lines] - 1
         room = self._capacities - table.length[self.lines]
         return int(np.minimum(tokens, room).min())
 
     def outgrown(self, table: Table) -> list[Row]:
-        """Those whose slot has no room for the token that runs now, the oldest first."""
+        """Returns the sequences whose slot has no room for the next token, the oldest first."""
         full = np.flatnonzero(table.length[self.lines] > self._capacities)
         return sorted((self.rows[number] for number in full), key=lambda row: row.order)
 
@@ -181,9 +190,9 @@ class Decoding:
             )
 
     def steps(self, table: Table) -> list[DecodeStep]:
-        """The newest token of a row is the one that runs now: all before it are cached."""
         steps = []
         for part in self._on_shelves:
+            # All but the newest token, which runs now, are cached.
             lengths = table.length[self.lines[part.members]] - 1
             steps.append(
                 DecodeStep(
@@ -202,7 +211,7 @@ class Decoding:
 
 
 def _groups(rows: Sequence[Row], device: torch.device) -> Groups:
-    """The samples of one prompt, prefilled with the same weights, have it in common."""
+    """Groups the samples of one prompt that were prefilled with the same weights: they share the prompt's entries."""
     together: dict[tuple[Job, int], list[int]] = {}
     for number, row in enumerate(rows):
         together.setdefault((row.job, row.namespace), []).append(number)
@@ -214,7 +223,7 @@ def _groups(rows: Sequence[Row], device: torch.device) -> Groups:
 
 @dataclass(frozen=True)
 class Batch:
-    """decoding: None where no row decodes. parts: in the order of the packed row, those that start anew last."""
+    """decoding: None if no sequence decodes. parts: in the order of the packed sequence, new prompts last."""
 
     decoding: Decoding | None
     parts: Sequence[PromptPart | GuessPart]
@@ -239,22 +248,21 @@ class Batch:
         return self.num_decoding + sum(part.length for part in self.parts)
 
     def runs(self) -> list[AdapterRun]:
-        """Of the packed row's adapters."""
         decoding = [] if self.decoding is None else [(run.adapter_id, run.length) for run in self.decoding.runs]
         return runs_of([*decoding, *((part.row.job.adapter_id, part.length) for part in self.parts)])
 
     def tokens(self, table: Table) -> np.ndarray:
-        """int64 [tokens]"""
+        """Returns int64, [tokens]."""
         newest = [] if self.decoding is None else [table.newest[self.decoding.lines]]
         return np.concatenate([*newest, *(part.tokens for part in self.parts)])
 
     def positions(self, table: Table) -> np.ndarray:
-        """int64 [tokens]"""
+        """Returns int64, [tokens]."""
         newest = [] if self.decoding is None else [table.length[self.decoding.lines] - 1]
         return np.concatenate([*newest, *(np.arange(part.start, part.stop) for part in self.parts)])
 
     def starts(self) -> list[int]:
-        """Where each part begins in the packed row."""
+        """Returns the index of each part's first token in the packed sequence."""
         lengths = [self.num_decoding, *(part.length for part in self.parts)]
         return np.cumsum(lengths)[:-1].tolist()
 
@@ -280,7 +288,7 @@ def _chunk(start: int, part: PromptPart | GuessPart, cache: Cache) -> Chunk:
 def _storing(
     fresh: Sequence[tuple[int, PromptPart | GuessPart]], cache: Cache, device: torch.device
 ) -> Iterator[Storing]:
-    """Neighbours of one length and shelf together."""
+    """Yields one entry for adjacent prompts of equal length and slot pool."""
 
     def kind(placed: tuple[int, PromptPart | GuessPart]) -> tuple[int, int]:
         seat = cache.seat(placed[1].row) if placed[1].cached else None

@@ -1,4 +1,4 @@
-"""Burst: steps of rows that decode together while nobody joins, leaves or moves, with nothing done row by row."""
+"""Decode steps of a fixed set of sequences, without work per sequence."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ from ..requests.sequence_table import Table
 from .batch import Decoding
 from .sampling_batch import Drawing
 
-# Noise is made for so many steps at a time.
+# Noise is computed for this many steps at a time.
 _STEPS = 16
 
 
 class Burst:
-    """The table hears of its tokens in the end, by `close`.
+    """Consecutive decode steps while no sequence joins, leaves or moves. `close` writes the tokens to the table.
 
-    tokens, positions: int64 [n], what the next step runs. most_steps: how many are taken before a row ends or outgrows
-    its slot.
+    tokens, positions: the input of the next step, int64, [n].
+    most_steps: steps before a sequence reaches its token limit or outgrows its slot.
     """
 
     def __init__(self, decoding: Decoding, drawing: Drawing, table: Table, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Burst:
         return CachedRow(self._steps, (), None, len(self._lines), ())
 
     def noise(self) -> Tensor:
-        """float32 [n] in [0, 1), for the token that is drawn next."""
+        """Returns the noise for the next token, float32 in [0, 1), [n]."""
         number = self.num_steps % _STEPS
         if number == 0:
             positions = self._lengths[:, None] + self.num_steps + np.arange(_STEPS)
@@ -54,7 +54,7 @@ class Burst:
         return self._noise[number]
 
     def take(self, chosen: Chosen) -> bool:
-        """Whether all rows go on with these tokens; else they are not taken."""
+        """Takes the tokens if no sequence ends with them. Returns False if they were not taken."""
         if self._stops is not None and bool((chosen.tokens[:, None] == self._stops).any()):
             return False
         if not chosen.are_finite:

@@ -1,4 +1,4 @@
-"""Adjusting: what changes the logits of some rows before a token is chosen, as their requests ask."""
+"""The logits processors: constraints, biases and penalties, applied before a token is chosen."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from ..requests.sequence_table import Table
 
 
 class Adjusting:
-    """Of rows that draw together. Rows that ask for nothing keep their logits."""
+    """Processes the logits of sequences that sample together. Sequences without such parameters keep theirs."""
 
     def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
         self._rows, self._vocab_size, self._device = rows, vocab_size, device
@@ -24,7 +24,11 @@ class Adjusting:
         self._params = params
 
     def apply(self, logits: Tensor, table: Table) -> Tensor:
-        """logits float32 [rows, vocab] -> others, the given ones unchanged. In the order in which vLLM does it."""
+        """Returns processed logits, in vLLM's order of processing. Does not change its input.
+
+        Args:
+            logits: float32, [rows, vocab].
+        """
         logits = logits.clone()
         self._constrain(logits)
         self._add_biases(logits)
@@ -45,7 +49,7 @@ class Adjusting:
             logits[row].index_add_(0, self._tensor(ids), self._tensor(values))
 
     def _forbid_stops(self, logits: Tensor, table: Table) -> None:
-        """Where a constraint allows nothing else, the sample ends all the same."""
+        """If the constraint allows only stop tokens, they stay allowed and the sample ends early."""
         for row in self._unfinished:
             stops = self._rows[row].job.stop_token_ids
             if table.count[self._rows[row].line] < self._params[row].min_tokens and stops:

@@ -1,4 +1,4 @@
-"""Drawing: rows that get their next token together, and what that takes: made once while they stay together."""
+"""The sequences that sample their next token together, with tensors that are reused while the set stays the same."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,13 @@ from .processors import Adjusting
 
 
 class Drawing:
-    """rows: one adapter's after the other's, at least one. lines: int64 [n], theirs in the table.
-
-    runs: of their adapters. adjusting: None where no row is adjusted. watched: the places of the rows that are.
-    most_top: the most topk_sample_logprobs of any. stops: int64 [n, k], filled up with -1; None where nobody has any.
+    """rows: at least one; those of the same adapter are adjacent.
+    lines: their rows in the table, int64, [n].
+    runs: of their adapters.
+    adjusting: None if no sequence needs processed logits.
+    watched: the indices of the sequences that need a look at each token.
+    most_top: the largest topk_sample_logprobs.
+    stops: stop tokens, padded with -1, int64, [n, k]; None if there are none.
     """
 
     def __init__(self, rows: Sequence[Row], table: Table, vocab_size: int, device: torch.device) -> None:
@@ -32,5 +35,5 @@ class Drawing:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no row asks for more than its tokens and their log-probabilities."""
+        """True if all sequences need only tokens and their log-probabilities."""
         return self.adjusting is None and not self.watched

@@ -1,1 +1,1 @@
-"""How a token is chosen by its logits."""
+"""Chooses tokens from logits."""

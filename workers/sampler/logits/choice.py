@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, min-p, top-k, top-p, and the inverse of the distribution at given noise."""
+"""Chooses the next token: temperature, min-p, top-k and top-p, then inverse transform sampling with given noise."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from torch.nn.functional import one_hot
 from ....schemas.sampling import SamplingParams
 from ...ops.kernels import kernels_for
 
-# Most nuclei lie within this many of the likeliest tokens, and finding those is cheaper than sorting the vocabulary.
+# Most nuclei hold fewer tokens than this, and top-k is cheaper than sorting the vocabulary.
 _NUCLEUS_HEAD = 256
 
-# Dividing by less overflows before it could make a difference.
+# Below this, division overflows and sampling equals greedy decoding anyway.
 _LOWEST_TEMPERATURE = 1e-5
 
 
@@ -23,7 +23,7 @@ def is_greedy(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """What n rows are chosen by: temperature, min_p and top_p float32 [n], top_k int64 [n]; as in SamplingParams."""
+    """Sampling parameters of n sequences: temperature, min_p, top_p float32, [n]; top_k int64, [n]."""
 
     temperature: np.ndarray
     min_p: np.ndarray
@@ -33,10 +33,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Choice:
-    """How each of n rows chooses, as tensors: made once for a batch that decodes together.
+    """Sampling parameters of n sequences as tensors, built once for a batch that decodes together.
 
-    temperature: float32 [n], 0 where greedy. is_greedy: bool [n]. min_p_rows, top_k_rows, top_p_rows: int64, the rows
-    that filter, with min_p float32 [rows, 1], top_k int64 [rows, 1] and top_p float32 [rows, 1].
+    temperature: float32, [n]; 0 if greedy.
+    is_greedy: bool, [n].
+    min_p_rows, top_k_rows, top_p_rows: the sequences with this filter, int64, [rows].
+    min_p, top_k, top_p: their values, float32, int64 and float32, [rows, 1].
     """
 
     temperature: Tensor
@@ -73,13 +75,13 @@ class Choice:
 
     @property
     def filters(self) -> bool:
-        """Whether any row chooses among some tokens only."""
+        """True if any sequence has a filter."""
         return bool(len(self.min_p_rows) or len(self.top_k_rows) or len(self.top_p_rows))
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """tokens: int64 [n]. logprobs: float32 [n], those of the model at temperature 1, whatever the choice was among."""
+    """tokens: int64, [n]. logprobs: the model's at temperature 1, without filters and processors, float32, [n]."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -87,7 +89,13 @@ class Chosen:
 
 
 def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | None = None) -> Chosen:
-    """logits float32 [n, vocab], uniform float32 [n] in [0, 1). adjusted: logits to choose by, if others."""
+    """Samples one token per row of logits.
+
+    Args:
+        logits: the model's, float32, [n, vocab].
+        uniform: noise in [0, 1), float32, [n].
+        adjusted: processed logits to sample from, if they differ.
+    """
     kernels = kernels_for(logits)
     if kernels is not None and adjusted is None and not choice.filters:
         tokens, logprobs = kernels.choose(logits, choice.temperature, uniform)
@@ -98,7 +106,7 @@ def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | N
 
 
 def logprobs_of(tokens: Tensor, logits: Tensor) -> Tensor:
-    """float32 [n], at temperature 1."""
+    """Returns the log-probabilities at temperature 1, float32, [n]."""
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
 
 
@@ -110,7 +118,7 @@ def _drawn(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
 
 
 def chances(logits: Tensor, choice: Choice) -> Tensor:
-    """float32 [n, vocab]: the probability with which each token is drawn; 1 for the likeliest of a greedy row."""
+    """Returns the probability of each token, float32, [n, vocab]; for a greedy row, 1 at the likeliest token."""
     if choice.all_greedy:
         return one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     probabilities = _probabilities(logits, choice)
@@ -121,7 +129,7 @@ def chances(logits: Tensor, choice: Choice) -> Tensor:
 
 
 def _probabilities(logits: Tensor, choice: Choice) -> Tensor:
-    """float32 [n, vocab], not necessarily of sum 1; anything, of rows that are greedy."""
+    """Returns float32, [n, vocab], not normalized; undefined for greedy rows."""
     divisor = choice.temperature.masked_fill(choice.is_greedy, 1)
     probabilities = torch.softmax(logits / divisor[:, None], dim=-1)
     if len(choice.min_p_rows):
@@ -134,13 +142,13 @@ def _probabilities(logits: Tensor, choice: Choice) -> Tensor:
 
 
 def keep_likely(probabilities: Tensor, min_p: Tensor) -> Tensor:
-    """Zeroes what is less than min_p [n, 1] times as likely as the likeliest of its row."""
+    """Zeroes tokens less likely than min_p [n, 1] times the likeliest token of the row."""
     least = probabilities.amax(-1, keepdim=True) * min_p
     return probabilities.masked_fill(probabilities < least, 0)
 
 
 def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:
-    """Zeroes all but the top_k [n, 1] likeliest of each row."""
+    """Zeroes all but the top_k [n, 1] likeliest tokens of each row."""
     likeliest = probabilities.topk(int(top_k.max())).values
     return _keep(probabilities, top_k, likeliest.gather(1, top_k - 1))
 
@@ -157,9 +165,10 @@ def keep_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _keep(probabilities: Tensor, num_kept: Tensor, least: Tensor) -> Tensor:
-    """Zeroes all but the num_kept [n, 1] likeliest of each row, whose last has probability `least` [n, 1].
+    """Zeroes all but the num_kept [n, 1] likeliest tokens of each row.
 
-    Of several with that probability (in low precision there often are) the first stay.
+    Of several tokens with the probability of the last one, `least` [n, 1], the first stay: ties are common in low
+    precision.
     """
     dropped = probabilities < least
     if bool(((~dropped).sum(-1, keepdim=True) > num_kept).any()):
@@ -170,16 +179,22 @@ def _keep(probabilities: Tensor, num_kept: Tensor, least: Tensor) -> Tensor:
 
 
 def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """weights float32 [n, vocab], not necessarily of sum 1; uniform float32 [n, draws]; token ids int64 [n, draws].
+    """Samples tokens by inverse transform.
 
-    Weights that are NaN give some token: the caller sees it by its log-probability.
+    NaN weights give an arbitrary token: the caller sees its log-probability.
+
+    Args:
+        weights: need not sum to 1, float32, [n, vocab].
+        uniform: float32, [n, draws].
+    Returns:
+        Token ids, int64, [n, draws].
     """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding may carry the target up to the total itself, behind which there is no token.
+    # Rounding may lift the target to the total, beyond which no token exists.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
     if weights.is_cuda:
-        # Sums made side by side need not grow, and the search may then end at a token of no weight.
+        # A parallel prefix sum need not be monotonic, so the search may end at a token of zero weight.
         tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
     return tokens

@@ -1,4 +1,4 @@
-"""Counter-based noise: a uniform number is a function of (seed, stream, position), never of what was drawn before.
+"""Counter-based noise: a number depends only on (seed, stream, position), never on earlier draws.
 
 So batching, preemption and replay do not change a sample. The generator is SplitMix64 (Steele, Lea, Flood 2014, "Fast
 splittable pseudorandom number generators"), whose n-th output is a hash of its key plus n times an odd constant.
@@ -6,10 +6,10 @@ splittable pseudorandom number generators"), whose n-th output is a hash of its 
 
 import numpy as np
 
-# Streams of a seed: the tokens of its samples, and the alternatives drawn at positions of its prompt.
+# Streams of a seed: the tokens of its samples, and alternative tokens sampled at positions of the prompt.
 SAMPLE_STREAM, ALTERNATIVE_STREAM = 0, 1
 
-# Streams of a sample's key beside that of its tokens: what a draft guesses, and whether a guess is accepted.
+# Further streams of a sample's key: the draft tokens, and whether each is accepted.
 GUESS_STREAM, ACCEPT_STREAM = 1, 2
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 
 
 def noise_key(seed: int, *stream: int) -> int:
-    """The key of one stream of a seed, for instance of one sample; any integers, 64 bits of each count."""
+    """Returns the key of one stream of a seed, for instance of one sample. The low 64 bits of each number count."""
     key = _mix(np.array([seed & _MASK], dtype=np.uint64))
     for part in stream:
         key = _mix(key ^ (np.array([part & _MASK], dtype=np.uint64) * _GOLDEN))
@@ -26,17 +26,22 @@ def noise_key(seed: int, *stream: int) -> int:
 
 
 def noise_keys(seed: int, stream: int, numbers: np.ndarray) -> np.ndarray:
-    """noise_key(seed, stream, number) of each of the non-negative integers; uint64 of their shape."""
+    """Returns noise_key(seed, stream, number) for each of the non-negative integers, uint64 of their shape."""
     return _mix(np.uint64(noise_key(seed, stream)) ^ (numbers.astype(np.uint64) * _GOLDEN))
 
 
 def streams(keys: np.ndarray, stream: int) -> np.ndarray:
-    """Of keys uint64 those of another stream."""
+    """Derives the keys, uint64, of another stream."""
     return _mix(keys ^ (np.array([stream], dtype=np.uint64) * _GOLDEN))
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """keys uint64 and positions (non-negative integers) broadcast; float64 in [0, 1) of their common shape."""
+    """Returns float64 in [0, 1).
+
+    Args:
+        keys: uint64.
+        positions: non-negative integers; broadcast with the keys.
+    """
     counter = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(keys + counter) >> np.uint64(11)) * 2.0**-53
 

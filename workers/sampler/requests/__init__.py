@@ -1,1 +1,1 @@
-"""Sampling requests under way."""
+"""Sampling requests in flight: their sequences, prompt scores and stop conditions."""

@@ -1,4 +1,4 @@
-"""A sampling request under way: what it asks, its samples so far, and when each of them ends."""
+"""A sampling request in flight and its sequences."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 
 NOWHERE = -1
 
-# The table compares every sample's tokens with so many; a job that has more looks its own up.
+# The table compares tokens with at most this many stop tokens; jobs with more are checked one by one.
 MOST_STOP_COLUMNS = 32
 
-# Of one request.
+# Limits of one request.
 MOST_SAMPLES = 1 << 16
 MOST_CELLS = 1 << 24
 
 
 class Guessed:
-    """How a draft's guesses fared. num_passes: of the model over guesses. num_accepted: passes by how many were right
-    at once."""
+    """Counts draft tokens.
+
+    num_passes: forward passes of the target model over draft tokens.
+    num_accepted: at index n, the passes that accepted n draft tokens.
+    """
 
     def __init__(self) -> None:
         self.num_passes = self.num_guesses = 0
         self.num_accepted: list[int] = []
 
     def add(self, num_guesses: int, num_accepted: int) -> None:
-        """Of a pass."""
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
@@ -46,16 +48,19 @@ class Guessed:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a pass gave."""
+        """Mean tokens per pass: accepted ones, and the one that the target model adds."""
         return 1.0 + sum(number * passes for number, passes in enumerate(self.num_accepted)) / self.num_passes
 
 
 class Row:
-    """One sample of a job.
+    """One sequence (sample) of a job.
 
-    tokens int32 and logprobs float32: sampled before it last left the table, in which `line` is its place, NOWHERE when
-    it waits or has ended. top: of every token so far, where they are asked for. namespace: of its keys and values.
-    guessed: by a draft. goes_alone: whether no draft is to guess it any more.
+    tokens, logprobs: int32 and float32, as of when it last left the table or was copied from it.
+    line: its row in the table; NOWHERE while it waits and after it has ended.
+    top: the likeliest tokens at each position, if requested.
+    namespace: of its keys and values, see Prefixes.
+    guessed: statistics of its draft tokens.
+    goes_alone: decodes without a draft from now on.
     """
 
     def __init__(self, job: "Job", sample: int, noise_key: int) -> None:
@@ -73,7 +78,7 @@ class Row:
 
     @cached_property
     def matcher(self) -> "Matcher | None":
-        """What follows it, where it is constrained."""
+        """Follows the constraint, if there is one."""
         return None if self.job.matcher is None else self.job.matcher.copy()
 
     @cached_property
@@ -83,44 +88,44 @@ class Row:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who came first, for admission and preemption."""
+        """Order of arrival, for admission and preemption."""
         return self.job.number, self.sample
 
     @property
     def length(self) -> int:
-        """Of the prompt and `tokens`."""
+        """Number of prompt and sampled tokens."""
         return len(self.job.prompt) + len(self.tokens)
 
     @property
     def longest_cached(self) -> int:
-        """Tokens in the cache at the most; the last sample never gets there."""
+        """The most tokens that it can have in the cache: the last sampled one is never stored."""
         return len(self.job.prompt) + self.job.max_new_tokens - 1
 
     @property
     def needs_cache(self) -> bool:
-        """Whether a token follows the next one."""
+        """True if another token follows the next one."""
         return self.job.max_new_tokens - len(self.tokens) > 1
 
     @property
     def is_watched(self) -> bool:
-        """Whether each of its tokens is looked at by itself."""
+        """True if each of its tokens needs a look by itself."""
         job = self.job
         is_text = bool(job.request.stop_strings) or job.matcher is not None
         return is_text or job.request.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MOST_STOP_COLUMNS
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether its tokens are chosen by other logits than the model's."""
+        """True if its tokens are sampled from processed logits."""
         params = self.job.request.params
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         return bool(self.job.matcher is not None or params.logit_bias or params.min_tokens or penalties)
 
     def sequence(self) -> np.ndarray:
-        """Prompt and tokens, int64."""
+        """Returns prompt and sampled tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
 
     def stops_after(self, token: int, count: int) -> bool:
-        """Whether its next token, number `count`, ends it or completes a stop string or what its constraint allows."""
+        """True if the token, its `count`-th, is a stop token, completes a stop sequence or completes the constraint."""
         if self.matcher is not None:
             self.matcher.advance(token)
         found = self._stops is not None and self._stops.found_after(token)
@@ -129,14 +134,14 @@ class Row:
         return found and count >= self.job.request.params.min_tokens
 
     def append_top(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Of the next token; a batch takes as many of the likeliest as any of its rows wants, so maybe too many."""
+        """Stores the likeliest tokens at the newest position. A batch computes the largest k of its sequences."""
         k = self.job.request.topk_sample_logprobs
         if k:
-            # Copies, lest each holds the arrays of its whole batch.
+            # Copies, because a view would keep the arrays of the whole batch alive.
             self.top.append(TopkLogprobs(token_ids[:k].copy(), logprobs[:k].copy()))
 
     def untold(self) -> SampledPart | None:
-        """What came since it was last asked."""
+        """Returns the tokens since the last call, or None."""
         start, self._num_told = self._num_told, len(self.tokens)
         if start == self._num_told:
             return None
@@ -149,14 +154,16 @@ class Row:
 
 
 class Job:
-    """number: the order of arrival. num_open: samples that have not ended.
+    """A request and its sequences.
 
-    max_new_tokens ends every sample at the end of the context; a prompt that fills it gets the one token that follows.
-    num_cache_hits: tokens of the prompt that were in the cache when it was first run, None before.
+    number: the order of arrival.
+    max_new_tokens: ends every sample at the end of the context; a prompt that fills the context gets one token.
+    num_open: sequences that have not ended.
+    num_cache_hits: prompt tokens that were cached at the first prefill; None before it.
     """
 
     def __init__(self, request: SampleJob, number: int, limits: ModelLimits, text: Text) -> None:
-        """Raises OperationError on a constraint not understood, and when there is no tokenizer for what needs one."""
+        """Raises OperationError if the constraint is invalid, or if the model lacks a tokenizer that the job needs."""
         assert request.params.seed is not None, "the seed is drawn at submit"
         self.request = request
         self.number = number
@@ -164,7 +171,7 @@ class Job:
         self.prompt = request.prompt.astype(np.int64)
         room = max(1, limits.max_context_length - len(self.prompt))
         self.max_new_tokens = min(request.params.max_tokens or room, room)
-        # What the model cannot draw stops nothing.
+        # The model never samples tokens outside its vocabulary.
         self.stop_token_ids = frozenset(i for i in request.stop_token_ids if 0 <= i < limits.vocab_size)
         self.scores = PromptScoring(request) if wants_scores(request) else None
         self.num_cache_hits: int | None = None
@@ -182,28 +189,27 @@ class Job:
 
     @property
     def adapter_key(self) -> str:
-        """To sort by: "" for the base model."""
+        """Sort key: "" for the base model."""
         return self.adapter_id or ""
 
     @property
     def weights(self) -> str:
-        """What it samples, for messages."""
         return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"
 
     @property
     def num_reusable(self) -> int:
-        """Tokens of the prompt that need not be run if the cache has them; what is to be scored must."""
+        """Prompt tokens that the prefix cache may replace: hidden states are needed where the prompt is scored."""
         return len(self.prompt) if self.scores is None or self.scores.is_done else self.scores.first_row
 
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of logit_bias: token ids int64 and values float32."""
+        """Token ids and values of logit_bias, int64 and float32."""
         bias = self.request.params.logit_bias or {}
         return np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
 
     @cached_property
     def prompt_vocabulary(self) -> np.ndarray:
-        """int64: the tokens of the prompt, each once."""
+        """The distinct tokens of the prompt, int64."""
         return np.unique(self.prompt)
 
     def untold(self) -> tuple[SampledPart, ...]:
@@ -239,7 +245,7 @@ def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:
 
 
 def check_request(request: SampleJob, limits: ModelLimits) -> None:
-    """Raises OperationError naming what is wrong."""
+    """Raises OperationError if a parameter is invalid."""
     prompt = request.prompt
     if not len(prompt):
         raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
@@ -257,7 +263,7 @@ def check_request(request: SampleJob, limits: ModelLimits) -> None:
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
         raise OperationError(
-            f"prompt_logprobs_last_n {last_n} goes with prompt_logprobs and lies between 1 and len(prompt) - 1 ="
+            f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
             f" {len(prompt) - 1}"
         )
     targets = request.target_prompt_tokens
@@ -271,7 +277,7 @@ def check_request(request: SampleJob, limits: ModelLimits) -> None:
 
 
 def _check_sizes(request: SampleJob, limits: ModelLimits) -> None:
-    """What would only fill memory."""
+    """Raises OperationError if the response would need too much memory."""
     if request.num_samples > MOST_SAMPLES:
         raise OperationError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: split the request")
     for name, k in (

@@ -1,4 +1,4 @@
-"""What a request asks about its prompt: log-probabilities of its tokens, and of the likeliest, given and drawn ones."""
+"""Scores of a prompt: log-probabilities of its own, the likeliest, given and sampled tokens at each position."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _EMPTY_LOGPROB = -99999.0
 
 @dataclass
 class PromptScores:
-    """As in SampleResponse; None where not asked."""
+    """The fields of SampleResponse; None if not requested."""
 
     logprobs: np.ndarray | None = None
     top: TopkLogprobs | None = None
@@ -32,9 +32,9 @@ def wants_scores(job: SampleJob) -> bool:
 
 
 class PromptScoring:
-    """Scores a prompt as its hidden states come, in order and perhaps more than once.
+    """Scores a prompt from its hidden states, which arrive in order and perhaps repeatedly.
 
-    first_row: the first position whose hidden state is wanted; it predicts the token behind it.
+    first_row: the first position whose hidden state is needed; it predicts the next token.
     """
 
     def __init__(self, job: SampleJob) -> None:
@@ -50,9 +50,11 @@ class PromptScoring:
         return self._next_row >= self._last_row
 
     def score(self, start: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], chunk: int) -> None:
-        """hidden [n, hidden_size] of the positions from `start`; logits_of maps at most `chunk` of them to logits.
+        """Scores the positions from `start` on, except those already scored and those behind the prompt.
 
-        Positions that have been scored before, and those behind the prompt, are left out.
+        Args:
+            hidden: [n, hidden_size].
+            logits_of: maps at most `chunk` hidden states to logits.
         """
         stop = min(start + len(hidden), self._last_row)
         for first in range(self._next_row, stop, chunk):
@@ -67,7 +69,7 @@ class PromptScoring:
 
 
 def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
-    """log_softmax [n, vocab], k at most the vocabulary's size."""
+    """Returns the k likeliest tokens of each row. log_softmax: [n, vocab]; k: at most the vocabulary size."""
     best = log_softmax.topk(k)
     return TopkLogprobs(best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
 
@@ -104,7 +106,7 @@ def _score_targets(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_s
 
 
 def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
-    """At the request's temperature, unfiltered by top_k and top_p; at temperature 0 all draws are the likeliest."""
+    """Samples alternatives at the request's temperature, without top_k and top_p. Greedy ones are all equal."""
     if scores.alternative_tokens is None or scores.alternative_logprobs is None:
         return
     if is_greedy(job.params):
@@ -118,13 +120,17 @@ def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, l
 
 
 def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
-    """[positions, draws]"""
+    """Returns float64, [positions, draws]."""
     assert job.params.seed is not None
     keys = noise_keys(job.params.seed, ALTERNATIVE_STREAM, np.arange(job.prompt_alt_tokens_k))
     return uniforms(keys, positions[:, None])
 
 
 def _logprobs_of(tokens: np.ndarray, log_softmax: Tensor) -> np.ndarray:
-    """tokens [n, k] -> float32 [n, k]"""
+    """Returns float32, [n, k].
+
+    Args:
+        tokens: [n, k].
+    """
     index = torch.from_numpy(tokens.astype(np.int64)).to(log_softmax.device)
     return log_softmax.gather(1, index).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Table: of every sample under way a line, so that a step of decoding reads and writes all of them at once."""
+"""The state of all sequences in flight as arrays, so that a decode step updates them all at once."""
 
 from enum import IntEnum
 
@@ -10,12 +10,12 @@ from .jobs import MOST_STOP_COLUMNS, NOWHERE, Row
 _FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
 _NO_TOKEN = -1
 
-# A top_k of more tokens than any vocabulary has.
+# A top_k larger than any vocabulary.
 _ANY = 1 << 31
 
 
 class End(IntEnum):
-    """Why a sample ends with its newest token."""
+    """The reason why a sequence ends with its newest token."""
 
     NOT_YET = 0
     STOP = 1
@@ -24,11 +24,16 @@ class End(IntEnum):
 
 
 class Table:
-    """tokens int32 and logprobs float32 [lines, columns]: what has been sampled; count int64 [lines] says how many.
+    """One row (`line`) per sequence.
 
-    length: prompt and samples. newest: the last token of either. limit: the most samples. noise_key: uint64.
-    stops: int64 [lines, k], the tokens that end it, filled up with -1. temperature, min_p, top_k and top_p: as Settings
-    has them. is_watched, is_adjusted: see Row.
+    tokens, logprobs: sampled so far, int32 and float32, [lines, columns]; `count`, int64, [lines], says how many.
+    length: number of prompt and sampled tokens.
+    newest: the last token, of the prompt or sampled.
+    limit: the most tokens to sample.
+    noise_key: uint64.
+    stops: stop tokens, padded with -1, int64, [lines, k].
+    temperature, min_p, top_k, top_p: see Settings.
+    is_watched, is_adjusted: see Row.
     """
 
     def __init__(self) -> None:
@@ -50,7 +55,6 @@ class Table:
 
     @property
     def num_lines(self) -> int:
-        """Those in use."""
         return len(self.count) - len(self._free)
 
     def enter(self, row: Row) -> None:
@@ -75,30 +79,34 @@ class Table:
         self.is_watched[line], self.is_adjusted[line] = row.is_watched, row.is_adjusted
 
     def settings(self, lines: np.ndarray) -> Settings:
-        """Of the lines int64 [n]."""
         return Settings(self.temperature[lines], self.min_p[lines], self.top_k[lines], self.top_p[lines])
 
     def leave(self, row: Row) -> None:
-        """The row takes along what has been sampled."""
+        """Copies the sampled tokens to the sequence, and frees its line."""
         self.note(row)
         self._free.append(row.line)
         row.line = NOWHERE
 
     def note(self, row: Row) -> None:
-        """Tells the row what has been sampled so far."""
+        """Copies the tokens sampled so far to the sequence."""
         assert row.line != NOWHERE
         count = self.count[row.line]
         row.tokens = self.tokens[row.line, :count].copy()
         row.logprobs = self.logprobs[row.line, :count].copy()
 
     def last_tokens(self, row: Row, num: int) -> np.ndarray:
-        """int64 [num], of prompt and samples."""
+        """Returns the last `num` tokens of prompt and samples, int64, [num]."""
         sampled = self.tokens[row.line, : self.count[row.line]].astype(np.int64)
         of_prompt = max(0, num - len(sampled))
         return np.concatenate([row.job.prompt[len(row.job.prompt) - of_prompt :], sampled[-num:]])
 
     def extend(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Several more tokens of each of the lines int64 [n], none of which ends one: tokens and logprobs [n, k]."""
+        """Adds k tokens to each line. None of them may end a sequence.
+
+        Args:
+            lines: int64, [n].
+            tokens, logprobs: [n, k].
+        """
         count, num_new = self.count[lines], tokens.shape[1]
         self._widen(int(count.max()) + num_new, 0)
         columns = count[:, None] + np.arange(num_new)
@@ -109,7 +117,13 @@ class Table:
         self.length[lines] += num_new
 
     def append(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """The next token of each of the lines int64 [n]; returns its End, int64 [n]."""
+        """Adds one token to each line.
+
+        Args:
+            lines: int64, [n].
+        Returns:
+            End values, int64, [n].
+        """
         count = self.count[lines]
         self._widen(int(count.max()) + 1, 0)
         self.tokens[lines, count] = tokens

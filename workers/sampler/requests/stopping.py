@@ -1,10 +1,10 @@
-"""Stop strings: found in the text of a sample as it grows, over the borders of tokens."""
+"""Stop strings, found in the text of a sample while it grows, across token borders."""
 
 from typing import Protocol
 
-# Text is decoded with a few tokens before it: some tokenizers drop the space in front of the first token they see.
+# Text is decoded with a few tokens before it: some tokenizers drop a space before the first token.
 _LEADING_TOKENS = 5
-_MOST_BYTES = 4  # of a character
+_MOST_BYTES = 4  # in one character
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
 
 
 class StopStrings:
-    """Follows one sample. The prompt is context for decoding only: a match lies in the sampled text alone."""
+    """Follows one sample. The prompt only helps decoding: a match must be within the sampled text."""
 
     def __init__(self, tokenizer: Detokenizer, stops: tuple[str, ...], prompt_tail: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -25,30 +25,33 @@ class StopStrings:
         self._tail = ""
 
     def found_after(self, token: int) -> bool:
-        """Whether a stop string is complete with `token`, the next of the sample."""
+        """True if `token`, the next of the sample, completes a stop string."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         fresh = text[len(self._read_text) :]
         searched = self._tail + fresh.rstrip(_INCOMPLETE)
         ends = [place + len(stop) for stop in self._stops if (place := searched.find(stop)) >= 0]
         if ends:
-            # Who goes on all the same begins to search behind it.
+            # If the sample continues (min_tokens), the search continues after the match.
             self._advance(searched[min(ends) :])
             return True
-        # What is still incomplete after so many tokens is not going to be text.
+        # Bytes that are still incomplete after this many tokens are not text.
         if not fresh.endswith(_INCOMPLETE) or len(self._tokens) - self._num_read > _MOST_BYTES:
             self._advance(searched)
         return False
 
     def _advance(self, searched: str) -> None:
-        """What is read serves as the context of what follows, and only its end can still begin a match."""
+        """Drops text that has been searched, except the end, where a match may begin, and context for decoding."""
         self._tail = searched[max(0, len(searched) - self._keep) :]
         self._tokens = self._from_whole_character(max(_LEADING_TOKENS, len(self._tokens) - self._num_read))
         self._num_read = len(self._tokens)
         self._read_text = self._decode(self._tokens)
 
     def _from_whole_character(self, num_tokens: int) -> list[int]:
-        """At least the last `num_tokens`: bytes of half a character would spoil those behind them."""
+        """Returns at least the last `num_tokens` tokens.
+
+        Starts at a whole character: the bytes of half a character would corrupt the text after them.
+        """
         for more in range(_MOST_BYTES):
             if not self._decode(self._tokens[-num_tokens - more :]).startswith(_INCOMPLETE):
                 return self._tokens[-num_tokens - more :]

@@ -1,4 +1,4 @@
-"""Constraints: which tokens may come next of a sample that must match a schema, a regular expression or a grammar."""
+"""Constraints: restricts sampled tokens to a JSON schema, a regular expression or a grammar."""
 
 import json
 
@@ -12,7 +12,7 @@ from ....schemas.sampling import Constraint
 
 
 class Matcher:
-    """Follows one sample. vocab_size: of the model's logits, which may have rows that the tokenizer does not know."""
+    """Follows one sample. vocab_size: of the model's logits, which may exceed the tokenizer's vocabulary."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -23,42 +23,46 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow."""
+        """True if no token can follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> np.ndarray:
-        """bool [vocab]: what may come next."""
+        """Returns which tokens may follow, bool, [vocab]."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
         return np.pad(allowed, (0, self._vocab_size - len(allowed)))
 
     def advance(self, token: int) -> None:
-        """token: one that was allowed. Raises OperationError when the library gives up, on a grammar too large say."""
+        """Adds an allowed token. Raises OperationError if the library gives up, for instance on too large a grammar."""
         if not self._matcher.consume_token(token):
-            raise OperationError(f"the constraint cannot be followed any further: {self._matcher.get_error()}")
+            raise OperationError(f"the constraint cannot be applied any further: {self._matcher.get_error()}")
 
 
 class Matchers:
-    """Makes them for one model. The tokenizer takes a second to read: it is read once."""
+    """Builds matchers for one model. Reads the tokenizer once, which takes a second."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
-        """end_tokens: may follow what fulfils a constraint. Raises OperationError on another kind of tokenizer."""
+        """Raises OperationError if the tokenizer is not supported.
+
+        Args:
+            end_tokens: allowed after text that satisfies the constraint.
+        """
         if not end_tokens:
-            raise OperationError("this model takes no constraints: its config names no end token (eos_token_id)")
+            raise OperationError("this model does not support constraints: its config has no end token (eos_token_id)")
         try:
             self._tokenizer: LLTokenizer = from_tokenizer(tokenizer, eos_token=list(end_tokens))
         except (TypeError, ValueError) as error:
-            raise OperationError(f"this model's tokenizer takes no constraints: {error}") from error
+            raise OperationError(f"this model's tokenizer does not support constraints: {error}") from error
         self._vocab_size = vocab_size
 
     def new(self, constraint: Constraint) -> Matcher:
-        """Raises OperationError on a schema, expression or grammar that is not understood."""
+        """Raises OperationError if the schema, expression or grammar is invalid."""
         try:
             matcher = LLMatcher(self._tokenizer, _grammar(constraint))
         except (ValueError, RecursionError) as error:
-            raise OperationError(f"the constraint is not understood: {error}") from error
+            raise OperationError(f"the constraint is invalid: {error}") from error
         if matcher.is_error():
-            raise OperationError(f"the constraint is not understood: {matcher.get_error()}")
+            raise OperationError(f"the constraint is invalid: {matcher.get_error()}")
         return Matcher(matcher, self._vocab_size)
 
 

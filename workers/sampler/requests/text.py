@@ -1,4 +1,4 @@
-"""Text: the model's tokenizer, for requests that are about text; read when the first of them comes."""
+"""The model's tokenizer, loaded at the first request that needs it."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -8,31 +8,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ....schemas.errors import OperationError
 from ...models.model import BaseModel
 
-if TYPE_CHECKING:  # llguidance is loaded where constraints are asked for: a machine without it trains and samples
+if TYPE_CHECKING:  # llguidance is imported only for constraints: training and sampling work without it
     from .structured_output import Matchers
 
 
 class Text:
-    """source: directory or hub id of the model."""
+    """source: the model's directory or hub id."""
 
     def __init__(self, source: str, base: BaseModel) -> None:
         self._source, self._base = source, base
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Raises OperationError when there is none."""
+        """Raises OperationError if the model has none."""
         return _load_tokenizer(self._source)
 
     @cached_property
     def matchers(self) -> "Matchers":
-        """Raises OperationError as `tokenizer`, and on one that takes no constraints."""
+        """Raises OperationError if the model has no tokenizer, or one that does not support constraints."""
         from .structured_output import Matchers
 
         return Matchers(self.tokenizer, self._base.vocab_size, self._base.eos_token_ids)
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:
-    """Raises OperationError when there is none; for some models transformers then makes up one of special tokens."""
+    """Raises OperationError if there is none. For some models transformers then builds one of special tokens only."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         reason = None if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else "its vocabulary is empty"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main loop with nothing but curl: KEY=tml-... ./examples/curl.sh http://127.0.0.1:8000 MODEL
-# `Prefer: wait=SECONDS` makes a submit answer with its result; without it, poll POST /api/v1/retrieve_future.
+# The training loop with nothing but curl: KEY=tml-... ./examples/curl.sh http://127.0.0.1:8000 MODEL
+# With `Prefer: wait=SECONDS` a submit returns its result; without it, poll POST /api/v1/retrieve_future.
 set -euo pipefail
 URL=$1/api/v1
 MODEL=$2

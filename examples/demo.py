@@ -1,6 +1,6 @@
 """The client half of `trainhouse demo`: a small chat model learns to answer like a pirate, over HTTP.
 
-Ends 0 if and only if the held-out loss fell. python -m trainhouse.examples.demo --base-url URL --model NAME
+The exit status is 0 only if the held-out loss fell. python -m trainhouse.examples.demo --base-url URL --model NAME
 """
 
 import argparse
@@ -67,7 +67,7 @@ def show_completions(sampler: SamplingClient, tokenizer, max_tokens: int) -> Non
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields what prints a line and moves the bar below it; without a terminal or rich, lines alone."""
+    """Yields a function that prints a line and advances the bar below it; without a terminal or rich it only prints."""
     if not (sys.stdout.isatty() and find_spec("rich")):
         yield lambda line: print(line, flush=True)
         return

@@ -1,9 +1,10 @@
-"""Training a draft model, which guesses what its target will say: its held-out acceptance length, and checkpoints.
+"""Trains a draft model for speculative decoding, reports its held-out acceptance length and saves checkpoints.
 
 .venv/bin/python examples/draft.py --base-url http://127.0.0.1:8000 --algorithm eagle3 --rollouts 1
 Continue a run: the same arguments, and --resume tinker://.../weights/step-20-acceptance-2.4137
 
-What it takes to go on, and to know the best of all checkpoints, is in their names: the step, and the acceptance length.
+The names of checkpoints have the step, which a resumed run continues from, and the acceptance length, which shows the
+best of them.
 """
 
 import argparse
@@ -17,11 +18,11 @@ from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, Trainin
 from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, rows, schedule
 
 NAME = re.compile(r"step-(\d+)-acceptance-(\d+\.\d+)")
-"""Of a checkpoint."""
+"""The name of a checkpoint of this script."""
 
 
 class WrongResume(ValueError):
-    """From a checkpoint that cannot be gone on from like this."""
+    """The checkpoint cannot be resumed with these arguments."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,19 @@ class Saved:
 
     @staticmethod
     def at(path: str) -> "Saved":
-        """Raises WrongResume on a path of others."""
+        """Parses a path. Raises WrongResume if it is not the path of a checkpoint of this script."""
         if (found := NAME.fullmatch(path.rpartition("/")[2])) is None:
-            raise WrongResume(f"{path} is of no checkpoint of this script: these are named step-N-acceptance-A")
+            raise WrongResume(f"{path} is not a checkpoint of this script: these are named step-N-acceptance-A")
         return Saved(path, int(found[1]), float(found[2]))
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of guesses. acceptance_length: tokens that a pass of the target gives, its own and the guesses that it accepts,
-    each the likeliest token. accuracy: of the first guess. loss: summed over guesses, by first guesses."""
+    """The quality of a draft.
+
+    acceptance_length: tokens per pass of the target with greedy decoding: its own and the accepted draft tokens.
+    accuracy: of the first draft token. loss: summed over draft tokens, per first draft token.
+    """
 
     acceptance_length: float
     accuracy: float
@@ -75,7 +79,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     first_step = Saved.at(options.resume).step if options.resume else 0
-    # By this a run that is resumed from this one finds those before it.
+    # A run that is resumed from this one finds the earlier ones by this.
     metadata = {"resumed": options.resume} if options.resume else None
     with ServiceClient(options.base_url, options.api_key, metadata) as service:
         draft = resumed(service, options) if options.resume else created(service, options)
@@ -118,14 +122,14 @@ def parse_options() -> argparse.Namespace:
         "--rollouts",
         type=int,
         default=0,
-        help="answers to each question that the target samples first"
-        " and that are learnt, which is best; 0: those of the data",
+        help="train on answers sampled from the target, this many for each question, which"
+        " works best; 0: train on the answers of the data",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="of these; 0: the likeliest tokens")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of each of these")
-    parser.add_argument("--draft-vocab-size", type=int, help="of eagle3: how many tokens it can say, the most frequent")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampled answers; 0: greedy")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each sampled answer")
+    parser.add_argument("--draft-vocab-size", type=int, help="for eagle3: number of tokens, the most frequent")
     parser.add_argument(
-        "--captured", action="store_true", help="the target runs once over all texts, and the draft learns of that"
+        "--captured", action="store_true", help="run the target once over all texts, and train on the stored features"
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
@@ -147,12 +151,15 @@ def created(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
 
 
 def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClient:
-    """The target is the one that is asked for, though its checkpoint may have moved since. Raises WrongResume."""
+    """Returns the resumed draft with the target of this call's options, whose checkpoint may have moved since.
+
+    Raises WrongResume if the checkpoint is not a draft's, or one of another algorithm.
+    """
     draft = service.create_training_client_from_state_with_optimizer(options.resume)
     info = draft.get_info()
     if info.draft is None:
         raise WrongResume(
-            f"{options.resume} is of a {info.model_role}, and --algorithm is {options.algorithm}: resume a draft"
+            f"{options.resume} is a checkpoint of a {info.model_role}, not of a draft: resume that of a draft"
         )
     if (found := info.draft.algorithm) != options.algorithm:
         raise WrongResume(
@@ -164,7 +171,7 @@ def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
 
 
 def earlier(service: ServiceClient, resume: str | None) -> list[Saved]:
-    """Checkpoints up to the one that is resumed, by step, also of the runs that were resumed before."""
+    """Returns the checkpoints up to the resumed one, by step, including those of the runs before it."""
     rest, found = service.create_rest_client(), []
     while resume:
         run_id, last_step = resume.removeprefix("tinker://").partition("/")[0], Saved.at(resume).step
@@ -177,7 +184,7 @@ def earlier(service: ServiceClient, resume: str | None) -> list[Saved]:
 
 
 def texts(service: ServiceClient, draft: TrainingClient, options: argparse.Namespace, split: str) -> Iterator[Datum]:
-    """With a weight for each token that is to be guessed: those of answers, not of questions."""
+    """Yields the training data. Tokens of answers have weight 1, tokens of questions 0."""
     tokenizer, asked = draft.get_tokenizer(), list(rows(options.data, split))
     if not options.rollouts:
         yield from (datum(tokenizer, row) for row in asked)
@@ -190,7 +197,8 @@ def texts(service: ServiceClient, draft: TrainingClient, options: argparse.Names
 def sampled(
     service: ServiceClient, prompts: Sequence[list[int]], options: argparse.Namespace
 ) -> Iterator[list[list[int]]]:
-    """By the target, `--rollouts` for each prompt. A run that is resumed has the same seeds, and samples the same."""
+    """Samples `--rollouts` answers to each prompt from the target. A resumed run has the same seeds and gets the same
+    answers."""
     if options.target_path:
         target = service.create_sampling_client(model_path=options.target_path)
     else:
@@ -204,13 +212,13 @@ def sampled(
 def build_vocab_map(draft: TrainingClient, data: Sequence[Datum]) -> None:
     tokens, weights = ([each.loss_fn_inputs[name] for each in data] for name in ("target_tokens", "weights"))
     counted = draft.build_vocab_map(tokens, weights).result()
-    print(f"vocabulary of {counted.size} tokens: {counted.covered:.1%} of those that are to be guessed", flush=True)
+    print(f"vocabulary of {counted.size} tokens: {counted.covered:.1%} of the tokens to predict", flush=True)
 
 
 def train_step(
     draft: TrainingClient, data: Sequence[Datum], algorithm: str, step: int, learning_rate: float
 ) -> Quality:
-    """Returns how it was before the step. Both requests leave at once; the server keeps their order."""
+    """Returns the quality before the step. Both requests are sent at once; the server keeps their order."""
     adam = AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
     passed = draft.forward_backward(data, algorithm, loss_config(algorithm, step))
     stepped = draft.optim_step(adam, gradient_scale="mean")
@@ -224,7 +232,8 @@ def evaluate(draft: TrainingClient, data: Sequence[Datum], algorithm: str) -> Qu
 
 
 def loss_config(algorithm: str, seed: int) -> dict[str, float]:
-    """dflash draws where in long texts it guesses: by the step, that a resumed run draws the same."""
+    """Returns a seed for dflash, which draws its anchors in long texts: the step, so that a resumed run draws the same
+    ones."""
     return {"seed": seed} if algorithm == "dflash" else {}
 
 

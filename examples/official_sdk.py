@@ -1,7 +1,7 @@
-"""The official Tinker SDK, unmodified, against this server: pip install tinker==0.38.0
+"""Uses the official Tinker SDK, unmodified, with this server: pip install tinker==0.38.0
 
 .venv/bin/python examples/official_sdk.py [--base-url URL] [--model MODEL]
-TINKER_BASE_URL and TINKER_API_KEY say where the server is and which key is used, where it is not one made up.
+TINKER_BASE_URL sets the server's URL, TINKER_API_KEY the key; without it the script sends a placeholder.
 """
 
 import argparse

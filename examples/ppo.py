@@ -1,9 +1,9 @@
-"""PPO with a policy, a critic and a reference on one server. The toy reward is the share of even token ids.
+"""Runs PPO with a policy, a critic and a reference on one server. The toy reward is the share of even token ids.
 
 .venv/bin/python examples/ppo.py --base-url http://127.0.0.1:8000 --model NAME
 
-Each iteration samples, scores what was sampled by reference and critic, and goes over it `--epochs` times in
-mini-batches, the last of which may be smaller: one optimizer step of policy and critic for each.
+Each iteration samples episodes, scores them with reference and critic, and trains on them for `--epochs` epochs of
+mini-batches, the last of which may be smaller. Each mini-batch is one optimizer step of policy and critic.
 """
 
 import argparse
@@ -19,7 +19,7 @@ PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33], [40, 41, 42]]
 
 @dataclass
 class Episode:
-    """A prompt and what was sampled. logprobs, mask: [T] of the targets; mask: 1 where these were sampled."""
+    """A prompt and its completion. logprobs, mask: [T], of the targets; mask is 1 for sampled tokens."""
 
     tokens: list[int]
     logprobs: np.ndarray
@@ -37,7 +37,7 @@ class Episode:
 
 @dataclass
 class Batch:
-    """Of each episode what the losses read: [T] each."""
+    """Episodes with the inputs of the losses, [T] for each episode."""
 
     episodes: list[Episode]
     values: list[np.ndarray]
@@ -88,7 +88,8 @@ def episode(prompt: Sequence[int], sample: SampledSequence) -> Episode:
 def with_advantages(
     episodes: list[Episode], reference: TrainingClient, critic: TrainingClient, options: argparse.Namespace
 ) -> Batch:
-    """The reward of a token is minus `--kl` times its log-ratio to the reference; the last one has the score, too."""
+    """Computes advantages and returns. A token's reward is minus `--kl` times its log-ratio to the reference; the last
+    token's reward also has the score."""
     scored = reference.forward(
         [Datum(each.inputs, {"target_tokens": each.targets}) for each in episodes], "cross_entropy"
     )
@@ -113,7 +114,7 @@ def with_advantages(
 def generalized_advantages(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, discount: float, trace: float
 ) -> np.ndarray:
-    """Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2015)."""
+    """Returns generalized advantages: Schulman et al., https://arxiv.org/abs/1506.02438."""
     found, following, next_value = np.zeros_like(rewards), 0.0, 0.0
     for i in reversed(range(len(rewards))):
         if mask[i]:
@@ -124,7 +125,7 @@ def generalized_advantages(
 
 
 def whitened(advantages: list[np.ndarray], episodes: list[Episode]) -> Iterator[np.ndarray]:
-    """Over all sampled tokens: mean 0 and variance 1."""
+    """Yields the advantages scaled to mean 0 and variance 1 over all sampled tokens."""
     counted = np.concatenate([one[each.mask > 0] for one, each in zip(advantages, episodes, strict=True)])
     for one, each in zip(advantages, episodes, strict=True):
         yield (one - counted.mean()) / (counted.std() + 1e-6) * each.mask
@@ -133,7 +134,7 @@ def whitened(advantages: list[np.ndarray], episodes: list[Episode]) -> Iterator[
 def learn(
     policy: TrainingClient, critic: TrainingClient, batch: Batch, chosen: np.ndarray, options: argparse.Namespace
 ) -> None:
-    """One optimizer step of each, over some of the episodes."""
+    """Takes one optimizer step of policy and critic on the chosen episodes."""
     of_policy, of_critic = [], []
     for i in chosen:
         each = batch.episodes[i]
@@ -155,7 +156,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--iterations", type=int, default=15)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--mini-batch", type=int, default=24, help="episodes of an optimizer step")
+    parser.add_argument("--mini-batch", type=int, default=24, help="episodes per optimizer step")
     parser.add_argument("--samples", type=int, default=16, help="per prompt")
     parser.add_argument("--tokens", type=int, default=8, help="per sample")
     parser.add_argument("--kl", type=float, default=0.01, help="weight of the log-ratio to the reference in rewards")
@@ -163,7 +164,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--trace", type=float, default=0.95, help="lambda of generalized advantages")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--critic-learning-rate", type=float, default=1e-2)
-    parser.add_argument("--move-reference-every", type=int, default=0, help="iterations; 0: it stays the base model")
+    parser.add_argument("--move-reference-every", type=int, default=0, help="iterations; 0: keep the base model")
     parser.add_argument("--seed", type=int, default=0, help="of adapters, samples and mini-batches")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""A remote RL loop: sample, reward, policy-gradient step. The toy reward is the share of even token ids.
+"""Runs a remote RL loop: sample, reward, policy-gradient step. The toy reward is the share of even token ids.
 
 .venv/bin/python examples/rl_loop.py --base-url http://127.0.0.1:8000 --model NAME [--loss ppo]
 """
@@ -40,7 +40,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=16, help="per prompt")
     parser.add_argument("--tokens", type=int, default=8, help="per sample")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
-    parser.add_argument("--seed", type=int, default=0, help="of the adapter and of what is sampled")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter and of sampling")
     return parser.parse_args()
 
 
@@ -49,7 +49,8 @@ def reward(tokens: np.ndarray) -> float:
 
 
 def group_data(prompt: Sequence[int], group: Sequence[SampledSequence]) -> Iterator[Datum]:
-    """Advantage: how much better than the other samples of the same prompt. The prompt's positions carry none."""
+    """Yields one datum per sample. The advantage is its reward relative to the other samples of the prompt, 0 at the
+    prompt's positions."""
     rewards = np.asarray([reward(sequence.tokens) for sequence in group])
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     for sequence, advantage in zip(group, advantages, strict=True):

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on question/answer pairs, with a learning-rate schedule, held-out loss and checkpoints.
+"""Fine-tunes a model on question/answer pairs, with a learning-rate schedule, held-out loss and checkpoints.
 
 .venv/bin/python examples/sft.py --base-url http://127.0.0.1:8000 --model HuggingFaceTB/SmolLM2-135M-Instruct
 Continue a run: add --resume tinker://.../weights/step-20
@@ -75,14 +75,15 @@ def datum(tokenizer, row: dict[str, str]) -> Datum:
 
 
 def answered(prompt: list[int], answer: list[int]) -> Datum:
-    """The answer, with its end, is what is learnt: the prompt's positions weigh nothing."""
+    """Returns a datum that trains on the answer, including its end token; the prompt's positions have weight 0."""
     tokens = prompt + answer
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
     return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": weights})
 
 
 def batch(data: Sequence[Datum], step: int, size: int) -> list[Datum]:
-    """Shuffled anew every epoch; a function of the step alone, so that a resumed run sees what the first would have."""
+    """Returns the batch of a step, from data shuffled every epoch. It depends on the step only, so that a resumed run
+    gets the batches that the first run would have got."""
     per_epoch = len(data) // size
     epoch, index = divmod(step, per_epoch)
     order = np.random.default_rng(epoch).permutation(len(data))
@@ -90,14 +91,14 @@ def batch(data: Sequence[Datum], step: int, size: int) -> list[Datum]:
 
 
 def schedule(step: int, warmup: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine down to zero: a factor of the learning rate."""
+    """Returns the learning rate's factor: linear warm-up, then half a cosine down to zero."""
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def train_step(client: TrainingClient, data: Sequence[Datum], learning_rate: float) -> float:
-    """Returns the loss per token before the step. Both requests leave at once; the server keeps their order."""
+    """Returns the loss per token before the step. Both requests are sent at once; the server keeps their order."""
     adam = AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
     passed = client.forward_backward(data, "cross_entropy")
     stepped = client.optim_step(adam, gradient_scale="mean")

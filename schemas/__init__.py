@@ -1,1 +1,1 @@
-"""The language: everything that crosses HTTP, and the only code that knows its formats."""
+"""Defines the messages that are sent over HTTP and their formats, which no other code depends on."""

@@ -1,5 +1,5 @@
-"""How long what a request says may be. What is not here is payload: prompts, data, messages, which are bounded by the
-body that they come in (--max-body-bytes) and by their tenant's quotas."""
+"""Limits the size of a request's fields. Payload (prompts, data, messages) has no limits here: it is bounded by the
+size of the body (--max-body-bytes) and by the tenant's quotas."""
 
 import math
 from itertools import islice
@@ -13,32 +13,33 @@ MOST_ID, MOST_PATH, MOST_TEXT = 256, 1024, 4096
 MOST_METADATA_BYTES = 8192
 MOST_CONSTRAINT_BYTES = 1 << 18
 MOST_TOKEN_IDS = 1 << 18
-"""The largest vocabularies have as many."""
+"""Chosen to cover the largest vocabularies."""
 
 MAX_JSON_BYTES = 64 << 20
-"""Parsed JSON takes ten times its size and more."""
+"""Parsed JSON takes more than ten times this size in memory."""
 
 _PIECE = 256
 
 
 def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
-    """Raises RequestError 413."""
+    """Raises RequestError 413 if the body is too large."""
     if len(body) > most_bytes:
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
 class FirstOnly(FailFast):
-    """Stops at the first element of a list that is wrong: an error takes 2 KB, and all others wait while it is made.
+    """Stops validation at the first invalid element of a list: an error takes 2 KB, and building many of them blocks
+    other requests.
 
-    In a union it must have a hash.
+    It is hashable because pydantic needs that in a union.
     """
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
 def first_only_of(most: int) -> WrapValidator:
-    """Returns what does for an object of `most` entries what FirstOnly does for lists: no piece is looked at behind one
-    with errors."""
+    """Returns the counterpart of FirstOnly for objects of up to `most` entries: entries are validated in pieces, up to
+    the first piece with an error."""
 
     def in_pieces(entries: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(entries, dict) or len(entries) > most:
@@ -57,14 +58,16 @@ Path = Annotated[str, Field(max_length=MOST_PATH)]
 """Names a checkpoint or a base model, which may be a hub id."""
 
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
-"""Text for people: a session's name, how it ended."""
+"""Free text for people: a session's name, how it ended."""
 
 Tags = Annotated[tuple[Id, ...], Field(max_length=64)]
 
 
 def _json_size(value: object, most: int) -> int:
-    """Returns the bytes of the JSON text of a parsed value, about; counted no further than to where it is more than
-    `most`. Raises ValueError on numbers that JSON, and with it PostgreSQL, does not have."""
+    """Returns the approximate size of a parsed value as JSON, in bytes. Counting stops as soon as it exceeds `most`.
+
+    Raises ValueError for numbers that JSON, and therefore PostgreSQL, does not have.
+    """
     size, rest = 0, [value]
     while rest and size <= most:
         each = rest.pop()
@@ -96,7 +99,7 @@ def _json_object(num_bytes: int) -> WithJsonSchema:
 
 
 Metadata = Annotated[dict[str, Any], _at_most(MOST_METADATA_BYTES), _json_object(MOST_METADATA_BYTES)]
-"""A user's own words about a session, a model or a checkpoint, which are stored and listed."""
+"""A user's metadata of a session, a model or a checkpoint, which is stored and listed."""
 
 StringMetadata = Annotated[
     dict[str, str],
@@ -108,4 +111,4 @@ StringMetadata = Annotated[
 ConstraintSchema = Annotated[dict[str, Any], _at_most(MOST_CONSTRAINT_BYTES), _json_object(MOST_CONSTRAINT_BYTES)]
 
 Detail = Annotated[str, AfterValidator(lambda text: text[:MOST_TEXT])]
-"""A reason that may hold a traceback: it is cut, since refusing it would refuse what it explains."""
+"""A reason, possibly with a traceback. It is truncated, because refusing it would refuse the request it explains."""

@@ -1,4 +1,4 @@
-"""Saving, loading, publishing and downloading checkpoints."""
+"""Messages that save, load, publish and download checkpoints."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -29,7 +29,11 @@ class SaveWeightsResponse(Wire):
 
 
 class SaveWeightsForSamplerRequest(Wire):
-    """With `path`: a named, listed checkpoint. Without: an ephemeral sampler (answers `sampling_session_id`)."""
+    """Saves weights for sampling.
+
+    With `path` it creates a named, listed checkpoint; without, an ephemeral sampler, and the response has its
+    `sampling_session_id`.
+    """
 
     model_id: Id
     seq_id: SeqId = 0
@@ -48,7 +52,10 @@ class SaveWeightsForSamplerResponse(Wire):
 
 
 class SaveWeightsExternalRequest(Wire):
-    """age_encryption_recipients: public keys to which every file is encrypted; its name then ends in `.age`."""
+    """Saves weights for use outside of the server.
+
+    age_encryption_recipients: public keys to which every file is encrypted; file names then end in `.age`.
+    """
 
     model_id: Id
     path: Path
@@ -65,9 +72,9 @@ class SaveWeightsExternalResponse(Wire):
 
 
 class LoadWeightsRequest(Wire):
-    """Either (model_id, seq_id): into a live model. Or (session_id, model_seq_id): create the model from `path`.
+    """Loads a checkpoint into a live model (model_id, seq_id), or creates a model from it (session_id, model_seq_id).
 
-    model_role (ours): of the model that is created, None = that of the checkpoint's.
+    model_role (ours): the role of the created model; null for the role of the model that saved the checkpoint.
     """
 
     path: Path
@@ -95,7 +102,7 @@ class WeightsInfoRequest(Wire):
 
 
 class WeightsInfoResponse(Wire):
-    """model_role is ours."""
+    """Describes a checkpoint. model_role is ours."""
 
     base_model: str
     is_lora: bool
@@ -121,7 +128,10 @@ class CopyWeightsResponse(Wire):
 
 
 class ImportWeightsResponse(Wire):
-    """tinker_path: of a checkpoint without optimizer state. lora: its shape, by whole groups of layers."""
+    """Describes an imported adapter.
+
+    tinker_path: the new checkpoint, which has no optimizer state. lora: its configuration, by whole groups of layers.
+    """
 
     tinker_path: str
     base_model: str

@@ -1,7 +1,7 @@
-"""Columns: many small arrays as one large one, which is how a batch travels between processes.
+"""Packs many small arrays into a few large ones, the format in which a batch is sent between processes.
 
-A pickled array costs an object or two each way, a thousand of them a thousand; a column costs one, and the arrays are
-views of it again.
+Pickling costs an object or two per array in each direction. A column is pickled as one array, and the small arrays
+become views of it on the other side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,16 @@ _KIND = attrgetter("dtype", "ndim")
 
 
 class Column(NamedTuple):
-    """Arrays of one dtype and as many dimensions each, one after another.
+    """Concatenated arrays of the same dtype and number of dimensions.
 
-    values: all of their elements. shapes: int64 [arrays, dimensions].
+    values: all of their elements, flat. shapes: int64 [arrays, dimensions].
     """
 
     values: np.ndarray
     shapes: np.ndarray
 
     def arrays(self) -> list[np.ndarray]:
-        """Views of `values`."""
+        """Returns the arrays as views of `values`."""
         stops = self.shapes.prod(axis=1).cumsum().tolist()
         flat = [self.values[start:stop] for start, stop in pairwise([0, *stops])]
         if self.shapes.shape[1] == 1:
@@ -36,7 +36,7 @@ Columns = Mapping[str, Column]
 
 
 def column_of(arrays: Sequence[np.ndarray]) -> Column | None:
-    """None where they do not fit one: another dtype, or another number of dimensions."""
+    """Returns the arrays as a column, None if their dtypes or numbers of dimensions differ."""
     if len(set(map(_KIND, arrays))) > 1:
         return None
     if arrays[0].ndim == 1:
@@ -46,7 +46,10 @@ def column_of(arrays: Sequence[np.ndarray]) -> Column | None:
 
 
 def columns_of(records: Sequence[Mapping[str, np.ndarray]]) -> Columns | None:
-    """name -> that array of all records; None where they differ in their names, or a name's arrays fit no column."""
+    """Returns a column of all records' arrays for each name.
+
+    Returns None if the records differ in their names, or if the arrays of a name do not fit into a column.
+    """
     columns: dict[str, Column] = {}
     names = records[0].keys()
     if any(record.keys() != names for record in records):
@@ -60,7 +63,7 @@ def columns_of(records: Sequence[Mapping[str, np.ndarray]]) -> Columns | None:
 
 
 def records_of(columns: Columns, num_records: int) -> list[dict[str, np.ndarray]]:
-    """What `columns_of` was given."""
+    """Returns the records that `columns_of` packed."""
     if not columns:
         return [{} for _ in range(num_records)]
     rows = zip(*(column.arrays() for column in columns.values()), strict=True)

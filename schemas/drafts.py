@@ -1,5 +1,5 @@
-"""Draft models: what they guess, the tokens that they can say, and what is captured of their targets. How one is made
-is said in models."""
+"""Messages about draft models: their target, their vocabulary, and captured features. Those that create a draft are in
+`models`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
@@ -17,7 +17,10 @@ _MOST_COUNTS = 1 << 24
 
 
 class SetTargetRequest(Wire):
-    """path: of a policy's checkpoint of the same base model; null, or left out = the bare base model."""
+    """Sets the target of a draft.
+
+    path: a policy's checkpoint of the same base model; null or absent for the bare base model.
+    """
 
     model_id: Id
     seq_id: SeqId = 0
@@ -31,8 +34,11 @@ class SetTargetResponse(Wire):
 
 
 class BuildVocabMapRequest(Wire):
-    """What is counted, either of: tokens, sequences of ids, of which those count that have a weight other than 0, or
-    all where there are no weights; counts, by token id."""
+    """Builds a draft's vocabulary from the most frequent tokens. Give either tokens or counts.
+
+    tokens: sequences of token ids. weights: one per token; tokens with weight 0 do not count. Absent: all count.
+    counts: number of occurrences by token id.
+    """
 
     model_id: Id
     seq_id: SeqId = 0
@@ -53,14 +59,17 @@ class BuildVocabMapRequest(Wire):
 
     def _check_weights(self, weights: Sequence[Weights]) -> None:
         if self.tokens is None:
-            raise ValueError("weights are of tokens: leave them out, or give tokens")
+            raise ValueError("weights need tokens: leave them out, or give tokens")
         if [len(each) for each in weights] != [len(each) for each in self.tokens]:
-            raise ValueError("weights differ from tokens in their lengths: give one for each token")
+            raise ValueError("weights and tokens have different lengths: give one weight for each token")
 
 
 class BuildVocabMapResponse(Wire):
-    """num_tokens: that were counted. covered: the share of these that the draft can say. size: how many different ones
-    it can say. hash: of their ids, by which two vocabularies are compared."""
+    """Describes the draft's new vocabulary.
+
+    num_tokens: tokens that were counted. covered: fraction of these that are in the vocabulary. size: of the
+    vocabulary. hash: of the vocabulary's ids, to compare two vocabularies.
+    """
 
     num_tokens: int
     covered: float
@@ -70,7 +79,7 @@ class BuildVocabMapResponse(Wire):
 
 
 class Captured(Wire):
-    """A sequence of which features are captured; what a datum has besides is not read."""
+    """A sequence whose features are captured. Other fields of a datum are ignored."""
 
     model_input: ModelInput | Annotated[Tokens, Field(min_length=1)]
 
@@ -81,8 +90,12 @@ class Captured(Wire):
 
 
 class CaptureRequest(Wire):
-    """ttl_seconds: how long the features are kept; left out: as long as the server lets it. uses: how many times a
-    forward_backward uses each; behind the last one's optim_step they are deleted. Left out: any number."""
+    """Runs the draft's target over sequences and stores its hidden states as features.
+
+    ttl_seconds: how long the features are kept; absent: as long as the server allows.
+    uses: how many forward_backward requests use each of them; the optim_step after the last one deletes it. Absent: no
+    limit.
+    """
 
     model_id: Id
     seq_id: SeqId = 0
@@ -93,8 +106,11 @@ class CaptureRequest(Wire):
 
 
 class CaptureResponse(Wire):
-    """feature_refs: for each datum what another one of the same tokens may carry. num_bytes: of what they refer to, the
-    same content counted once. expires_at: in seconds since 1970."""
+    """References the captured features.
+
+    feature_refs: one for each datum, to be sent as feature_ref with data of the same tokens. num_bytes: stored bytes,
+    with equal content counted once. expires_at: in seconds since 1970.
+    """
 
     feature_refs: Sequence[str]
     num_bytes: int
@@ -103,14 +119,17 @@ class CaptureResponse(Wire):
 
 
 class ReleaseFeaturesRequest(Wire):
-    """feature_refs: that this model has captured; left out: all of them. Those that are gone are passed over."""
+    """Releases features that this model captured.
+
+    feature_refs: absent for all of them. References that no longer exist are ignored.
+    """
 
     model_id: Id
     feature_refs: Annotated[list[Id], Field(max_length=1 << 16), FirstOnly()] | None = None
 
 
 class ReleaseFeaturesResponse(Wire):
-    """num_released: references. What an unfinished step needs goes only behind it."""
+    """Counts the released references. Features that an unfinished optimizer step needs are deleted after it."""
 
     num_released: int
     type: Literal["release_features"] = "release_features"

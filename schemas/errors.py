@@ -1,4 +1,4 @@
-"""What can go wrong, in the two forms in which a user meets it: an HTTP status, or a future that failed."""
+"""The two kinds of errors that a user gets: an HTTP status, or a failed future."""
 
 from typing import Literal
 
@@ -6,10 +6,10 @@ Category = Literal["user", "server", "unknown"]
 
 
 class OperationError(Exception):
-    """An accepted operation failed; its future answers with this message and category.
+    """An accepted operation failed; its future returns this message and category.
 
-    `user`: the request was wrong and the message names the value and the remedy. `server`: we failed it.
-    Crosses process borders, so it holds nothing but its two arguments.
+    `user`: the request was wrong, and the message names the value and the remedy. `server`: the server failed.
+    It is sent between processes, so it holds nothing but its two arguments.
     """
 
     def __init__(self, message: str, category: Category = "user") -> None:

@@ -1,4 +1,4 @@
-"""Futures: the answer to a submit, and polling for the result."""
+"""Messages about futures: the response to a submitted request, and polling for the result."""
 
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class SubmitResponse(Wire):
-    """seq_id (ours): the number that the operation has, for who left it out."""
+    """Acknowledges a request. seq_id (ours): the operation's number, for clients that left it out."""
 
     request_id: str
     model_id: str | None = None
@@ -30,7 +30,10 @@ class CancelFutureRequest(Wire):
 
 
 class SamplingSessionTarget(Wire):
-    """One client of a sampling session: the original (0) or a clone, whose seq_ids start at a billion times this."""
+    """Names one client of a sampling session.
+
+    cloned_sampler_id: 0 for the original; the seq_ids of a clone start at a billion times this number.
+    """
 
     sampling_session_id: Id
     cloned_sampler_id: Natural = 0
@@ -38,7 +41,11 @@ class SamplingSessionTarget(Wire):
 
 
 class RetrieveFuturesRequest(Wire):
-    """prev_cursor: of the last answer, 0 at first. timeout: seconds to wait when nothing is new; 0 = not at all."""
+    """Requests the futures that completed since the last call.
+
+    prev_cursor: the cursor of the last response, 0 at first. timeout: seconds to wait if there is nothing new; 0
+    returns at once.
+    """
 
     target: SamplingSessionTarget
     prev_cursor: Natural = 0
@@ -47,7 +54,7 @@ class RetrieveFuturesRequest(Wire):
 
 
 class FutureCompletion(Wire):
-    """response_payload_uncompressed_size: bytes of a finished one's result."""
+    """Reports a completed future. response_payload_uncompressed_size: the size of its result in bytes, if finished."""
 
     state: Literal["finished", "failed"]
     request_id: str
@@ -65,7 +72,7 @@ class RequestFailed(Wire):
 
 
 class Pending(Wire):
-    """Body of the 408 that ends a long poll without a result."""
+    """The body of the 408 response that ends a long poll without a result."""
 
     queue_state: QueueState = "active"
     queue_state_reason: str | None = None

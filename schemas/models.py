@@ -1,4 +1,4 @@
-"""Models, sessions and what the server can do."""
+"""Messages about models, sessions, listings and the state of the server."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -10,7 +10,7 @@ from .bounds import Detail, Id, Metadata, Path, Tags, Text
 from .training import Integer, Natural, Seed, Strict, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
-"""The kinds of model that can be created: see docs/roles.md, docs/drafts.md."""
+"""The kinds of models that can be created: see docs/roles.md, docs/drafts.md."""
 
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -18,7 +18,7 @@ Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class LoraConfig(Wire):
-    """alpha (ours) is not on the SDK's wire; 32 at every rank. The adapter's scale is alpha / rank, as in PEFT."""
+    """Configures a LoRA adapter. Its scale is alpha / rank, as in PEFT; alpha (ours) is not sent by the SDK."""
 
     rank: Size = 32
     seed: Seed | None = None
@@ -29,27 +29,30 @@ class LoraConfig(Wire):
 
 
 GATE_UP_PATTERN = r".*\.experts\.gate_up_proj"
-"""Names what PEFT's files give a rank and an alpha of its own: gate and up of experts, one parameter with two pairs."""
+"""The parameter that has a separate rank and alpha in PEFT's files: gate and up of experts, one parameter with two
+pairs of matrices."""
 
 
 class FullConfig(Wire):
-    """Full fine-tuning: all weights are the model's own. seed: of what a critic's head starts from."""
+    """Configures full fine-tuning: all weights are trained. seed: initializes a critic's head."""
 
     training: Literal["full"] = "full"
     seed: Seed | None = None
 
 
 Algorithm = Literal["eagle3", "dflash"]
-"""How a draft model guesses what its target will say."""
+"""The algorithm by which a draft model predicts its target's tokens."""
 
 
 class DraftConfig(Wire):
-    """A draft model for speculative decoding. What is None depends on the base model, and is filled in when it is made.
+    """Configures a draft model for speculative decoding.
 
-    num_layers: 1 of eagle3. capture_layers: of the target, counted from 0, whose outputs it reads. draft_vocab_size:
-    how many of the target's tokens it can say, None = all. intermediate_size: of its MLP, None = the target's.
-    block_size: of dflash, the token that is known and those that are guessed. mask_token_id: of dflash, stands for what
-    is guessed.
+    Fields that are null have defaults that depend on the base model, and are filled in when the draft is created.
+
+    num_layers: always 1 for eagle3. capture_layers: layers of the target whose outputs the draft reads, counted from 0.
+    draft_vocab_size: size of the draft's vocabulary, null for all of the target's tokens. intermediate_size: of its
+    MLP, null for the target's. block_size: for dflash, one known token and the draft tokens after it. mask_token_id:
+    for dflash, the input in the place of draft tokens.
     """
 
     training: Literal["draft"] = "draft"
@@ -64,17 +67,17 @@ class DraftConfig(Wire):
 
 
 class NewDraft(Strict, DraftConfig):
-    """As it is asked for."""
+    """Configures a draft model that is created; unknown fields are refused."""
 
 
 TrainingConfig = LoraConfig | FullConfig | DraftConfig
-"""What of a model is trained."""
+"""Selects which weights of a model are trained."""
 
 _TRAININGS = {"full": FullConfig, "draft": DraftConfig}
 
 
 def training_of(values: Mapping[str, Any]) -> TrainingConfig:
-    """From the fields of one, as they were stored; those of LoRA do not say what they are."""
+    """Returns the configuration with these stored fields. Those of LoRA have no `training` field."""
     seed = values.get("seed")
     if isinstance(seed, int) and not -(2**63) <= seed < 2**64:  # earlier versions accepted any
         values = {**values, "seed": seed % 2**63}
@@ -82,12 +85,10 @@ def training_of(values: Mapping[str, Any]) -> TrainingConfig:
 
 
 def lora_of(training: TrainingConfig) -> LoraConfig | None:
-    """None: of a model of another kind."""
     return training if isinstance(training, LoraConfig) else None
 
 
 def draft_of(training: TrainingConfig) -> DraftConfig | None:
-    """None: of a model of another kind."""
     return training if isinstance(training, DraftConfig) else None
 
 
@@ -97,11 +98,12 @@ class OptimizerConfig(Wire):
 
 
 class CreateModelRequest(Wire):
-    """model_role, training, seed, draft and target_path are ours. training None: "lora" where there is a lora_config,
-    "full" where there is no draft either.
+    """Creates a model. model_role, training, seed, draft and target_path are ours.
 
-    seed: of a full model; that of LoRA is in lora_config, that of a draft model in draft. draft, target_path: of draft
-    models, and the policy's checkpoint which they guess, None = the bare base model.
+    training: null for "lora" if there is a lora_config, and for "full" if there is neither a lora_config nor a draft.
+    seed: for full training; LoRA's seed is in lora_config, that of a draft model in draft.
+    draft: configures a draft model. target_path: the policy's checkpoint that is the draft's target; null for the bare
+    base model.
     """
 
     session_id: Id
@@ -119,7 +121,8 @@ class CreateModelRequest(Wire):
 
 
 class CreateModelResponse(Wire):
-    """draft, with all that was left open, target_path, adapted and not_adapted (see GetInfoResponse) are ours."""
+    """Describes the new model. draft, with its defaults filled in, target_path, adapted and not_adapted (see
+    GetInfoResponse) are ours."""
 
     model_id: str
     adapted: dict[str, int] | None = None
@@ -141,12 +144,13 @@ class ModelData(Wire):
 
 
 class GetInfoResponse(Wire):
-    """lora_alpha, target_modules, adapted, not_adapted, max_context_length, model_role, draft and target_path are ours.
+    """Describes a model. lora_alpha, target_modules, adapted, not_adapted, max_context_length, model_role, draft and
+    target_path are ours.
 
-    Of what is no LoRA lora_rank and lora_alpha are 0, and target_modules is empty. adapted, not_adapted: in how many
-    layers the adapter has matrices for a linear layer of this name (mlp.up_proj, mlp.experts.up_proj), and in how many
-    of them those of the base model stay alone, as a router's do. draft: with all that was left open.
-    target_path: what a draft model guesses now, None = the bare base model.
+    Without LoRA, lora_rank and lora_alpha are 0, and target_modules is empty. adapted, not_adapted: by name of a linear
+    layer (mlp.up_proj, mlp.experts.up_proj), the number of layers in which the adapter has matrices for it, and in
+    which it has none, as for a router. draft: with its defaults filled in. target_path: the draft's current target,
+    null for the bare base model.
     """
 
     model_id: str
@@ -178,20 +182,20 @@ class ServerCapabilities(Wire):
 
 
 class Limit(Wire):
-    """limit None: there is none."""
+    """A limit and its use. limit: null for no limit."""
 
     limit: int | None
     used: int
 
 
 class Limits(Wire):
-    """What the server lets a tenant have, and what of it is in use; beyond it, requests answer 429 with Retry-After.
+    """Reports a tenant's limits and their use; requests beyond them get 429 with Retry-After.
 
     tenant: its name, as --tenant-weights takes it. sessions: open ones. queued_operations, queued_bytes: accepted and
-    not answered yet, uploads included. tokens_per_minute: of training and sampling; `used` falls with time.
-    result_bytes: kept on the server's disk. feature_bytes: captured for drafts. server_queued_bytes,
-    server_feature_bytes: of all tenants together; what is used of them is the tenant's own share where whoever asks is
-    no operator.
+    not answered yet, including uploads. tokens_per_minute: of training and sampling; `used` falls with time.
+    result_bytes: results on the server's disk. feature_bytes: features captured for drafts. server_queued_bytes,
+    server_feature_bytes: limits of all tenants together; `used` is the tenant's own share unless an operator requests
+    it.
     """
 
     tenant: str
@@ -206,7 +210,7 @@ class Limits(Wire):
     server_feature_bytes: Limit | None = None
 
     def of_tenant_alone(self) -> "Limits":
-        """With nothing in it of what others use."""
+        """Returns the limits without the use of other tenants."""
         shares = {"server_queued_bytes": self.queued_bytes, "server_feature_bytes": self.feature_bytes}
         totals = {name: getattr(self, name) for name in shares}
         seen = {name: total.model_copy(update={"used": shares[name].used}) for name, total in totals.items() if total}
@@ -214,9 +218,12 @@ class Limits(Wire):
 
 
 class FeatureStock(Wire):
-    """What is captured for drafts. num_bytes: on the server's disk. num_sequences: that are stored, num_references: to
-    them, num_held: those that an unfinished step needs. num_waiting: captures that wait for room now; num_put_off:
-    for which there was none in time, since the start."""
+    """Counts the features that are captured for drafts.
+
+    num_bytes: on the server's disk. num_sequences: stored sequences. num_references: references to them. num_held:
+    sequences that an unfinished optimizer step needs. num_waiting: captures that are waiting for space. num_put_off:
+    captures that were refused after waiting for space, since the server started.
+    """
 
     num_bytes: int
     num_sequences: int
@@ -227,10 +234,12 @@ class FeatureStock(Wire):
 
 
 class Workers(Wire):
-    """What the workers have in memory, by the names of their groups (the base model's, "MODEL (critic)", "MODEL
-    (sampler 1)"), those that are being started again left out: bytes by purpose, on the device and elsewhere, how many
-    models there are where, and what moving them has cost since the start, in bytes and milliseconds. features: what is
-    captured for drafts."""
+    """Reports the workers' memory.
+
+    groups: by name of a rank group (the base model's name, "MODEL (critic)", "MODEL (sampler 1)"), without groups that
+    are restarting: bytes by purpose on the device and elsewhere, numbers of models by place, and the cost of moving
+    them since the start in bytes and milliseconds. features: what is captured for drafts.
+    """
 
     groups: dict[str, dict[str, int]]
     features: FeatureStock | None = None
@@ -282,7 +291,7 @@ class Cursor(Wire):
 
 
 class CheckpointCopy(Wire):
-    """At a mirror. error: why the last try failed; there will be another."""
+    """Describes a copy of a checkpoint at a mirror. error: why the last attempt failed; the server retries."""
 
     url: str
     state: Literal["waiting", "copied", "failed"]
@@ -291,7 +300,10 @@ class CheckpointCopy(Wire):
 
 
 class Checkpoint(Wire):
-    """checkpoint_id: `weights/NAME`, `sampler_weights/NAME` or `external_weights/NAME`. copies: None = no mirrors."""
+    """Describes a checkpoint.
+
+    checkpoint_id: `weights/NAME`, `sampler_weights/NAME` or `external_weights/NAME`. copies: null without mirrors.
+    """
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -305,7 +317,7 @@ class Checkpoint(Wire):
 
 
 class TrainingRun(Wire):
-    """model_role is ours."""
+    """Describes a training run. model_role is ours."""
 
     training_run_id: str
     base_model: str
@@ -331,7 +343,7 @@ class CheckpointList(Wire):
 
 
 class ClientConfig(Wire):
-    """Flags of the official SDK that this server sets; for the others it uses its own defaults."""
+    """Sets flags of the official SDK, which uses its defaults for all others."""
 
     fwdbwd_max_chunk_len: int
     fwdbwd_max_chunk_bytes_count: int
@@ -363,11 +375,13 @@ class Health(Wire):
 
 
 class Readiness(Wire):
-    """base_models: served name -> whether its workers are up. runs: live ones; of these runs_to_make_again have their
-    state on disk alone since the server started or a worker died, until they are needed or rest for long. Both are
-    None for whoever is no operator, and from a server that does no work now.
+    """Reports whether the server accepts work.
 
-    holder: of a standby, the URL of the server that it sends requests on to. reason: of one that is unavailable.
+    base_models: by served name, whether the workers are up. runs: number of live runs. runs_to_make_again: runs among
+    them whose state has only been on disk since the server started or a worker died; they are rebuilt when they are
+    needed or after a long idle time. Both are null unless an operator requests them, and on a server that does no work
+    now. holder: for a standby, the URL of the server that it forwards requests to. reason: why the server is
+    unavailable.
     """
 
     status: Literal["ready", "stopping", "standby", "taking over", "unavailable"]
@@ -379,7 +393,7 @@ class Readiness(Wire):
 
 
 class TokenizerFiles(Wire):
-    """File name -> URL of the file, fetched with the same API key."""
+    """Lists the files of a tokenizer: file name -> URL, to be fetched with the same API key."""
 
     files: dict[str, str]
 
@@ -398,9 +412,9 @@ class KeyDetails(Wire):
 
 
 class OwnKey(Wire):
-    """What `tinker auth login` shows of the key it was given. key_id 0: a key that an open server let in.
+    """Describes the key of the request; `tinker auth login` shows it.
 
-    Ours: scopes, and requests_per_minute (None = any number).
+    key_id: 0 on a server that accepts any key. scopes, requests_per_minute: ours; null for no limit.
     """
 
     key_id: int

@@ -1,4 +1,5 @@
-"""The OpenAI-compatible endpoint: what `/v1/completions` and `/v1/chat/completions` take, `/v1/models`, and errors."""
+"""Messages of the OpenAI-compatible endpoint: requests of `/v1/completions` and `/v1/chat/completions`, `/v1/models`,
+and errors."""
 
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,7 @@ MOST_LOGPROBS = 20
 MOST_CHOICES_OF_A_PROMPT = 1024
 COMPLETION_TOKENS = 16
 _MOST_OF_A_NAME = 80
-"""Of a completion that does not say how many it wants."""
+"""Characters of a field's name that error messages repeat."""
 
 _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "audio": (),
@@ -46,7 +47,7 @@ _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that the sampler cannot do, and the values with which they ask for nothing."""
+"""Fields that the sampler does not support, with the values that are accepted because they have no effect."""
 
 _WITHOUT_EFFECT = (
     "include_obfuscation",
@@ -58,7 +59,7 @@ _WITHOUT_EFFECT = (
     "store",
     "user",
 )
-"""Fields that change nothing in what is sampled, whatever they say."""
+"""Fields that have no effect on sampling, with any value."""
 
 
 _BRANCHES = (
@@ -73,7 +74,7 @@ _BRANCHES = (
     "list[list[constrained-int]]",
     "list[TextPart]",
 )
-"""What stands among the names of fields in the place of an error, for keys and for the types that a field may have."""
+"""Elements of an error's location that are not names of fields: keys, and the alternatives of a union type."""
 
 
 Stop = Annotated[StopString, Field(min_length=1)]
@@ -82,7 +83,7 @@ Texts = Annotated[list[str], FirstOnly()]
 
 
 class OpenAiError(RequestError):
-    """param: the field that is wrong. code: what programs tell errors apart by."""
+    """A refused request. param: the invalid field. code: identifies the kind of error for programs."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message, status)
@@ -113,14 +114,14 @@ def _asks_for_nothing(name: str, value: JsonValue) -> bool:
 
 
 class _Strict(BaseModel):
-    """A field that is not here is refused."""
+    """Refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, fields: Any) -> Any:
-        """The first of them, where pydantic would tell of each."""
+        """Raises an error for the first unknown field; pydantic would report all of them."""
         if not isinstance(fields, Mapping):
             return fields
         wanted = {name: value for name, value in fields.items() if not _asks_for_nothing(name, value)}
@@ -131,13 +132,13 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """include_usage: a last chunk with the usage of all."""
+    """Options of a stream. include_usage: adds a last chunk with the usage of the whole request."""
 
     include_usage: bool = False
 
 
 class JsonSchemaFormat(BaseModel):
-    """name, description and strict change nothing: every answer conforms to the schema."""
+    """A JSON schema; name, description and strict are ignored: every completion conforms to the schema."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -145,17 +146,18 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(_Strict):
-    """json_schema: with type json_schema. Type json_object is any JSON object."""
+    """Sets the format of the completion: json_object allows any JSON object, json_schema the given schema only."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class Asking(_Strict):
-    """What both kinds of completion ask for. A null is an absent field.
+    """Fields that both kinds of completion requests have. A field that is null counts as absent.
 
-    top_k, min_p, min_tokens, repetition_penalty, stop_token_ids (beside the model's end tokens), ignore_eos (without
-    them) and return_token_ids are known from other servers. draft_path and num_draft_tokens: see SampleRequest.
+    top_k, min_p, min_tokens, repetition_penalty, stop_token_ids (in addition to the model's end tokens), ignore_eos
+    (without the model's end tokens) and return_token_ids are those of other servers, such as vLLM. draft_path and
+    num_draft_tokens: see SampleRequest.
     """
 
     model: Path
@@ -190,28 +192,34 @@ class Asking(_Strict):
 
     @property
     def echoes(self) -> bool:
-        """Whether choices begin with their prompt."""
+        """True if choices begin with their prompt."""
         return False
 
     @property
     def samples_nothing(self) -> bool:
-        """Whether the prompt alone is wanted."""
+        """True if the request wants its prompt back and no tokens."""
         return False
 
     def most_tokens(self, room: int) -> int | None:
-        """Of a sample; None = until the context ends. room: how many the prompt leaves of the context."""
+        """Returns the most tokens of a sample, None = up to the end of the context.
+
+        `room` is the number of tokens that the prompt leaves of the context.
+        """
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """How many alternatives to report at each token; None = no log-probabilities."""
+        """The number of alternatives to report for each token; None = no log-probabilities."""
         raise NotImplementedError
 
 
 class CompletionRequest(Asking):
-    """prompt: one text, several, the tokens of one, or those of several. echo: the prompt is given back before the
-    completion, scored when logprobs are asked for; max_tokens may be 0 then. max_tokens absent: 16, or what is left of
-    the context."""
+    """Requests completions.
+
+    prompt: a text, several texts, the tokens of one, or the tokens of several. echo: returns the prompt before the
+    completion, with log-probabilities if these are requested; max_tokens can be 0 then. max_tokens absent: 16, or the
+    rest of the context if that is less.
+    """
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], FirstOnly()]
     max_tokens: Natural | None = None
@@ -249,7 +257,7 @@ class CompletionRequest(Asking):
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content. Other types are known by name only and refused by it."""
+    """Holds a part of a message's content. Types other than text are parsed only so that the error can name them."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -258,7 +266,8 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What else a message has, such as tool_call_id or name, is for the model's chat template, as calls are."""
+    """Holds a message of a chat. Other fields, such as tool_call_id or name, are passed to the model's chat template,
+    as are tool calls."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -268,9 +277,10 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(Asking):
-    """tools are given to the model's chat template, which also reads chat_template_kwargs; calls of them come as text.
+    """Requests completions of a chat.
 
-    add_generation_prompt: the template ends with the beginning of the answer.
+    tools: passed to the model's chat template, as are chat_template_kwargs; the model's calls are returned as text.
+    add_generation_prompt: the template ends with the start of the assistant's message.
     """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FirstOnly()]
@@ -295,7 +305,7 @@ Asked = TypeVar("Asked", bound=Asking)
 
 
 def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
-    """Decodes bodies. It raises OpenAiError 400, naming the first field that is wrong, and RequestError 413."""
+    """Returns a decoder of bodies. It raises OpenAiError 400, naming the first invalid field, and RequestError 413."""
     return partial(_decode, kind)
 
 
@@ -308,7 +318,8 @@ def _decode(kind: type[Asked], body: bytes) -> Asked:
 
 
 def _most_telling(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of the first field that is wrong: where it may be of several types, each tells what is wrong with it."""
+    """Returns the most helpful error of the first invalid field: a field with several allowed types has an error for
+    each."""
     first, *others = errors
     of_field = [first, *(error for error in others if error["loc"][:1] == first["loc"][:1])]
     return next((error for error in of_field if not error["type"].endswith("_type")), first)
@@ -332,7 +343,7 @@ def _bad_request(error: Mapping[str, Any]) -> OpenAiError:
 
 
 class Model(BaseModel):
-    """id: what to send as `model`. created: seconds since the epoch."""
+    """A model that can be sampled. id: the value to send as `model`. created: seconds since 1970."""
 
     id: str
     object: Literal["model"] = "model"

@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible endpoint answers to completions and chats. A field that is not required may be absent."""
+"""Responses of the OpenAI-compatible endpoint to completions and chats. Fields that are not required can be absent."""
 
 from typing import Literal, NotRequired
 
@@ -8,20 +8,20 @@ FinishReason = Literal["stop", "length"]
 
 
 class PromptTokensDetails(TypedDict):
-    """cached_tokens: of the prompts, what the sampler had computed before."""
+    """Counts the tokens of prompts. cached_tokens: those that the sampler had in its prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """Of what a draft guessed: tokens that were sampled, and those that were not."""
+    """Counts draft tokens: those that were accepted, and those that were rejected."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
 
 class Usage(TypedDict):
-    """A prompt counts once, however many samples are drawn from it."""
+    """Counts tokens. A prompt counts once for all of its samples."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,8 +31,12 @@ class Usage(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """By token: its text; its log-probability, null for the first of a prompt; text -> log-probability of the likeliest
-    and of itself; and the characters of the choice's text in front of it."""
+    """Log-probabilities of a choice.
+
+    tokens: the text of each token. token_logprobs: null for the first token of a prompt. top_logprobs: for each token,
+    text -> log-probability of the likeliest tokens and of itself. text_offset: characters of the choice's text before
+    the token.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -50,7 +54,7 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """Also a chunk of a stream."""
+    """Holds a completion, or a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -61,7 +65,7 @@ class Completion(TypedDict):
 
 
 class TokenLogprob(TypedDict):
-    """bytes: of the token's UTF-8, which may be a part of a character."""
+    """Holds the log-probability of a token. bytes: its UTF-8 encoding, which can be a part of a character."""
 
     token: str
     logprob: float
@@ -77,14 +81,14 @@ class ChatLogprobs(TypedDict):
 
 
 class AnswerMessage(TypedDict):
-    """A message of the assistant; in a chunk, what is added to it, the role once."""
+    """A message of the assistant; in a chunk, the text to append, with the role in the first one."""
 
     role: NotRequired[Literal["assistant"]]
     content: str
 
 
 class ChatChoice(TypedDict):
-    """message: of a whole answer. delta: of a chunk."""
+    """Holds a choice. message: in a complete response. delta: in a chunk of a stream."""
 
     index: int
     message: NotRequired[AnswerMessage]

@@ -1,4 +1,4 @@
-"""Sampling: what can be asked of a sampler and what it answers."""
+"""Messages about sampling: requests, sampling sessions and results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, Fir
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
 
 ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
-"""What of a request multiplies the tokens of its result."""
+"""Fields of a request that ask for several alternatives per token, and so multiply the size of the result."""
 
 
 class Constraint(Wire):
-    """What a sample must be, exactly one of these; it ends where nothing more may follow.
+    """Constrains a sample, by exactly one of its fields. The sample ends when the constraint allows no more tokens.
 
-    json_schema: the text conforms to this JSON schema. regex: it matches as a whole (the syntax of Rust's regex).
-    grammar: the start rule derives it (Lark's syntax, as llguidance reads it).
+    json_schema: the text conforms to this JSON schema. regex: the whole text matches it (the syntax of Rust's regex).
+    grammar: its start rule derives the text (Lark's syntax, as llguidance reads it).
     """
 
     json_schema: ConstraintSchema | None = None
@@ -29,17 +29,17 @@ class Constraint(Wire):
     def _is_one(self) -> Self:
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"exactly one of json_schema, regex and grammar makes a constraint, got {given}")
+            raise ValueError(f"a constraint needs exactly one of json_schema, regex and grammar, got {given}")
         return self
 
 
-# Of a logit: beyond this it would decide anyway.
+# A number added to a logit; larger ones have the same effect.
 Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
 LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), first_only_of(MOST_TOKEN_IDS)]
 
-# Each token of a sample is searched for all of them.
+# After each sampled token the text is searched for all of them.
 StopString = Annotated[str, Field(max_length=1000)]
 MOST_STOP_STRINGS = 64
 
@@ -47,16 +47,17 @@ NumDraftTokens = Annotated[int, Field(ge=1, le=63)]
 
 
 class SamplingParams(Strict):
-    """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens. A
-    string has up to 1000 characters, and there are up to 64 of them.
+    """Controls how tokens are sampled.
 
-    max_tokens absent = until the context ends. temperature 0 = greedy. top_k -1 = off.
+    stop: a string, up to 64 strings, or token ids; absent for the model's end tokens; [] for none, so that only
+    max_tokens ends a sample. A string has up to 1000 characters. max_tokens: absent for the rest of the context.
+    temperature: 0 for greedy. top_k: -1 for off.
 
-    Ours, beyond the SDK's: min_p, the least probability of a token relative to the likeliest; min_tokens, before which
-    nothing stops a sample; repetition_penalty divides the positive and multiplies the negative logits of tokens in
-    prompt or sample (Keskar et al., https://arxiv.org/abs/1909.05858), presence_penalty and frequency_penalty are
-    subtracted once and per occurrence in the sample; logit_bias is added, by token id; constraint. Log-probabilities
-    stay those of the model without any of them.
+    Ours, in addition to the SDK's: min_p, the least probability of a token relative to the likeliest; min_tokens, the
+    number of tokens before which nothing stops a sample; repetition_penalty, which divides the positive and multiplies
+    the negative logits of tokens in prompt or sample (Keskar et al., https://arxiv.org/abs/1909.05858);
+    presence_penalty and frequency_penalty, which are subtracted once and per occurrence in the sample; logit_bias,
+    which is added, by token id; constraint. Log-probabilities are those of the model without any of them.
     """
 
     meant = {  # noqa: RUF012
@@ -64,7 +65,7 @@ class SamplingParams(Strict):
         "max_new_tokens": "max_tokens",
         "min_new_tokens": "min_tokens",
         **dict.fromkeys(("stop_sequences", "stop_strings", "stop_token_ids"), "stop"),
-        **dict.fromkeys(("n", "num_samples"), "num_samples of the request, beside sampling_params"),
+        **dict.fromkeys(("n", "num_samples"), "num_samples of the request, next to sampling_params"),
     }
 
     max_tokens: Positive | None = None
@@ -88,7 +89,7 @@ class SamplingParams(Strict):
 
 
 class TokenChunk(Wire):
-    """A piece of a model input. Types other than encoded_text are known by name only and refused by it."""
+    """Holds a part of a model input. Types other than encoded_text are parsed only so that the error can name them."""
 
     type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"]
     tokens: Annotated[tuple[Integer, ...], FirstOnly()] = ()
@@ -106,11 +107,12 @@ class ModelInput(Wire):
 
 
 class SampleRequest(Wire):
-    """sampling_session_id, or else (ours) base_model or model_path, for a single request without a sampling session.
+    """Samples from the weights of a sampling session, or (ours) from base_model or model_path without a session.
 
-    draft_path (ours): of a draft's checkpoint, which guesses num_draft_tokens at a time, None = as many as usual; in
-    place of the session's, "" = without one.
-    target_prompt_logprobs: JSON TensorData, int64 [len(prompt) - 1, K]; row i scores position i + 1, -1 none.
+    draft_path (ours): checkpoint of a draft that predicts num_draft_tokens at a time, null for the draft's default; it
+    replaces the session's draft, and "" turns that off.
+    target_prompt_logprobs: token ids to score, as JSON TensorData, int64 [len(prompt) - 1, K]; row i is for position
+    i + 1, and -1 for no token.
     """
 
     prompt: ModelInput
@@ -133,7 +135,7 @@ class SampleRequest(Wire):
 
 
 class CreateSamplingSessionRequest(Wire):
-    """draft_path (ours): of a draft's checkpoint, which guesses what all requests to it sample that name no other."""
+    """Creates a sampling session. draft_path (ours): checkpoint of the draft for all requests that name no other."""
 
     session_id: Id
     sampling_session_seq_id: Natural
@@ -154,7 +156,7 @@ class JoinSamplingSessionRequest(Wire):
 
 
 class JoinSamplingSessionResponse(Wire):
-    """client_counter: from 1, unique in the sampling session."""
+    """Names a new client of a sampling session. client_counter: from 1, unique in the session."""
 
     client_counter: int
 
@@ -171,7 +173,10 @@ EMPTY_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopkLogprobs:
-    """token_ids int32 [n, k], logprobs float32 [n, k]; an empty cell is id 0, logprob EMPTY_LOGPROB."""
+    """The likeliest tokens at n positions.
+
+    token_ids: int32 [n, k]. logprobs: float32 [n, k]. Empty cells have id 0 and log-probability EMPTY_LOGPROB.
+    """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -179,9 +184,10 @@ class TopkLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledSequence:
-    """tokens int32 [n], the matched stop token included; logprobs float32 [n] under the model at temperature 1.
+    """A sampled sequence.
 
-    sequence_id: what provenance spans call it; the submit's answer names it, so only the client fills it in.
+    tokens: int32 [n], including the matched stop token. logprobs: float32 [n], of the model at temperature 1.
+    sequence_id: its name in provenance spans. Only the client fills it in, from the response to the submitted request.
     """
 
     stop_reason: Literal["stop", "length"]
@@ -193,8 +199,11 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class GuessCounts:
-    """How the guesses of a draft fared in a request. passes: of the model, each over some guesses and giving a token
-    more. drafted, accepted: tokens. by_accepted: passes by how many guesses were accepted at once, from 0."""
+    """Counts the draft tokens of a request.
+
+    passes: verifications by the model, each of which samples one token after the accepted ones.
+    drafted, accepted: draft tokens. by_accepted: number of passes by the number of tokens that they accepted, from 0.
+    """
 
     passes: int
     drafted: int
@@ -203,16 +212,17 @@ class GuessCounts:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a pass gave."""
+        """The mean number of tokens per pass."""
         return 1.0 + self.accepted / max(self.passes, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleResponse:
-    """prompt_logprobs float32 [len(prompt)], NaN where unscored (always at 0).
+    """The result of a sampling request.
 
-    target_prompt_logprobs float32 [len(prompt) - 1, K], 0.0 where nothing was asked.
-    prompt_alt_tokens int32 and prompt_alt_logprobs float32 [len(prompt) - 1, k]. guesses: where a draft made any.
+    prompt_logprobs: float32 [len(prompt)], NaN where not scored (always at 0).
+    target_prompt_logprobs: float32 [len(prompt) - 1, K], 0.0 where no token was given.
+    prompt_alt_tokens, prompt_alt_logprobs: int32 and float32 [len(prompt) - 1, k]. guesses: set if a draft was used.
     """
 
     sequences: tuple[SampledSequence, ...]
@@ -226,7 +236,7 @@ class SampleResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """The size of its arrays in bytes."""
         tops = [self.topk_prompt_logprobs, *(sequence.topk_logprobs for sequence in self.sequences)]
         arrays = [self.prompt_logprobs, self.target_prompt_logprobs, self.prompt_alt_tokens, self.prompt_alt_logprobs]
         arrays += [array for sequence in self.sequences for array in (sequence.tokens, sequence.logprobs)]
@@ -235,5 +245,5 @@ class SampleResponse:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled."""
+        """The number of sampled tokens."""
         return sum(len(sequence.tokens) for sequence in self.sequences)

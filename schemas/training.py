@@ -1,4 +1,4 @@
-"""Training: data, the two verbs that train, and what they answer."""
+"""Messages about training: data, forward_backward, optim_step, and their results."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from .columns import Column, Columns, column_of, columns_of, records_of
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceSpan:
-    """A run of consecutive positions of a datum that repeats a run of an earlier sampling request.
+    """Consecutive positions of a datum that repeat tokens of an earlier sampling request.
 
-    `kind` says of what: "prompt", the prompt given to the sampler, or "sampled", the tokens that it drew.
+    kind: "prompt" for tokens of the prompt, "sampled" for sampled tokens.
     """
 
     kind: Literal["prompt", "sampled"]
@@ -28,13 +28,13 @@ class ProvenanceSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Datum:
-    """One training sequence. Position i of the targets is predicted from `tokens[: i + 1]` (the client shifts).
+    """Holds one training sequence. Position i of the targets is predicted from `tokens[: i + 1]` (the client shifts).
 
     tokens: int32 [T].
-    loss_fn_inputs: name -> dense array; `target_tokens` int64 [T] or [T, K], the others float32 of the shape that the
-        loss asks for (see workers/losses).
-    *_spans: tilings of the positions of `tokens` and of `target_tokens`; empty when the client gave none.
-    feature_ref: what was captured of the target of a draft at these tokens (ours; see CaptureRequest).
+    loss_fn_inputs: name -> dense array; `target_tokens` int64 [T] or [T, K], the others float32 in the shape that the
+        loss requires (see workers/losses).
+    *_spans: tilings of the positions of `tokens` and of `target_tokens`; empty if the client gave none.
+    feature_ref: the captured features of a draft's target at these tokens (ours; see CaptureRequest).
     """
 
     tokens: np.ndarray
@@ -46,8 +46,10 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class FeaturePlace:
-    """Where features of drafts' targets are. captures: whether those of the data are to be put there, and no more.
-    algorithm, layers: of a draft for which a policy's pass puts its own there, besides what it is for; None: of none.
+    """Locates captured features.
+
+    captures: true if the request only captures features and does nothing else.
+    algorithm, layers: those of the draft, if a policy's pass captures features for it in addition to training.
     """
 
     directory: str
@@ -58,13 +60,13 @@ class FeaturePlace:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardRequest:
-    """Losses are sums over tokens and datums; gradients accumulate until `optim_step`.
+    """Computes a loss and its gradient. Losses are sums over tokens and data; gradients accumulate until `optim_step`.
 
-    loss_weight: multiplies the loss (ours; not on the SDK's wire).
-    forward_only: same outputs, no gradient.
-    capture_for: a draft by its id, which is to learn from this very pass of a policy (ours; see docs/drafts.md).
-    features: of those that data refer to; has_room: whether what it captures is kept; both the server's to say, and on
-    no wire.
+    loss_weight: a factor of the loss (ours; not sent by the SDK).
+    forward_only: the same outputs without a gradient.
+    capture_for: id of a draft for which this policy's pass captures features (ours; see docs/drafts.md).
+    features: the place of features that data refer to. has_room: whether captured features can be stored. The server
+        sets both; they are not part of the protocol.
     """
 
     model_id: str
@@ -79,7 +81,7 @@ class ForwardBackwardRequest:
     has_room: bool = True
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Between processes its data are columns."""
+        """Pickles the data as columns."""
         captures = self.capture_for, self.features
         options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, *captures)
         return _request_of, (self.model_id, self.seq_id, _packed(self.data), options)
@@ -87,11 +89,12 @@ class ForwardBackwardRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
-    """loss_fn_outputs: per datum name -> array (`logprobs` float32 of the shape of `target_tokens`, or of
-    critics `values` float32 [T]).
+    """The result of a forward_backward.
 
-    metrics: every key is `name:reduction`, exactly one colon; `loss:sum` always (protocol rule 5).
-    feature_refs: of each datum, where they were captured for a draft (ours); None of one that could not be kept.
+    loss_fn_outputs: for each datum name -> array: `logprobs`, float32 in the shape of `target_tokens`, or for critics
+        `values`, float32 [T].
+    metrics: every key is `name:reduction` with exactly one colon; `loss:sum` is always present (protocol rule 5).
+    feature_refs: one per datum if features were captured for a draft (ours); None if they could not be stored.
     """
 
     loss_fn_outputs: tuple[Mapping[str, np.ndarray], ...]
@@ -100,7 +103,7 @@ class ForwardBackwardOutput:
     feature_refs: tuple[str | None, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Between processes its outputs are columns."""
+        """Pickles the outputs as columns."""
         outputs = self.loss_fn_outputs
         columns = columns_of(outputs) if len(outputs) >= _FEW else None
         packed = outputs if columns is None else _PackedOutputs(columns, len(outputs))
@@ -108,15 +111,15 @@ class ForwardBackwardOutput:
 
 
 _FEW = 8
-"""Fewer data travel as they are: making columns of them would take longer."""
+"""Fewer data than this are pickled as they are, which is faster than packing them into columns."""
 
 
-# What a datum has beside its arrays: the two tuples of spans, and the reference to features.
+# The fields of a datum that are not arrays: the two tuples of spans, and the reference to features.
 _Extras = tuple[tuple[ProvenanceSpan, ...], tuple[ProvenanceSpan, ...], str | None]
 
 
 class _PackedData(NamedTuple):
-    """extras: of each datum, None where no datum has any."""
+    """Data as columns. extras: one per datum, None if no datum has any."""
 
     tokens: Column
     inputs: Columns
@@ -129,7 +132,7 @@ class _PackedOutputs(NamedTuple):
 
 
 def _packed(data: tuple[Datum, ...]) -> _PackedData | tuple[Datum, ...]:
-    """As they are where they are few, or do not share names, dtypes and dimensions."""
+    """Returns the data as columns, or unchanged if they are few or differ in names, dtypes or dimensions."""
     if len(data) < _FEW:
         return data
     tokens = column_of([datum.tokens for datum in data])
@@ -171,17 +174,17 @@ def _output_of(
 
 
 class Wire(BaseModel):
-    """Base of the JSON bodies: frozen, unknown keys ignored, fields named model_* allowed."""
+    """Base of the JSON bodies. They are frozen, ignore unknown keys, and can have fields named model_*."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
 class Strict(Wire):
-    """Refuses unknown keys, naming the one that is meant: a misspelt one would leave its field at the default."""
+    """Refuses unknown keys and suggests the right one: a misspelt key would leave its field at the default."""
 
     model_config = ConfigDict(extra="forbid")
     meant: ClassVar[Mapping[str, str]] = {}
-    """What other libraries call a field -> the field."""
+    """Maps names that other libraries use to the field's name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -201,11 +204,11 @@ class Strict(Wire):
 
 
 _MOST_NAME = 80
-"""Characters of an unknown name that are looked at."""
+"""Characters of an unknown name that are compared and repeated in the error."""
 
 
 class AdamParams(Strict):
-    """One step of AdamW as torch defines it. grad_clip_norm: global norm over all that is trained, 0 = off."""
+    """Parameters of one step of AdamW as torch defines it. grad_clip_norm: limit of the global norm, 0 for off."""
 
     meant = {
         "lr": "learning_rate",
@@ -225,18 +228,21 @@ class AdamParams(Strict):
 
 MOST_INTEGER = 2**63 - 1
 Integer = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=MOST_INTEGER)]
-"""Python's have no bounds, databases and tensors do. Every integer of a request has these bounds, or closer ones."""
+"""An integer that fits into databases and tensors. Every integer of a request has these bounds or tighter ones."""
 Natural = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
 Positive = Annotated[int, Field(ge=1, le=MOST_INTEGER)]
 Seed = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=2**64 - 1)]
-"""What torch takes."""
+"""A seed that torch accepts."""
 
 SeqId = Natural
-"""Number of an operation of its run, from 1; 0 (ours) lets the server give it the next one."""
+"""The number of an operation in its run, from 1; with 0 (ours) the server assigns the next one."""
 
 
 class OptimStepRequest(Wire):
-    """gradient_scale (ours): nothing, "mean" = one over the window's summed weights, or a number."""
+    """Takes an optimizer step with the accumulated gradients.
+
+    gradient_scale (ours): a factor of the gradients: a number, or "mean" for one over the window's summed weights.
+    """
 
     model_id: Id
     seq_id: SeqId = 0

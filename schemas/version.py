@@ -1,3 +1,3 @@
-"""The version of trainhouse, in a file that imports nothing so that packaging can read it."""
+"""The version of trainhouse, in a file without imports so that the packaging tools can read it."""
 
 VERSION = "0.1.0"

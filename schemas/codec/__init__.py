@@ -1,7 +1,7 @@
-"""Bytes <-> the types of this package: protobuf, JSON and zstd. The only place that knows wire formats.
+"""Encodes and decodes the types of this package: protobuf, JSON and zstd. No other module handles wire formats.
 
-What a client sent is refused with RequestError and a reason; what a server sent (the decoders for our client) with
-ValueError. Arrays come out C-contiguous, writable and of the dtypes that the types promise.
+Invalid input from a client raises RequestError with a reason; invalid input from a server (the decoders for our client)
+raises ValueError. Decoded arrays are C-contiguous, writable and of the dtypes that the types promise.
 """
 
 from .compression import decompress, decompressed_size

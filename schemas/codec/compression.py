@@ -1,4 +1,6 @@
-"""zstd, within a limit. zstandard is not in the bare client install, so it is imported where it is used."""
+"""zstd decompression within a limit. zstandard is not in the bare client install, so it is imported where it is
+used.
+"""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -8,13 +10,14 @@ from .invalid import shown
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SLICE_BYTES = 1024
-"""Input given to the decompressor at a time: 1 KiB grows to 32 MiB at the most, so a bomb is stopped soon."""
+"""Input per decompressor call: 1 KiB expands to at most 32 MiB, so a bomb is stopped early."""
 
 
 def decompress(body: bytes, content_encoding: str | None, limit_bytes: int) -> bytes:
-    """The body without its Content-Encoding (none, identity or zstd), of at most `limit_bytes`.
+    """Returns the body without its Content-Encoding (none, identity or zstd), at most `limit_bytes`.
 
-    Raises RequestError: 400 truncated or corrupt, 413 over the limit, 415 another encoding.
+    Raises:
+        RequestError: 400 truncated or corrupt, 413 over the limit, 415 another encoding.
     """
     encoding = (content_encoding or "identity").strip().lower()
     if encoding == "identity":
@@ -27,9 +30,10 @@ def decompress(body: bytes, content_encoding: str | None, limit_bytes: int) -> b
 
 
 def decompressed_size(body: bytes, content_encoding: str | None, limit_bytes: int) -> int:
-    """Of the body without its Content-Encoding, in bytes, before any memory is taken for it.
+    """Returns the size in bytes of the decompressed body without allocating memory for it.
 
-    As a zstd frame declares it, else counted. Raises RequestError as `decompress`.
+    The size is the one that the zstd frame declares, or counted if it declares none. Raises RequestError like
+    `decompress`.
     """
     if (content_encoding or "").strip().lower() != "zstd":
         return len(body)
@@ -41,7 +45,7 @@ def decompressed_size(body: bytes, content_encoding: str | None, limit_bytes: in
 
 
 def _limited_pieces(body: bytes, limit_bytes: int) -> Iterator[bytes]:
-    """No more than the frame declares: a wrong size is noticed by zstd itself only at the frame's end."""
+    """Yields no more than the frame declares, since zstd itself notices a wrong size only at the frame's end."""
     declared = _declared_size(body)
     size = 0
     for piece in _zstd_pieces(body):
@@ -62,12 +66,12 @@ def _declared_size(body: bytes) -> int | None:
     try:
         size = zstandard.frame_content_size(body)
     except zstandard.ZstdError:
-        return None  # decompressing it says what is wrong
+        return None  # decompressing it raises an error that names the problem
     return size if size >= 0 else None
 
 
 def decompressed_prefix(prefix: bytes, limit_bytes: int) -> bytes:
-    """What a cut or broken zstd body begins with, of at most `limit_bytes`."""
+    """Returns at most `limit_bytes` from the beginning of a truncated or corrupt zstd body."""
     pieces: list[bytes] = []
     try:
         for piece in _zstd_pieces(prefix):
@@ -75,12 +79,12 @@ def decompressed_prefix(prefix: bytes, limit_bytes: int) -> bytes:
             if sum(map(len, pieces)) > limit_bytes:
                 break
     except RequestError:
-        pass  # cut off or broken; what came before is what can be peeked at
+        pass  # truncated or corrupt; return what was decompressed before
     return b"".join(pieces)[:limit_bytes]
 
 
 def _zstd_pieces(body: bytes) -> Iterator[bytes]:
-    """What the one frame in `body` decompresses to. Raises RequestError on anything else."""
+    """Yields the content of the one frame in `body`. Raises RequestError if it is anything else."""
     zstandard = _zstandard()
     frame = zstandard.ZstdDecompressor().decompressobj()
     try:
@@ -90,7 +94,7 @@ def _zstd_pieces(body: bytes) -> Iterator[bytes]:
             yield frame.decompress(body[start : start + _SLICE_BYTES])
             end = min(start + _SLICE_BYTES, len(body))
             if frame.eof and (frame.unused_data or end < len(body)):
-                raise RequestError("the zstd body goes on after its frame: send one frame")
+                raise RequestError("the zstd body has data after its frame: send one frame")
     except zstandard.ZstdError as error:
         raise RequestError(f"the body is not valid zstd: {error}") from None
     if not frame.eof:

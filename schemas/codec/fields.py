@@ -1,4 +1,4 @@
-"""Protobuf's fields without a parser: for bodies that one cannot read, or should not be given."""
+"""Reads protobuf fields without a parser, for bodies that are too broken or too large to parse."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,14 +7,15 @@ from itertools import islice
 from .invalid import Invalid
 
 _NUM_DATA = 3
-"""ForwardBackwardRequest.data"""
+"""Field number of ForwardBackwardRequest.data."""
 
 
 def check_num_messages(body: bytes, limit: int) -> None:
-    """Raises Invalid when a forward_backward body has more messages, two levels deep, than `limit`.
+    """Raises Invalid if a forward_backward body has more messages, two levels deep, than `limit`.
 
-    A parser spends a hundred bytes and more on a message, which takes two in the body: a body below the limit of
-    bytes could take many times the memory.
+    A message of two bytes in the body takes a hundred bytes or more in a parser, so a body within the size limit could
+    use
+    many times its size in memory.
     """
     num_fields = 0
     for number, value in protobuf_fields(memoryview(body)):
@@ -26,7 +27,7 @@ def check_num_messages(body: bytes, limit: int) -> None:
 
 
 def protobuf_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
-    """(field number, value; None for fixed-width numbers) until the bytes end or make no sense."""
+    """Yields (field number, value) until the bytes end or are malformed; the value of a fixed-width number is None."""
     position = 0
     while (tag := _varint(data, position)) is not None:
         number, wire_type, position = tag.value >> 3, tag.value & 7, tag.end

@@ -1,4 +1,4 @@
-"""The two formats of a body, by media type, and their parsers."""
+"""The two formats of a body, protobuf and JSON, by media type, and their parsers."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def parse_protobuf(message: Message, body: bytes) -> None:
         raise Invalid(f"the body is not a valid protobuf {type(message).__name__}: {error}") from None
 
 
-# One escape after the other: a backslash that is itself escaped begins none. A whole pair of surrogates is fine.
+# Matches one escape after the other, so that an escaped backslash begins none. A whole surrogate pair is fine.
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u0000|u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
@@ -40,8 +40,10 @@ _SUSPECT = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
 
 
 def check_json_text(body: bytes) -> None:
-    """Raises Invalid where a string, or a key, of a JSON body has NUL or half a surrogate pair: no database, header or
-    answer takes them. They can be in it as escapes alone, or in bytes that are not UTF-8."""
+    """Raises Invalid if a string or key of a JSON body contains NUL or half a surrogate pair.
+
+    No database, header or response accepts these. They can only be written as escapes, or as bytes that are not UTF-8.
+    """
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -51,8 +53,8 @@ def check_json_text(body: bytes) -> None:
     for escape in _ESCAPES.finditer(body):
         if escape[1]:
             raise Invalid(
-                f"the body has \\{escape[1].decode()} at byte {escape.start()}: strings may hold neither NUL nor half "
-                "a surrogate pair, leave it out"
+                f"the body has \\{escape[1].decode()} at byte {escape.start()}: strings must contain neither NUL nor "
+                "half a surrogate pair, leave it out"
             )
 
 

@@ -1,4 +1,4 @@
-"""The dtypes that losses take."""
+"""Converts arrays to the dtypes that losses take."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ def is_integer_input(name: str) -> bool:
 
 
 def as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
-    """int64 for target_tokens, float32 for everything else."""
+    """Returns target_tokens as int64, and any other input as float32."""
     if not is_integer_input(name):
         return to_float32(array)
     if array.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""What a decoder raises, and how a client comes to hear of it."""
+"""Invalid, the error that decoders raise, and its conversion to RequestError(400)."""
 
 import reprlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from ..errors import RequestError
 
 
 class Invalid(ValueError):
-    """Bytes or JSON that are not what the protocol says; RequestError(400) where a client sent them."""
+    """Bytes or JSON that violate the protocol; a RequestError(400) if a client sent them."""
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def refused_with_400() -> Iterator[None]:
 
 @contextmanager
 def at_place(place: str) -> Iterator[None]:
-    """Says where in the request an Invalid arose."""
+    """Prefixes the message of an Invalid with its place in the request."""
     try:
         yield
     except Invalid as error:
@@ -37,6 +37,6 @@ def shorten(text: str) -> str:
 
 
 _BEGINNINGS = reprlib.Repr()
-"""Looks no further than 80 characters reach: the whole text of a value of megabytes takes seconds."""
+"""Formats only about 80 characters of a value: the whole text of a value of megabytes takes seconds."""
 for _name, _most in {"list": 40, "tuple": 40, "dict": 40, "string": 200, "long": 200, "other": 200}.items():
     setattr(_BEGINNINGS, f"max{_name}", _most)

@@ -1,4 +1,4 @@
-"""JSON bodies as pydantic's models, and what is wrong with them in words."""
+"""Decodes JSON bodies into pydantic models, and describes validation errors."""
 
 from typing import TypeVar
 
@@ -12,13 +12,13 @@ from .invalid import refused_with_400, shorten, shown
 PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
 _MOST_SHOWN = 5
 _MOST_DESCRIBED = 1000
-"""Before one of them can be shown all have to be made, which takes 5 ms for a thousand, of everybody's time."""
+"""Limit on errors that are described: pydantic builds all of them, and a thousand block the event loop for 5 ms."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYTES) -> Model:
-    """Raises RequestError: 400 naming each wrong field, its value and what is wrong with it, 413 for too much JSON."""
+    """Raises RequestError: 400 naming each wrong field, its value and the problem, 413 for too much JSON."""
     check_json_size(body, most_bytes)
     with refused_with_400():
         check_json_text(body)
@@ -31,7 +31,7 @@ def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYT
 
 
 def describe_errors(errors: list) -> str:
-    """Puts pydantic's list of errors into words."""
+    """Describes pydantic's list of errors in one line."""
     shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
     more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
     return f"bad request: {shown}{more}"
@@ -46,7 +46,7 @@ def _describe(error: dict) -> str:
     if error["type"] == "unknown_name":
         return error["msg"]
     if error["type"] == "extra_forbidden":
-        return f"there is no {place}: see /docs for what there is"
+        return f"unknown field {place}: see /docs for the fields that exist"
     if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):
         return f"prompt is {shown(error['input'])}: send tokens, {PROMPT_SHAPE}"
     return f"{place or 'the body'} is {shown(error['input'])}: {error['msg']}"

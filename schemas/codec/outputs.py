@@ -1,4 +1,4 @@
-"""forward_backward outputs: records of datums that share their trailing shapes."""
+"""Encodes and decodes forward_backward outputs, as records of datums that share their trailing shapes."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ from .values import JsonObject, json_object, json_pieces, whole
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
-    """Protobuf. All datums must have the same output names."""
+    """Encodes to protobuf. All datums must have the same output names."""
     refs = [ref or "" for ref in output.feature_refs]
     message = wire.ForwardBackwardOutput(
         loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics, feature_refs=refs
@@ -40,12 +40,12 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def encode_forward_backward_output_json(output: ForwardBackwardOutput) -> JsonObject:
-    """For a reply in JSON; NaN and infinities are null."""
+    """Returns the output as a JSON object, with NaN and infinities as null."""
     return json_object(whole(_rows(output)), "an answer")
 
 
 def forward_backward_output_json_pieces(output: ForwardBackwardOutput) -> Iterator[bytes]:
-    """The text of `encode_forward_backward_output_json`."""
+    """Yields the JSON text of `encode_forward_backward_output_json` in pieces."""
     return json_pieces(_rows(output))
 
 
@@ -62,7 +62,7 @@ def _rows(output: ForwardBackwardOutput) -> JsonObject:
 
 
 def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
-    """From protobuf. Raises ValueError."""
+    """Decodes protobuf. Raises ValueError."""
     message = wire.ForwardBackwardOutput()
     parse_protobuf(message, body)
     outputs = [datum for record in message.loss_fn_outputs for datum in _read_record(record)]
@@ -71,12 +71,12 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
 
 
 def _at_least_1d(array: np.ndarray) -> np.ndarray:
-    """Rank 0 is neither in the wire's protobuf nor a list."""
+    """Reshapes a scalar to one element: neither the protobuf message nor a JSON list can represent rank 0."""
     return array.reshape(1) if array.ndim == 0 else array
 
 
 def _records(outputs: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int, Columns]]:
-    """Runs of datums that share all but their lengths: how many, and their columns."""
+    """Yields runs of datums whose tensors differ only in length: the number of datums, and their columns."""
     columns = columns_of(outputs) if outputs else None
     if columns is not None and all(_has_one_trailing_shape(column) for column in columns.values()):
         yield len(outputs), columns
@@ -96,7 +96,7 @@ def _record_key(datum: Mapping[str, np.ndarray]) -> tuple[tuple[str, str, int, t
 
 
 def _write_column(column: Column, message: wire.BatchedTensor) -> None:
-    """The wire cannot say rank 0: such a value is a row of one."""
+    """Writes a column; rank 0 cannot be represented, so a scalar becomes a row of one."""
     values = column.values if column.values.dtype.name in DTYPE_NUMBERS else public_dtype(column.values)
     stops = column.shapes.prod(axis=1).cumsum() * values.itemsize
     message.data = bytes_of(values, values.dtype)

@@ -1,4 +1,4 @@
-"""The address of an operation, read from the first bytes of a body that is too large or too broken to decode."""
+"""Reads the address of an operation from the first bytes of a body that is too large or too broken to decode."""
 
 import json
 import re
@@ -13,19 +13,19 @@ _PEEK_BYTES = 1 << 20
 _MAX_ID_BYTES = 1024
 _MAX_FIELDS = 10_000
 _MAX_TOKENS = 100_000
-"""Looked at: what a client puts in front of the address; a peek is taken on the event loop."""
+"""Limits on what a client can put in front of the address, since a peek runs on the event loop."""
 
 
 @dataclass(frozen=True)
 class PeekedOperation:
-    """The address of an operation, as far as it could be read."""
+    """The address of an operation; parts that could not be read are None."""
 
     model_id: str | None = None
     seq_id: int | None = None
 
 
 def peek_operation(prefix: bytes, content_type: str) -> PeekedOperation:
-    """model_id and seq_id from the first bytes of a body that is too large or too broken to decode.
+    """Reads model_id and seq_id from the first bytes of a body that is too large or too broken to decode.
 
     The prefix may be zstd-compressed. Never raises; what cannot be read is None.
     """
@@ -36,7 +36,7 @@ def peek_operation(prefix: bytes, content_type: str) -> PeekedOperation:
 
 
 def _peek_protobuf(prefix: bytes) -> PeekedOperation:
-    """Fields 1 and 2 of ForwardBackwardRequest, as far as the bytes go."""
+    """Reads fields 1 and 2 of ForwardBackwardRequest, if the prefix contains them."""
     found: dict[int, memoryview | int | None] = {}
     for number, value in islice(protobuf_fields(memoryview(prefix)), _MAX_FIELDS):
         found.setdefault(number, value)
@@ -56,12 +56,12 @@ def _peeked_id(model_id: bytes) -> str | None:
         return None
 
 
-# A string that does not end is a token, too: to look for its end from each quote in it would take for ever.
+# An unterminated string is one token: searching for its end again from each quote in it would take quadratic time.
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}\[\]:]|[^\s{}\[\],:"]++', re.DOTALL)
 
 
 def _peek_json(prefix: bytes) -> PeekedOperation:
-    """The values of the keys at the top level of an object that may be cut off or broken anywhere."""
+    """Reads the values of top-level keys of an object that may be truncated or broken anywhere."""
     text = prefix.decode(errors="replace")
     if not text.lstrip().startswith("{"):
         return PeekedOperation()

@@ -1,6 +1,7 @@
-"""The data of almost every request, a column at a time: one chunk of tokens and the same dense inputs in each datum.
+"""Decodes data column by column if each datum has one chunk of tokens and the same dense inputs, as almost all requests
+do.
 
-Whatever is otherwise, or wrong, is left to the way that takes one datum after the other and knows what to say.
+Any other data, or invalid ones, are left to the decoder that takes one datum after the other and reports errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,11 @@ from .invalid import Invalid
 from .tensors import DTYPES, widened
 
 _FEW = 4
-"""Fewer are decoded faster one after the other."""
+"""Fewer data than this are decoded faster one after the other."""
 
 
 def plain_data(messages: Sequence[wire.Datum]) -> tuple[Datum, ...] | None:
-    """None where the data are few, or not all plain. The arrays of a name are views of one."""
+    """Returns None if the data are few, or not all plain. The arrays of one name are views of one array."""
     if len(messages) < _FEW:
         return None
     tokens = _Pieces(wire.DTYPE_INT32)
@@ -35,7 +36,7 @@ def plain_data(messages: Sequence[wire.Datum]) -> tuple[Datum, ...] | None:
 
 
 class _Pieces:
-    """One tensor of each datum: its bytes, and its shape where it has one."""
+    """Collects one tensor of each datum: its bytes, and its shape, which is empty if it was not given."""
 
     def __init__(self, dtype_number: wire.DType) -> None:
         self.dtype_number = dtype_number
@@ -43,12 +44,12 @@ class _Pieces:
         self.shapes: list[tuple[int, ...]] = []
 
     def column(self) -> Column:
-        """Raises Invalid where bytes, dtype and shapes do not agree."""
+        """Raises Invalid if bytes, dtype and shapes do not match."""
         sizes = np.fromiter(map(len, self.pieces), np.int64, len(self.pieces))
         item_bytes = DTYPES[self.dtype_number].itemsize if self.dtype_number in DTYPES else 0
         shapes = self._shapes() if any(self.shapes) else sizes[:, None] // max(item_bytes, 1)
         if not ((shapes.prod(axis=1) * item_bytes == sizes) & (shapes < 2**31).all(axis=1)).all():
-            raise Invalid("a tensor is not of its shape")
+            raise Invalid("a tensor does not match its shape")
         return Column(widened(bytearray().join(self.pieces), self.dtype_number), shapes)
 
     def _shapes(self) -> np.ndarray:
@@ -58,7 +59,7 @@ class _Pieces:
 
 
 def _collect(message: wire.Datum, tokens: _Pieces, inputs: Mapping[str, _Pieces]) -> bool:
-    """Whether the datum is plain; then its pieces are there."""
+    """Appends the datum's tensors to the pieces; returns False if the datum is not plain."""
     chunks, given = message.model_input, message.loss_fn_inputs
     if len(chunks) != 1 or len(given) != len(inputs) or message.feature_ref:
         return False

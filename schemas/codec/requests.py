@@ -1,4 +1,4 @@
-"""forward_backward requests: from protobuf, from JSON, and to protobuf."""
+"""Decodes forward_backward requests from protobuf and JSON, and encodes them to protobuf."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,18 +29,22 @@ from .values import (
 
 _MAX_MESSAGES = 1_000_000
 _MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
-"""A body of fewer cannot have more messages: each takes two at least."""
+"""A body below this size cannot exceed _MAX_MESSAGES, since a message takes at least two bytes."""
 
 
 def decode_forward_backward(
     body: bytes, content_type: str, max_dense_bytes: int = MAX_DENSE_BYTES, forward_only: bool = False
 ) -> ForwardBackwardRequest:
-    """A forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
+    """Decodes a forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
 
-    forward_only: whatever the body says of it.
+    Loss inputs are converted to the dtypes that the loss functions take: `target_tokens` int64, all others float32, CSR
+    made
+    dense.
 
-    Loss inputs come out as the loss functions take them: `target_tokens` int64, all others float32, CSR made dense.
-    Raises RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type.
+    Args:
+        forward_only: overrides the body if True.
+    Raises:
+        RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type.
     """
     if is_json(content_type) and len(body) > MAX_JSON_BYTES:
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send protobuf", 413)
@@ -55,7 +59,7 @@ def decode_forward_backward(
 
 
 def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
-    """The protobuf body of a forward_backward (see ForwardBackwardRequest). Raises ValueError on an unknown dtype."""
+    """Encodes to protobuf (see ForwardBackwardRequest). Raises ValueError on an unknown dtype."""
     message = wire.ForwardBackwardRequest(
         model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
     )
@@ -147,7 +151,7 @@ def _span_from_protobuf(message: wire.ProvenanceSpan) -> ProvenanceSpan:
             span = message.sampled_tokens
             return _checked_span(ProvenanceSpan("sampled", span.sequence_id, span.offset, span.length))
         case _:
-            raise Invalid("a provenance span says neither prompt_tokens nor sampled_tokens")
+            raise Invalid("a provenance span has neither prompt_tokens nor sampled_tokens")
 
 
 def _datum_to_protobuf(datum: Datum, message: wire.Datum) -> None:
@@ -205,7 +209,7 @@ def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
 
 
 def _tokens_from_json(value: object) -> np.ndarray:
-    """`model_input`: {"chunks": [...]}, or the token ids as a plain list."""
+    """Decodes `model_input`: {"chunks": [...]}, or the token ids as a plain list."""
     if isinstance(value, list):
         chunks: list[object] = [{"type": "encoded_text", "tokens": value}]
     else:
@@ -268,12 +272,12 @@ def _loss_config_from_json(value: object) -> Mapping[str, float | str]:
 
 def _checked(request: ForwardBackwardRequest) -> ForwardBackwardRequest:
     if not request.model_id:
-        raise Invalid("model_id is missing: send the id that create_model answered")
+        raise Invalid("model_id is missing: send the id that create_model returned")
     if not request.data:
         raise Invalid("data is empty: send at least one datum")
     for name in ("model_id", "loss_fn", "capture_for"):
         if "\0" in (getattr(request, name) or ""):
-            raise Invalid(f"{name} is {shown(getattr(request, name))}: it may not hold NUL")
+            raise Invalid(f"{name} is {shown(getattr(request, name))}: it must not contain NUL")
     if not math.isfinite(request.loss_weight):
         raise Invalid(f"loss_weight is {request.loss_weight}: it must be finite")
     return request

@@ -1,4 +1,4 @@
-"""Sample responses."""
+"""Encodes and decodes sample responses."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -24,13 +24,13 @@ from .values import JsonObject, Rows, json_object, json_pieces, rows_of, whole
 
 
 def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | None = None) -> bytes:
-    """Protobuf. target_layout: that of the request's target_prompt_logprobs, if it was CSR."""
-    # What is serialized field by field and joined is the same message; none of it takes long by itself.
+    """Encodes to protobuf. target_layout: that of the request's target_prompt_logprobs, if it was CSR."""
+    # Serialized fields can be joined to the same message, and none of them takes long to serialize.
     return b"".join(message.SerializeToString() for message in _messages(response, target_layout))
 
 
 def _messages(response: SampleResponse, target_layout: CsrLayout | None) -> Iterator[wire.SampleResponse]:
-    """The fields of the response, each in a message of its own."""
+    """Yields one message per field of the response."""
     for sequence in response.sequences:
         message = wire.SampleResponse()
         _write_sequence(sequence, message.sequences.add())
@@ -56,15 +56,17 @@ def _messages(response: SampleResponse, target_layout: CsrLayout | None) -> Iter
 
 
 def encode_sample_response_json(response: SampleResponse) -> JsonObject:
-    """For a reply in JSON: what was not asked for is absent, NaN is null, tensors are dense TensorData.
+    """Returns the response as a JSON object.
 
-    Top-k rows are lists of [token_id, logprob], null where nothing was scored.
+    What was not requested is absent, NaN is null, tensors are dense TensorData. Top-k rows are lists of [token_id,
+    logprob],
+    null where nothing was scored.
     """
     return json_object(whole(_rows(response)), "an answer")
 
 
 def sample_response_json_pieces(response: SampleResponse) -> Iterator[bytes]:
-    """The text of `encode_sample_response_json`."""
+    """Yields the JSON text of `encode_sample_response_json` in pieces."""
     return json_pieces(_rows(response))
 
 
@@ -87,7 +89,7 @@ def _rows(response: SampleResponse) -> JsonObject:
 
 
 def decode_sample_response(body: bytes) -> SampleResponse:
-    """From protobuf. Raises ValueError."""
+    """Decodes protobuf. Raises ValueError."""
     message = wire.SampleResponse()
     parse_protobuf(message, body)
     budget = Budget(MAX_DENSE_BYTES)

@@ -1,4 +1,4 @@
-"""Arrays <-> the tensors of both formats: dense, and CSR made dense within a limit."""
+"""Converts arrays to and from the tensors of both formats: dense, and CSR, which is made dense within a limit."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .invalid import Invalid, at_place, refused_with_400, shown
 from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, whole
 
 MAX_DENSE_BYTES = 1 << 30
-"""Most bytes that the sparse tensors of one request may take once dense."""
+"""Maximum bytes that the sparse tensors of one request may take when made dense."""
 
 
 _MAX_DIMENSIONS = 8
@@ -31,7 +31,7 @@ DTYPE_NUMBERS: dict[str, wire.DType] = {
 
 
 class Budget:
-    """Bounds what the sparse tensors of one request allocate together."""
+    """Limits the memory that the sparse tensors of one request allocate together."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -47,7 +47,10 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class CsrLayout:
-    """Which cells of a [rows, columns] tensor a CSR tensor lists: crow_indices int64 [rows + 1], col_indices int64."""
+    """The positions of the cells that a CSR tensor of shape [rows, columns] lists.
+
+    crow_indices: int64 [rows + 1]. col_indices: int64, one per cell.
+    """
 
     shape: tuple[int, int]
     crow_indices: np.ndarray
@@ -55,34 +58,37 @@ class CsrLayout:
 
     @property
     def rows(self) -> np.ndarray:
-        """int64: the row of each listed cell."""
+        """Returns the row of each listed cell, int64."""
         return np.repeat(np.arange(self.shape[0], dtype=np.int64), np.diff(self.crow_indices))
 
 
 def tensor_from_json(
     value: object, fill: float = 0, name: str = "tensor", max_dense_bytes: int = MAX_DENSE_BYTES
 ) -> np.ndarray:
-    """A dense int64 or float32 array from JSON TensorData {data, dtype, shape?, sparse_crow_indices?, ...}.
+    """Returns a dense int64 or float32 array from JSON TensorData {data, dtype, shape?, sparse_crow_indices?, ...}.
 
-    fill: the value of the cells that a CSR tensor leaves out (-1 for target_prompt_logprobs). Raises RequestError.
+    Args:
+        fill: value of the cells that a CSR tensor omits (-1 for target_prompt_logprobs).
+    Raises:
+        RequestError: the tensor is invalid, or too large when made dense.
     """
     with refused_with_400(), at_place(name):
         return dense_from_json(value, fill, Budget(max_dense_bytes), integer=None)
 
 
 def tensor_to_json(array: np.ndarray) -> JsonObject:
-    """Dense TensorData: {data, dtype, shape}, NaN and infinities as null."""
+    """Returns dense TensorData: {data, dtype, shape}, with NaN and infinities as null."""
     return json_object(whole(tensor_rows(array)), "a tensor")
 
 
 def tensor_rows(array: np.ndarray) -> JsonObject:
-    """Returns what `tensor_to_json` does, its data as Rows."""
+    """Returns the same as `tensor_to_json`, with its data as Rows."""
     array = public_dtype(array)
     return {"data": rows_of(array), "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def csr_layout_from_json(value: object) -> CsrLayout | None:
-    """The layout of JSON TensorData, None where it is dense: the answer to a CSR question keeps its layout.
+    """Returns the layout of JSON TensorData, or None if it is dense: the response to a CSR request has the same layout.
 
     Raises RequestError.
     """
@@ -92,7 +98,7 @@ def csr_layout_from_json(value: object) -> CsrLayout | None:
 
 
 def read_tensor(tensor: wire.Tensor, budget: Budget) -> np.ndarray:
-    """Dense, whichever encoding; without a shape one-dimensional."""
+    """Returns the tensor made dense, from either encoding; without a shape it is one-dimensional."""
     shape = checked_shape(tensor.shape)
     match tensor.WhichOneof("encoding"):
         case "dense":
@@ -126,7 +132,11 @@ def write_target_logprobs(logprobs: np.ndarray, layout: CsrLayout | None, messag
 
 
 def dense_from_json(value: object, fill: float, budget: Budget, integer: bool | None) -> np.ndarray:
-    """integer: the dtype where the tensor names none (None: it must name one)."""
+    """Returns TensorData as a dense array.
+
+    Args:
+        integer: the dtype if the tensor names none; None: it must name one.
+    """
     tensor = json_object(value, "a tensor")
     dtype = tensor.get("dtype", {True: "int64", False: "float32", None: None}[integer])
     if dtype not in ("int64", "float32"):
@@ -165,7 +175,7 @@ def shaped(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if not shape:
         return values
     if values.size != math.prod(shape):
-        raise Invalid(f"shape {list(shape)} asks for {math.prod(shape)} values; the tensor has {values.size}")
+        raise Invalid(f"shape {list(shape)} needs {math.prod(shape)} values; the tensor has {values.size}")
     return values.reshape(shape)
 
 
@@ -178,7 +188,7 @@ def _checked_csr(shape: tuple[int, ...], crow_indices: np.ndarray, col_indices: 
     if crow_indices[0] != 0 or crow_indices[-1] != col_indices.size or (np.diff(crow_indices) < 0).any():
         raise Invalid(f"CSR row pointers must rise from 0 to the {col_indices.size} column indices")
     if col_indices.size and (col_indices.min() < 0 or col_indices.max() >= num_columns):
-        raise Invalid(f"a CSR column index lies outside of the {num_columns} columns")
+        raise Invalid(f"a CSR column index is outside of the {num_columns} columns")
     layout = CsrLayout((num_rows, num_columns), crow_indices, col_indices)
     rows = layout.rows
     if ((np.diff(col_indices) <= 0) & (rows[1:] == rows[:-1])).any():
@@ -196,7 +206,7 @@ def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: Budge
 
 
 def widened(data: bytes | bytearray, dtype_number: int) -> np.ndarray:
-    """Flat values; bfloat16 (the upper half of a float32) comes out as float32."""
+    """Returns flat values; bfloat16 (the upper half of a float32) is converted to float32."""
     dtype = DTYPES.get(dtype_number)
     if dtype is None:
         raise Invalid(f"unknown dtype {dtype_number}: send 1 float32, 2 int64, 3 int32 or 4 bfloat16")
@@ -205,7 +215,7 @@ def widened(data: bytes | bytearray, dtype_number: int) -> np.ndarray:
 
 
 def array_of(data: bytes | bytearray, dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Writable: of bytes a copy (torch warns about arrays over them), of a bytearray a view."""
+    """Returns a writable array: a copy of bytes (torch warns about read-only arrays), a view of a bytearray."""
     little = np.dtype(dtype).newbyteorder("<")
     if len(data) % little.itemsize:
         raise Invalid(f"{len(data)} bytes are not a whole number of {little.name} values")
@@ -217,5 +227,5 @@ def bytes_of(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
 
 
 def public_dtype(array: np.ndarray) -> np.ndarray:
-    """float32 or int64, the two dtypes that TensorData names."""
+    """Converts to float32 or int64, the two dtypes of TensorData."""
     return to_float32(array) if array.dtype.kind == "f" else array.astype(np.int64, copy=False)

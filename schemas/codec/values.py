@@ -1,4 +1,4 @@
-"""Typed access to parsed JSON, and JSON numbers <-> arrays."""
+"""Typed access to parsed JSON, and conversion between JSON numbers and arrays."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from .invalid import Invalid, shown
 
 JsonObject: TypeAlias = dict[str, object]
-"""An object as `json` reads and writes it."""
+"""A JSON object as the `json` module reads and writes it."""
 
 
 _PIECE_CELLS = 1 << 14
@@ -21,7 +21,10 @@ _PIECE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Rows:
-    """A JSON list that is made piece by piece. entries: of start and stop. width: numbers in each entry."""
+    """A JSON list that is built in pieces.
+
+    entries: returns the entries from start to stop. width: how many numbers each entry has.
+    """
 
     num: int
     entries: Callable[[int, int], Sequence[object]]
@@ -29,13 +32,13 @@ class Rows:
 
 
 def rows_of(array: np.ndarray) -> Rows:
-    """Its numbers, flat; what JSON cannot say is None."""
+    """Returns the array's numbers, flattened; those that JSON cannot represent become None."""
     flat = array.ravel()
     return Rows(flat.size, lambda start, stop: json_numbers(flat[start:stop]))
 
 
 def whole(value: object) -> object:
-    """The value with lists in place of Rows."""
+    """Replaces each Rows in the value by a list."""
     match value:
         case Rows():
             return list(value.entries(0, value.num))
@@ -48,7 +51,9 @@ def whole(value: object) -> object:
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """The JSON text of a value with Rows in it. No piece takes long to make, so that others have their turn between."""
+    """Yields the JSON text of a value with Rows in it; each piece is quick to build, so the event loop is not blocked
+    for long.
+    """
     waiting, num_bytes = [], 0
     for piece in _texts(value):
         waiting.append(piece)
@@ -127,7 +132,7 @@ def json_boolean(value: object, what: str) -> bool:
 
 
 def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
-    """A list, nested or not, as int64 or float32; never rounds a fraction to an integer."""
+    """Converts a list, nested or not, to int64 or float32; never rounds a fraction to an integer."""
     try:
         array = np.asarray(values)
     except ValueError:
@@ -142,7 +147,7 @@ def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
 
 
 def json_numbers(array: np.ndarray) -> list[float | None]:
-    """Flat; what JSON cannot say is None."""
+    """Returns the array's numbers, flattened; those that JSON cannot represent become None."""
     values = array.ravel().tolist()
     if array.dtype.kind != "f" or np.isfinite(array).all():
         return values

@@ -91,7 +91,7 @@ def test_damage_to_what_was_acknowledged_is_told_and_never_passed_over(part: str
             client.optim_step(AdamParams(learning_rate=1e-2)).result(60)
         crashing.restart(lambda: damage(newest_segment(crashing.state_dir / "journal"), part, seq_id=3))
         assert "is damaged" in crashing.log
-        with pytest.raises((GoneError, RequestFailedError), match=r"is not live|cannot be made again"):
+        with pytest.raises((GoneError, RequestFailedError), match=r"is not live|cannot be rebuilt"):
             client.forward_backward(data, "cross_entropy").result(60)
 
 

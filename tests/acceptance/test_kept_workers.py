@@ -115,7 +115,7 @@ def test_a_server_goes_on_when_its_workers_are_stopped_or_killed_and_started_aga
             last.send_signal(ending)
             assert last.wait(30) == (0 if ending == signal.SIGTERM else -ending)
             until(lambda: not any(psutil.pid_exists(pid) for pid in of_last), 15)
-            until(lambda: f"there are no workers at {listen}" in crashing.log)
+            until(lambda: f"no workers are running at {listen}" in crashing.log)
             manager = kept_workers(models, tmp_path / str(len(started)), listen)
             started.append(manager.__enter__())
             managers.append(manager)
@@ -146,8 +146,8 @@ def test_workers_that_come_back_with_another_layout_are_not_used(
             first.process.kill()
             first.process.wait(30)
             with kept_workers(models, tmp_path / "otherwise", listen, parallel="tp=2") as other:
-                changed = "they were started anew with parallel tp=2 instead of fsdp=2"
-                until(lambda: f"has no place: the workers at {listen} are not to be had: {changed}" in crashing.log)
+                changed = "they were restarted with parallel tp=2 instead of fsdp=2"
+                until(lambda: f"cannot be placed: the workers at {listen} cannot be used: {changed}" in crashing.log)
                 assert changed in other.log.read_text() and len(ranks(other)) == 2
             later.enter_context(kept_workers(models, tmp_path / "again", listen, parallel="fsdp=2"))
 
@@ -186,13 +186,13 @@ def test_a_server_that_takes_over_takes_the_workers_too(
         with first.running(), second.running():
             sleep = {5: lambda: os.kill(first.pid, signal.SIGSTOP)}
             found = train(first, 15, sleep, url=second.url)
-            assert "taking over, as number 2" in second.log
+            assert "taking over, with epoch 2" in second.log
             os.kill(first.pid, signal.SIGCONT)
             until(lambda: "the lease of epoch 1" in first.log)
             again = train(second, 15, {5: lambda: os.kill(second.pid, signal.SIGKILL)}, url=first.url)
-            assert "taking over, as number 3" in first.log
+            assert "taking over, with epoch 3" in first.log
         assert ranks(workers) == before
-        assert "epoch 2 has taken the workers over" in workers.log.read_text()
+        assert "epoch 2 has taken over the workers" in workers.log.read_text()
     assert_same(found, undisturbed(15))
     assert_same(again, undisturbed(15))
 
@@ -214,8 +214,8 @@ def test_workers_on_a_machine_without_the_state_directory_are_refused(
         with pytest.raises(RuntimeError) as refused, live_server(models, state_dir, **workers.options):
             pass
         assert f"error: {state_dir} is not shared with rank 0: on " in str(refused.value)
-        assert "what was just written there is not to be found" in str(refused.value)
-        assert "with --state-dir" in str(refused.value)
+        assert "the file just written there was not found" in str(refused.value)
+        assert "set --state-dir" in str(refused.value)
         shared = tmp_path / "shared"
         with live_server(models, shared, **workers.options):
             assert not list(shared.glob(".shared-*"))

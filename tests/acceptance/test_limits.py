@@ -53,7 +53,7 @@ def train(client: tinker.TrainingClient, num_steps: int) -> float:
 
 def put_off(server: LiveServer) -> list[tuple[str, str]]:
     """(tenant, limit) of the lines in the server's log, one for each time that it began."""
-    return re.findall(r"requests of tenant (\S+) are put off: .*--(tenant-[a-z-]+)", server.log.read_text())
+    return re.findall(r"requests of tenant (\S+) are throttled: .*--(tenant-[a-z-]+)", server.log.read_text())
 
 
 def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveServer) -> None:

@@ -450,7 +450,7 @@ def test_an_export_is_encrypted_to_age_recipients(
 
 def test_an_age_recipient_that_is_none_is_refused_by_its_text(make_training) -> None:
     client = make_training()
-    with pytest.raises(tinker.RequestFailedError, match=r"'age1nobody' is no public key of age"):
+    with pytest.raises(tinker.RequestFailedError, match=r"'age1nobody' is not an age public key"):
         client.save_weights_external("never", age_encryption_recipients=["age1nobody"]).result(60)
     assert train(client, batch(), 1)
 

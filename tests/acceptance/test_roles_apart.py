@@ -94,7 +94,7 @@ def test_a_dead_worker_of_references_is_nothing_to_policies_and_critics(
         assert states(server) == "up"
         found = {role: each.result() for role, each in training.items()}
         assert others < set(worker_pids(server.process.pid))
-        again = re.findall(r"(\S+) is there again", server.log.read_text())
+        again = re.findall(r"(\S+) is rebuilt", server.log.read_text())
         assert again == [runs.ids["reference"]]
         # As if nothing had happened, and two steps further would show.
         undisturbed = runs.train("policy", 42, runs.create("policy"))

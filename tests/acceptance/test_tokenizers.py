@@ -62,8 +62,8 @@ def test_a_hub_id_and_a_directory_are_names_that_sdk_clients_resolve(model: Path
         log = server.log.read_text()
     assert len(json.loads(found[0])) == 3
     assert found == [found[0]] * 5 + ["none"], "a name alone is what sampling clients have"
-    (warning,) = [line for line in log.splitlines() if "no id of the hub" in line]
-    assert " chat is no id" in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
+    (warning,) = [line for line in log.splitlines() if "is not a hub id" in line]
+    assert " chat is not a hub id" in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
 
 
 def test_clients_of_other_machines_hear_the_hub_id_that_the_files_name(

@@ -89,7 +89,7 @@ def test_a_server_that_sleeps_through_its_lease_does_no_harm(
     with pair(tiny_models["qwen3"], tmp_path, postgres_url) as servers:
         found = train(servers.first, 40, {13: lambda: servers.stop_first(4 * LEASE_SECONDS)}, url=servers.second.url)
         until(lambda: readiness(servers.first) == readiness(servers.first) | {"holder": servers.second.url})
-        assert refused_in(servers.first.log) and "taking over, as number 2" in servers.second.log
+        assert refused_in(servers.first.log) and "taking over, with epoch 2" in servers.second.log
         assert live_state(servers.second) == ["live-2"]
         # It takes its turn again.
         again = train(

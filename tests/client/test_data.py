@@ -1,4 +1,4 @@
-"""What the user hands over becomes the schema's arrays, is sent in pieces, and answered as one."""
+"""Data that the user passes becomes the schema's arrays, is sent in chunks, and is answered as one result."""
 
 import numpy as np
 import pytest
@@ -26,25 +26,24 @@ def test_a_datum_takes_lists_arrays_and_tensors(make) -> None:
     ("tokens", "inputs", "words"),
     [
         ([1.9, 2], {}, "tokens has 1.9: token ids are integers"),
-        ([1, None], {}, "tokens has 'None', which is no number"),
+        ([1, None], {}, "tokens has 'None', which is not a number"),
         ([[1, 2], [3, 4]], {}, r"tokens have the shape \[2, 2\]"),
-        ([[1, 2], [3]], {}, "tokens is no array of numbers"),
+        ([[1, 2], [3]], {}, "tokens is not an array of numbers"),
         ([2**40], {}, "model_input has 1099511627776: a token id is at most 2147483647"),
-        ([2**70], {}, "tokens has '1180591620717411303424', which is no number of at most 64 bits"),
-        ([1], {"weights": [1j]}, "weights has '1j', which is no number of at most 64 bits"),
+        ([2**70], {}, "tokens has '1180591620717411303424', which is not a number of at most 64 bits"),
+        ([1], {"weights": [1j]}, "weights has '1j', which is not a number of at most 64 bits"),
         ([float("nan")], {}, "tokens has nan"),
         ([1], {"target_tokens": [1.7]}, "target_tokens has 1.7: token ids are integers"),
-        ([1], {"weights": "abc"}, "weights has 'abc', which is no number"),
-        ([1], {"weights": [1.0, None]}, "weights has 'None', which is no number"),
+        ([1], {"weights": "abc"}, "weights has 'abc', which is not a number"),
+        ([1], {"weights": [1.0, None]}, "weights has 'None', which is not a number"),
     ],
 )
-def test_what_is_no_number_or_no_token_is_refused(tokens, inputs, words: str) -> None:
-    """Fractions were cut to integers."""
+def test_values_that_are_no_numbers_or_tokens_are_refused(tokens, inputs, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         trainhouse.Datum(tokens, inputs)
 
 
-def test_whole_numbers_of_any_type_are_tokens() -> None:
+def test_whole_numbers_of_any_type_are_accepted_as_tokens() -> None:
     for tokens in (
         [1.0, 2.0],
         torch.tensor([1.0, 2.0]),
@@ -55,8 +54,8 @@ def test_whole_numbers_of_any_type_are_tokens() -> None:
     assert trainhouse.Datum([], {}).tokens.shape == (0,)
 
 
-def test_names_of_inputs_are_asked_for() -> None:
-    with pytest.raises(TypeError, match="loss_fn_inputs is a list: give names and arrays"):
+def test_loss_fn_inputs_must_be_a_dict() -> None:
+    with pytest.raises(TypeError, match="loss_fn_inputs is a list: pass a dict of arrays"):
         trainhouse.Datum([1], [1])  # pyright: ignore[reportArgumentType]
 
 
@@ -72,7 +71,7 @@ def test_chunks_keep_order_and_both_limits() -> None:
     assert [one for piece in chunks(data, 2, 10**6) for one in piece] == data
 
 
-def test_a_datum_over_the_byte_limit_goes_alone() -> None:
+def test_a_datum_over_the_byte_limit_is_sent_alone() -> None:
     data = [datum(4), datum(400), datum(4)]
     assert [len(piece) for piece in chunks(data, 100, num_bytes(data[0]))] == [1, 1, 1]
 
@@ -87,7 +86,7 @@ def test_metrics_of_chunks_are_merged_by_their_reduction() -> None:
     assert len(whole.loss_fn_outputs) == 5
 
 
-def test_a_ratio_of_chunks_is_that_of_their_sums() -> None:
+def test_the_mean_over_chunks_is_the_ratio_of_their_sums() -> None:
     def output(numerator: float, denominator: float) -> ForwardBackwardOutput:
         metrics = {"r:sum": numerator, "r/of:sum": denominator, "r:mean": numerator / max(denominator, 1)}
         return ForwardBackwardOutput(({},), metrics)

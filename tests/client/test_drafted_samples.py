@@ -1,4 +1,4 @@
-"""Samples that a draft guesses, by our client."""
+"""Sampling with a draft model through our client."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,24 +23,24 @@ def service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         yield client
 
 
-def saved(draft: TrainingClient, name: str) -> str:
+def save_for_sampling(draft: TrainingClient, name: str) -> str:
     path = draft.save_weights_for_sampler(name).result(60).path
     assert path is not None
     return path
 
 
-def test_a_draft_that_was_trained_on_samples_guesses_them(service: ServiceClient) -> None:
+def test_a_draft_trained_on_samples_predicts_them(service: ServiceClient) -> None:
     plain = service.create_sampling_client(MODEL)
     samples = [plain.sample(prompt, 1, GREEDY).result(60) for prompt in PROMPTS]
     assert all(sample.guesses is None for sample in samples)
     draft = service.create_draft_client(MODEL, "eagle3", seed=5)
-    untrained = saved(draft, "untrained")
+    untrained = save_for_sampling(draft, "untrained")
     drafted = service.create_sampling_client(MODEL, draft_path=untrained)
     texts = [[*prompt, *sample.sequences[0].tokens] for prompt, sample in zip(PROMPTS, samples, strict=True)]
     for _ in range(80):
         draft.forward_backward([Datum(text, {}) for text in texts], "eagle3")
         draft.optim_step(AdamParams(learning_rate=1e-2)).result(60)
-    trained, lengths = saved(draft, "trained"), []
+    trained, lengths = save_for_sampling(draft, "trained"), []
     for path in (None, trained):
         lengths.append([])
         for prompt, sample in zip(PROMPTS, samples, strict=True):
@@ -54,10 +54,10 @@ def test_a_draft_that_was_trained_on_samples_guesses_them(service: ServiceClient
     assert drafted.compute_logprobs([5, 6, 7]).result(60)[0] is None
 
 
-def test_what_is_no_draft_is_refused(service: ServiceClient) -> None:
+def test_checkpoints_that_are_no_draft_are_refused(service: ServiceClient) -> None:
     policy = service.create_lora_training_client(MODEL, rank=4)
-    path = saved(policy, "a")
-    with pytest.raises(TrainhouseError, match="was saved by a policy, which guesses nothing"):
+    path = save_for_sampling(policy, "a")
+    with pytest.raises(TrainhouseError, match="was saved by a policy, which cannot draft tokens"):
         service.create_sampling_client(MODEL, draft_path=path)
     with pytest.raises(TrainhouseError, match="there is no checkpoint"):
         service.create_sampling_client(MODEL).sample([5], 1, GREEDY, draft_path=f"{path}-not").result(60)

@@ -1,4 +1,4 @@
-"""Draft models by our client; most of their workers compute nothing."""
+"""Draft models through our client; most of these tests use workers that compute nothing."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def real_service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    """Of workers that compute."""
+    """A client of a server whose workers compute."""
     directory = tmp_path_factory.mktemp("real")
     with (
         live_server({MODEL: tiny_models["qwen3"]}, directory, tenant_feature_bytes=200_000) as server,
@@ -48,7 +48,7 @@ def real_service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPath
         yield client
 
 
-def told(draft: TrainingClient, name: str, loss_fn: str = "eagle3", **config: float | str) -> float:
+def draft_metric(draft: TrainingClient, name: str, loss_fn: str = "eagle3", **config: float | str) -> float:
     return draft.forward(DATA, loss_fn, config).result(60).metrics[f"{name}:last"]
 
 
@@ -57,7 +57,7 @@ def saved_policy(service: ServiceClient, seed: int) -> str | None:
     return policy.save_weights_for_sampler("a").result(60).path
 
 
-def test_a_draft_is_created_and_told_with_all_that_was_left_open(service: ServiceClient) -> None:
+def test_a_draft_is_created_and_described_with_the_resolved_defaults(service: ServiceClient) -> None:
     path = saved_policy(service, 3)
     draft = service.create_draft_client(
         MODEL,
@@ -85,7 +85,7 @@ def test_a_draft_is_created_and_told_with_all_that_was_left_open(service: Servic
         "seed": 9,
     }
     assert (info.model_role, info.target_path, info.is_lora) == ("draft", path, False)
-    assert told(draft, "target_seed") == 3
+    assert draft_metric(draft, "target_seed") == 3
     run = service.create_rest_client().get_training_run(draft.model_id).result(60)
     assert (run.is_lora, run.lora_rank, run.model_role, run.user_metadata) == (False, None, "draft", {"for": "a test"})
     left_open = service.create_draft_client_async(MODEL, "eagle3").result(60).get_info()
@@ -93,7 +93,7 @@ def test_a_draft_is_created_and_told_with_all_that_was_left_open(service: Servic
     assert RESOLVED.items() <= left_open.draft.model_dump().items() and left_open.draft.seed is not None
 
 
-def test_a_draft_is_moved_saved_and_gone_on_with(service: ServiceClient) -> None:
+def test_a_draft_can_be_retargeted_saved_and_resumed(service: ServiceClient) -> None:
     draft, path = service.create_draft_client(MODEL, "eagle3", draft_vocab_size=3), saved_policy(service, 4)
     counted = draft.build_vocab_map([[9, 9, 7], [4, 8]], [[1, 1, 1], [0, 1]]).result(60)
     assert (counted.num_tokens, counted.covered, counted.size, len(counted.hash)) == (4, 1.0, 3, 16)
@@ -101,26 +101,26 @@ def test_a_draft_is_moved_saved_and_gone_on_with(service: ServiceClient) -> None
     as_arrays = [np.array([9, 9, 7]), np.array([4, 8])], [np.ones(3), np.array([0, 1])]
     assert draft.build_vocab_map(*as_arrays).result(60) == counted
     assert draft.set_target(path).result(60).target_path == path
-    assert (told(draft, "target_seed"), told(draft, "first_token")) == (4, 7)
-    assert told(draft, "objective_letters", objective="lk_lambda", ttt_length=7) == 9
+    assert (draft_metric(draft, "target_seed"), draft_metric(draft, "first_token")) == (4, 7)
+    assert draft_metric(draft, "objective_letters", objective="lk_lambda", ttt_length=7) == 9
     for saved in (draft.save_state("a"), draft.save_weights_for_sampler("a"), draft.save_weights_external("a")):
         assert saved.result(60).path
     path_of_state = draft.save_state("b").result(60).path
     again = service.create_training_client_from_state_with_optimizer(path_of_state)
-    assert (again.get_info().target_path, told(again, "target_seed")) == (path, 4)
+    assert (again.get_info().target_path, draft_metric(again, "target_seed")) == (path, 4)
     assert draft.set_target(None).result(60).target_path is None
-    assert told(draft, "target_seed") == -1
+    assert draft_metric(draft, "target_seed") == -1
     assert draft.load_state_with_optimizer(path_of_state).result(60).path == path_of_state
 
 
-def test_a_loss_that_draws_has_a_seed_of_each_request(service: ServiceClient) -> None:
+def test_a_random_loss_gets_a_new_seed_for_each_request(service: ServiceClient) -> None:
     draft = service.create_draft_client(MODEL, "dflash")
-    seeds = {told(draft, "seed", "dflash") for _ in range(3)}
+    seeds = {draft_metric(draft, "seed", "dflash") for _ in range(3)}
     assert len(seeds) == 3 and -1 not in seeds
-    assert told(draft, "seed", "dflash", seed=12) == 12
+    assert draft_metric(draft, "seed", "dflash", seed=12) == 12
 
 
-def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient) -> None:
+def test_captured_features_train_like_the_target_until_they_are_released(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
     random = np.random.default_rng(1)
     data = [Datum(random.integers(3, 500, 9), {}) for _ in range(5)]
@@ -143,13 +143,13 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert draft.release_features().result(60).num_released == 2
     with pytest.raises(TrainhouseError, match="it was released; capture it again"):
         draft.forward(captured[4:], "eagle3").result(60)
-    with pytest.raises(TrainhouseError, match="which it has had"):
+    with pytest.raises(TrainhouseError, match="and none is left"):
         draft.forward(captured[:1], "eagle3").result(60)
     given = Datum(data[0].tokens, {}, feature_ref=draft.capture(data[:1]).result(60)[0].feature_ref)
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
-def test_behind_a_pass_that_is_refused_for_its_reference_the_step_fails_and_clears(real_service: ServiceClient) -> None:
+def test_a_step_after_a_refused_feature_ref_fails_and_clears_the_gradients(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
     learned = draft.forward_backward(DATA, "eagle3").result(60)
     draft.forward_backward([Datum([5, 6, 7], {}, feature_ref="lost")], "eagle3")
@@ -161,22 +161,26 @@ def test_behind_a_pass_that_is_refused_for_its_reference_the_step_fails_and_clea
     draft.optim_step().result(60)
 
 
-def capture_that_waits(
+def start_capture_without_room(
     service: ServiceClient,
 ) -> tuple[TrainingClient, list[Datum], APIFuture[CapturedData], APIFuture[ForwardBackwardOutput]]:
-    """For room: a draft, what it captured before, the capture, and a pass behind it over what was captured, too."""
+    """Starts a capture that waits for room.
+
+    Returns the draft, data that it captured before, the capture, and a pass submitted after it over other captured
+    data.
+    """
     draft, random = service.create_draft_client(MODEL, "eagle3"), np.random.default_rng(2)
     earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
     earlier, now = [draft.capture(each).result(60) for each in (earlier, now)]
     capturing, learning = draft.capture(later), draft.forward_backward(now, "eagle3")
-    until(lambda: stock(service).num_waiting == 1)
+    wait_until(lambda: stock(service).num_waiting == 1)
     return draft, earlier, capturing, learning
 
 
-def test_a_release_goes_ahead_of_a_capture_that_waits_for_room(real_service: ServiceClient) -> None:
-    """But not of what was asked before and needs what is released, though it comes behind the capture."""
+def test_a_release_runs_before_a_capture_that_waits_for_room(real_service: ServiceClient) -> None:
+    """Earlier passes that need the released features still run first, even those submitted after the capture."""
     with ServiceClient(real_service._connection.base_url, "tml-room") as service:
-        draft, earlier, capturing, learning = capture_that_waits(service)
+        draft, earlier, capturing, learning = start_capture_without_room(service)
         assert draft.release_features(earlier).result(10).num_released == 1
         later = capturing.result(60)
         assert learning.result(60).metrics["loss:sum"] > 0
@@ -186,9 +190,9 @@ def test_a_release_goes_ahead_of_a_capture_that_waits_for_room(real_service: Ser
         assert stock(service).num_put_off == 0
 
 
-def test_a_release_comes_behind_what_was_asked_before_and_needs_it(real_service: ServiceClient) -> None:
+def test_a_release_runs_after_earlier_passes_that_need_the_features(real_service: ServiceClient) -> None:
     with ServiceClient(real_service._connection.base_url, "tml-order") as service:
-        draft, earlier, capturing, learning = capture_that_waits(service)
+        draft, earlier, capturing, learning = start_capture_without_room(service)
         releasing = draft.release_features()
         draft.release_features(earlier).result(10)
         assert learning.result(60).metrics["loss:sum"] > 0
@@ -202,7 +206,7 @@ def stock(service: ServiceClient) -> FeatureStock:
     return features
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -224,7 +228,7 @@ def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -
     assert draft.release_features().result(60).num_released == 10
 
 
-def test_a_step_that_is_sent_behind_a_pass_that_is_captured_comes_behind_it(real_service: ServiceClient) -> None:
+def test_a_step_sent_after_a_captured_pass_runs_after_it(real_service: ServiceClient) -> None:
     policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
     draft = real_service.create_draft_client(MODEL, "eagle3")
     draft.set_target(policy.save_weights_for_sampler("a").result(60).path)
@@ -236,7 +240,7 @@ def test_a_step_that_is_sent_behind_a_pass_that_is_captured_comes_behind_it(real
     assert of_old.result(60).metrics["loss:sum"] > 0
 
 
-def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> None:
+def test_a_capture_split_into_several_requests_acts_as_one(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "dflash")
     draft._limits = draft._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})
     data = [Datum([number, 5, 6], {}) for number in range(5)]
@@ -249,18 +253,18 @@ def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> No
     assert draft._next_seq_id == 8
 
 
-def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: ServiceClient) -> None:
+def test_operations_for_another_kind_of_model_are_refused(service: ServiceClient) -> None:
     policy = service.create_lora_training_client(MODEL, rank=4)
     draft = service.create_draft_client(MODEL, "eagle3")
-    with pytest.raises(ValueError, match="set_target is of draft models, and this is a policy"):
+    with pytest.raises(ValueError, match="set_target is for draft models, and this is a policy"):
         policy.set_target(None)
-    with pytest.raises(ValueError, match="build_vocab_map is of draft models, and this is a policy"):
+    with pytest.raises(ValueError, match="build_vocab_map is for draft models, and this is a policy"):
         policy.build_vocab_map(counts={1: 1})
-    with pytest.raises(ValueError, match="capture is of draft models, and this is a policy"):
+    with pytest.raises(ValueError, match="capture is for draft models, and this is a policy"):
         policy.capture(DATA)
     with pytest.raises(ValueError, match="data is empty: capture at least one datum"):
         draft.capture([])
-    with pytest.raises(ValueError, match="a draft has no log-probabilities for a loss of yours"):
+    with pytest.raises(ValueError, match="a draft has no log-probabilities for a custom loss"):
         draft.forward_backward_custom(DATA, lambda data, logprobs: (0.0, logprobs))
     misspelt: Any = "eagle"
     for wrong, words in (
@@ -276,15 +280,15 @@ def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: S
     ):
         with pytest.raises(ValueError, match=f"^{words}[^\\n]*$"):
             wrong()
-    with pytest.raises(TrainhouseError, match="a draft draws no tokens by itself"):
+    with pytest.raises(TrainhouseError, match="a draft cannot be sampled by itself"):
         draft.save_weights_and_get_sampling_client()
     with pytest.raises(TrainhouseError, match="there is no checkpoint"):
         service.create_draft_client(MODEL, "eagle3", target_path="tinker://none:train:0/weights/none")
     with pytest.raises(TrainhouseError, match="block_size is of dflash"):
         service.create_draft_client(MODEL, "eagle3", block_size=4)
     saved = draft.save_state("c").result(60).path
-    with pytest.raises(TrainhouseError, match="was saved by a draft: no reference can be made of it"):
+    with pytest.raises(TrainhouseError, match="was saved by a draft: no reference can be created from it"):
         service.create_reference_client(path=saved)
-    with pytest.raises(TrainhouseError, match="was saved by a draft, which draws no tokens"):
+    with pytest.raises(TrainhouseError, match="was saved by a draft, which cannot sample"):
         service.create_sampling_client(model_path=saved)
-    assert told(draft, "target_seed") == -1, "what was refused here used up no number"
+    assert draft_metric(draft, "target_seed") == -1, "the refused calls used no seq_id"

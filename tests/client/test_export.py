@@ -1,4 +1,4 @@
-"""Checkpoints as directories that other programs load."""
+"""Checkpoints exported as directories that other programs load."""
 
 import json
 import subprocess
@@ -24,8 +24,8 @@ def service(shared_server: LiveServer) -> Iterator[ServiceClient]:
         yield client
 
 
-def exported(server: LiveServer, path: str, directory: Path) -> str:
-    """What the command says."""
+def export(server: LiveServer, path: str, directory: Path) -> str:
+    """Runs the export command and returns its output."""
     command = [sys.executable, "-m", "trainhouse.server", "export", path, str(directory)]
     done = subprocess.run(
         [*command, f"--base-url={server.url}", f"--api-key={KEY}"], capture_output=True, text=True, timeout=120
@@ -33,8 +33,8 @@ def exported(server: LiveServer, path: str, directory: Path) -> str:
     return done.stdout if done.returncode == 0 else done.stderr
 
 
-def stepped(client: TrainingClient, loss_fn: str) -> str:
-    """The path of a checkpoint with its optimizer's state."""
+def train_and_save(client: TrainingClient, loss_fn: str) -> str:
+    """Trains one step and returns the path of a checkpoint with the optimizer state."""
     inputs = {"target_tokens": np.array([6, 7, 8, 9]), "weights": np.ones(4, np.float32)}
     client.forward_backward([Datum([5, 6, 7, 8], {} if loss_fn == "eagle3" else inputs)], loss_fn)
     client.optim_step()
@@ -44,26 +44,26 @@ def stepped(client: TrainingClient, loss_fn: str) -> str:
 def test_an_adapter_is_exported_without_its_optimizer(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path
 ) -> None:
-    path = stepped(service.create_lora_training_client(MODEL, rank=4, seed=1), "cross_entropy")
-    said = exported(shared_server, path, tmp_path / "adapter")
-    assert f'PeftModel.from_pretrained(base, "{tmp_path}/adapter")' in said and MODEL in said
+    path = train_and_save(service.create_lora_training_client(MODEL, rank=4, seed=1), "cross_entropy")
+    output = export(shared_server, path, tmp_path / "adapter")
+    assert f'PeftModel.from_pretrained(base, "{tmp_path}/adapter")' in output and MODEL in output
     names = {each.name for each in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "trainhouse.json"}
-    assert "name a new directory" in exported(shared_server, path, tmp_path / "adapter")
+    assert "name a new directory" in export(shared_server, path, tmp_path / "adapter")
     missing = path.replace("state", "none")
-    assert f"there is no checkpoint {missing}" in exported(shared_server, missing, tmp_path / "missing")
+    assert f"there is no checkpoint {missing}" in export(shared_server, missing, tmp_path / "missing")
 
 
 @pytest.mark.parametrize("vocabulary", [None, 40])
-def test_a_draft_is_exported_as_engines_read_it(
+def test_a_draft_is_exported_in_the_format_of_inference_engines(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path, vocabulary: int | None
 ) -> None:
     draft = service.create_draft_client(MODEL, "eagle3", draft_vocab_size=vocabulary, capture_layers=[0, 1])
     if vocabulary is not None:
         draft.build_vocab_map([[250, 251, 5, 6, 7, 8]]).result(60)
     directory = tmp_path / "draft"
-    said = exported(shared_server, stepped(draft, "eagle3"), directory)
-    assert "vllm serve MODEL --speculative-config" in said and f'"model": "{directory}"' in said
+    output = export(shared_server, train_and_save(draft, "eagle3"), directory)
+    assert "vllm serve MODEL --speculative-config" in output and f'"model": "{directory}"' in output
     files = {each.name for each in directory.glob("*.safetensors")}
     index = {"model.safetensors.index.json"} if len(files) > 1 else set()
     assert {each.name for each in directory.iterdir()} - files == {"config.json", "trainhouse.json"} | index
@@ -78,7 +78,7 @@ def test_a_draft_is_exported_as_engines_read_it(
         assert files == {"model.safetensors"}
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == len(tensors["lm_head.weight"]) == (vocabulary or config["vocab_size"])
-    # Of the two engines one counts from what goes into the first layer, the other from what comes out of it.
+    # One of the two engines counts layers by their inputs, the other by their outputs.
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
     assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"} < names
@@ -88,7 +88,7 @@ def test_a_draft_is_exported_as_engines_read_it(
         assert {250, 251} < set(can_say.tolist()) and (np.flatnonzero(tensors["t2d"]) == can_say).all()
 
 
-def test_what_loads_it_is_told() -> None:
+def test_the_loading_hint_depends_on_the_kind_of_model() -> None:
     draft = {"base_model": "a/b", "training": "draft", "algorithm": "dflash", "block_size": 8}
     assert '"num_speculative_tokens": 7' in loaded_by(draft, Path("d"))
     assert "transformers" in loaded_by({"base_model": "a/b", "training": "full"}, Path("d"))

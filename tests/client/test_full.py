@@ -1,4 +1,4 @@
-"""Full models by our client; their workers compute nothing."""
+"""Full models through our client, with workers that compute nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def service(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[ServiceCli
         yield client
 
 
-def test_a_full_model_is_created_saved_and_gone_on_with(service: ServiceClient) -> None:
+def test_a_full_model_is_created_saved_and_resumed(service: ServiceClient) -> None:
     made = service.create_full_training_client(MODEL, seed=3, user_metadata={"for": "a test"}, model_role="critic")
     saved = made.save_state("a").result(60).path
     policy = service.create_full_training_client_async(MODEL).result(60)
@@ -38,7 +38,7 @@ def test_a_full_model_is_created_saved_and_gone_on_with(service: ServiceClient) 
     assert made.load_state_with_optimizer(saved).result(60).path == saved
     lora = service.create_lora_training_client(MODEL, rank=4)
     assert lora.get_info().is_lora
-    with pytest.raises(TrainhouseError, match="create a model of it"):
+    with pytest.raises(TrainhouseError, match="create a model from it"):
         policy.load_state(lora.save_state("b").result(60).path).result(60)
-    with pytest.raises(TrainhouseError, match="as many models with weights of their own as max_full_models 4"):
+    with pytest.raises(TrainhouseError, match="as many full models as max_full_models 4"):
         service.create_full_training_client(MODEL)

@@ -1,4 +1,4 @@
-"""A session lives as long as its client, however long nothing is asked."""
+"""A session lives as long as its client, even if the client sends no requests."""
 
 import time
 from pathlib import Path

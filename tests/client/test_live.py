@@ -1,4 +1,4 @@
-"""The client against a live server: every verb, sync and async, and what it raises."""
+"""The client against a live server: every method, sync and async, and the errors it raises."""
 
 import asyncio
 import subprocess
@@ -59,15 +59,15 @@ def test_training_halves_the_loss(client: TrainingClient) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_limits_and_their_use(service: ServiceClient, client: TrainingClient) -> None:
+def test_get_limits_reports_limits_and_usage(service: ServiceClient, client: TrainingClient) -> None:
     limits = service.get_limits()
-    assert limits.tenant.startswith("local-"), "a made-up key's"
+    assert limits.tenant.startswith("local-"), "the tenant of a made-up key"
     assert 1 <= limits.runs.used <= limits.runs.limit == 2000
     assert limits.queued_operations.used == 0
     assert limits.tokens_per_minute.limit is None
 
 
-def test_an_inflight_sampler_moves_with_its_run(client: TrainingClient) -> None:
+def test_an_inflight_sampler_follows_its_run(client: TrainingClient) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0)
 
     def drawn(sampler: SamplingClient) -> list[int]:
@@ -81,13 +81,13 @@ def test_an_inflight_sampler_moves_with_its_run(client: TrainingClient) -> None:
     assert drawn(still) == before != drawn(moving) == drawn(newest)
 
 
-def test_what_is_in_the_workers_memory(service: ServiceClient, client: TrainingClient) -> None:
+def test_get_workers_reports_the_memory_of_the_workers(service: ServiceClient, client: TrainingClient) -> None:
     (of_group,) = service.get_workers().groups.values()
     assert of_group["base_weights"] == of_group["base_weights_on_device"] > 0
     assert of_group["num_adapters_on_device"] > 0 and of_group["offloads"] == 0
 
 
-def test_a_base_url_may_name_the_api(shared_server: LiveServer) -> None:
+def test_a_base_url_may_include_the_api_path(shared_server: LiveServer) -> None:
     with ServiceClient(f"{shared_server.url}/api/v1/", "tml-client-tests") as service:
         assert service.get_server_capabilities().supported_models
 
@@ -106,7 +106,7 @@ def test_everything_can_be_awaited_in_a_running_loop(shared_server: LiveServer, 
                 await stepped
             sampler = await client.save_weights_and_get_sampling_client_async()
             assert len((await sampler.sample([5, 6], 1, SamplingParams(max_tokens=2, stop=[]))).sequences) == 1
-            # As in a notebook: blocking calls work there, too.
+            # Blocking calls also work in a running loop, as in a notebook.
             assert client.get_info().lora_rank == lora
             return losses
 
@@ -127,7 +127,7 @@ def test_a_batch_over_the_chunk_limit_equals_its_parts(service: ServiceClient) -
     assert loss(chunked, data) != pytest.approx(before, rel=1e-3)
 
 
-def test_a_weighted_loss_and_a_scaled_step_move_the_weights_alike(service: ServiceClient) -> None:
+def test_a_loss_weight_and_a_gradient_scale_change_the_weights_equally(service: ServiceClient) -> None:
     weighted, scaled, plain = (new_client(service) for _ in range(3))
     # An eps as large as the gradients makes Adam notice their scale.
     adam = AdamParams(learning_rate=1e-2, eps=1.0)
@@ -152,9 +152,8 @@ def test_resuming_gives_identical_next_losses(service: ServiceClient, client: Tr
     assert train(client, batch(), 3) == expected
 
 
-def test_evaluations_and_saves_come_at_steps_where_nobody_waits(service: ServiceClient) -> None:
-    """A forward behind a step that was asked for while all else waits gives the loss of that step, and the gradients of
-    what follows are as if it had not been."""
+def test_at_steps_evaluates_between_queued_steps(service: ServiceClient) -> None:
+    """A forward submitted by at_steps gives the loss at that step, and does not change later gradients."""
     data, watched, plain = batch(), new_client(service), new_client(service)
     found = {}
     watched.at_steps(2, lambda step: found.update({step: watched.forward(data, "cross_entropy")}), num_steps=10)
@@ -183,7 +182,7 @@ def test_a_custom_loss_in_numpy_equals_the_built_in_one(service: ServiceClient) 
     assert loss(custom, batch()) == pytest.approx(loss(built_in, batch()), rel=1e-5)
 
 
-def test_samplers_of_the_base_of_saved_and_of_live_weights(service: ServiceClient, client: TrainingClient) -> None:
+def test_samplers_use_base_saved_or_live_weights(service: ServiceClient, client: TrainingClient) -> None:
     train(client, batch(), 5)
     path = client.save_weights_for_sampler("sampler").result(60).path
     live = client.save_weights_and_get_sampling_client()
@@ -196,7 +195,7 @@ def test_samplers_of_the_base_of_saved_and_of_live_weights(service: ServiceClien
     assert np.abs(np.subtract(scores[0][1:], scores[2][1:])).max() > 1e-2
 
 
-def test_a_sample_carries_its_logprobs_and_its_name(service: ServiceClient) -> None:
+def test_a_sample_has_logprobs_and_a_sequence_id(service: ServiceClient) -> None:
     sampler = service.create_sampling_client(base_model=MODEL)
     targets = np.asarray([[6], [7]])
     response = sampler.sample(
@@ -214,13 +213,13 @@ def test_a_sample_carries_its_logprobs_and_its_name(service: ServiceClient) -> N
     np.testing.assert_allclose(response.target_prompt_logprobs[:, 0], response.prompt_logprobs[1:], atol=1e-5)
 
 
-def test_the_tokenizer_comes_from_the_server(client: TrainingClient) -> None:
+def test_the_tokenizer_is_fetched_from_the_server(client: TrainingClient) -> None:
     tokenizer = client.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("Grüße, 123")) == "Grüße, 123"
     assert tokenizer.eos_token_id == 2
 
 
-def test_what_the_server_keeps_can_be_listed_changed_and_deleted(
+def test_runs_and_checkpoints_can_be_listed_changed_and_deleted(
     service: ServiceClient, client: TrainingClient, tmp_path: Path
 ) -> None:
     rest = service.create_rest_client()
@@ -247,7 +246,7 @@ def test_what_the_server_keeps_can_be_listed_changed_and_deleted(
     assert path not in [one.tinker_path for one in remaining]
 
 
-def test_a_failed_operation_says_whose_fault_it_was_and_the_next_one_works(client: TrainingClient) -> None:
+def test_a_failed_operation_has_a_category_and_the_next_one_works(client: TrainingClient) -> None:
     with pytest.raises(trainhouse.TrainhouseError, match="no_such_loss") as caught:
         client.forward_backward(batch(), "no_such_loss").result(60)
     if isinstance(caught.value, trainhouse.RequestFailedError):
@@ -261,7 +260,7 @@ def test_a_failed_operation_says_whose_fault_it_was_and_the_next_one_works(clien
     assert loss(client, batch()) != before
 
 
-def test_refusals_have_their_own_exceptions(shared_server: LiveServer, client: TrainingClient) -> None:
+def test_refusals_raise_specific_exceptions(shared_server: LiveServer, client: TrainingClient) -> None:
     with ServiceClient(shared_server.url, "not-a-key") as stranger, pytest.raises(trainhouse.AuthenticationError):
         stranger.get_server_capabilities()
     with ServiceClient(shared_server.url, "tml-somebody-else") as other:
@@ -287,7 +286,7 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
     train(client, batch(), 1)
 
 
-def test_an_adapter_is_imported_by_the_client_and_the_command_and_trained_on(
+def test_an_adapter_can_be_imported_by_client_or_command_and_trained(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path
 ) -> None:
     trained = new_client(service)

@@ -35,7 +35,7 @@ def test_a_checkpoint_path_is_an_address_of_three_parts() -> None:
     address = checkpoint_address("tinker://s:train:0/sampler_weights/best")
     assert address == "training_runs/s:train:0/checkpoints/sampler_weights/best"
     for wrong in ("s:train:0/weights/best", "tinker://s:train:0/best", "tinker://s/weights/a/b"):
-        with pytest.raises(ValueError, match="no checkpoint path"):
+        with pytest.raises(ValueError, match="not a checkpoint path"):
             checkpoint_address(wrong)
 
 
@@ -45,7 +45,9 @@ def test_a_download_stays_inside_its_directory(tmp_path) -> None:
         inside(tmp_path, "../b.json")
 
 
-def test_a_text_is_no_prompt() -> None:
-    with pytest.raises(ValueError, match=r"'Once upon a time' is a text: give its tokens, get_tokenizer\(\)\.encode"):
+def test_a_string_is_refused_as_a_prompt() -> None:
+    with pytest.raises(
+        ValueError, match=r"'Once upon a time' is a string: pass its token ids, get_tokenizer\(\)\.encode"
+    ):
         as_tokens("Once upon a time")  # pyright: ignore[reportArgumentType]
     assert as_tokens((1, 2)) == [1, 2]

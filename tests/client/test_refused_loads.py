@@ -1,4 +1,5 @@
-"""Checkpoints that do not fit or are damaged: errors name them as readers do, never where the server has them."""
+"""Errors about checkpoints that do not fit or are damaged name the checkpoint's path, never the server's
+directories."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -31,12 +32,12 @@ def service(server: LiveServer) -> Iterator[ServiceClient]:
 
 
 def refusal(server: LiveServer, load: Callable[[], Any]) -> str:
-    """What a tenant is told, without a word of the server's directories."""
+    """Returns the error that the tenant gets, which must not name the server's directories."""
     with pytest.raises(TrainhouseError) as refused:
         load()
-    told = str(refused.value)
-    assert str(server.state_dir) not in told
-    return told
+    message = str(refused.value)
+    assert str(server.state_dir) not in message
+    return message
 
 
 def path_of(saved: Saved) -> str:
@@ -45,30 +46,30 @@ def path_of(saved: Saved) -> str:
     return path
 
 
-def of_rank(service: ServiceClient, rank: int, **fields: Any) -> TrainingClient:
+def create_policy(service: ServiceClient, rank: int, **fields: Any) -> TrainingClient:
     return service.create_lora_training_client(MODEL, rank=rank, **fields)
 
 
-def test_of_another_shape(server: LiveServer, service: ServiceClient) -> None:
-    policy = of_rank(service, 4)
+def test_loading_a_checkpoint_of_another_shape_is_refused(server: LiveServer, service: ServiceClient) -> None:
+    policy = create_policy(service, 4)
     path = path_of(policy.save_state("a"))
     for other, reason in (
-        (of_rank(service, 8), "was saved with rank 4, the model has rank 8: create a model with rank 4"),
-        (of_rank(service, 4, train_mlp=False), "adapts other layers than the model"),
+        (create_policy(service, 8), "was saved with rank 4, the model has rank 8: create a model with rank 4"),
+        (create_policy(service, 4, train_mlp=False), "adapts other layers than the model"),
     ):
         assert f"{path}{BEFORE}{reason}" in refusal(server, lambda other=other: other.load_state(path).result())
 
 
-def test_of_another_draft(server: LiveServer, service: ServiceClient) -> None:
+def test_loading_a_checkpoint_of_another_draft_is_refused(server: LiveServer, service: ServiceClient) -> None:
     path = path_of(service.create_draft_client(MODEL, "eagle3").save_state("a"))
     draft = service.create_draft_client(MODEL, "dflash")
     reason = f"{path}{BEFORE}was saved with "
-    told = refusal(server, lambda: draft.load_state(path).result())
-    assert reason in told and told.endswith("create a draft of that shape and load into that")
+    message = refusal(server, lambda: draft.load_state(path).result())
+    assert reason in message and message.endswith("create a draft of that shape and load into that")
 
 
 def other_format(files: Path) -> None:
-    """Whole, as its manifest says, but by a server that is newer."""
+    """Makes the checkpoint look as if a newer server had saved it, with a valid manifest."""
     about = read_manifest(files)
     (files / MANIFEST).unlink()
     (files / "trainhouse.json").write_text(json.dumps({"format": 99}))
@@ -87,12 +88,14 @@ def lost(files: Path) -> None:
     ],
     ids=["newer", "lost"],
 )
-def test_that_cannot_be_read(server: LiveServer, service: ServiceClient, damage: Damage, reason: str) -> None:
-    policy, draft = of_rank(service, 4), service.create_draft_client(MODEL, "eagle3")
+def test_checkpoints_that_cannot_be_read_are_refused(
+    server: LiveServer, service: ServiceClient, damage: Damage, reason: str
+) -> None:
+    policy, draft = create_policy(service, 4), service.create_draft_client(MODEL, "eagle3")
     name = damage.__name__
-    of_policy = path_of(policy.save_state(name))
-    of_sampler, of_draft = (path_of(each.save_weights_for_sampler(name)) for each in (policy, draft))
-    for path in (of_policy, of_sampler, of_draft):
+    policy_path = path_of(policy.save_state(name))
+    sampler_path, draft_path = (path_of(each.save_weights_for_sampler(name)) for each in (policy, draft))
+    for path in (policy_path, sampler_path, draft_path):
         (files,) = server.state_dir.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '_')}.*")
         damage(files)
 
@@ -100,12 +103,12 @@ def test_that_cannot_be_read(server: LiveServer, service: ServiceClient, damage:
         service.create_sampling_client(**of).sample([5, 6], 1, SamplingParams(max_tokens=2)).result()
 
     for path, load in (
-        (of_policy, lambda: policy.load_state(of_policy).result()),
-        (of_policy, lambda: service.create_training_client_from_state(of_policy)),
-        (of_policy, lambda: draft.set_target(of_policy).result()),
-        (of_policy, lambda: service.create_draft_client(MODEL, "eagle3", target_path=of_policy)),
-        (of_sampler, lambda: sample(model_path=of_sampler)),
-        (of_draft, lambda: sample(base_model=MODEL, draft_path=of_draft)),
+        (policy_path, lambda: policy.load_state(policy_path).result()),
+        (policy_path, lambda: service.create_training_client_from_state(policy_path)),
+        (policy_path, lambda: draft.set_target(policy_path).result()),
+        (policy_path, lambda: service.create_draft_client(MODEL, "eagle3", target_path=policy_path)),
+        (sampler_path, lambda: sample(model_path=sampler_path)),
+        (draft_path, lambda: sample(base_model=MODEL, draft_path=draft_path)),
     ):
         assert path + reason in refusal(server, load)
     if damage is lost:

@@ -1,4 +1,4 @@
-"""Answers that get lost: an operation is sent again under its number, and applied once."""
+"""Lost answers: an operation is sent again with its seq_id, and is applied once."""
 
 import http.client
 import re
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.anyio
 
 @contextmanager
 def proxy(target: str, faults: bool) -> Iterator[tuple[str, list[str]]]:
-    """Forwards to `target`; of each five POSTs one is answered 503, and one's answer is lost after it took effect.
+    """Forwards to `target`; of every five POSTs, one is answered with 503 and one answer is lost after it took effect.
 
-    Yields its address and the list of faults that it has made.
+    Yields the proxy's address and the list of faults so far.
     """
     made: list[str] = []
     address = urlsplit(target).netloc
@@ -79,7 +79,7 @@ def proxy(target: str, faults: bool) -> Iterator[tuple[str, list[str]]]:
 
 
 def losses_through(url: str) -> list[float]:
-    """Two steps on a batch of three chunks, pipelined, then the loss."""
+    """Returns the losses of two pipelined steps on a batch of three chunks, and the loss after them."""
     with ServiceClient(url, "tml-retries") as service:
         client = new_client(service)
         return [*train(client, batch(11), 2), loss(client, batch(11))]
@@ -92,12 +92,12 @@ def test_lost_and_refused_requests_change_no_step(shared_server: LiveServer) -> 
     with proxy(shared_server.url, faults=False) as (url, made):
         undisturbed = losses_through(url)
     assert made == []
-    # What shares a pass may differ, and so may the last digits; a step more or less would show.
+    # Operations may share passes differently, which changes the last digits; one step more or less would show.
     assert through_faults == pytest.approx(undisturbed, rel=1e-6)
     assert undisturbed[1:] != pytest.approx(undisturbed[:-1], rel=1e-2)
 
 
-def test_an_unreachable_server_is_named_once_the_retries_end() -> None:
+def test_an_unreachable_server_is_named_when_the_retries_end() -> None:
     with (
         ServiceClient("http://127.0.0.1:9", retry_seconds=0.1) as service,
         pytest.raises(
@@ -115,7 +115,7 @@ with trainhouse.ServiceClient("http://127.0.0.1:9", retry_seconds=0.1) as servic
 """
 
 
-def test_the_traceback_of_an_unreachable_server_is_the_callers_and_one_sentence() -> None:
+def test_an_unreachable_server_gives_a_short_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", UNREACHABLE], capture_output=True, text=True, timeout=60, check=False)
     *trace, sentence = done.stderr.splitlines()
     assert sentence.startswith("trainhouse.client.errors.APIConnectionError: no answer from http://127.0.0.1:9 (Conn")
@@ -123,40 +123,44 @@ def test_the_traceback_of_an_unreachable_server_is_the_callers_and_one_sentence(
     assert sum(line.startswith("  File") for line in trace) <= 3
 
 
-def test_a_key_that_cannot_be_one_is_refused_without_being_shown() -> None:
+def test_an_invalid_key_is_refused_without_being_shown() -> None:
     with pytest.raises(ValueError, match="characters that no key has") as refused:
         ServiceClient("http://127.0.0.1:9", "tml-secret\n")
     assert "secret" not in str(refused.value)
 
 
-def test_a_server_that_stays_unreachable_is_named_while_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_log_the_unreachable_server(caplog: pytest.LogCaptureFixture) -> None:
     with (
         ServiceClient("http://127.0.0.1:9", retry_seconds=5) as service,
         pytest.raises(trainhouse.APIConnectionError),
     ):
         service.get_server_capabilities()
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "127.0.0.1:9" in told and told.endswith("(TRAINHOUSE_BASE_URL). Trying again for up to 5 s (retry_seconds).")
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "127.0.0.1:9" in message and message.endswith(
+        "(TRAINHOUSE_BASE_URL). Trying again for up to 5 s (retry_seconds)."
+    )
 
 
-@pytest.mark.parametrize(("reason", "told"), [("busy", "busy. Trying"), ("Busy.", "Busy. Trying")])
-async def test_what_is_tried_again_ends_with_one_full_stop(
-    reason: str, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("reason", "message"), [("busy", "busy. Trying"), ("Busy.", "Busy. Trying")])
+async def test_the_reason_of_a_retry_ends_with_one_full_stop(
+    reason: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainhouse.client.connection.SILENT_SECONDS", -1.0)
     await Backoff(300).pause(trainhouse.APIConnectionError(reason))
-    assert caplog.messages == [f"{told} again for up to 300 s (retry_seconds)."]
+    assert caplog.messages == [f"{message} again for up to 300 s (retry_seconds)."]
 
 
-def test_an_address_without_a_scheme_fails_at_once() -> None:
-    with pytest.raises(trainhouse.APIConnectionError, match=r"'127\.0\.0\.1:9' is no base URL: it begins with http"):
+def test_an_invalid_base_url_fails_at_once() -> None:
+    with pytest.raises(
+        trainhouse.APIConnectionError, match=r"'127\.0\.0\.1:9' is not a base URL: it must begin with http"
+    ):
         ServiceClient("127.0.0.1:9")
-    with pytest.raises(trainhouse.APIConnectionError, match="leave out /v1, which OpenAI's clients want"):
+    with pytest.raises(trainhouse.APIConnectionError, match="leave out /v1, which is for OpenAI's clients"):
         ServiceClient("http://127.0.0.1:9/v1")
 
 
-def test_https_to_a_server_without_it_says_so(shared_server: LiveServer) -> None:
-    """Within the time of its first tries; errors of TLS have numbers, too, which are none of the system's."""
+def test_https_to_a_plain_http_server_is_reported(shared_server: LiveServer) -> None:
+    """The error numbers of TLS must not be read as those of the operating system."""
     address = shared_server.url.replace("http://", "https://")
     command = [
         sys.executable,
@@ -171,13 +175,13 @@ def test_https_to_a_server_without_it_says_so(shared_server: LiveServer) -> None
     assert done.returncode == 1 and "SSL" in done.stderr and "not permitted" not in done.stderr, done.stderr
 
 
-def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:
+def test_closing_the_client_fails_pending_requests(shared_server: LiveServer) -> None:
     service = ServiceClient(shared_server.url, "tml-retries")
     client = new_client(service)
     sampler = service.create_sampling_client(base_model=MODEL)
     waiting = sampler.sample([5], 8, trainhouse.SamplingParams(max_tokens=900, stop=[]))
     service.close()
-    # Whichever comes first: the end of the session at the server, or that of the client.
+    # Either the server ends the session first, or the client closes first.
     with pytest.raises(trainhouse.TrainhouseError, match=r"cancelled|closed"):
         waiting.result(10)
     with pytest.raises(trainhouse.TrainhouseError, match="closed"):
@@ -185,29 +189,29 @@ def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:
     service.close()
 
 
-def test_of_all_results_that_are_waited_for_one_line_is_told(
+def test_waiting_for_many_results_logs_each_reason_once(
     tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def repeated() -> int:
-        """How many lines tell what one before has told, but for its numbers."""
+        """Returns how many log lines repeat an earlier one, apart from numbers."""
         caplog.clear()
         with ServiceClient(server.url, "tml-retries") as service:
             sampler = service.create_sampling_client(base_model=MODEL)
             params = trainhouse.SamplingParams(max_tokens=100, stop=[])
             for future in [sampler.sample([5], 8, params) for _ in range(8)]:
                 future.result(120)
-        told = [re.sub(r"\d+", "", each.partition(" waits: ")[2]) for each in caplog.messages if " waits: " in each]
-        assert told
-        return len(told) - len(set(told))
+        message = [re.sub(r"\d+", "", each.partition(" waits: ")[2]) for each in caplog.messages if " waits: " in each]
+        assert message
+        return len(message) - len(set(message))
 
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=0.02) as server:
         monkeypatch.setattr("trainhouse.client.connection.QUIET_SECONDS", 600.0)
         assert repeated() == 0
         monkeypatch.setattr("trainhouse.client.connection.QUIET_SECONDS", 0.0)
-        assert repeated() > 0, "each of them has something to tell"
+        assert repeated() > 0, "otherwise each result logs a line"
 
 
-def test_giving_up_waiting_takes_nothing_back(shared_server: LiveServer) -> None:
+def test_a_timeout_while_waiting_does_not_cancel_the_request(shared_server: LiveServer) -> None:
     with ServiceClient(shared_server.url, "tml-retries") as service:
         sampler = service.create_sampling_client(base_model=MODEL)
         future = sampler.sample([5], 1, trainhouse.SamplingParams(max_tokens=50, stop=[]))

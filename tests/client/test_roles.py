@@ -1,4 +1,4 @@
-"""Critics and references by our client, against a live server."""
+"""Critics and references through our client, against a live server."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,12 +20,12 @@ def service(shared_server: LiveServer) -> Iterator[ServiceClient]:
         yield client
 
 
-def valued(tokens: Sequence[int]) -> Datum:
+def value_datum(tokens: Sequence[int]) -> Datum:
     returns = [0.5 if token % 2 else -1.0 for token in tokens]
     return Datum(tokens, {"returns": returns, "weights": [1.0] * len(tokens)})
 
 
-def scored(tokens: Sequence[int]) -> Datum:
+def policy_datum(tokens: Sequence[int]) -> Datum:
     return Datum(tokens[:-1], {"target_tokens": tokens[1:]})
 
 
@@ -34,7 +34,7 @@ def logprobs(client: TrainingClient) -> np.ndarray:
 
 
 def forward(client: TrainingClient) -> ForwardBackwardOutput:
-    return client.forward([scored(tokens) for tokens in TOKENS], "cross_entropy").result(60)
+    return client.forward([policy_datum(tokens) for tokens in TOKENS], "cross_entropy").result(60)
 
 
 def step(client: TrainingClient, data: Sequence[Datum], loss_fn: str) -> float:
@@ -43,10 +43,10 @@ def step(client: TrainingClient, data: Sequence[Datum], loss_fn: str) -> float:
     return loss
 
 
-def test_a_critic_learns_returns_and_goes_on_from_its_checkpoint(service: ServiceClient) -> None:
+def test_a_critic_learns_returns_and_resumes_from_its_checkpoint(service: ServiceClient) -> None:
     critic = service.create_lora_training_client(MODEL, rank=4, seed=3, model_role="critic")
     assert critic.get_info().model_role == "critic"
-    data = [valued(tokens) for tokens in TOKENS]
+    data = [value_datum(tokens) for tokens in TOKENS]
     losses = [step(critic, data, "value_mse") for _ in range(25)]
     assert losses[-1] < losses[0] / 4
     output = critic.forward(data, "value_mse").result(60)
@@ -62,14 +62,14 @@ def test_a_critic_learns_returns_and_goes_on_from_its_checkpoint(service: Servic
     assert step(again, data, "value_mse") == pytest.approx(step(critic, data, "value_mse"), rel=1e-5)
 
 
-def test_a_reference_is_what_it_was_loaded_from_until_it_is_moved(service: ServiceClient) -> None:
+def test_a_reference_keeps_its_weights_until_it_loads_others(service: ServiceClient) -> None:
     policy = service.create_lora_training_client(MODEL, rank=4, seed=3)
     reference = service.create_reference_client(base_model=MODEL)
     assert reference.get_info().model_role == "reference"
     at_first = logprobs(policy)
     np.testing.assert_allclose(logprobs(reference), at_first, atol=1e-5)
     for _ in range(3):
-        step(policy, [scored(tokens) for tokens in TOKENS], "cross_entropy")
+        step(policy, [policy_datum(tokens) for tokens in TOKENS], "cross_entropy")
     trained = logprobs(policy)
     np.testing.assert_allclose(logprobs(reference), at_first, atol=1e-5)
     assert abs(trained - at_first).max() > 0.1
@@ -81,33 +81,33 @@ def test_a_reference_is_what_it_was_loaded_from_until_it_is_moved(service: Servi
     np.testing.assert_allclose(logprobs(other), trained, atol=1e-5)
 
 
-def test_what_a_role_cannot_do_is_refused_by_name(service: ServiceClient) -> None:
+def test_operations_that_a_role_cannot_do_are_refused(service: ServiceClient) -> None:
     critic = service.create_lora_training_client(MODEL, rank=4, seed=3, model_role="critic")
     policy = service.create_lora_training_client(MODEL, rank=4, seed=3)
     reference = service.create_reference_client(base_model=MODEL)
     with pytest.raises(TrainhouseError, match="a reference is not trained: use forward"):
-        reference.forward_backward([scored(TOKENS[0])], "cross_entropy").result(60)
-    with pytest.raises(TrainhouseError, match="'cross_entropy' is of another kind of model: this one takes value_mse"):
-        critic.forward_backward([scored(TOKENS[0])], "cross_entropy").result(60)
-    with pytest.raises(TrainhouseError, match="'value_mse' is of another kind of model: this one takes cross_entropy"):
-        policy.forward_backward([valued(TOKENS[0])], "value_mse").result(60)
+        reference.forward_backward([policy_datum(TOKENS[0])], "cross_entropy").result(60)
+    with pytest.raises(TrainhouseError, match="'cross_entropy' is for another kind of model: this one takes value_mse"):
+        critic.forward_backward([policy_datum(TOKENS[0])], "cross_entropy").result(60)
+    with pytest.raises(TrainhouseError, match="'value_mse' is for another kind of model: this one takes cross_entropy"):
+        policy.forward_backward([value_datum(TOKENS[0])], "value_mse").result(60)
     for client in (critic, reference):
-        with pytest.raises(TrainhouseError, match="draws no tokens: sample from a policy"):
+        with pytest.raises(TrainhouseError, match="cannot be sampled: sample from a policy"):
             client.save_weights_for_sampler("none").result(60)
     saved, of_policy = critic.save_state("critic").result(60).path, policy.save_state("policy").result(60).path
     with pytest.raises(TrainhouseError, match=r"was saved by a critic, and run .* is a policy: load it into a critic"):
         policy.load_state(saved).result(60)
     with pytest.raises(TrainhouseError, match=r"was saved by a policy, and run .* is a critic: load it into a policy"):
         critic.load_state(of_policy).result(60)
-    with pytest.raises(TrainhouseError, match="was saved by a critic: no reference can be made of it"):
+    with pytest.raises(TrainhouseError, match="was saved by a critic: no reference can be created from it"):
         service.create_reference_client(path=saved)
-    with pytest.raises(TrainhouseError, match="was saved by a critic, which draws no tokens"):
+    with pytest.raises(TrainhouseError, match="was saved by a critic, which cannot sample"):
         service.create_sampling_client(model_path=saved)
     with pytest.raises(TrainhouseError, match="a reference is not trained: load_weights moves it"):
         reference.optim_step(ADAM).result(60)
-    with pytest.raises(TrainhouseError, match="a reference has nothing of its own to save"):
+    with pytest.raises(TrainhouseError, match="a reference cannot be saved"):
         reference.save_state("nothing").result(60)
     with pytest.raises(ValueError, match="a critic has no log-probabilities"):
-        critic.forward_backward_custom([valued(TOKENS[0])], lambda data, logprobs: (0.0, logprobs))
+        critic.forward_backward_custom([value_datum(TOKENS[0])], lambda data, logprobs: (0.0, logprobs))
     with pytest.raises(ValueError, match="give either base_model or path"):
         service.create_reference_client()

@@ -1,4 +1,4 @@
-"""What a request does not take is refused by our client, in words."""
+"""Our client refuses invalid request values with readable errors."""
 
 from collections.abc import Callable
 
@@ -65,7 +65,7 @@ CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
         ),
     ],
 )
-def test_a_value_is_named_with_what_may_be_there(make: Callable[[], Wire], words: str) -> None:
+def test_an_error_names_the_value_and_what_is_expected(make: Callable[[], Wire], words: str) -> None:
     with pytest.raises(ValueError) as refused, refused_in_words():
         make()
     assert not isinstance(refused.value, ValidationError)
@@ -85,17 +85,17 @@ def test_a_value_is_named_with_what_may_be_there(make: Callable[[], Wire], words
         (SamplingParams, "topp", "did you mean top_p?"),
     ],
 )
-def test_a_name_that_is_not_known_is_told_with_the_one_that_is_meant(
+def test_an_unknown_field_gets_a_suggestion(
     kind: type[AdamParams] | type[SamplingParams], name: str, meant: str
 ) -> None:
     with pytest.raises(ValidationError) as refused:
         kind(**{name: 1})
     assert f"{kind.__name__} has no {name}: {meant}" in str(refused.value)
-    assert "http" not in str(refused.value), "the words are enough"
+    assert "http" not in str(refused.value), "the message has no link"
 
 
-def test_every_other_name_that_is_known_leads_to_a_field() -> None:
+def test_every_suggestion_names_an_existing_field() -> None:
     for kind in (AdamParams, SamplingParams):
         for name, field in kind.meant.items():
             assert name not in kind.model_fields
-            assert set(field.split(" and ")) <= set(kind.model_fields) or "beside" in field
+            assert set(field.split(" and ")) <= set(kind.model_fields) or "next to" in field

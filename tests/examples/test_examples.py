@@ -1,4 +1,4 @@
-"""Each example, run as its first lines say, against a live server."""
+"""Runs each example, as its first lines say, against a live server."""
 
 import os
 import re
@@ -21,12 +21,12 @@ MODEL = "tiny/chat"
 
 
 def run(*command: object) -> str:
-    done = finished(*command)
+    done = run_command(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def finished(*command: object) -> subprocess.CompletedProcess[str]:
+def run_command(*command: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRAINHOUSE_API_KEY": "tml-examples"}
     return subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
@@ -38,14 +38,14 @@ def values(pattern: str, output: str) -> list[float]:
 
 
 def num_runs(server: LiveServer, key: str) -> int:
-    """That a key has made."""
+    """Returns the number of runs that the key has created."""
     listed = httpx.get(f"{server.url}/api/v1/training_runs", headers={"X-API-Key": key}).raise_for_status()
     return listed.json()["cursor"]["total_count"]
 
 
 @pytest.fixture
 def short_text(tmp_path: Path) -> Path:
-    """Some of what the examples learn."""
+    """A part of the training data of the examples."""
     lines = (ROOT / "examples" / "pirate.jsonl").read_text().splitlines()
     parts = ([line for line in lines if f'"{split}"' in line][:num] for split, num in (("train", 40), ("held_out", 12)))
     path = tmp_path / "some.jsonl"
@@ -72,7 +72,7 @@ def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server
 
 
 DRAFTS: dict[str, list[object]] = {
-    # Of what the target has sampled, with fewer tokens than it has.
+    # Trained on samples of the target, with a smaller vocabulary than the target's.
     "eagle3": ["--rollouts", 1, "--max-tokens", 16, "--temperature", 0.5, "--draft-vocab-size", 256],
     "dflash": [],
 }
@@ -86,7 +86,12 @@ def draft_command(server: LiveServer, algorithm: str, data: Path) -> list[object
 
 @dataclass(frozen=True)
 class DraftRun:
-    """What the example told. held_out: acceptance lengths. saved: path -> acceptance length. best: a path."""
+    """The printed results of the example.
+
+    held_out: acceptance lengths.
+    saved: path -> acceptance length.
+    best: path of the best checkpoint.
+    """
 
     held_out: list[float]
     held_out_losses: list[float]
@@ -95,7 +100,7 @@ class DraftRun:
     best: str
 
     @staticmethod
-    def told(output: str) -> "DraftRun":
+    def parse(output: str) -> "DraftRun":
         found = re.findall(r"held-out acceptance length ([\d.]+).* saved (tinker://\S+)", output)
         (best,) = re.findall(r"best: .*(tinker://\S+)", output)
         return DraftRun(
@@ -108,11 +113,11 @@ class DraftRun:
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("dflash", marks=pytest.mark.full)])
-def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
+def test_a_draft_learns_and_resumes_where_it_stopped(
     shared_server: LiveServer, short_text: Path, algorithm: str
 ) -> None:
     command = [*draft_command(shared_server, algorithm, short_text), "--steps", 5]
-    whole = DraftRun.told(run(*command))
+    whole = DraftRun.parse(run(*command))
     assert whole.held_out[-1] > whole.held_out[0] + 0.02
     assert whole.held_out_losses[-1] < 0.98 * whole.held_out_losses[0]
     # After each second step, and after the last one.
@@ -121,29 +126,29 @@ def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
     assert whole.best == max(whole.saved, key=whole.saved.__getitem__)
 
     first = next(iter(whole.saved))
-    resumed = DraftRun.told(run(*command, "--resume", first))
+    resumed = DraftRun.parse(run(*command, "--resume", first))
     assert resumed.losses == pytest.approx(whole.losses[2:], abs=2e-3)
     assert resumed.held_out_losses == pytest.approx(whole.held_out_losses[1:], abs=2e-3)
     assert resumed.held_out == pytest.approx(whole.held_out[1:], abs=0.01)
-    # What came after the checkpoint is no part of the run that goes on from it.
+    # Checkpoints after the one that was resumed do not belong to the resumed run.
     candidates = {first: whole.saved[first]} | resumed.saved
     assert resumed.best == max(candidates, key=candidates.__getitem__)
-    assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "the numbers of other steps are others"
+    assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "other steps have other losses"
 
 
 @pytest.mark.full
-def test_a_draft_learns_of_captured_features_as_of_the_target(shared_server: LiveServer, short_text: Path) -> None:
+def test_training_on_captured_features_equals_online_training(shared_server: LiveServer, short_text: Path) -> None:
     command = [*draft_command(shared_server, "dflash", short_text), "--steps", 3]
-    online, offline = (DraftRun.told(run(*command, *more)) for more in ((), ("--captured",)))
+    online, offline = (DraftRun.parse(run(*command, *more)) for more in ((), ("--captured",)))
     assert offline.losses == pytest.approx(online.losses, abs=2e-3)
     assert offline.held_out_losses == pytest.approx(online.held_out_losses, abs=2e-3)
     assert offline.losses != pytest.approx([*online.losses[1:], 0.0], abs=2e-3)
     with ServiceClient(shared_server.url, "tml-watching") as service:
         features = service.get_workers().features
-        assert features is not None and features.num_references == 0, "they went with their runs"
+        assert features is not None and features.num_references == 0, "features are released with their runs"
 
 
-def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_server: LiveServer) -> None:
+def test_earlier_checkpoints_are_found_after_repeated_resumes(shared_server: LiveServer) -> None:
     resumed, on_the_way = None, []
     for steps, last in (((2, 4), 2), ((4, 6, 8), 6), ((7, 8, 9), 9)):
         metadata = {"resumed": resumed} if resumed else None
@@ -158,11 +163,11 @@ def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_serve
             assert [each.path for each in earlier(service, resumed)] == on_the_way
     assert [Saved.at(path).step for path in on_the_way] == [2, 4, 6, 7, 8, 9]
     assert [Saved.at(path).acceptance_length for path in on_the_way[:2]] == [1.5, 1.25]
-    with pytest.raises(ValueError, match="no checkpoint of this script"):
+    with pytest.raises(ValueError, match="not a checkpoint of this script"):
         Saved.at("tinker://run/weights/step-3")
 
 
-def test_a_draft_of_another_kind_is_not_gone_on_with(shared_server: LiveServer, short_text: Path) -> None:
+def test_checkpoints_of_another_kind_cannot_be_resumed(shared_server: LiveServer, short_text: Path) -> None:
     with ServiceClient(shared_server.url, "tml-examples") as service:
         draft = service.create_draft_client(MODEL, "eagle3")
         policy = service.create_lora_training_client(MODEL, rank=1)
@@ -170,23 +175,23 @@ def test_a_draft_of_another_kind_is_not_gone_on_with(shared_server: LiveServer, 
         other_name = draft.save_state("mine").result().path
     for path, reason in (
         (of_draft, "is of a draft of eagle3, and --algorithm is dflash: resume it with --algorithm eagle3"),
-        (of_policy, "is of a policy, and --algorithm is dflash: resume a draft"),
-        (other_name, "is of no checkpoint of this script: these are named step-N-acceptance-A"),
+        (of_policy, "is a checkpoint of a policy, not of a draft: resume that of a draft"),
+        (other_name, "is not a checkpoint of this script: these are named step-N-acceptance-A"),
     ):
         command = [*draft_command(shared_server, "dflash", short_text), "--resume", path]
-        done = finished(*command)
+        done = run_command(*command)
         assert (done.returncode, done.stderr) == (2, f"draft.py: error: {path} {reason}\n")
 
 
-def test_a_draft_tells_of_each_step_at_once(shared_server: LiveServer, short_text: Path) -> None:
+def test_each_step_is_printed_at_once(shared_server: LiveServer, short_text: Path) -> None:
     command = [str(each) for each in [*draft_command(shared_server, "dflash", short_text), "--steps", 1000]]
     environment = {name: each for name, each in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
         assert process.stdout is not None
-        told = os.read(process.stdout.fileno(), 1 << 16)
+        output = os.read(process.stdout.fileno(), 1 << 16)
         process.terminate()
         process.stdout.read()
-    assert told.startswith(b"held-out") and told.count(b"\n") < 5
+    assert output.startswith(b"held-out") and output.count(b"\n") < 5
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])
@@ -198,13 +203,13 @@ def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -
 
 
 @pytest.mark.full
-def test_the_reward_of_ppo_rises_and_its_steps_are_counted(shared_server: LiveServer) -> None:
+def test_the_reward_of_the_ppo_example_rises_and_its_steps_are_counted(shared_server: LiveServer) -> None:
     check_ppo(shared_server)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shared_devices", ["together", "turns"])
-def test_so_it_is_with_critics_and_references_in_groups_of_their_own(
+def test_the_ppo_example_works_with_critics_and_references_in_separate_groups(
     shared_devices: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     apart: dict[str, Any] = {"role_group": ["critic=single", "reference=single"], "shared_devices": shared_devices}
@@ -220,7 +225,7 @@ def check_ppo(server: LiveServer) -> None:
     rewards, divergences = values(r"reward ([\d.]+)", output), values(r"kl +(-?[\d.]+)", output)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     assert values(r"optimizer steps (\d+)", output) == [6.0 * (number + 1) for number in range(10)]
-    # Before the first step policy and reference are the same; then they part, until the reference is moved.
+    # Policy and reference are equal before the first step and diverge until the reference is updated.
     assert divergences[0] == 0 and divergences[-1] > 0.01
     moved = values(r"kl +(-?[\d.]+)", run(*command, *options, "--move-reference-every", 4))
     assert moved[:4] == pytest.approx(divergences[:4], abs=1e-4)
@@ -237,7 +242,7 @@ def test_curl_trains_saves_and_samples(shared_server: LiveServer) -> None:
 
 
 def test_the_official_sdk_trains_saves_and_samples(shared_server: LiveServer) -> None:
-    # 5e-4, which it has for a real model, moves a tiny one by little.
+    # The default of 5e-4 is for a real model and barely changes a tiny one.
     command = [sys.executable, "examples/official_sdk.py", "--model", MODEL, "--learning-rate", "5e-3"]
     output = run("env", "TINKER_API_KEY=tml-official", f"TINKER_BASE_URL={shared_server.url}", *command)
     assert num_runs(shared_server, "tml-official") == 1
@@ -246,7 +251,7 @@ def test_the_official_sdk_trains_saves_and_samples(shared_server: LiveServer) ->
     assert "saved tinker://" in output and "sampled [" in output
 
 
-def test_the_demo_program_learns_and_shows_it(shared_server: LiveServer) -> None:
+def test_the_demo_program_trains_and_prints_completions(shared_server: LiveServer) -> None:
     output = run(
         *(sys.executable, "-m", "trainhouse.examples.demo", "--base-url", shared_server.url, "--model", MODEL),
         *("--steps", 4, "--batch-size", 2, "--max-tokens", 4),
@@ -272,8 +277,6 @@ def test_every_request_of_the_rest_guide_works(shared_server: LiveServer, tmp_pa
 
 
 @pytest.mark.full
-def test_the_rest_guide_runs_to_its_end_with_a_model_that_has_no_tokenizer(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_rest_guide_works_with_a_model_without_a_tokenizer(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path / "state") as server:
-        assert "holds no tokenizer" in run_rest_guide(server, "tiny/qwen3", tmp_path / "rest.sh")
+        assert "has no tokenizer" in run_rest_guide(server, "tiny/qwen3", tmp_path / "rest.sh")

@@ -1,4 +1,4 @@
-"""What crashes, disks and cosmic rays do to files while no server runs."""
+"""Damages files as crashes, disks and cosmic rays do while no server runs."""
 
 import random
 import shutil
@@ -14,7 +14,7 @@ def newest_segment(directory: Path) -> Path:
 
 
 def append_half_a_record(segment: Path, drawn: random.Random) -> None:
-    """Of its last one."""
+    """Appends the beginning of a copy of the last record."""
     (*_, last) = scan_segment(segment)
     record = segment.read_bytes()[last.offset :]
     _append(segment, record[: drawn.randrange(1, len(record))])
@@ -33,7 +33,7 @@ TEARS: Mapping[str, Callable[[Path, random.Random], None]] = {
     "garbage": append_garbage,
     "zeros": append_zeros,
 }
-"""Nobody was answered for any of it."""
+"""Ways to append to a segment what no client was answered for."""
 
 
 def _append(path: Path, content: bytes) -> None:
@@ -42,7 +42,7 @@ def _append(path: Path, content: bytes) -> None:
 
 
 def snapshots_of_runs(state_dir: Path) -> list[list[Path]]:
-    """Of each run that has some, the oldest first."""
+    """Returns the complete snapshots of each run that has any, oldest first."""
     runs = [sorted(run.glob("[0-9]*"), key=lambda path: int(path.name)) for run in (state_dir / "snapshots").glob("*")]
     return [whole for run in runs if (whole := [path for path in run if (path / MANIFEST).exists()])]
 

@@ -13,7 +13,7 @@ _PAGE = 4096
 
 @contextmanager
 def small_disk(directory: Path, num_bytes: int) -> Iterator[Path]:
-    """A tmpfs of its own, mounted there."""
+    """Mounts a tmpfs of `num_bytes` at the directory."""
     directory.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
@@ -26,10 +26,10 @@ def small_disk(directory: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def filled(disk: Path, leaving: int = 0) -> Iterator[Callable[[float], None]]:
-    """Full to the last byte, but for `leaving`, until it is left.
+    """Fills the disk to the last byte, except for `leaving` bytes, until the block ends.
 
-    Yields what keeps it full for so many seconds: of a snapshot that fails, say, the files are removed, and a fast
-    script would come to its end in their room.
+    Yields a function that keeps the disk full for so many seconds: a failed snapshot, for example, removes its files,
+    and a fast script would finish in that space.
     """
     ballast = disk / "ballast"
 

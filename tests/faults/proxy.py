@@ -16,11 +16,13 @@ _GATEWAY_TIMEOUT = b"HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 7\r\nConten
 
 @dataclass(frozen=True)
 class Weather:
-    """Shares are of the requests.
+    """Faults of the network; shares are fractions of the requests. Answers are forwarded as a whole.
 
-    delay_seconds: each way. held: for up to hold_seconds, while later requests pass. cut: in the middle of the request,
-    and as many in the middle of the answer. repeated: sent twice, behind or beside each other; one answer is given.
-    timeout_seconds: without an answer; then 504. Answers are passed on whole.
+    delay_seconds: each way.
+    held: share that is held for up to hold_seconds, while later requests pass.
+    cut: share that is cut in the middle of the request; as many are cut in the middle of the answer.
+    repeated: share that is sent twice, one after the other or at once; one of the answers is returned.
+    timeout_seconds: time without an answer after which the proxy answers 504.
     """
 
     delay_seconds: float = 0.0
@@ -32,7 +34,10 @@ class Weather:
 
 
 class Proxy:
-    """made: what was done to requests, by name."""
+    """Forwards requests with the faults of the weather.
+
+    made: counts of what was done to requests, by name.
+    """
 
     def __init__(self, target: str, weather: Weather, seed: int) -> None:
         self.made: Counter[str] = Counter()
@@ -114,7 +119,7 @@ async def _write(writer: asyncio.StreamWriter, content: bytes) -> None:
 
 
 async def _read_message(reader: asyncio.StreamReader) -> bytes:
-    """A request or an answer. Raises IncompleteReadError where none comes."""
+    """Reads a request or an answer; raises IncompleteReadError if none arrives."""
     head = await reader.readuntil(_HEAD_END)
     fields = dict(line.lower().split(b":", 1) for line in head.split(b"\r\n")[1:] if line)
     if b"chunked" in fields.get(b"transfer-encoding", b""):
@@ -133,17 +138,17 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
 
 @contextmanager
 def proxy(target: str, weather: Weather, seed: int = 0) -> Iterator[tuple[str, Counter[str]]]:
-    """Its URL, and what it has done so far."""
+    """Yields the proxy's URL and the counts of what it has done so far."""
     made = Proxy(target, weather, seed)
     with asyncio.Runner() as runner:
         loop, stop = runner.get_loop(), asyncio.Event()
         listening: asyncio.Future[int] = loop.create_future()
-        told = threading.Event()
-        listening.add_done_callback(lambda _: told.set())
+        is_listening = threading.Event()
+        listening.add_done_callback(lambda _: is_listening.set())
         thread = threading.Thread(target=runner.run, args=(made.run(listening, stop),))
         thread.start()
         try:
-            told.wait(10)
+            is_listening.wait(10)
             yield f"http://127.0.0.1:{listening.result()}", made.made
         finally:
             loop.call_soon_threadsafe(stop.set)

@@ -1,4 +1,4 @@
-"""Inputs that nobody would think of: any body to any route, any bytes to the decoders.
+"""Random and extreme inputs: any body to any route, any bytes to the decoders.
 
-A few of each in every run of the tests; `make fuzz` takes as many as asked.
+Every run of the tests uses a few of each; `make fuzz` uses as many as requested.
 """

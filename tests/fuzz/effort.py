@@ -1,11 +1,11 @@
-"""How many inputs: few and always the same ones in a run of the tests, many new ones in the long run."""
+"""The number of inputs: a few fixed ones in a run of the tests, many new ones in the long run."""
 
 import os
 
 from hypothesis import HealthCheck, settings
 
 MANY = int(os.environ.get("TRAINHOUSE_FUZZ_EXAMPLES", "100"))
-"""Of each route and decoder in the long run."""
+"""Inputs for each route and decoder in the long run."""
 
 
 def effort(num_examples: int) -> settings:

@@ -1,4 +1,4 @@
-"""Requests that are almost right: the examples of the API, with what nobody expects in one place or another."""
+"""Requests that are almost valid: the examples of the API, with unexpected values in one place or another."""
 
 import json
 import random
@@ -117,7 +117,11 @@ class Input:
 
 
 class Extremes:
-    """document: OpenAPI. things: names of what is there, by the names that paths and bodies have for them."""
+    """Draws requests to the routes of a server.
+
+    document: the OpenAPI document.
+    things: names of existing things, by the names that paths and bodies have for them.
+    """
 
     def __init__(self, document: dict[str, Any], things: Mapping[str, object], seed: int) -> None:
         self._random = random.Random(seed)
@@ -182,7 +186,8 @@ class Extremes:
                 return body
 
     def _json(self, example: object) -> bytes:
-        """The example with names that are there, and raw pieces of JSON, right or wrong, in a few of its places."""
+        """Returns the example with names of existing things, and with raw pieces of JSON, valid or not, in a few
+        places."""
         pieces: list[str] = []
         value = self._named(json.loads(json.dumps(example)))
         for _ in range(self._random.choice([0, 1, 1, 1, 2, 3])):
@@ -200,7 +205,7 @@ class Extremes:
         return value
 
     def _spoiled(self, value: object, pieces: list[str]) -> object:
-        """One place of it replaced by the mark of a piece, or a field added or left out."""
+        """Returns the value with one place replaced by the mark of a piece, or with a field added or removed."""
         if isinstance(value, dict) and value and not self._is_rare(6):
             key = self._random.choice(list(value))
             match self._random.randrange(10):

@@ -1,4 +1,5 @@
-"""A whole server on a socket, its event loop in a thread of this process, its workers in processes of their own."""
+"""Runs a whole server on a socket, with its event loop in a thread of this process and its workers in separate
+processes."""
 
 import asyncio
 import socket
@@ -72,7 +73,7 @@ class _Serving:
 
 
 class _Server(uvicorn.Server):
-    """Without signals, which are the main thread's; says when it listens."""
+    """A uvicorn server without signal handlers, which only the main thread may set; sets an event when it listens."""
 
     def __init__(self, config: uvicorn.Config, started: threading.Event) -> None:
         super().__init__(config)

@@ -1,4 +1,5 @@
-"""Any bytes to the decoders: a value or a refusal in words, within time and memory that the size of the body bounds."""
+"""Decoders of arbitrary bytes return a value or raise RequestError, in time and memory bounded by the size of the
+body."""
 
 import json
 import struct
@@ -30,7 +31,7 @@ _DENSE_BYTES = 1 << 20
 _DECOMPRESSED_BYTES = 1 << 16
 _SECONDS = 2.0
 _BYTES_PER_BYTE = 400
-"""Python's objects of what JSON or protobuf says in two bytes."""
+"""Memory per byte of a body: JSON or protobuf needs only two bytes for a Python object."""
 _FIXED_BYTES = 4 << 20
 
 both = pytest.mark.parametrize(
@@ -40,7 +41,7 @@ both = pytest.mark.parametrize(
 
 @contextmanager
 def bounded(num_bytes: int) -> Iterator[None]:
-    """Refusals are fine; any other exception is not, nor more memory or time than that."""
+    """Asserts that the block raises nothing but RequestError and stays within these bytes of memory and _SECONDS."""
     tracemalloc.start()
     began_at = time.thread_time()
     try:
@@ -91,7 +92,7 @@ def hostile_tensors(draw: st.DrawFn) -> wire.Tensor:
 
 @st.composite
 def hostile_requests(draw: st.DrawFn) -> bytes:
-    """Of one datum or several that are alike, so that they may be decoded a column at a time."""
+    """Draws requests of one datum or of several equal ones, which may be decoded by columns."""
     message = wire.ForwardBackwardRequest(model_id=draw(st.text(max_size=3)), seq_id=draw(st.integers(-5, 2**31 - 1)))
     message.loss_fn = "cross_entropy"
     tensors = draw(st.dictionaries(st.sampled_from(["weights", "target_tokens", ""]), hostile_tensors(), max_size=2))
@@ -203,7 +204,7 @@ PLACES = ["data", "model_input", "weights", "target_tokens", "loss_fn_config"]
 
 
 def _object(pairs: list[tuple[str, str]]) -> str:
-    """Keys may come twice."""
+    """Formats a JSON object, in which a key may occur twice."""
     return "{" + ", ".join(f'"{key}": {value}' for key, value in pairs) + "}"
 
 
@@ -219,7 +220,7 @@ JSON_TEXTS = st.recursive(
 
 @st.composite
 def tensors(draw: st.DrawFn) -> str:
-    """Almost right, so that what is checked last is reached, too."""
+    """Draws tensors that are almost valid, so that late checks are reached, too."""
     lists = st.lists(NUMBERS | st.sampled_from(["0", "1", "2"]), max_size=4).map(lambda items: f"[{', '.join(items)}]")
     names = draw(st.lists(st.sampled_from(TENSOR_WORDS), unique=True))
     pairs = [(name, draw(TEXTS if name == "dtype" else lists | JSON_TEXTS)) for name in names]

@@ -1,6 +1,6 @@
-"""Any request to any route, as the OpenAPI describes them and otherwise, with names of things that are there.
+"""Random requests to every route, valid and invalid by the OpenAPI document, with names of existing things.
 
-None is answered with a server's error, none breaks a connection, and afterwards the server trains and samples.
+None is answered with a server error, none breaks a connection, and afterwards the server trains and samples.
 """
 
 import http.client
@@ -35,7 +35,7 @@ _SECONDS = 20
 _DATUM = {"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]}}
 _SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
 _ENDS_THINGS = ("finish", "{name}", "publish", "ttl", "load_weights", "load_checkpoint")
-"""What the paths of routes end with that end or change what the others need."""
+"""Path endings of the routes that end or change things that other requests need."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Client:
         return self.http.post(f"{self.server.url}/api/v1/{route}", json=body, timeout=_SECONDS)
 
     def do(self, route: str, body: object) -> dict:
-        """What comes of an operation."""
+        """Submits an operation and returns its result."""
         submitted = self.post(route, body)
         assert submitted.status_code == 200, submitted.text
         while (
@@ -66,7 +66,7 @@ class Client:
         return case.call(base_url=self.server.url, session=self.http, headers=headers, timeout=_SECONDS)
 
     def things(self) -> Mapping[str, object]:
-        """By the names that the API gives them in paths and bodies."""
+        """Creates one thing of each kind; returns their names by the names that paths and bodies have for them."""
         session_id = self.post("create_session", {"sdk_version": "fuzz"}).json()["session_id"]
         new = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 2}}
         model_id = self.do("create_model", new)["model_id"]
@@ -91,7 +91,7 @@ def client(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def errors() -> Iterator[list[logging.LogRecord]]:
-    """What the server logs as such."""
+    """The errors that the server logs."""
     kept = _Kept(logging.ERROR)
     logging.getLogger().addHandler(kept)
     yield kept.records
@@ -108,7 +108,7 @@ class _Kept(logging.Handler):
 
 
 @pytest.mark.parametrize("num_examples", [FEW, pytest.param(MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])])
-def test_no_request_is_answered_with_a_servers_error(
+def test_no_request_is_answered_with_a_server_error(
     client: Client, errors: list[logging.LogRecord], num_examples: int
 ) -> None:
     schema = schemathesis.openapi.from_dict(client.server.document)
@@ -120,14 +120,14 @@ def test_no_request_is_answered_with_a_servers_error(
         failures += _failures(client, operation, things, num_examples)
     assert not failures, "\n".join(failures)
     assert not errors, errors[0].getMessage()
-    _check_that_it_works(client)
+    _assert_server_works(client)
     print(f"{client.num_requests} requests to {len(operations)} routes")
 
 
 @pytest.mark.parametrize(
     "num_inputs", [FEW_EXTREMES, pytest.param(20 * MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])]
 )
-def test_no_extreme_is_answered_with_a_servers_error(
+def test_no_extreme_request_is_answered_with_a_server_error(
     client: Client, errors: list[logging.LogRecord], num_inputs: int
 ) -> None:
     """Surrogates, NUL, numbers beyond all bounds, nesting, wrong types, broken and random bytes, in all routes."""
@@ -146,13 +146,13 @@ def test_no_extreme_is_answered_with_a_servers_error(
     assert not failures, f"seed {seed}\n" + "\n".join(failures[:50])
     assert not errors, f"seed {seed}: {errors[0].getMessage()}"
     assert client.http.get(f"{client.server.url}/api/v1/healthz", timeout=_SECONDS).status_code == 200
-    _check_that_it_works(client)
+    _assert_server_works(client)
     print(f"{num_inputs} extremes: {dict(statuses)}")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """status 0: none came."""
+    """Holds the answer to an input; status is 0 if no answer arrived."""
 
     sent: Input
     status: int
@@ -164,7 +164,7 @@ def _dealt(inputs: Sequence[Input]) -> list[Sequence[Input]]:
 
 
 def _answers(url: str, inputs: Sequence[Input]) -> list[Answer]:
-    """One after another over a connection that is kept where it can be."""
+    """Sends the inputs one after another, over one connection where possible."""
     address = urlsplit(url)
     assert address.hostname and address.port
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=3 * _SECONDS)
@@ -183,7 +183,7 @@ def _answer(connection: http.client.HTTPConnection, sent: Input) -> Answer:
             return Answer(sent, answer.status, answer.read().decode(errors="replace"))
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            # Of one that the server had closed before, or closes since it does not read on, another tells more.
+            # The server may have closed this connection earlier, or closes it unread: a new one gives the real answer.
             if is_last:
                 return Answer(sent, 0, repr(error))
     raise AssertionError("unreachable")
@@ -209,14 +209,14 @@ def _failures(
 
 
 def _cases(operation: schemathesis.APIOperation) -> st.SearchStrategy[Case]:
-    """As described, and otherwise where there is an otherwise."""
+    """Draws valid cases, and invalid ones if the operation has any input."""
     described = operation.as_strategy(GenerationMode.POSITIVE)
     has_input = operation.body or operation.query or operation.path_parameters
     return described | operation.as_strategy(GenerationMode.NEGATIVE) if has_input else described
 
 
 def _named(value: object, things: Mapping[str, object]) -> object:
-    """With what is there in place of names that were made up."""
+    """Returns the value with made-up names replaced by those of existing things."""
     if isinstance(value, list):
         return [_named(entry, things) for entry in value]
     if isinstance(value, dict):
@@ -224,7 +224,7 @@ def _named(value: object, things: Mapping[str, object]) -> object:
     return value
 
 
-def _check_that_it_works(client: Client) -> None:
+def _assert_server_works(client: Client) -> None:
     things = client.things()
     model = {"model_id": things["model_id"]}
     trained = client.do("forward_backward", model | {"loss_fn": "cross_entropy", "data": [_DATUM]})

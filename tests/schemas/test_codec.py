@@ -1,4 +1,4 @@
-"""The codec against the official SDK's own conversions, against hostile bytes, and against its JSON."""
+"""The codec compared with the official SDK's conversions and with its own JSON form, and on hostile bytes."""
 
 import json
 import pickle
@@ -30,7 +30,7 @@ from trainhouse.schemas.training import (
     ProvenanceSpan,
 )
 
-# One datum: tokens 1, 2, 3; targets 2, 3, 4; weights 0, 1, 1; cross_entropy; model "M"; seq 1. Seen on the wire.
+# One datum: tokens 1, 2, 3; targets 2, 3, 4; weights 0, 1, 1; cross_entropy; model "M"; seq 1. Recorded on the wire.
 CAPTURED = bytes.fromhex(
     "0a014d10011a640a100a0e0a0c010000000200000003000000121e0a077765696768747312130a0c000000000000803f0000803f1801220103"
     "12300a0d7461726765745f746f6b656e73121f0a180200000000000000030000000000000004000000000000001802220103"
@@ -39,7 +39,7 @@ CAPTURED = bytes.fromhex(
 
 
 def sdk_request(data: list[sdk.Datum], **changes: object) -> bytes:
-    """The protobuf that the SDK sends."""
+    """Returns the protobuf that the SDK sends."""
     content = {"data": data, "loss_fn": "cross_entropy", "loss_fn_config": None, **changes}
     request = SdkRequest(
         model_id="s:train:0",
@@ -126,7 +126,7 @@ def test_dense_inputs_of_the_sdk_decode_for_one_and_two_dimensions() -> None:
     assert_same_array(request.data[1].loss_fn_inputs["target_tokens"], int64([1]))
 
 
-def test_sparse_inputs_of_the_sdk_come_out_dense_with_zeros() -> None:
+def test_sparse_inputs_of_the_sdk_decode_to_dense_with_zeros() -> None:
     targets = torch.zeros(6, 8, dtype=torch.int64)
     targets[1, 3], targets[5, 0], targets[5, 7] = 11, 12, 13
     weights = targets * 0.5
@@ -188,11 +188,11 @@ def full_request() -> ForwardBackwardRequest:
     )
 
 
-def test_what_our_client_encodes_decodes_to_the_same_request() -> None:
+def test_requests_of_our_client_decode_to_the_same_request() -> None:
     assert_same_request(decode(codec.encode_forward_backward_request(full_request())), full_request())
 
 
-def test_what_our_client_encodes_is_what_the_sdk_encodes() -> None:
+def test_our_client_encodes_requests_as_the_sdk_does() -> None:
     inputs = {"target_tokens": int64([[2, 3], [4, 5]]), "weights": float32([[0.5, -1], [0, 2]])}
     ours, theirs = public_pb.ForwardBackwardRequest(), public_pb.ForwardBackwardRequest()
     ours.ParseFromString(
@@ -212,7 +212,7 @@ def test_decoded_arrays_are_writable() -> None:
 
 
 def tensor_request(tensor: public_pb.Tensor, name: str = "weights", num_before: int = 0) -> bytes:
-    """num_before: sound data before the one with the tensor."""
+    """Returns a request whose last datum has the tensor, after `num_before` valid data."""
     message = public_pb.ForwardBackwardRequest(model_id="M", seq_id=1, loss_fn="cross_entropy")
     sound = dense(float32([0, 1]).tobytes(), 1, [2])
     for one in [*[sound] * num_before, tensor]:
@@ -222,7 +222,7 @@ def tensor_request(tensor: public_pb.Tensor, name: str = "weights", num_before: 
     return message.SerializeToString()
 
 
-def test_all_four_dtypes_come_out_as_the_losses_take_them() -> None:
+def test_all_four_dtypes_decode_to_the_dtypes_of_the_losses() -> None:
     halves = torch.tensor([1.5, -0.25]).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     dense: list[tuple[int, bytes]] = [
         (1, float32([1.5, -0.25]).tobytes()),
@@ -239,7 +239,7 @@ def test_all_four_dtypes_come_out_as_the_losses_take_them() -> None:
 
 
 def many_data(num_data: int, num_targets: int = 0) -> list[Datum]:
-    """Of 2, 3, 4, ... tokens."""
+    """Returns data of 2, 3, 4, ... tokens."""
 
     def datum(length: int) -> Datum:
         shape = (length, num_targets) if num_targets else length
@@ -267,7 +267,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_batch_decodes_as_its_data_do_one_by_one(name: str) -> None:
+def test_a_batch_decodes_like_its_data_one_by_one(name: str) -> None:
     request = ForwardBackwardRequest("M", 1, tuple(BATCHES[name]), "cross_entropy")
     found = decode(codec.encode_forward_backward_request(request))
     alone = [decode(codec.encode_forward_backward_request(replace(request, data=(datum,)))) for datum in request.data]
@@ -307,7 +307,7 @@ def dense(data: bytes, dtype: int, shape: list[int]) -> public_pb.Tensor:
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        (dense(b"\0" * 8, 1, [3]), "shape [3] asks for 3 values; the tensor has 2"),
+        (dense(b"\0" * 8, 1, [3]), "shape [3] needs 3 values; the tensor has 2"),
         (dense(b"\0" * 7, 1, [2]), "7 bytes are not a whole number of float32 values"),
         (dense(b"\0" * 8, 0, [2]), "unknown dtype 0"),
         (dense(b"\0" * 8, 9, [2]), "unknown dtype 9"),
@@ -447,7 +447,7 @@ def test_flat_json_takes_plain_lists() -> None:
     assert_same_request(found, expected)
 
 
-def test_sparse_json_tensors_come_out_dense_with_the_given_fill() -> None:
+def test_sparse_json_tensors_decode_to_dense_with_the_given_fill() -> None:
     tensor = sdk.TensorData.from_torch_sparse(torch.tensor([[-1] * 9, [7] + [-1] * 8, [-1] * 9]), pad_value=-1)
     value = {
         "data": tensor.data,
@@ -494,7 +494,7 @@ def with_input(name: str, value: object) -> object:
         (with_input("target_tokens", [2**70]), "expected 64-bit integers"),
         (with_input("target_tokens", [1, 2.5]), "expected 64-bit integers"),
         (with_input("weights", {"data": [1.0], "dtype": "float8"}), "unknown dtype 'float8'"),
-        (with_input("weights", {"data": [1.0], "dtype": "float32", "shape": [2]}), "asks for 2 values"),
+        (with_input("weights", {"data": [1.0], "dtype": "float32", "shape": [2]}), "needs 2 values"),
     ],
 )
 def test_malformed_json_is_refused_with_the_place_and_the_reason(value: object, reason: str) -> None:
@@ -514,7 +514,7 @@ def test_broken_json_is_refused() -> None:
 
 
 def ragged_output() -> ForwardBackwardOutput:
-    """[T], then two different K, then [T] again: four records."""
+    """Returns outputs of shape [T], then of two different K, then of [T] again: four records."""
     generator = np.random.default_rng(0)
     shapes = [(3,), (5,), (2, 4), (3, 2), (1, 2), (4,), (0,)]
     outputs = tuple({"logprobs": generator.standard_normal(shape).astype(np.float32)} for shape in shapes)
@@ -535,7 +535,7 @@ def test_outputs_with_ragged_trailing_shapes_reach_the_sdk_and_our_client_in_ord
         assert_same_array(np.array(sdk_datum_["logprobs"].data, np.float32), expected["logprobs"].ravel())
 
 
-def test_there_is_one_record_per_run_of_a_trailing_shape_with_its_number_of_datums() -> None:
+def test_consecutive_outputs_with_one_trailing_shape_share_a_record() -> None:
     message = public_pb.ForwardBackwardOutput()
     message.ParseFromString(codec.encode_forward_backward_output(ragged_output()))
     assert [record.num_datums for record in message.loss_fn_outputs] == [2, 1, 2, 2]
@@ -550,10 +550,10 @@ def test_outputs_of_several_fields_and_dtypes_reach_the_sdk() -> None:
     assert [datum["logprobs"].data for datum in theirs] == [[0.0, 1.0], [0.0, 1.0, 2.0]]
 
 
-def test_references_to_features_come_with_outputs_and_with_many_data() -> None:
+def test_feature_refs_are_kept_in_outputs_and_requests() -> None:
     output = ForwardBackwardOutput(({"logprobs": float32([1.5])},), {}, feature_refs=("a", None))
     decoded = codec.decode_forward_backward_output(codec.encode_forward_backward_output(output))
-    assert decoded.feature_refs == ("a", None), "of the second one nothing could be kept"
+    assert decoded.feature_refs == ("a", None), "the second datum has no features"
     assert codec.encode_forward_backward_output_json(output)["feature_refs"] == ["a", None]
     assert "feature_refs" not in codec.encode_forward_backward_output_json(ForwardBackwardOutput((), {}))
     refs = [None if number % 3 else f"ref {number}" for number in range(20)]
@@ -568,7 +568,7 @@ def test_references_to_features_come_with_outputs_and_with_many_data() -> None:
     assert pickle.loads(pickle.dumps(output)).feature_refs == ("a", None)
 
 
-def test_outputs_in_json_say_null_for_what_json_cannot_say() -> None:
+def test_outputs_in_json_have_null_for_nan_and_infinity() -> None:
     output = ForwardBackwardOutput(({"logprobs": float32([[1.5], [np.nan]])},), {"loss:sum": float("inf")})
     text = json.dumps(codec.encode_forward_backward_output_json(output), allow_nan=False)
     assert json.loads(text) == {
@@ -602,7 +602,7 @@ def full_sample_response() -> SampleResponse:
     )
 
 
-def test_a_sample_response_with_everything_reaches_the_sdk() -> None:
+def test_a_full_sample_response_reaches_the_sdk() -> None:
     response = full_sample_response()
     found = response_conv.deserialize_sample_response(codec.encode_sample_response(response))
     assert [sequence.stop_reason for sequence in found.sequences] == ["stop", "length"]
@@ -622,15 +622,15 @@ def test_a_sample_response_with_everything_reaches_the_sdk() -> None:
     assert found.prompt_cache_hit_tokens == 2
 
 
-def test_target_logprobs_keep_the_sparse_layout_of_the_question() -> None:
-    question = {
+def test_target_logprobs_keep_the_sparse_layout_of_the_request() -> None:
+    requested = {
         "data": [7, 8, 9],
         "dtype": "int64",
         "shape": [2, 3],
         "sparse_crow_indices": [0, 1, 3],
         "sparse_col_indices": [2, 0, 1],
     }
-    layout = codec.csr_layout_from_json(question)
+    layout = codec.csr_layout_from_json(requested)
     response = SampleResponse((), target_prompt_logprobs=float32([[0, 0, -1], [-2, -3, 0]]))
     found = response_conv.deserialize_sample_response(codec.encode_sample_response(response, layout))
     tensor = found.target_prompt_logprobs
@@ -646,7 +646,7 @@ def same_topk(found: TopkLogprobs | None, expected: TopkLogprobs | None) -> bool
     return same_ids and np.array_equal(found.logprobs, expected.logprobs)
 
 
-def test_a_sample_response_comes_back_whole_from_our_decoder() -> None:
+def test_a_full_sample_response_reaches_our_decoder() -> None:
     response = full_sample_response()
     found = codec.decode_sample_response(codec.encode_sample_response(response))
     for ours, theirs in zip(found.sequences, response.sequences, strict=True):
@@ -660,7 +660,7 @@ def test_a_sample_response_comes_back_whole_from_our_decoder() -> None:
     assert found.prompt_cache_hit_tokens == 2
 
 
-def test_what_a_draft_guessed_is_told_in_both_formats_and_the_sdk_reads_the_rest() -> None:
+def test_draft_counts_are_in_both_formats_and_the_sdk_ignores_them() -> None:
     response = replace(full_sample_response(), guesses=GuessCounts(5, 18, 3, (3, 1, 1)))
     body = codec.encode_sample_response(response)
     assert codec.decode_sample_response(body).guesses == response.guesses
@@ -672,7 +672,7 @@ def test_what_a_draft_guessed_is_told_in_both_formats_and_the_sdk_reads_the_rest
     assert theirs.prompt_cache_hit_tokens == 2
 
 
-def test_a_bare_sample_response_says_nothing_that_was_not_asked() -> None:
+def test_a_minimal_sample_response_has_no_optional_fields() -> None:
     response = SampleResponse((SampledSequence("length", int32(), float32([])),))
     found = codec.decode_sample_response(codec.encode_sample_response(response))
     assert found.prompt_logprobs is found.topk_prompt_logprobs is found.target_prompt_logprobs is None
@@ -699,7 +699,7 @@ def test_a_sample_response_in_json_has_the_rows_that_the_sdk_shows() -> None:
 # Peeking
 
 
-def test_the_address_of_an_operation_is_read_from_a_prefix() -> None:
+def test_model_id_and_seq_id_are_read_from_a_prefix() -> None:
     body = codec.encode_forward_backward_request(full_request())
     expected = codec.PeekedOperation("s:train:3", 2**31 - 1)
     assert codec.peek_operation(body[:20], codec.PROTOBUF) == expected
@@ -721,7 +721,7 @@ def test_the_address_of_an_operation_is_read_from_a_prefix() -> None:
         ('["model_id", "x"]', (None, None)),
     ],
 )
-def test_the_address_of_an_operation_is_read_from_broken_json(text: str, expected: tuple[object, object]) -> None:
+def test_model_id_and_seq_id_are_read_from_broken_json(text: str, expected: tuple[object, object]) -> None:
     peeked = codec.peek_operation(text.encode(), codec.JSON)
     assert (peeked.model_id, peeked.seq_id) == expected
 
@@ -739,7 +739,7 @@ def test_zstd_bodies_decompress_up_to_the_limit() -> None:
     assert codec.decompress(body, None, len(body)) == codec.decompress(body, "identity", len(body)) == body
 
 
-def test_a_bomb_is_stopped_at_the_limit() -> None:
+def test_a_zstd_bomb_is_stopped_at_the_limit() -> None:
     bomb = zstandard.compress(bytes(256 << 20))
     assert len(bomb) < 50_000
     with pytest.raises(RequestError) as refusal:
@@ -762,8 +762,8 @@ def test_the_size_of_a_zstd_body_is_known_before_it_is_decompressed() -> None:
     assert codec.decompressed_size(body, None, 1) == 5000
 
 
-def test_a_zstd_body_has_no_more_bytes_than_it_declares() -> None:
-    """zstd itself notices only at the end, when all of them are in memory."""
+def test_a_zstd_body_larger_than_it_declares_is_refused() -> None:
+    """zstd itself notices only at the end, when all bytes are in memory."""
     params = zstandard.ZstdCompressionParameters.from_level(3, window_log=10)
     compressed = zstandard.ZstdCompressor(compression_params=params).compress(np.random.default_rng(0).bytes(1 << 20))
     assert (1 << 20).to_bytes(4, "little") in compressed[:10]
@@ -780,8 +780,8 @@ def test_a_zstd_body_has_no_more_bytes_than_it_declares() -> None:
         (lambda body: body[:9], "truncated"),
         (lambda _: b"", "truncated"),
         (lambda _: b"not zstd", "not valid zstd"),
-        (lambda body: body + b"x", "goes on after its frame"),
-        (lambda body: body + body, "goes on after its frame"),
+        (lambda body: body + b"x", "has data after its frame"),
+        (lambda body: body + body, "has data after its frame"),
     ],
 )
 def test_damaged_zstd_is_refused(damage: Callable[[bytes], bytes], reason: str) -> None:
@@ -814,13 +814,13 @@ def test_other_content_encodings_are_refused_with_415() -> None:
     ],
     ids=["string without end", "many strings", "zeros", "empty messages", "bomb"],
 )
-def test_a_prefix_that_says_nothing_is_not_looked_at_for_long(prefix: bytes, content_type: str) -> None:
+def test_peeking_into_a_hostile_prefix_is_fast(prefix: bytes, content_type: str) -> None:
     began_at = time.thread_time()
     assert codec.peek_operation(prefix, content_type) == codec.PeekedOperation()
     assert time.thread_time() - began_at < 0.5
 
 
-# Anything at all
+# Arbitrary input
 
 
 def attempt(operation: Callable[[], object], allowed: type[Exception]) -> None:
@@ -832,7 +832,7 @@ def attempt(operation: Callable[[], object], allowed: type[Exception]) -> None:
 
 @st.composite
 def damaged_requests(draw: st.DrawFn) -> bytes:
-    """A valid body with a few bytes changed, inserted or cut."""
+    """Draws a valid body with a few bytes changed, inserted or cut."""
     plain = ForwardBackwardRequest("M", 1, tuple(many_data(6)), "cross_entropy")
     body = bytearray(codec.encode_forward_backward_request(draw(st.sampled_from([full_request(), plain]))))
     for _ in range(draw(st.integers(1, 4))):
@@ -885,7 +885,7 @@ def test_json_of_any_shape_raises_nothing_but_a_request_error(value: object, pla
     attempt(lambda: codec.csr_layout_from_json(value), RequestError)
 
 
-def test_an_answer_in_pieces_is_the_same_text_as_a_whole() -> None:
+def test_json_in_pieces_is_the_same_text_as_a_whole() -> None:
     random = np.random.default_rng(0)
 
     def top(num: int, k: int) -> TopkLogprobs:

@@ -1,4 +1,4 @@
-"""Batches as columns: what is pickled comes back the same, whatever its data share."""
+"""Batches stored as columns: unpickling returns the same data for uniform and for mixed batches."""
 
 import pickle
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def assert_same(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray])
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_request_comes_back_the_same(name: str) -> None:
+def test_a_pickled_request_is_unchanged(name: str) -> None:
     data = tuple(BATCHES[name])
     request = ForwardBackwardRequest("run", 7, data, "ppo", {"clip_low_threshold": 0.8}, True, 0.5)
     copy = pickle.loads(pickle.dumps(request, protocol=5))
@@ -52,7 +52,7 @@ def test_a_request_comes_back_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", *BATCHES])
-def test_an_output_comes_back_the_same(name: str) -> None:
+def test_a_pickled_output_is_unchanged(name: str) -> None:
     outputs = tuple(datum.loss_fn_inputs for datum in BATCHES.get(name, []))
     copy = pickle.loads(pickle.dumps(ForwardBackwardOutput(outputs, {"loss:sum": 0.5}, "array"), protocol=5))
     assert (copy.metrics, copy.loss_fn_output_type, len(copy.loss_fn_outputs)) == (

@@ -1,4 +1,4 @@
-"""The real application over a real store and real files, with its clocks in the test's hand and no workers started."""
+"""Runs the real application over a real store and real files, with a clock that the test sets and without workers."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,7 +33,7 @@ LORA = LoraConfig(rank=8, seed=1, train_unembed=False)
 
 
 class Clock:
-    """Time that passes when the test says so, in seconds."""
+    """A clock, in seconds, that advances only when the test sets `now`."""
 
     def __init__(self, now: float = 1_700_000_000.0) -> None:
         self.now = now
@@ -63,7 +63,7 @@ class Api:
         return (await (await self.client(key)).post("/api/v1/create_session", json=body)).json()["session_id"]
 
     async def run(self, key: str = ALICE, at: float = 1_700_000_000.0) -> RunRecord:
-        """As create_model records it."""
+        """Inserts a run as create_model records it."""
         session_id = await self.session(key)
         tenant = await self.tenant(key)
         run = RunRecord(f"{session_id}:train:0", session_id, tenant.id, MODEL, LORA, at, at, {"purpose": "test"})
@@ -88,7 +88,7 @@ async def running_api(
     host: str = "127.0.0.1",
     places: PlaceConfig = PlaceConfig(),  # noqa: B008
 ) -> AsyncIterator[Api]:
-    """The same `state_dir` again = a restart."""
+    """Runs the API; entering it again with the same `state_dir` is a restart."""
     clock = Clock()
     config = ServerConfig(base_models=(ServedModel(MODEL, source),), host=host, state_dir=state_dir)
     dispatch = WorkerDispatch(config.dispatch_config())

@@ -1,4 +1,4 @@
-"""A Run over a real journal and real futures, whose operations only note that they were performed."""
+"""Runs a Run over a real journal and real futures, with operations that only record that they were performed."""
 
 import asyncio
 import json
@@ -39,18 +39,18 @@ CREATION = Received(b'{"session_id": "session", "model_seq_id": 0, "base_model":
 
 
 @dataclass
-class Noting:
-    """Operations that note what they were asked to do, as they begin it and once it is done."""
+class RecordingOperations:
+    """Records the seq_ids of operations when they begin and when they end."""
 
     begun: list[Any] = field(default_factory=list)
     performed: list[Any] = field(default_factory=list)
     failing: dict[int, Exception] = field(default_factory=dict)
-    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    may_proceed: asyncio.Event = field(default_factory=asyncio.Event)
     infos: dict = field(default_factory=dict)
 
     async def perform(self, run: RunRecord, operation: Any, seq_id: int) -> Result:
         self.begun.append(seq_id)
-        await self.may_go_on.wait()
+        await self.may_proceed.wait()
         self.performed.append(seq_id)
         await asyncio.sleep(0)
         if seq_id in self.failing:
@@ -87,7 +87,7 @@ class Noting:
 class Bench:
     run: Run
     services: RunServices
-    operations: Noting
+    operations: RecordingOperations
     futures: Futures
     journal_directory: Path
     snapshots: Path
@@ -106,19 +106,19 @@ class Bench:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
         return (await self.submit(seq_id, request, Received(request.model_dump_json().encode()))).request_id
 
-    async def journaled(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> Place:
-        """As by an earlier process."""
+    async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> Place:
+        """Appends a journal record as an earlier process would have."""
         header = Header(kind, "alice", RUN_ID, seq_id, self.run.request_id(seq_id))
         return await self.services.journal.append(header, body)
 
     async def restart(self) -> None:
-        """The run is taken up by another process, as far as it has to do with it."""
+        """Stops the run and recovers it from the journal, as a new process would."""
         slots = [*self.run._slots.values(), *self.run._under_way.values()]
         await self.run.stop()
         for slot in slots:
             if slot.future is not None:
                 self.futures.forget(slot.future)
-        await self._all_stored()
+        await self.wait_until_stored()
         entries = [
             Journaled(Place(int(path.stem), entry.offset), entry.header)
             for path in sorted(self.journal_directory.glob("*.segment"))
@@ -127,7 +127,7 @@ class Bench:
         self.run = Run(self.run.record, self.services)
         await self.run.resume(await Inherited.of(entries, self.services.journal, self.futures))
 
-    async def _all_stored(self) -> None:
+    async def wait_until_stored(self) -> None:
         async with asyncio.timeout(10):
             while self.futures._unstored or self.futures._appending:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -171,9 +171,9 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             snapshot_steps: int = 1 << 30,
             snapshot_bytes: int = 1 << 40,
         ) -> Bench:
-            operations = Noting()
+            operations = RecordingOperations()
             if not hold:
-                operations.may_go_on.set()
+                operations.may_proceed.set()
             config = ServerConfig(
                 base_models=(ServedModel("tiny", "tiny"),),
                 seq_gap_seconds=gap_seconds,

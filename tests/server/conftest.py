@@ -29,7 +29,7 @@ async def api(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def app(tmp_path: Path, anyio_backend: str) -> AsyncIterator[FastAPI]:
-    """Without workers."""
+    """The application without workers."""
     config = ServerConfig(base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path)
     app = create_app(config, WorkerDispatch(config.dispatch_config()))
     async with app.router.lifespan_context(app):

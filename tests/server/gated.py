@@ -1,4 +1,4 @@
-"""`trainhouse serve` whose passes wait while the file $GATE exists; to be run with python -m."""
+"""Runs `trainhouse serve` with workers whose passes wait while the file $GATE exists; run it with `python -m`."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
 """Runs an action on checkpoints over and over, each time in a process that ends by kill -9 one step later.
 
 A step is a call that changes a file below the state directory or at a URL, an fsync, or a commit of the database: the
-process ends right before it, and behind a commit. Prints the number of steps.
+process ends right before it, and also right after a commit. Prints the number of steps.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ async def act(action: Action, state_dir: Path, place: str | None, steps: "Steps"
 
 
 class Steps:
-    """Ends the process before the step with this number, from 0."""
+    """Kills the process right before the step with number `last`, counted from 0."""
 
     def __init__(self, last: int) -> None:
         self._left = last

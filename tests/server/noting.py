@@ -1,5 +1,4 @@
-"""A worker that computes nothing and knows of each run what of it is trained; run with python -m, `trainhouse serve`
-with such workers."""
+"""Runs `trainhouse serve` with workers that compute nothing but record what each run trains; run with `python -m`."""
 
 import json
 import sys
@@ -22,18 +21,20 @@ from ..workers.recording_worker import RecordingWorker
 NOTING = "trainhouse.tests.server.noting"
 TARGETS = ("layers.0.mlp",)
 NO_ROOM, NO_ROOM_FOR_COPIES = -1, -2
-"""Seeds of runs that cannot be created, or copied to be sampled."""
+"""Seeds of runs that cannot be created, or that cannot be copied for sampling."""
 
 RESOLVED = {"num_layers": 1, "capture_layers": (0, 1, 2), "draft_vocab_size": 512, "intermediate_size": 64}
-"""What it makes of what a draft's config leaves open."""
+"""Values for the fields that a draft's config leaves open."""
 
 _NOTE, _STATE = "training.json", "draft.json"
 
 
 @dataclass
 class DraftState:
-    """What a draft is beside its weights. target_seed: that of the policy which it guesses, -1: the bare base model.
-    Loads and steps are counted."""
+    """The state of a draft other than its weights.
+
+    target_seed: the seed of the target policy, or -1 for the bare base model.
+    """
 
     target_seed: int = -1
     vocabulary: tuple[int, ...] = ()
@@ -42,9 +43,9 @@ class DraftState:
 
 
 class NotingWorker(RecordingWorker):
-    """What it saves of a run is what of it is trained, and into a run of another kind it loads nothing.
+    """Saves a run's training config as its checkpoint, and refuses to load the checkpoint of another kind of run.
 
-    Passes of drafts tell their state, and the seed of the loss, in their metrics.
+    Passes of drafts report the draft's state and the seed of the loss in their metrics.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -69,7 +70,7 @@ class NotingWorker(RecordingWorker):
         Path(directory, _NOTE).write_text(self._runs[run_id].model_dump_json())
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
-        if type(_noted(directory)) is not type(self._runs[run_id]):
+        if type(_saved_config(directory)) is not type(self._runs[run_id]):
             raise OperationError("it was saved by a model of another kind")
         if (state := Path(directory, _STATE)).exists():
             self._drafts[run_id] = DraftState(**json.loads(state.read_text()))
@@ -78,7 +79,7 @@ class NotingWorker(RecordingWorker):
             self._drafts[run_id].num_loads += 1
 
     def set_target(self, run_id: str, directory: str | None) -> None:
-        seed = -1 if directory is None else _noted(directory).seed
+        seed = -1 if directory is None else _saved_config(directory).seed
         assert seed is not None
         self._drafts[run_id].target_seed = seed
 
@@ -97,7 +98,7 @@ class NotingWorker(RecordingWorker):
 
     def _run(self, part: Part, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
         if (draft := self._drafts.get(part.request.model_id)) is not None:
-            pass_metrics = _told(draft, part) | dict(pass_metrics)
+            pass_metrics = _draft_metrics(draft, part) | dict(pass_metrics)
         return super()._run(part, pass_metrics)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
@@ -105,7 +106,7 @@ class NotingWorker(RecordingWorker):
             raise OperationError("there is no room for a copy")
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
-        self._runs[adapter_id] = _noted(directory)
+        self._runs[adapter_id] = _saved_config(directory)
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: str = "all") -> None:
         self.save_run(run_id, directory, optimizer=True)
@@ -118,11 +119,11 @@ class NotingWorker(RecordingWorker):
         return dict.fromkeys(begun)
 
     def memory(self) -> dict[str, int]:
-        """That of each run, so to speak."""
+        """Reports one byte for each run, so that tests can see which runs the worker has."""
         return dict.fromkeys(self._runs, 1)
 
 
-def noting(config: DispatchConfig) -> DispatchConfig:
+def with_noting_worker(config: DispatchConfig) -> DispatchConfig:
     return replace(config, worker=f"{NOTING}:{NotingWorker.__name__}")
 
 
@@ -134,7 +135,7 @@ def _resolved(training: TrainingConfig) -> TrainingConfig:
     return training.model_copy(update={name: getattr(training, name) or value for name, value in RESOLVED.items()})
 
 
-def _told(draft: DraftState, part: Part) -> dict[str, float]:
+def _draft_metrics(draft: DraftState, part: Part) -> dict[str, float]:
     config = part.request.loss_fn_config
     first, *_ = draft.vocabulary or (-1,)
     return {
@@ -148,12 +149,12 @@ def _told(draft: DraftState, part: Part) -> dict[str, float]:
     }
 
 
-def _noted(directory: str) -> TrainingConfig:
+def _saved_config(directory: str) -> TrainingConfig:
     return training_of(json.loads(Path(directory, _NOTE).read_text()))
 
 
 def dispatch_config(config: ServerConfig, original=ServerConfig.dispatch_config) -> DispatchConfig:
-    return noting(original(config))
+    return with_noting_worker(original(config))
 
 
 if __name__ == "__main__":

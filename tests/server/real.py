@@ -1,4 +1,4 @@
-"""A whole server in this process, its worker a real one in a process of its own; and what tests say to it."""
+"""Runs a whole server in this process with a real worker in a separate process, and builds requests to it."""
 
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,7 +33,7 @@ def server_config(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
 
 
 def soon_back(dispatch: WorkerDispatch) -> WorkerDispatch:
-    """A worker that dies often comes back as fast as one that dies once."""
+    """Shortens the restart backoff, so that a worker that crashes often restarts as fast as one that crashed once."""
     for group in dispatch._all_groups():
         group._backoff.first = 0.01
     return dispatch
@@ -55,7 +55,7 @@ async def started_dispatch(
 async def running_server(
     config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None
 ) -> AsyncIterator["Server"]:
-    """The same `config.state_dir` again = a restart."""
+    """Runs the server; entering it again with the same `config.state_dir` is a restart."""
     app = create_app(config, dispatch, live)
     async with app.router.lifespan_context(app), AsyncExitStack() as stack:
         transport = httpx.ASGITransport(app if live is None else Held(app, live.tenure))
@@ -75,7 +75,7 @@ class Server:
     services: Services
 
     async def post(self, path: str, body: object, key: str = ALICE, status: int = 200, **headers: str) -> Any:
-        """JSON to JSON; the status must be the expected one."""
+        """Posts JSON and returns the JSON answer; asserts that the status is the expected one."""
         response = await self.clients[key].post(path, json=body, headers=headers)
         assert response.status_code == status, response.text
         return response.json() if response.content else None
@@ -110,7 +110,7 @@ class Server:
 
 @dataclass
 class Run:
-    """A client's view of a model: it numbers its operations as the SDK does, also those that were refused."""
+    """A client's view of a run: it numbers its operations as the SDK does, including those that were refused."""
 
     server: Server
     model_id: str
@@ -125,7 +125,7 @@ class Run:
         return await self.server.post(verb, {"model_id": self.model_id, "seq_id": seq_id} | fields, self.key, status)
 
     async def do(self, verb: str, /, **fields: Any) -> Any:
-        """Submits, and waits for the result."""
+        """Submits an operation and waits for its result."""
         return await self.server.result((await self.submit(verb, **fields))["request_id"], self.key)
 
     def encode(
@@ -136,7 +136,7 @@ class Run:
         config: dict[str, float | str] | None = None,
         forward_only: bool = False,
     ) -> bytes:
-        """By the SDK's own encoder."""
+        """Encodes a forward_backward request with the SDK's encoder."""
         given = types.ForwardBackwardInput(data=list(data), loss_fn=loss_fn, loss_fn_config=config)
         message = forward_backward_request_to_proto(
             types.ForwardBackwardRequest(model_id=self.model_id, seq_id=seq_id, forward_backward_input=given)

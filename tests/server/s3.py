@@ -1,4 +1,4 @@
-"""A local S3 server for tests, with faults in the test's hand."""
+"""A local S3 server for tests, with faults that the test controls."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,11 @@ BUCKET = "bucket"
 
 
 class S3:
-    """fails: of a request, METHOD PATH, whether it is to be answered with 500. requests: all that came."""
+    """An S3 endpoint that records its requests and can fail them.
+
+    fails: given "METHOD PATH", True if the request must be answered with 500.
+    requests: all requests so far, as "METHOD PATH".
+    """
 
     def __init__(self) -> None:
         self.fails: Callable[[str], bool] = lambda request: False
@@ -38,7 +42,7 @@ class _Quiet(MotoRequestHandler):
 
 @contextmanager
 def s3_server() -> Iterator[S3]:
-    """With an empty bucket, for this process and its children."""
+    """Runs an S3 server with one empty bucket, and points this process and its children to it."""
     s3 = S3()
     server = make_server("127.0.0.1", 0, s3, threaded=True, request_handler=_Quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -47,7 +51,7 @@ def s3_server() -> Iterator[S3]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # trying again is ours
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # retries are up to our own code
         thread.start()
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)
@@ -59,7 +63,7 @@ def s3_server() -> Iterator[S3]:
 
 
 def names_at(url: str) -> list[str]:
-    """The files below a place."""
+    """Returns the sorted names of the files below a URL."""
     files, path = fsspec.core.url_to_fs(url)
     files.invalidate_cache()
     return sorted(file.removeprefix(f"{path}/") for file in files.find(path))

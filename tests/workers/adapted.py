@@ -1,4 +1,4 @@
-"""Tiny base models with adapters, and the same adapter in peft: what the tests of lora, optim and checkpoint share."""
+"""Builds tiny base models with adapters, and the same adapters in peft."""
 
 import tempfile
 import warnings
@@ -27,14 +27,14 @@ LENGTHS = [7, 5, 5]
 
 
 def created(adapters: Adapters, adapter_id: str, lora: LoraConfig) -> Adapter:
-    """A fresh one."""
+    """Returns a new, initialized adapter."""
     adapter = adapters.build(lora)
     adapter.initialize()
     return adapters.put(adapter_id, adapter)
 
 
 def copied(adapters: Adapters, adapter_id: str, copy_id: str) -> Adapter:
-    """Its weights of now, under another id."""
+    """Copies the adapter's current weights to another id."""
     with adapters.resident([adapter_id]) as (source,):
         adapter = adapters.build(source.lora)
         adapter.weights.copy_(source.weights)
@@ -42,7 +42,7 @@ def copied(adapters: Adapters, adapter_id: str, copy_id: str) -> Adapter:
 
 
 class Adapted:
-    """A base model with its adapters, and forward passes of packed sequences as the worker makes them."""
+    """A base model with its adapters, which runs packed sequences like the worker."""
 
     def __init__(self, directory: Path, dtype: Dtype = "float32", max_rank: int = 64) -> None:
         self.directory = directory
@@ -51,7 +51,7 @@ class Adapted:
         self.models = Models(self.base, self.adapters)
 
     def create(self, adapter_id: str, **lora: object) -> Adapter:
-        """With random weights, B included."""
+        """Creates an adapter whose weights are random, B included."""
         adapter = created(self.adapters, adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
         generator = torch.Generator().manual_seed(len(adapter_id) + adapter.lora.rank)
         for pair in adapter.pairs.values():
@@ -66,7 +66,10 @@ class Adapted:
             return self.base.hidden_states(torch.cat(list(sequences)), positions, Packing(pack_lengths(lengths)))
 
     def logits(self, sequences: Sequence[Tensor], adapter: Adapter | None) -> Tensor:
-        """All sequences with one adapter; with an output head pair, its gradient is added to scratch by backward."""
+        """Returns the logits of all sequences under one adapter.
+
+        Backward adds the gradient of an output head pair to the adapter's scratch.
+        """
         num_tokens = sum(len(sequence) for sequence in sequences)
         hidden = self.hidden(sequences, [Segment(0, num_tokens, adapter)])
         logits = linear(hidden, self.base.unembedding)
@@ -85,12 +88,12 @@ def sequences(lengths: Sequence[int] = LENGTHS, vocab_size: int = 512) -> list[T
 
 
 def probe(logits: Tensor) -> Tensor:
-    """Fixed random weights: their product with the logits is a loss whose gradient reaches every parameter."""
+    """Returns fixed random weights, whose product with the logits is a loss with a gradient for every parameter."""
     return torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)) / logits.shape[-1]
 
 
 def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
-    """The base model in transformers with the same adapter in peft, ready to train."""
+    """Returns the base model of transformers with the same adapter in peft, ready to train."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     if adapter.adapts_experts:
         return _loaded_in_peft(model, adapter)
@@ -107,7 +110,7 @@ def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
 
 
 def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
-    """By a file: experts are parameters of the model, whose pairs peft lays out in a way of its own."""
+    """Loads the adapter from a file, because peft lays out the pairs of experts differently."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         quieten_peft()
         save(Learned.by(adapter, Mesh(), optimizer=False), Path(directory), base_name="tiny")
@@ -115,11 +118,11 @@ def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
 
 
 def quieten_peft() -> None:
-    """Ignores, inside a `warnings.catch_warnings`, what peft warns of and we mean or cannot help."""
+    """Ignores peft's expected warnings; call it inside `warnings.catch_warnings()`."""
     # A tied output head is adapted on one side only: that is what train_unembed means.
     warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-    # It looks for the rank of experts among modules; it finds it among parameters.
+    # peft looks for the rank of experts among modules, and then finds it among parameters.
     warnings.filterwarnings("ignore", message=".*did not match any targeted module.*gate_up_proj.*")
 
 
@@ -134,7 +137,11 @@ def peft_parameters(tuned: PeftModel) -> dict[str, torch.nn.Parameter]:
 def peft_gradients(
     tuned: PeftModel, num_experts: int, linears: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Tensor]:
-    """By the names of the adapter's matrices. linears: what gate, up and down of an expert are called in files."""
+    """Returns the gradients by the names of the adapter's matrices.
+
+    Args:
+        linears: names of an expert's gate, up and down projections in files.
+    """
     gradients = {}
     for name, parameter in peft_parameters(tuned).items():
         assert parameter.grad is not None
@@ -145,8 +152,11 @@ def peft_gradients(
 
 
 def _of_experts(layer: str, side: str, gradient: Tensor, num: int, linears: Sequence[str]) -> dict[str, Tensor]:
-    """peft has A as [experts * ranks, in] and B as [out, ranks * experts], of down_proj, or of gate and up at once:
-    with twice as many ranks, the first of the gate, the others of up."""
+    """Splits the gradient of stacked experts into one per expert and projection.
+
+    peft stores A as [experts * ranks, in] and B as [out, ranks * experts], for down_proj, or for gate and up together.
+    The latter have twice as many ranks: first the gate's, then up's.
+    """
     kinds = linears[:2] if side.startswith("base_layer.") else linears[2:]
     if side.endswith("lora_A.weight"):
         parts = [each.chunk(len(kinds)) for each in gradient.view(num, -1, gradient.shape[1])]

@@ -5,6 +5,6 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_in_any_order() -> None:
-    """What a test draws does not hang on which ones this process has run before."""
+def _seed_torch() -> None:
+    """Seeds torch, so that a test's random numbers do not depend on the tests that ran before it."""
     torch.manual_seed(0)

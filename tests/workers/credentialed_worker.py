@@ -1,4 +1,4 @@
-"""A rank with the environment of the test, and not that of when its forkserver was started."""
+"""A rank with the test's environment instead of the one that its forkserver started with."""
 
 import json
 import os
@@ -16,8 +16,8 @@ class CredentialedWorker(Worker):
         super().__init__(config)
 
 
-def leave_environment(config: WorkerConfig) -> None:
-    """Of this process, for the ranks."""
+def save_environment(config: WorkerConfig) -> None:
+    """Saves this process's AWS variables for the ranks."""
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     environment_file(config).write_text(json.dumps(aws))
 

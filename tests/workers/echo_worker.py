@@ -1,4 +1,4 @@
-"""A worker that needs no torch: what the pools are tested with. Child processes import it by name."""
+"""A worker without torch, with which the pools are tested. Child processes import it by name."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from trainhouse.schemas.errors import OperationError
-from trainhouse.tests.benchmarks.resident import resident_bytes
+from trainhouse.tests.benchmarks.processes.probes import resident_bytes
 
 ECHO = "trainhouse.tests.workers.echo_worker:EchoWorker"
 
@@ -43,7 +43,7 @@ class EchoWorker:
         self._num_counted = 0
 
     def touch_when_freed(self, array: np.ndarray, path: str) -> None:
-        """Makes the file once nobody has the message any more in which the array came."""
+        """Touches the file when the message that held the array is freed."""
         message: Any = array
         while (base := message.obj if isinstance(message, memoryview) else message.base) is not None:
             message = base
@@ -54,14 +54,14 @@ class EchoWorker:
         return self._rank
 
     def garbage(self) -> tuple[bool, int]:
-        """Whether it is collected, and how many objects stay out of it."""
+        """Returns if garbage collection is enabled, and how many objects it skips."""
         return gc.isenabled(), gc.get_freeze_count()
 
     def echo(self, value: object) -> object:
         return value
 
     def double(self, values: np.ndarray) -> np.ndarray:
-        """In place: fails on an array that is not writable."""
+        """Doubles the array in place, which fails if it is read-only."""
         values *= 2
         return values
 
@@ -70,7 +70,7 @@ class EchoWorker:
         return self._num_counted
 
     def num_heaps(self) -> int:
-        """Those that the allocator has once other threads have taken memory, too."""
+        """Counts the allocator's heaps after other threads have allocated memory."""
         threads = [threading.Thread(target=ctypes.create_string_buffer, args=(1 << 16,)) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -83,11 +83,11 @@ class EchoWorker:
         return Path(path).read_text().count("<heap nr=")
 
     def take_and_free(self, num_blocks: int, block_bytes: int) -> int:
-        """Between what it frees stays a little of what it has not. Returns the resident bytes afterwards."""
+        """Allocates blocks and frees all but a few in between. Returns the resident bytes afterwards."""
         blocks = [ctypes.create_string_buffer(block_bytes) for _ in range(num_blocks)]
         self._kept = blocks[::16]
         del blocks
-        time.sleep(0.1)  # so that it counts as work
+        time.sleep(0.1)  # long enough to count as work
         return self.resident_bytes()
 
     def resident_bytes(self) -> int:
@@ -111,13 +111,13 @@ class EchoWorker:
         raise KeyError(message)
 
     def fail_alone(self, rank: int) -> None:
-        """As where the others wait for it."""
+        """Fails on one rank while the others wait, as in a collective."""
         if self._rank == rank:
             raise KeyError("broken")
         time.sleep(300)
 
     def refuse_and_leave(self, rank: int) -> None:
-        """So does this."""
+        """Refuses on one rank while the others wait, as in a collective."""
         if self._rank == rank:
             raise OperationError("refused", "user")
         time.sleep(300)
@@ -126,7 +126,7 @@ class EchoWorker:
         if self._rank == rank:
             raise OperationError("refused", "user")
 
-    def answer_what_cannot_travel(self) -> object:
+    def return_unpicklable(self) -> object:
         return lambda: None
 
     def sleep(self, seconds: float) -> None:

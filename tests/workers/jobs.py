@@ -1,4 +1,4 @@
-"""Sampling jobs for tests, and a sampler that runs them to their end in slices of one iteration."""
+"""Builds sampling jobs for tests and runs them to their end, slice by slice."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ MOST_SLICES = 20_000
 
 
 def job(job_id: str, prompt: Sequence[int] | np.ndarray, adapter_id: str | None = None, **options: Any) -> SampleJob:
-    """Nothing stops it but `max_tokens` unless `stop_token_ids` are given."""
+    """Returns a job that only `max_tokens` ends unless `stop_token_ids` are given."""
     fields = SamplingParams.model_fields.keys()
     params = {"seed": 1, "max_tokens": 12} | {name: options.pop(name) for name in fields & options.keys()}
     stops: dict[str, Any] = {"stop_token_ids": (), "stop_strings": ()}
@@ -20,11 +20,11 @@ def job(job_id: str, prompt: Sequence[int] | np.ndarray, adapter_id: str | None 
 
 
 SampleSlice = Callable[[Slice], SliceResult]
-"""That of a Worker or of its sampler."""
+"""The `sample_slice` of a Worker or of its sampler."""
 
 
 def slices(sample_slice: SampleSlice, *jobs: SampleJob, budget_milliseconds: float = 0) -> Iterator[SliceResult]:
-    """Joins all jobs at once; one slice after the other until nothing is active."""
+    """Yields the results of slices until no job is active; all jobs join the first slice."""
     yield (result := sample_slice(Slice(jobs, (), budget_milliseconds)))
     for _ in range(MOST_SLICES):
         if not result.num_active:
@@ -34,6 +34,6 @@ def slices(sample_slice: SampleSlice, *jobs: SampleJob, budget_milliseconds: flo
 
 
 def answers(sample_slice: SampleSlice, *jobs: SampleJob, budget_milliseconds: float = 1e6) -> dict:
-    """Job id -> its answer."""
+    """Returns each job's answer by its id."""
     results = slices(sample_slice, *jobs, budget_milliseconds=budget_milliseconds)
     return {job_id: answer for result in results for job_id, answer in result.finished.items()}

@@ -1,4 +1,4 @@
-"""A worker that is killed while it loads, and one over which the forkserver is, as often as there are files for it."""
+"""A worker that is killed on import, which takes the forkserver with it, or on load."""
 
 import os
 import signal
@@ -8,22 +8,22 @@ from trainhouse.tests.workers.recording_worker import RecordingWorker
 from trainhouse.workers.protocol.config import WorkerConfig
 
 KILLS = "TRAINHOUSE_TEST_KILLS"
-"""Names a directory: each file in it that begins with "import" or "load" is removed by one death at that place."""
+"""Names a directory: each file in it whose name begins with "import" or "load" causes one death and is removed."""
 
 
-def _die_of(place: str) -> None:
+def _die_at(place: str) -> None:
     for path in sorted(Path(os.environ.get(KILLS, os.devnull)).glob(f"{place}*")):
         path.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# The forkserver imports the module, and its children have it then.
-_die_of("import")
+# The forkserver imports the module, and its children inherit it.
+_die_at("import")
 
 
 class KilledLoader(RecordingWorker):
     def __init__(self, config: WorkerConfig) -> None:
-        _die_of("load")
+        _die_at("load")
         super().__init__(config)
 
 

@@ -1,4 +1,4 @@
-"""A worker that writes down from when to when it is on its device."""
+"""A worker that logs when it is on its device."""
 
 import os
 import time
@@ -12,7 +12,7 @@ MOVING = "trainhouse.tests.workers.moving_worker:MovingWorker"
 
 
 class MovingWorker(Worker):
-    """Into its page_directory, a file for each process: a line for each time that it came or left."""
+    """Logs each arrival and departure, a line each, to a file per process in its page_directory."""
 
     def offload(self) -> float:
         seconds = super().offload()
@@ -20,19 +20,19 @@ class MovingWorker(Worker):
         return seconds
 
     def create_run(self, spec: RunSpec) -> RunInfo:
-        self._note("came")
+        self._note("arrived")
         return super().create_run(spec)
 
     def run_pass(self, work: Pass) -> Any:
-        self._note("came")
+        self._note("arrived")
         return super().run_pass(work)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> Any:
-        self._note("came")
+        self._note("arrived")
         return super().apply_steps(steps)
 
     def sample_slice(self, work: Slice) -> SliceResult:
-        self._note("came")
+        self._note("arrived")
         return super().sample_slice(work)
 
     def _note(self, event: str) -> None:
@@ -43,12 +43,12 @@ class MovingWorker(Worker):
 
 
 def stays(log: Path) -> list[tuple[float, float]]:
-    """From when to when it was there."""
+    """Returns the intervals in which the process was on its device."""
     found: list[tuple[float, float]] = []
     began = None
     for line in log.read_text().splitlines():
         at, event = line.split()
-        if event == "came":
+        if event == "arrived":
             began = began or float(at)
         elif began is not None:
             found.append((began, float(at)))

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on loopback, each a process group that can be killed and started again."""
+"""A Ray cluster of several nodes on loopback, each a process group that can be killed and restarted."""
 
 import os
 import socket
@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 
 START_SECONDS = 40
-HEAD = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address that others see
+HEAD = "127.0.0.2"  # Ray would replace 127.0.0.1 by the machine's external address
 
 _ENVIRONMENT = {
-    # Or Ray refuses a second node.
+    # Ray refuses a second node without it.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,7 +29,11 @@ _ENVIRONMENT = {
 
 @dataclass
 class RayNodes:
-    """directory: short, for Ray has sockets in it. environment: beside what tests need."""
+    """Starts and kills the nodes of a cluster.
+
+    directory: must be short, because Ray creates sockets there.
+    environment: variables in addition to those of all tests.
+    """
 
     directory: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +45,7 @@ class RayNodes:
         return f"{HEAD}:{self.port}"
 
     def start_head(self, num_cpus: int) -> psutil.Process:
-        """On the same port as the last one. Ready when this returns."""
+        """Starts the head on the port of the last one, and returns when it is ready."""
         self.port = self.port or free_port()
         options = [f"--port={self.port}", f"--temp-dir={self.directory / str(len(self.running))}"]
         head = self._start("--head", f"--node-ip-address={HEAD}", "--include-dashboard=false", *options, cpus=num_cpus)
@@ -52,20 +56,20 @@ class RayNodes:
         return head
 
     def start_node(self, num_cpus: int) -> psutil.Process:
-        """Joins as soon as it is up."""
+        """Starts a node, which joins as soon as it is up."""
         return self._start(
             f"--address={self.address}", f"--node-ip-address=127.0.0.{len(self.running) + 3}", cpus=num_cpus
         )
 
     def wait_until_joined(self) -> None:
-        """All that were started, and none is gone."""
+        """Waits until all started nodes have joined; none of them may have been killed."""
         deadline = time.monotonic() + 2 * START_SECONDS
         while self.log().count("Ray runtime started") < len(self.running):
             assert time.monotonic() < deadline, self.log()[-4000:]
             time.sleep(0.1)
 
     def kill(self, node: psutil.Process) -> None:
-        """Its raylet, its actors, and what else it runs, all at once as far as they go."""
+        """Kills the node's raylet, actors and other processes, all suspended first so that they die together."""
         processes = [node, *node.children(recursive=True)]
         for send in (psutil.Process.suspend, psutil.Process.kill):
             for process in processes:

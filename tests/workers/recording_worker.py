@@ -1,4 +1,4 @@
-"""A worker that computes nothing: its answers tell in which calls the dispatch made of what it was given."""
+"""A worker that computes nothing. Its answers report in which of its calls the dispatch sent the work."""
 
 import os
 import time
@@ -19,7 +19,7 @@ RECORDING = "trainhouse.tests.workers.recording_worker:RecordingWorker"
 
 @dataclass
 class Progress:
-    """Of an operation of which more parts are to come."""
+    """An operation whose last part has not arrived."""
 
     operation_id: int
     data: list[Datum] = field(default_factory=list)
@@ -27,13 +27,12 @@ class Progress:
 
 
 class RecordingWorker:
-    """Operations are told what to do by their loss_fn: "sleep" (loss_fn_config: seconds), "refuse", "fail", "die".
+    """Does what the loss_fn of an operation says: "sleep" (loss_fn_config: seconds), "refuse", "fail", "die".
 
-    With loss_fn_config part they do so in that part only (0 is the first). Every answer holds `call:last`, the number
-    of the worker's calls up to then; that of an operation also the number of its parts and, of the pass of the last
-    one, the runs and tokens. A sample of n tokens takes n slices of its cohort.
-    A sampling job whose name begins with "dies" ends the worker that it joins.
-    A file "dies-once" in the model's directory makes the next worker die as soon as it has started.
+    With part in loss_fn_config, only that part does so (0 is the first). Every answer has `call:last`, the number of
+    calls so far; that of an operation also has its number of parts and, for the pass of the last one, its runs and
+    tokens. A sample of n tokens takes n slices of its cohort. A sampling job whose name begins with "dies" kills its
+    worker. A file "dies-once" in the model's directory kills the next worker right after its start.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -77,7 +76,7 @@ class RecordingWorker:
         return tuple(self._run(part, {"runs:max": len(runs), "tokens:max": tokens}) for part in work.parts)
 
     def _run(self, part: Part, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
-        """Outputs are the first tokens of the operation's data."""
+        """Returns the first token of each datum as the outputs."""
         progress = self._continue(part)
         if (failure := self._do(part, progress.num_parts - 1)) is not None:
             del self._progress[part.request.model_id]
@@ -95,7 +94,7 @@ class RecordingWorker:
         return ForwardBackwardOutput(outputs, metrics)
 
     def _continue(self, part: Part) -> Progress:
-        """Raises AssertionError on parts that are out of order, or when another operation of the run is not done."""
+        """Raises AssertionError if parts are out of order or another operation of the run is unfinished."""
         progress = self._progress.setdefault(part.request.model_id, Progress(part.operation_id))
         assert progress.operation_id == part.operation_id, (progress.operation_id, part.operation_id)
         assert part.first_datum == len(progress.data), (part.first_datum, len(progress.data))

@@ -1,4 +1,4 @@
-"""Small requests that tests read as operations."""
+"""Builds small training requests and reads them as operations."""
 
 import numpy as np
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest

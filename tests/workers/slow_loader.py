@@ -1,4 +1,4 @@
-"""A training worker whose adapters are nothing, and which takes its time to load one."""
+"""A training worker with empty adapters, each of which takes long to load."""
 
 import time
 from pathlib import Path

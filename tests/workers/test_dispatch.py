@@ -1,4 +1,4 @@
-"""The dispatch: what it makes of many runs' work, and what its callers see when a worker dies."""
+"""The dispatch: how it batches the work of many runs, and what callers see when a worker dies."""
 
 import asyncio
 import json
@@ -45,13 +45,13 @@ def step(run_id: str) -> Step:
 def operation(
     run_id: str, loss_fn: str = "sleep", lengths: Sequence[int] = (), seconds: float = 0.0, **config: float
 ) -> ForwardBackwardRequest:
-    """Its data have these lengths, and their numbers as tokens."""
+    """Returns a request with data of these lengths; every token of datum i is i."""
     data = tuple(Datum(np.full(length, i, np.int32)) for i, length in enumerate(lengths))
     return ForwardBackwardRequest(run_id, 0, data, loss_fn, {"seconds": seconds, **config})
 
 
 def sample_job(job_id: str, max_tokens: int = 1, adapter_id: str | None = None) -> SampleJob:
-    """With the recording worker, max_tokens is the number of slices."""
+    """Returns a job that takes max_tokens slices on the recording worker."""
     return SampleJob(job_id, adapter_id, TOKENS[:3], SamplingParams(max_tokens=max_tokens, seed=0), (), ())
 
 
@@ -88,7 +88,7 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> list[f
     return losses
 
 
-def test_two_runs_train_and_are_sampled(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
+def test_two_runs_train_and_sample(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
     async def check() -> None:
         assert dispatch.models["tiny"].vocab_size == 512
         for run_id in ("first", "second"):
@@ -113,9 +113,7 @@ def test_two_runs_train_and_are_sampled(dispatch: WorkerDispatch, runner: asynci
     runner.run(check())
 
 
-def test_an_operation_that_is_split_over_passes_trains_as_one_that_is_not(
-    dispatch: WorkerDispatch, runner: asyncio.Runner
-) -> None:
+def test_operation_split_over_passes_trains_like_a_whole_one(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         for run_id in ("split", "whole"):
             await dispatch.create_run("tiny", spec(run_id), "tenant")
@@ -132,7 +130,7 @@ def test_an_operation_that_is_split_over_passes_trains_as_one_that_is_not(
     runner.run(check())
 
 
-def test_wrong_requests_name_what_is_wrong(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+def test_wrong_requests_are_refused_with_the_reason(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         with pytest.raises(OperationError, match="base model huge is not served here; served are: tiny") as refused:
             await dispatch.create_run("huge", spec("run"), "tenant")
@@ -140,15 +138,13 @@ def test_wrong_requests_name_what_is_wrong(dispatch: WorkerDispatch, runner: asy
         with pytest.raises(OperationError, match="256") as refused:
             await dispatch.create_run("tiny", spec("run", rank=256), "tenant")
         assert refused.value.category == "user"
-        with pytest.raises(OperationError, match="run nobody is not live"):
-            await dispatch.optim_step(step("nobody"))
+        with pytest.raises(OperationError, match="run missing is not live"):
+            await dispatch.optim_step(step("missing"))
 
     runner.run(check())
 
 
-def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
-    dispatch: WorkerDispatch, runner: asyncio.Runner
-) -> None:
+def test_worker_death_fails_its_runs_and_new_runs_work(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         await dispatch.create_run("tiny", spec("victim"), "tenant")
         await dispatch.copy_adapter("victim", "victim-sampler")
@@ -177,7 +173,7 @@ def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
     runner.run(check())
 
 
-# --- what the lane makes of waiting work ---
+# --- how waiting work is scheduled ---
 
 
 @asynccontextmanager
@@ -187,7 +183,7 @@ async def recording(
     names: tuple[str, ...] = ("tiny",),
     slots: int = 64,
 ) -> AsyncIterator[WorkerDispatch]:
-    """Runs are of the tenant that their first letter names. 800 tokens a pass."""
+    """Starts a dispatch with the recording worker and passes of 800 tokens. A run's tenant is its first letter."""
     models = tuple(
         WorkerConfig(ServedModel(name, name), device="cpu", max_lora_rank=8, adapter_slots=slots) for name in names
     )
@@ -204,7 +200,7 @@ async def recording(
 
 @asynccontextmanager
 async def occupied(dispatch: WorkerDispatch, run_id: str) -> AsyncIterator[None]:
-    """Inside, a pass of this run runs; what is submitted then waits for it, so that all of it is there afterwards."""
+    """Keeps the worker in a pass of this run; all that is submitted inside waits and is ready together afterwards."""
     running = asyncio.create_task(dispatch.forward_backward(operation(run_id, seconds=0.1)))
     await asyncio.sleep(0.02)
     yield
@@ -215,7 +211,7 @@ def call_of(output: ForwardBackwardOutput) -> float:
     return output.metrics["call:last"]
 
 
-def test_what_is_ready_together_runs_in_one_pass() -> None:
+def test_operations_ready_together_share_a_pass() -> None:
     async def check() -> None:
         async with recording("a", "b", "c") as dispatch:
             async with occupied(dispatch, "c"):
@@ -245,7 +241,7 @@ def test_a_large_operation_is_split_and_answers_as_one() -> None:
 
 
 @pytest.mark.parametrize("fault", ["refuse", "fail"])
-def test_a_part_that_fails_ends_its_operation_and_the_run_goes_on(fault: str) -> None:
+def test_failed_part_ends_its_operation_but_not_the_run(fault: str) -> None:
     async def check() -> None:
         async with recording("a") as dispatch:
             with pytest.raises(OperationError, match="refused" if fault == "refuse" else "KeyError"):
@@ -257,7 +253,7 @@ def test_a_part_that_fails_ends_its_operation_and_the_run_goes_on(fault: str) ->
 
 
 @pytest.mark.parametrize("clearing", [None, "gradients", "vocabulary"])
-def test_a_step_over_an_operation_of_a_call_that_failed_as_a_whole_is_refused_once(clearing: str | None) -> None:
+def test_optim_step_after_a_failed_call_is_refused_once(clearing: str | None) -> None:
     async def check() -> None:
         async with recording("a", "b") as dispatch:
             await dispatch.forward_backward(operation("a", lengths=[8]))
@@ -291,14 +287,14 @@ def test_a_short_operation_waits_for_one_pass_while_large_ones_are_split() -> No
                 short = await dispatch.forward_backward(operation(run_id, lengths=[50]))
                 assert short.metrics["runs:max"] == 3 and short.metrics["tokens:max"] <= 800
                 calls.append(call_of(short))
-            # The pass that was formed while its predecessor was answered, and then its own.
+            # Two at most: the pass formed while its predecessor was answered, then its own.
             assert all(after - before <= 2 for before, after in pairwise(calls))
             assert all(call_of(output) > calls[-1] for output in await bulk)
 
     run(check())
 
 
-def test_a_large_operation_whose_caller_went_away_runs_to_its_end() -> None:
+def test_large_operation_of_a_cancelled_caller_runs_to_its_end() -> None:
     async def check() -> None:
         async with recording("a", slice_milliseconds=1) as dispatch:
             large = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[100] * 24, seconds=0.05)))
@@ -311,7 +307,7 @@ def test_a_large_operation_whose_caller_went_away_runs_to_its_end() -> None:
     run(check())
 
 
-def test_a_death_between_the_parts_of_operations_leaves_nothing_of_them() -> None:
+def test_worker_death_between_parts_discards_the_operations() -> None:
     async def check() -> None:
         async with recording("a", "b") as dispatch:
             requests = [operation("a", "die", lengths=[100] * 100, part=2), operation("b", lengths=[100] * 100)]
@@ -324,7 +320,7 @@ def test_a_death_between_the_parts_of_operations_leaves_nothing_of_them() -> Non
     run(check())
 
 
-def test_a_pass_names_no_more_runs_than_there_are_slots() -> None:
+def test_pass_has_no_more_runs_than_adapter_slots() -> None:
     async def check() -> None:
         runs = [f"{tenant}{number}" for tenant in "abc" for number in range(4)]
         async with recording(*runs, slots=3) as dispatch:
@@ -338,19 +334,19 @@ def test_a_pass_names_no_more_runs_than_there_are_slots() -> None:
     run(check())
 
 
-def test_verbs_and_passes_take_turns() -> None:
+def test_other_calls_take_turns_with_passes() -> None:
     async def check() -> None:
         async with recording("a", "b") as dispatch:
             bulk = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[100] * 80, seconds=0.02)))
-            verbs = [dispatch.copy_adapter("b", f"sampler-{number}") for number in range(20)]
-            await asyncio.gather(*verbs)
+            copies = [dispatch.copy_adapter("b", f"sampler-{number}") for number in range(20)]
+            await asyncio.gather(*copies)
             assert not bulk.done()
             assert (await bulk).metrics["parts:sum"] == 10
 
     run(check())
 
 
-def test_waiting_work_is_told_in_words() -> None:
+def test_status_describes_waiting_work() -> None:
     async def check() -> None:
         async with recording("a", "b") as dispatch:
             assert dispatch.status("tiny") is None
@@ -364,7 +360,7 @@ def test_waiting_work_is_told_in_words() -> None:
     run(check())
 
 
-def test_steps_that_are_ready_share_a_call_but_pass_no_operation_of_their_own_run() -> None:
+def test_ready_optim_steps_share_a_call_behind_operations_of_their_runs() -> None:
     async def check() -> None:
         async with recording("a", "b", "c") as dispatch:
             async with occupied(dispatch, "a"):
@@ -373,7 +369,7 @@ def test_steps_that_are_ready_share_a_call_but_pass_no_operation_of_their_own_ru
                 steps = asyncio.gather(*(dispatch.optim_step(step(run_id)) for run_id in ("a", "b", "c")))
                 await asyncio.sleep(0)
             metrics = await steps
-            # The call of a and b comes at once, for it may unlock passes; that of c after its operations.
+            # a and b share a call at once, because it may unblock passes; c's follows its operations.
             assert [each["steps:last"] for each in metrics] == [2, 2, 1]
             calls = [metrics[0]["call:last"], *map(call_of, await waiting), metrics[2]["call:last"]]
             assert calls == [calls[0], calls[0] + 1, calls[0] + 1, calls[0] + 2]
@@ -411,7 +407,7 @@ def test_long_passes_and_sampling_get_equal_time() -> None:
     run(check())
 
 
-def test_the_kind_of_work_that_had_least_goes_next_and_idleness_earns_nothing() -> None:
+def test_work_kind_with_least_time_runs_next_and_idle_time_earns_no_credit() -> None:
     turns = Turns(("training", "sampling"))
     for _ in range(10):
         assert turns.next(["training"]) == "training"
@@ -420,12 +416,12 @@ def test_the_kind_of_work_that_had_least_goes_next_and_idleness_earns_nothing() 
     for _ in range(60):
         order.append(turns.next(["training", "sampling"]))
         turns.spent(order[-1], 0.5 if order[-1] == "training" else 0.1)
-    # Sampling begins with the time of one pass, for it may have waited during the last: not with that of ten.
+    # Sampling has credit for one pass, during which it may have waited, not for all ten.
     assert 9 <= order.index("training") <= 11
     assert 5 <= order[12:].count("sampling") / order[12:].count("training") <= 6
 
 
-def test_an_unforeseen_failure_is_the_servers_and_touches_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_failure_is_a_server_error_and_affects_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with recording("run", "other") as dispatch:
             with pytest.raises(OperationError, match="the worker failed: KeyError: 'unforeseen'") as failed:
@@ -443,7 +439,7 @@ def test_an_unforeseen_failure_is_the_servers_and_touches_nothing_else(caplog: p
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_cancelled_sample_is_told_so_and_leaves_the_worker(joined: bool) -> None:
+def test_cancelled_sample_fails_and_leaves_the_worker(joined: bool) -> None:
     async def check() -> None:
         async with recording("run", slice_milliseconds=1) as dispatch:
             running = asyncio.create_task(asyncio.sleep(0))
@@ -455,7 +451,7 @@ def test_a_cancelled_sample_is_told_so_and_leaves_the_worker(joined: bool) -> No
             dispatch.cancel("job")
             with pytest.raises(OperationError, match="job was cancelled"):
                 await sampling
-            await until_nothing_is_sampling(dispatch)
+            await wait_until_nothing_samples(dispatch)
             assert bool((await dispatch.memory())["tiny"]["slices"]) == joined
             dispatch.cancel("job")
             await running
@@ -463,7 +459,7 @@ def test_a_cancelled_sample_is_told_so_and_leaves_the_worker(joined: bool) -> No
     run(check())
 
 
-def test_sampling_may_go_on_for_any_number_of_slices_without_a_pause() -> None:
+def test_sampling_continues_for_any_number_of_slices() -> None:
     async def check() -> None:
         async with recording(slice_milliseconds=0.1) as dispatch:
             assert await dispatch.sample("tiny", sample_job("job", 1500)) is not None
@@ -472,25 +468,25 @@ def test_sampling_may_go_on_for_any_number_of_slices_without_a_pause() -> None:
     run(check())
 
 
-def test_a_sample_whose_caller_went_away_leaves_the_worker() -> None:
+def test_sample_of_a_cancelled_caller_leaves_the_worker() -> None:
     async def check() -> None:
         async with recording(slice_milliseconds=1) as dispatch:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(dispatch.sample("tiny", sample_job("job", 10_000)), 0.05)
-            await until_nothing_is_sampling(dispatch)
+            await wait_until_nothing_samples(dispatch)
 
     run(check())
 
 
-async def until_nothing_is_sampling(dispatch: WorkerDispatch) -> None:
+async def wait_until_nothing_samples(dispatch: WorkerDispatch) -> None:
     for _ in range(100):
         if dispatch.status("tiny") is None and (await dispatch.memory())["tiny"]["sampling"] == 0:
             return
         await asyncio.sleep(0.01)
-    pytest.fail("the worker still samples for nobody")
+    pytest.fail("the worker still samples")
 
 
-def test_work_whose_caller_went_away_is_not_begun() -> None:
+def test_waiting_work_of_a_cancelled_caller_does_not_start() -> None:
     async def check() -> None:
         async with recording("run") as dispatch:
             running = asyncio.create_task(dispatch.forward_backward(operation("run", "sleep", seconds=0.1)))
@@ -504,7 +500,7 @@ def test_work_whose_caller_went_away_is_not_begun() -> None:
     run(check())
 
 
-def test_a_death_touches_no_other_base_model() -> None:
+def test_worker_death_does_not_affect_other_base_models() -> None:
     async def check() -> None:
         async with recording("run", names=("tiny", "other")) as dispatch:
             await dispatch.create_run("other", spec("elsewhere"), "tenant")
@@ -516,7 +512,7 @@ def test_a_death_touches_no_other_base_model() -> None:
     run(check())
 
 
-def test_close_fails_what_waits() -> None:
+def test_close_fails_waiting_work() -> None:
     async def check() -> None:
         async with recording("run") as dispatch:
             waiting = [
@@ -535,7 +531,7 @@ def test_close_fails_what_waits() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
-def test_a_worker_that_dies_as_it_comes_back_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_worker_that_dies_during_restart_leaks_no_files(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parent / "configs" / "Llama-3.1-8B.json", tmp_path / "config.json")
 
     async def check() -> None:
@@ -551,7 +547,7 @@ def test_a_worker_that_dies_as_it_comes_back_leaves_nothing_behind(tmp_path: Pat
     run(check())
 
 
-def test_a_worker_that_keeps_dying_is_restarted_ever_later() -> None:
+def test_restart_delay_grows_while_a_worker_keeps_dying() -> None:
     backoff = Backoff(first=1.0, limit=5.0, steady_after=60.0)
     backoff.started()
     assert [backoff.next_delay() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
@@ -565,7 +561,7 @@ def test_a_worker_that_keeps_dying_is_restarted_ever_later() -> None:
 # --- start ---
 
 
-def test_start_tells_what_it_loads_and_how_long_it_took(tmp_path: Path) -> None:
+def test_start_reports_what_it_loads_and_how_long_it_took(tmp_path: Path) -> None:
     async def check() -> None:
         write_header(tmp_path, shape=(1000, 250))
         model = WorkerConfig(ServedModel("tiny", str(tmp_path)), device="cpu")
@@ -579,7 +575,7 @@ def test_start_tells_what_it_loads_and_how_long_it_took(tmp_path: Path) -> None:
     run(check())
 
 
-def test_models_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_models_that_do_not_fit_are_refused_with_their_sizes(tmp_path: Path) -> None:
     write_header(tmp_path, shape=(1 << 20, 1 << 22))
     models = tuple(WorkerConfig(ServedModel(name, str(tmp_path)), device="cpu") for name in ("first", "second"))
     dispatch = WorkerDispatch(DispatchConfig(models, worker=RECORDING))
@@ -593,7 +589,7 @@ def write_header(directory: Path, shape: tuple[int, int]) -> None:
     shutil.copy(Path(__file__).parent / "configs" / "Llama-3.1-8B.json", directory / "config.json")
 
 
-def test_a_model_that_does_not_load_stops_the_start_with_the_reason() -> None:
+def test_start_fails_with_the_reason_if_a_model_does_not_load() -> None:
     async def check() -> None:
         models = tuple(WorkerConfig(ServedModel(name, name), device="cpu") for name in ("tiny", "broken"))
         with pytest.raises(ValueError, match="broken: no weights in this directory"):
@@ -602,31 +598,31 @@ def test_a_model_that_does_not_load_stops_the_start_with_the_reason() -> None:
     run(check())
 
 
-def test_a_layout_that_a_model_cannot_have_is_refused_before_it_is_loaded(tiny_models: dict[str, Path]) -> None:
+def test_impossible_layout_is_refused_before_loading(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         model = WorkerConfig(ServedModel("M", str(tiny_models["qwen3"])), parallel=ParallelSpec(tp=3))
-        dispatch, told = WorkerDispatch(DispatchConfig((model,))), []
+        dispatch, lines = WorkerDispatch(DispatchConfig((model,))), []
         with pytest.raises(ValueError, match="tp=3 does not divide 4 query heads of M; valid tp: 1, 2"):
-            await dispatch.start(told.append)
-        assert not told
+            await dispatch.start(lines.append)
+        assert not lines
 
     asyncio.run(check())
 
 
-def test_a_name_served_twice_is_refused() -> None:
+def test_model_name_given_twice_is_refused() -> None:
     model = WorkerConfig(ServedModel("tiny", "tiny"))
     with pytest.raises(ValueError, match="base model tiny is given twice"):
         WorkerDispatch(DispatchConfig((model, model)))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"the weight {weight} of tenant alice is no positive number"):
+def test_tenant_weight_must_be_positive_and_finite(weight: float) -> None:
+    with pytest.raises(ValueError, match=rf"the weight {weight} of tenant alice must be positive and finite"):
         WorkerDispatch(DispatchConfig((), tenant_weights={"alice": weight}))
 
 
 @pytest.mark.parametrize("weights", [{"alice": 1001.0}, {"alice": 1e-6}, {"alice": 0.02, "bob": 30.0}])
-def test_weights_so_far_apart_that_turns_would_go_round_in_vain_are_refused(weights: dict[str, float]) -> None:
+def test_tenant_weights_too_far_apart_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="1000 times the lightest"):
         WorkerDispatch(DispatchConfig((), tenant_weights=weights))
     WorkerDispatch(DispatchConfig((), tenant_weights={"alice": 30.0, "bob": 0.05}))

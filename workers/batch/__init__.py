@@ -1,1 +1,1 @@
-"""Operations that were checked, and the micro-batches made of them."""
+"""Validates operations and packs them into micro-batches."""

@@ -1,4 +1,5 @@
-"""Checked operations to packed micro-batches, and their outputs back to the client's order. Nothing is padded."""
+"""Packs validated operations into micro-batches without padding, and sorts their outputs back into the client's
+order."""
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
@@ -14,7 +15,7 @@ from ..ops.attention import Packing, pack_lengths
 from .objective import Objective
 from .validated import Operation, Row
 
-# Fewer lose more by shorter products than they gain by running beside others.
+# Lanes with fewer tokens lose more to small matrix products than they gain by running in parallel.
 _LEAST_LANE_TOKENS = 128
 
 
@@ -22,8 +23,8 @@ _LEAST_LANE_TOKENS = 128
 class MicroBatchSegment:
     """Tokens start:stop of a micro-batch that belong to one operation.
 
-    operation: its index. datums: which of its rows follow one another here. bounds: where each of them starts, counted
-    from start, and the number of tokens.
+    operation: its index. datums: the indices of its rows, in their order here.
+    bounds: where each of these rows starts, counted from `start`, and at the end the number of tokens.
     """
 
     operation: int
@@ -35,7 +36,7 @@ class MicroBatchSegment:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Tokens start:stop of a micro-batch that are one sequence: which row of which operation."""
+    """Tokens start:stop of a micro-batch, which are one sequence; operation and row are its indices."""
 
     operation: int
     row: int
@@ -45,9 +46,10 @@ class PackedRow:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One packed row. tokens, positions: int64 [tokens], positions restart with each sequence.
+    """Sequences packed into one row.
 
-    segments, objectives: in the order of the tokens, each covering all of them.
+    tokens, positions: int64 [tokens]; positions restart with each sequence.
+    segments, objectives: in the order of the tokens; each of the two covers all tokens.
     """
 
     tokens: Tensor
@@ -57,7 +59,6 @@ class MicroBatch:
     objectives: tuple[Objective, ...]
 
     def packed_rows(self) -> Iterator[PackedRow]:
-        """In their order."""
         for each in self.segments:
             for datum, (start, stop) in zip(each.datums, pairwise(each.bounds), strict=True):
                 yield PackedRow(each.operation, datum, each.start + start, each.start + stop)
@@ -68,7 +69,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """Micro-batches that run one after the other, beside those of other lanes. operations: those with rows in them."""
+    """Micro-batches that run one after the other, in parallel with those of other lanes.
+
+    operations: the indices of the operations that have rows in them.
+    """
 
     operations: frozenset[int]
     num_micro_batches: int
@@ -76,9 +80,10 @@ class Lane:
 
 
 def pack(operations: Sequence[Operation], token_budget: int, device: torch.device, most_lanes: int = 1) -> list[Lane]:
-    """All rows, in micro-batches of at most token_budget tokens over all lanes; a row that is longer runs alone.
+    """Packs all rows into micro-batches with at most `token_budget` tokens at a time over all lanes.
 
-    In a micro-batch an operation's rows are neighbours, and so are operations that are scored together.
+    A row that is longer than that runs alone. In a micro-batch the rows of an operation are neighbours, and so are
+    operations that are scored together.
     """
     places = [(i, j) for i, operation in enumerate(operations) for j in range(len(operation.rows))]
     lengths = [len(operations[i].rows[j].tokens) for i, j in places]
@@ -93,7 +98,7 @@ def pack(operations: Sequence[Operation], token_budget: int, device: torch.devic
 
 
 def part_of(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
-    """Some of its sequences, by where they start and stop; without what they are for."""
+    """Returns a micro-batch of some of the sequences, given their bounds, without segments and objectives."""
     if not bounds:
         return empty_micro_batch(micro_batch.tokens.device)
     tokens, positions = (
@@ -104,13 +109,14 @@ def part_of(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> Micro
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
-    """A token that counts nowhere: for ranks that take part in others' micro-batches."""
+    """Returns one token that is not scored, for ranks that only take part in the collectives of others."""
     token = torch.zeros(1, dtype=torch.int64, device=device)
     return MicroBatch(token, token, Packing(pack_lengths([1])), (), ())
 
 
 def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
-    """The bins of each lane, of indices. Lanes that run side by side are about equally long, and share the budget."""
+    """Divides the lengths into lanes, and those into bins of indices. Lanes are about equally long and share the
+    budget, since they run in parallel."""
     num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE_TOKENS, budget // max(lengths, default=1))
     if num_lanes < 2:
         return [fill(lengths, budget)]
@@ -122,7 +128,7 @@ def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list
 
 
 def spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """The longest first, each to the bin that has least; returns the indices by bin."""
+    """Returns the indices by bin: the longest first, each in the bin with the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     least = [(0, each) for each in range(num_bins)]
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -133,9 +139,9 @@ def spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Best fit decreasing: the longest first, each to the fullest bin that has room; returns the indices by bin."""
+    """Returns the indices by bin, by best fit decreasing: the longest first, each in the fullest bin with room."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # what is left of the budget and which bin, the fullest first
+    room: list[tuple[int, int]] = []  # (rest of the budget, bin), fullest bin first
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(room, (lengths[i],))
         if at < len(room):
@@ -153,21 +159,23 @@ def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
 
 
 def smaller_budget(operation: Operation, token_budget: int) -> int | None:
-    """Half of the largest micro-batch it makes, with room for its longest row; None when that is a row by itself, or
-    none, as on a rank that has no share of the operation."""
+    """Returns half the size of the operation's largest micro-batch, but at least its longest row.
+
+    Returns None if it cannot be smaller: the largest micro-batch is a single row, or this rank has no rows.
+    """
     lengths = [len(row.tokens) for row in operation.rows]
     largest, longest = min(token_budget, sum(lengths)), max(lengths, default=0)
     return max(largest // 2, longest) if largest > longest else None
 
 
 def cut(segment: MicroBatchSegment, values: np.ndarray, operation: Operation) -> Iterator[tuple[int, np.ndarray]]:
-    """values [n] or [n, K] of a segment -> each datum's index and part, of its targets' shape."""
+    """Splits values [n] or [n, K] of a segment by datum; yields its index and its values in the targets' shape."""
     for datum, start, stop in zip(segment.datums, segment.bounds, segment.bounds[1:], strict=False):
         yield datum, _in_shape_of(operation.rows[datum].targets, values[start:stop])
 
 
 def _micro_batch(operations: Sequence[Operation], places: list[tuple[int, int]], device: torch.device) -> MicroBatch:
-    """places: (operation, row) of each sequence, an operation's longest first."""
+    """Packs the sequences at these places, (operation, row), an operation's longest first."""
     places = sorted(places, key=lambda place: place[0])
     rows = [operations[i].rows[j] for i, j in places]
     lengths = [len(row.tokens) for row in rows]
@@ -210,7 +218,7 @@ def _objectives(
 
 
 def _stretches(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """The first and the end of each stretch of equal neighbours."""
+    """Yields the bounds (first, stop) of each run of equal neighbours."""
     first = 0
     for _, members in groupby(keys):
         stop = first + sum(1 for _ in members)
@@ -219,7 +227,7 @@ def _stretches(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
 
 
 def _tensor(arrays: list[np.ndarray], device: torch.device) -> Tensor:
-    """The arrays, [T] and [T, K], one after another: [n], or [n, largest K] with zeros where one has fewer."""
+    """Concatenates arrays [T] and [T, K] to [n], or to [n, largest K] with zeros where one has fewer columns."""
     return torch.from_numpy(_join(arrays)).to(device, non_blocking=True)
 
 
@@ -232,7 +240,7 @@ def _join(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _in_shape_of(targets: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The part of joined values that belongs to one row with these targets."""
+    """Returns the part of joined values that belongs to one row with these targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

@@ -1,4 +1,4 @@
-"""Objective: the loss of neighbouring rows of a micro-batch, evaluated on their scores."""
+"""Evaluates the loss of neighbouring rows of a micro-batch on their scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from ..losses import Loss, LossOutput
 class Objective:
     """Rows start:stop of a micro-batch, n in all: whole sequences of operations that agree in loss, config and weight.
 
-    targets: int64 [n] or [n, K]; inputs: float32 of the same shape. weight: multiplies the loss.
-    bounds: where each sequence starts, and n.
+    targets: int64 [n] or [n, K]. inputs: float32, in the same shape. weight: a factor of the loss.
+    bounds: where each sequence starts, and at the end n.
     """
 
     start: int
@@ -27,13 +27,13 @@ class Objective:
     bounds: tuple[int, ...]
 
     def evaluate(self, scores: Tensor, rows: slice) -> LossOutput:
-        """scores: those of `rows`, counted from start. Sequence-wise losses need all n."""
+        """Returns the loss for the scores of `rows`, counted from `start`. Sequence-wise losses need all n rows."""
         if self.loss.sequence_wise:
             return self._weighted(self._by_sequence(scores))
         return self._weighted(self._of(scores, rows))
 
     def gradient(self, scores: Tensor, rows: slice) -> tuple[LossOutput, Tensor]:
-        """The detached loss, and its gradient by the scores."""
+        """Returns the detached loss, and its gradient with respect to the scores."""
         with torch.enable_grad():
             leaf = scores.detach().requires_grad_()
             output = self.evaluate(leaf, rows)
@@ -52,7 +52,7 @@ class Objective:
 
 
 def join_outputs(parts: list[LossOutput]) -> LossOutput:
-    """Of rows that follow one another."""
+    """Concatenates the outputs for consecutive rows."""
     if len(parts) == 1:
         return parts[0]
     metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}

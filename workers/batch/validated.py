@@ -1,4 +1,4 @@
-"""Operation: a request whose data have been read and checked, before any of it is computed."""
+"""Reads and validates the data of a request before anything is computed."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from ..protocol.verbs import Share
 
 TARGETS = "target_tokens"
 
-# One after the other, each with all those before it.
+# Draft tokens are computed one after the other, each with all earlier ones in memory.
 _MOST_GUESSES = 32
 
-# Config keys that count something.
+# Config keys whose values must be whole numbers.
 _COUNTS = frozenset({"ttt_length", "num_anchors"})
 
 
@@ -30,7 +30,10 @@ class ModelLimits:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One checked sequence. tokens int64 [T]; targets int64 [T] or [T, K]; inputs float32 of the targets' shape."""
+    """A validated sequence.
+
+    tokens: int64 [T]. targets: int64 [T] or [T, K]. inputs: float32, in the shape of the targets.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -39,10 +42,10 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """A checked request, or a rank's share of a part of one. weight: multiplies its loss.
+    """A validated request, or a rank's share of a part of one.
 
-    numbers: of the rows, in the whole operation. num_tokens: positions that count in the loss. denominator: see
-    Loss.denominator.
+    weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: see Loss.denominator.
+    numbers: index of each row in the whole operation.
     """
 
     loss_name: str
@@ -56,7 +59,7 @@ class Operation:
 
     @cached_property
     def loss_key(self) -> tuple[Hashable, ...]:
-        """Operations with the same one are scored together: their rows differ in data alone."""
+        """A key that is equal for operations that are scored together: their rows differ only in data."""
         many_targets = any(row.targets.ndim == 2 for row in self.rows)
         return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
 
@@ -67,16 +70,20 @@ def read_operation(
     share: Share | None = None,
     losses: Mapping[str, Loss] = LOSSES,
 ) -> Operation:
-    """losses: that the kind of model takes. share: what the request's data are of the whole operation, None = all.
+    """Reads and validates a request.
 
-    Raises OperationError naming the datum, the value and the remedy.
+    Args:
+        share: the request's share of the whole operation's data, None = all.
+        losses: the losses that this kind of model takes.
+    Raises:
+        OperationError: the request is invalid; the message names the datum, the value and the remedy.
     """
     share = share or Share(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
         if request.loss_fn in LOSSES | VALUE_LOSSES | GUESS_LOSSES:
             takes = _listed(losses)
-            raise OperationError(f"loss_fn {request.loss_fn!r} is of another kind of model: this one takes {takes}")
-        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}")
+            raise OperationError(f"loss_fn {request.loss_fn!r} is for another kind of model: this one takes {takes}")
+        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: use one of {_listed(losses)}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
     loss = losses[request.loss_fn]
@@ -123,7 +130,7 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
 
 def _check_numbers(loss_name: str, config: Config) -> None:
     if (clip := config.get("clip", 0.0)) < 0:
-        raise OperationError(f"{loss_name} config clip is {clip}: it is a distance, such as 0.2")
+        raise OperationError(f"{loss_name} config clip is {clip}: it is a distance and must not be negative, try 0.2")
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
     if low > high:
         raise OperationError(
@@ -132,14 +139,14 @@ def _check_numbers(loss_name: str, config: Config) -> None:
         )
     for key in _COUNTS & config.keys():
         if config[key] < 1 or config[key] != int(config[key]):
-            raise OperationError(f"{loss_name} config {key} is {config[key]:g}: it is a number of tokens, at least 1")
+            raise OperationError(f"{loss_name} config {key} is {config[key]:g}: it must be a whole number, at least 1")
     if config.get("ttt_length", 1) > _MOST_GUESSES:
         raise OperationError(
-            f"{loss_name} config ttt_length is {config['ttt_length']:g}: at most {_MOST_GUESSES} guesses are made"
-            " from a token"
+            f"{loss_name} config ttt_length is {config['ttt_length']:g}: a draft predicts at most {_MOST_GUESSES}"
+            " tokens ahead"
         )
     if not 0 <= config.get("decay", 1) <= 1:
-        raise OperationError(f"{loss_name} config decay is {config['decay']:g}: it lies between 0 and 1")
+        raise OperationError(f"{loss_name} config decay is {config['decay']:g}: it must be between 0 and 1")
     if config.get("gamma", 1) <= 0:
         raise OperationError(f"{loss_name} config gamma is {config['gamma']:g}: it must be above 0")
 
@@ -198,8 +205,8 @@ def _check_plain(index: int, tokens: np.ndarray, targets: np.ndarray, loss_name:
         at = int(wrong[0])
         raise OperationError(
             f"datum {index}: {TARGETS} has token id {targets[at]} at position {at}, model_input {tokens[at + 1]} at"
-            f" {at + 1}: {loss_name} reads plain sequences, whose targets are model_input moved on by one; leave"
-            f" {TARGETS} out to have that made"
+            f" {at + 1}: {loss_name} reads plain sequences, whose targets are model_input shifted by one; leave"
+            f" {TARGETS} out to have them filled in"
         )
 
 
@@ -209,16 +216,18 @@ def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers
         return
     at = int(np.argmax((ids < 0) | (ids >= limits.vocab_size)))
     datum, position = _find(at, arrays)
-    remedy = "; give a position that is to be ignored weight or advantage 0" if name == TARGETS else ""
+    remedy = "; give positions that should be ignored weight or advantage 0" if name == TARGETS else ""
     raise OperationError(
         f"datum {numbers[datum]}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
-        f" {limits.vocab_size}: ids go from 0 to {limits.vocab_size - 1}{remedy}"
+        f" {limits.vocab_size}: ids range from 0 to {limits.vocab_size - 1}{remedy}"
     )
 
 
 def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Row, ...], numbers: Sequence[int]) -> None:
-    """Of what was given. The sampler's log-probabilities may be anything where nothing reads them: prompts often have
-    none."""
+    """Raises OperationError if a given input is not finite.
+
+    Log-probabilities of the sampler can be anything at positions that no loss reads: prompts often have none.
+    """
     given = zip(data, rows, strict=True)
     arrays = [row.inputs[name] if name in datum.loss_fn_inputs else np.zeros(row.targets.shape) for datum, row in given]
     values = _joined(arrays)
@@ -243,7 +252,7 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
-    """Element `at` of the concatenated arrays -> (datum, position)."""
+    """Returns (datum, position) of element `at` of the concatenated arrays."""
     for datum, array in enumerate(arrays):
         if at < array.size:
             return datum, at // (array.size // len(array))
@@ -260,13 +269,14 @@ def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
     for name, fill in loss.optional.items():
         if name not in inputs:
             inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
-    if loss.scores == "losses" and TARGETS not in given:  # what follows the last token nobody knows
+    if loss.scores == "losses" and TARGETS not in given:  # the target of the last token is unknown
         inputs["weights"] = np.append(inputs["weights"][:-1], np.float32(0))
     return Row(datum.tokens.astype(np.int64), targets, inputs)
 
 
 def _targets(datum: Datum, loss: Loss) -> np.ndarray:
-    """Of values, of which there is one for each token: the first. Of a draft's guesses, those that are not given."""
+    """Returns the targets of a datum: the given ones; for drafts, otherwise the tokens shifted by one; for losses
+    without targets, such as those of values, zeros."""
     if loss.scores == "logprobs" or (loss.scores == "losses" and TARGETS in datum.loss_fn_inputs):
         return datum.loss_fn_inputs[TARGETS]
     if loss.scores == "losses":
@@ -285,7 +295,7 @@ def _num_counted(counts: np.ndarray) -> int:
 def _inputs(loss: Loss) -> str:
     required, optional = _listed(_required(loss)), _listed(loss.optional)
     if not required:
-        return f"{optional}, none of them needed"
+        return f"{optional}, all optional"
     return f"{required} and optionally {optional}" if optional else required
 
 

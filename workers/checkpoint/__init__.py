@@ -1,19 +1,19 @@
-"""A model in a directory and back.
+"""Writes a model into a directory and reads it back.
 
-Of an adapter, PEFT's files, which `peft` loads as they are:
+An adapter is stored as the files of PEFT, which `peft` loads unchanged:
 adapter_model.safetensors, adapter_config.json
-Of a model with weights of its own, those of Hugging Face, which transformers loads as they are:
-model.safetensors, or several and their index; config.json and what else lies with the base model's, such as a tokenizer
-Of both, beside them:
-trainhouse.json          format version, what is trained, base, steps taken
-optimizer.safetensors    AdamW's moments, where the optimizer was asked for
+A fully trained model is stored as the files of Hugging Face, which transformers loads unchanged:
+model.safetensors, or several and their index; config.json and the base model's other files, such as the tokenizer
+Both have in addition:
+trainhouse.json          format version, training configuration, base model, steps taken
+optimizer.safetensors    AdamW's moments, if saved with the optimizer
 window.safetensors       in snapshots: the gradients accumulated since the last step, if any
-Of a draft:
-model.safetensors        or several and their index, by the names of published drafts of its algorithm, which engines
-                         read; with the tokens that it can say, d2t and t2d, where these are not all of the target's
-target/                  in snapshots: what it guesses, if that is not the bare base model
-Where several ranks write, each of these has a number, such as optimizer-00001-of-00004.safetensors. The weights are
-those of the last step. Saving disturbs no gradients, and but for snapshots saves none.
+A draft is stored as:
+model.safetensors        or several and their index, with the tensor names of published drafts of its algorithm, which
+                         inference engines read; also d2t and t2d if its vocabulary is a part of the target's
+target/                  in snapshots: the weights of its target, unless that is the bare base model
+If several ranks write, the files are numbered, such as optimizer-00001-of-00004.safetensors. The weights are those
+after the last optimizer step. Saving leaves gradients unchanged, and only snapshots contain them.
 """
 
 from .learned import Learned

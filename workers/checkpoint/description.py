@@ -1,4 +1,4 @@
-"""Description: what trainhouse.json says of a saved model."""
+"""Reads and writes trainhouse.json, which describes a saved model."""
 
 import json
 from dataclasses import asdict
@@ -13,12 +13,12 @@ from ..state.trainable import Learner, Window
 
 _NAME = "trainhouse.json"
 
-# Of adapters, and of other models, which the first cannot describe.
+# The format for adapters, and the one for other models, which the first cannot describe.
 _FORMAT, _FULL_FORMAT = 1, 2
 
 
 class Description:
-    """content: of the file."""
+    """Holds the content of a trainhouse.json."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self._content = content
@@ -33,11 +33,12 @@ class Description:
 
     @staticmethod
     def read(directory: Path) -> "Description":
-        """Raises OperationError where there is none, or one that this server does not understand."""
+        """Reads the directory's description. Raises OperationError if it is missing, damaged or of an unknown
+        format."""
         try:
             content = json.loads((directory / _NAME).read_text())
         except FileNotFoundError:
-            raise OperationError(f"its directory is no checkpoint: it has no {_NAME}") from None
+            raise OperationError(f"its directory is not a checkpoint: it has no {_NAME}") from None
         except ValueError as error:
             raise OperationError(f"{_NAME} is damaged: {error}") from None
         if (found := content.get("format")) not in (_FORMAT, _FULL_FORMAT):
@@ -60,27 +61,29 @@ class Description:
 
     @property
     def is_of_snapshot(self) -> bool:
-        """Whether it is of all that a run had."""
+        """True if it describes a snapshot, which has the whole state of a run."""
         return "window" in self._content
 
     @property
     def targets(self) -> set[str]:
-        """What an adapter adapts."""
+        """Names of the layers that an adapter adapts."""
         return set(self._content["targets"])
 
     @property
     def vocabulary_is_chosen(self) -> bool:
-        """Of a draft. What earlier versions have saved may have learned without that."""
+        """True if a vocabulary was built for the draft. Files of earlier versions do not say, and a draft may have been
+        trained without one, so they count as true."""
         return self._content.get("vocabulary_is_chosen", True)
 
     def check(self, model: Learner) -> None:
-        """Raises OperationError where the model is of another kind than what was saved."""
+        """Raises OperationError if a model of another role was saved."""
         role = self._content.get("role", POLICY.role)
         try:
             theirs = program_of(role, self.training)
         except (KeyError, ValueError):
             raise OperationError(
-                f"the checkpoint was saved by a {role}, of which this trainhouse knows nothing: upgrade it"
+                f"the checkpoint was saved by a {role}, a role that this version of trainhouse does not support:"
+                " upgrade it"
             ) from None
         ours = model.program
         if ours.scores != theirs.scores:

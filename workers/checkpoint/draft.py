@@ -1,4 +1,4 @@
-"""Drafts as the engines that sample with them have them: published names, and a config with their words."""
+"""Stores drafts in the form that inference engines read: published tensor names, and their keys in the config."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,12 +12,12 @@ from ...schemas.models import DraftConfig
 from ..drafts.model import DraftModel
 from .description import Description, write_json
 
-# What a draft is drawn by at first.
+# Fields of the configuration that do not change the shape of a draft.
 _NO_SHAPE = frozenset({"seed"})
 
 
 class Draft:
-    """See Form."""
+    """Implements Form for drafts."""
 
     stem, is_small = "model", False
 
@@ -49,15 +49,18 @@ class Draft:
         write_json(directory / "config.json", {**config, **self._model.published()})
 
     def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
-        """The tokens that it can say."""
+        """Sets the draft's vocabulary."""
         if not self._model.says_all:
             offsets = constants["d2t"]
             self._model.vocabulary = (offsets + torch.arange(len(offsets))).to(self._model.vocabulary.device)
             self._model.vocabulary_is_chosen = saved.vocabulary_is_chosen
 
     def constants(self) -> Mapping[str, Tensor]:
-        """Of one that cannot say all of the target's tokens. d2t: int64 [V], how far the id of each of its tokens is
-        below the target's. t2d: bool, of the target's tokens whether it can say them."""
+        """Returns the vocabulary of a draft that has only a part of the target's tokens.
+
+        d2t: int64 [V], for each of its tokens the target's id minus its own. t2d: bool [target's vocabulary], true for
+        tokens that the draft has.
+        """
         if self._model.says_all:
             return {}
         said = self._model.vocabulary.cpu()

@@ -1,4 +1,4 @@
-"""Form: how a kind of model lies in a directory, beside what all of them have there."""
+"""The interface to the files that are specific to a kind of model, in addition to those that all models have."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,39 +12,41 @@ from .description import Description
 class Form(Protocol):
     @property
     def stem(self) -> str:
-        """Of the files of weights."""
+        """The first part of the names of the weight files."""
         ...
 
     @property
     def is_small(self) -> bool:
-        """Whether its files are read as a whole, and written by the first rank."""
+        """True if its files are read at once, and written by the first rank only."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What its description says beyond that of any model."""
+        """Returns what its trainhouse.json contains in addition to the common fields."""
         ...
 
     def older_name(self, name: str) -> str:
-        """Returns what files of earlier versions call the tensor of this name."""
+        """Returns the tensor's name in files of earlier versions."""
         ...
 
     def lacking(self, saved: Description) -> Collection[str]:
-        """Returns the names of the tensors that the model has and what was saved, which is checked, has not."""
+        """Returns the names of the model's tensors that are missing from the checkpoint, which was checked before."""
         ...
 
     def check(self, saved: Description) -> None:
-        """Raises OperationError where the model cannot become what was saved."""
+        """Raises OperationError if the checkpoint cannot be loaded into the model."""
         ...
 
     def constants(self) -> Mapping[str, Tensor]:
-        """What its first file of weights has and nobody learns."""
+        """Returns tensors of the first weight file that are not trained."""
         ...
 
     def write_beside(self, directory: Path, base_name: str) -> None:
-        """What else its readers want to find, but for an index of several files."""
+        """Writes the other files that readers of this form expect, except for the index of several weight files."""
         ...
 
     def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
-        """Those of a saved model, and what its description says beyond that of any. Constants are read where they are
-        asked for: raises OperationError."""
+        """Takes the constants of a checkpoint, and what its description contains in addition to the common fields.
+
+        Constants are read from the file on access, which raises OperationError if the file cannot be read.
+        """
         ...

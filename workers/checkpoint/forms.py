@@ -1,4 +1,4 @@
-"""Which form each kind of model has."""
+"""Selects the form in which a kind of model is stored."""
 
 from ..drafts.model import DraftModel
 from ..full import FullWeights

@@ -1,4 +1,4 @@
-"""Models with weights of their own as Hugging Face has them: with a config and the tokenizer."""
+"""Stores fully trained models in the form of Hugging Face, with a config and the tokenizer."""
 
 import shutil
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ from .description import Description
 
 WEIGHTS = "model"
 
-# Of the base model's files, those that say nothing of its weights.
+# Files of the base model that do not depend on its weights.
 _BESIDE = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -29,7 +29,7 @@ _BESIDE = (
 
 
 class HuggingFace:
-    """See Form."""
+    """Implements Form for fully trained models."""
 
     stem, is_small = WEIGHTS, False
 
@@ -48,8 +48,8 @@ class HuggingFace:
     def check(self, saved: Description) -> None:
         if isinstance(saved.training, LoraConfig):
             raise OperationError(
-                "the checkpoint is an adapter, and the model has weights of its own: create a model with LoRA and"
-                " load into that"
+                "the checkpoint is an adapter, and the model is fully trained: create a model with LoRA and load into"
+                " that"
             )
 
     def constants(self) -> Mapping[str, Tensor]:
@@ -58,7 +58,7 @@ class HuggingFace:
     def write_beside(self, directory: Path, base_name: str) -> None:
         _write_config(self._model, directory)
         for pattern in _BESIDE:
-            for path in Path(self._model.source).glob(pattern):  # a hub id is no directory, and has none
+            for path in Path(self._model.source).glob(pattern):  # finds nothing if the source is a hub id
                 if path.is_file():
                     shutil.copyfile(path, directory / path.name)
 

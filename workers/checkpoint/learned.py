@@ -1,4 +1,4 @@
-"""Learned: what a model has learned, as far as this rank writes it."""
+"""Collects the trained state of a model that this rank writes into a checkpoint."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from ..state.trainable import LEARNED, Learner, Window
 
 
 class Tensors(Protocol):
-    """Whole ones, by their names in files."""
+    """Unsharded tensors by their names in files."""
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Tensors": ...
 
@@ -23,7 +23,7 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """All of a vector [size] of a layout."""
+    """Holds all tensors of a layout, as one vector [size]."""
 
     layout: Layout
     vector: Tensor
@@ -37,7 +37,7 @@ class Flat:
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """Some of them."""
+    """Holds some of the tensors, separately."""
 
     tensors: Mapping[str, Tensor]
 
@@ -50,12 +50,14 @@ class Apart:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """vectors: by name, those that there are; of an adapter the first rank writes all, of a model with weights of its
-    own each rank writes some. Moments: before the first step a model has none: they are zeros, which it does not keep.
+    """The trained state of a model: the model's own vectors, or copies that stay unchanged while it trains on.
 
-    Its own vectors, or others that stay as they are while it goes on. window: with the gradients since the last step,
-    which are among the vectors then, where there are any. has_optimizer: whether with what a resumed training needs.
-    part, num_parts: which of the writers this rank is, if any. target: of a draft, the weights that it guesses.
+    vectors: by name. The first rank writes all tensors of an adapter; each rank writes some of a fully trained model.
+        Moments are missing before the first step: they are zeros, and a model does not allocate them until then.
+    window: set if the gradients since the last step are included; these are among the vectors, if there are any.
+    has_optimizer: whether the optimizer state is included.
+    part, num_parts: this rank's number among the writing ranks, at least num_parts if it is not one of them.
+    target: for a draft, the weights of its target.
     """
 
     model: Learner
@@ -69,27 +71,29 @@ class Learned:
 
     @staticmethod
     def by(model: Learner, mesh: Mesh, optimizer: bool = True) -> "Learned":
-        """Of a model on the device, without its gradients. All ranks ask at once, here as in `with_window`. optimizer:
-        whether with its moments."""
+        """Returns the state of a model on the device, without gradients, and with moments if `optimizer` is set.
+
+        All ranks call this together, as they do `with_window`.
+        """
         live = model.live()
         learned = _learned(model, [name for name in LEARNED[: None if optimizer else 1] if name in live], mesh)
         return replace(learned, has_optimizer=optimizer)
 
     @staticmethod
     def with_window(model: Learner, mesh: Mesh) -> "Learned":
-        """Of a model on the device that is in no operation."""
+        """Returns the state of a model on the device with gradients and moments, outside of any operation."""
         window = replace(model.window, losses=dict(model.window.losses))
         target = None if model.of_trunk in (None, model) else Learned.by(model.of_trunk, mesh, optimizer=False)
         return replace(_learned(model, model.live(), mesh), window=window, target=target)
 
     @property
     def is_written_here(self) -> bool:
-        """Whether this rank writes any of it."""
+        """True if this rank writes any of it."""
         return self.part < self.num_parts or (self.target is not None and self.target.is_written_here)
 
     def kept(self) -> "Learned":
-        """Of vectors of its own, which stay as they are while the model goes on, and hold nothing else. What was put
-        together has been made for it."""
+        """Returns the state with tensors that stay unchanged while the model trains on, and whose storage holds nothing
+        else. Tensors that were gathered from several ranks are already copies."""
         of_model = {vector.untyped_storage().data_ptr() for vector in self.model.live().values()}
 
         def kept(each: Tensor) -> Tensor:
@@ -106,7 +110,7 @@ class Learned:
 
 
 def _copied(vector: Tensor) -> Tensor:
-    """Where the device has no memory for it, on the host."""
+    """Copies a vector, to the host if the device has no memory for it."""
     try:
         return vector.clone()
     except Exception as error:
@@ -125,8 +129,10 @@ def _learned(model: Learner, names: Iterable[str], mesh: Mesh) -> Learned:
 
 
 def _dealt(layout: Layout, vector: Tensor, mesh: Mesh) -> dict[str, Tensor]:
-    """Of the matrices, whole, those that this rank writes: no rank has all of them at once, and no device several that
-    ranks have parts of."""
+    """Returns the unsharded matrices that this rank writes.
+
+    No rank ever holds all matrices, and no device holds more than one that was gathered from several ranks.
+    """
     dealt: dict[str, Tensor] = {}
     for number, (matrix, whole) in enumerate(layout.whole_matrices(vector, mesh)):
         if number % mesh.spec.num_ranks == mesh.rank:

@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them."""
+"""Stores adapters in the form of PEFT."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", 
 
 
 class Peft:
-    """See Form."""
+    """Implements Form for adapters."""
 
     stem, is_small = "adapter_model", True
 
@@ -32,7 +32,7 @@ class Peft:
         adapter, theirs = self._adapter, saved.training
         if not isinstance(theirs, LoraConfig):
             raise OperationError(
-                "the checkpoint has all weights of a model, and the model trains an adapter: create one with"
+                "the checkpoint has all weights of a model, and the model trains an adapter: create a model with"
                 " training full and load into that"
             )
         for name in ("rank", "alpha"):
@@ -59,7 +59,8 @@ class Peft:
         return name
 
     def lacking(self, saved: Description) -> set[str]:
-        """Earlier versions adapted fewer layers of some models."""
+        """Returns the tensors of layers that the checkpoint does not adapt: earlier versions adapted fewer layers of
+        some models."""
         others = saved.targets
         sides = [
             side for target in self._adapter.targets if target.name not in others for side in target.whole().sides(1)
@@ -97,17 +98,20 @@ def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
 
 
 def _double_pairs(adapter: Adapter) -> dict[str, Any]:
-    """Returns rank and alpha where gate and up of an expert, with a pair each, are one parameter."""
+    """Returns rank and alpha for models in which gate and up of an expert are one parameter but have a pair of matrices
+    each."""
     rank, alpha = adapter.lora.rank, adapter.lora.alpha
     return {"rank_pattern": {GATE_UP_PATTERN: 2 * rank}, "alpha_pattern": {GATE_UP_PATTERN: 2 * alpha}}
 
 
 @dataclass(frozen=True)
 class _PeftTargets:
-    """How peft finds what is adapted. modules: ends of names of linear layers. parameters: ends of names of others.
+    """The names by which peft finds the adapted layers.
 
-    In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts alone, and
-    drops the matrices of shared experts and dense layers: there these are named as parameters.
+    modules: suffixes of the names of linear layers. parameters: suffixes of the names of other parameters.
+
+    In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts only, and
+    drops the matrices of shared experts and dense layers; there the latter are listed as parameters.
     """
 
     modules: frozenset[str]
@@ -120,13 +124,13 @@ class _PeftTargets:
         taken = [target for target in linears if adapter.is_of_sparse and target.kind in _KINDS_OF_EXPERTS]
         others = {name.rpartition(".")[2] for name in adapter.not_adapted}
         modules = {target.path if target.kind in others else target.kind for target in linears if target not in taken}
-        # Where transformers has a module for each expert, peft finds it by these.
+        # If transformers has a module for each expert, peft finds it by these names.
         modules |= {target.saved_kind for target in experts} if not taken else set()
         parameters = {f"{target.path}.weight" for target in taken} | {_fused(target) for target in experts}
         return _PeftTargets(frozenset(modules), frozenset(parameters))
 
 
 def _fused(target: Target) -> str:
-    """Returns the end of the name of the parameter that has this layer of all experts."""
+    """Returns the suffix of the name of the parameter that holds this layer of all experts."""
     *_, block, experts, kind = target.name.split(".")
     return f"{block}.{experts}.{kind if kind == 'down_proj' else 'gate_up_proj'}"

@@ -1,7 +1,7 @@
-"""An adapter that peft has saved, as a checkpoint of ours: the same function of the base model.
+"""Converts an adapter saved by peft to a checkpoint of ours that computes the same function.
 
-Adapters of ours adapt whole groups of layers: attention, the feed-forward part, the head. Of a group that the file
-adapts in part, other layers get matrices as a new adapter has them: A as it is drawn, B of zeros.
+Our adapters cover whole groups of layers: attention, the feed-forward part, the head. If the file adapts a part of a
+group, the other layers of the group get the matrices of a new adapter: a random A, and B of zeros.
 """
 
 import math
@@ -24,14 +24,20 @@ from .learned import Flat
 _PREFIX = "base_model.model."
 _OTHER_SIDE = str.maketrans("AB", "BA")
 _OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[AB])\.weight")
-"""As peft saves the matrices of all experts of a layer at a time; those of the parameter that it wrapped first are
-below base_layer."""
+"""The names under which peft saves the matrices of all experts of a layer together; those of the parameter that it
+wrapped first are below base_layer."""
 
 
 def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: Path, base_name: str) -> LoraConfig:
-    """Writes what adapter_model.safetensors, the source, has into an existing empty directory, without optimizer.
+    """Writes the adapter of `source`, an adapter_model.safetensors, into an existing empty directory, without optimizer
+    state.
 
-    lora: its rank and alpha; what it adapts is answered. Raises OperationError, naming the matrix and the reason.
+    Args:
+        lora: the adapter's rank and alpha.
+    Returns:
+        Its configuration, with the groups of layers that it adapts.
+    Raises:
+        OperationError: the file does not fit; the message names the matrix and the reason.
     """
     adapters.check_rank(lora)
     every = [each.whole() for each in adapters.all_targets]
@@ -46,18 +52,18 @@ def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: P
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a method of its own)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file cannot be iterated)
     except SafetensorError as error:
         raise OperationError(
             f"adapter_model.safetensors cannot be read ({error}): send the file as peft saved it"
         ) from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise OperationError(f"{name} is of {tensor.dtype}: matrices of an adapter are floating point numbers")
+            raise OperationError(f"{name} has dtype {tensor.dtype}: matrices of an adapter must be floating point")
         tensors[name] = tensor.float()
         if not tensors[name].isfinite().all():
             raise OperationError(
-                f"{name} has numbers that are not finite in float32: nothing could be computed with it"
+                f"{name} has numbers that are not finite in float32: send an adapter without NaN and infinite values"
             )
     if not tensors:
         raise OperationError("adapter_model.safetensors has no tensors: send the file as peft saved it")
@@ -65,7 +71,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _by_expert(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:
-    """With the matrices of each expert by themselves, as we name them."""
+    """Returns the tensors with those of experts split into one per expert, under our names."""
     experts: dict[str, dict[str, Target]] = {}
     for target in every:
         if target.num_experts is not None:
@@ -84,7 +90,10 @@ def _by_expert(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int
 
 
 def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Target], rank: int) -> dict[str, Tensor]:
-    """peft has A as [experts * rank, in] and B as [out, rank * experts]: of down, or of gate and up with one A."""
+    """Splits the matrices of all experts of a layer, of down or of gate and up with one A.
+
+    peft stores A as [experts * rank, in] and B as [out, rank * experts].
+    """
     gate, up, down = (kinds[kind] for kind in ("gate_proj", "up_proj", "down_proj"))
     num = gate.num_experts or 1
     for targets in ((gate, up), (down,)):
@@ -98,13 +107,14 @@ def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Tar
                 for side, matrix in (("A", own_a), ("B", own))
             }
     raise OperationError(
-        f"{name} has shape {list(a.shape)} and its lora_B {list(b.shape)}: these are not of rank {rank} on the {num}"
-        " experts of this base model"
+        f"{name} has shape {list(a.shape)} and its lora_B {list(b.shape)}, which do not fit rank {rank} and the {num}"
+        " experts of this base model: check the adapter's base model and rank"
     )
 
 
 def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> set[str]:
-    """Names of the layers of which there are matrices, which must be of layers that adapters adapt, of their shapes."""
+    """Returns the names of the layers that the matrices belong to. Raises OperationError if adapters have no matrix of
+    this name and shape."""
     owners = {name: (target.name, view.shape) for target in every for name, view in _shapes([target], rank).items()}
     for name, tensor in found.items():
         if name not in owners:
@@ -112,7 +122,7 @@ def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) ->
         if tensor.shape != owners[name][1]:
             raise OperationError(
                 f"{name} has shape {list(tensor.shape)}, and this base model needs {list(owners[name][1])} at rank "
-                f"{rank}: the adapter is of another base model or another rank"
+                f"{rank}: the adapter belongs to another base model or has another rank"
             )
         if name.translate(_OTHER_SIDE) not in found:
             raise _incomplete(name)
@@ -120,7 +130,7 @@ def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) ->
 
 
 def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
-    """float32 [P] of the whole adapter."""
+    """Returns the weights of the whole adapter, float32 [P]."""
     layout = adapter.layout.whole
     vector, generator = torch.zeros(layout.size), torch.Generator().manual_seed(adapter.lora.seed or 0)
     for target in adapter.targets:
@@ -140,9 +150,9 @@ def _shapes(targets: Sequence[Target], rank: int) -> dict[str, Tensor]:
 def _foreign(name: str, every: Sequence[Target]) -> OperationError:
     kinds = ", ".join(sorted({target.saved_kind for target in every}))
     if ".lora_" not in name:
-        return OperationError(f"{name} is no matrix of an adapter: save it with save_embedding_layers=False")
-    return OperationError(f"{name} is of no layer that adapters adapt here: train with target_modules of {kinds}")
+        return OperationError(f"{name} is not a matrix of an adapter: save it with save_embedding_layers=False")
+    return OperationError(f"{name} is of a layer that cannot be adapted here: train with target_modules of {kinds}")
 
 
 def _incomplete(name: str) -> OperationError:
-    return OperationError(f"{name} is there without its {name.translate(_OTHER_SIDE)[-13:-7]}: send both")
+    return OperationError(f"{name} has no matching {name.translate(_OTHER_SIDE)[-13:-7]}: send both")

@@ -1,4 +1,4 @@
-"""Reading: a saved model, into one that is there or as a new one."""
+"""Reads a saved model, into an existing model or as a new one."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ from .tensor_files import SavedTensors, has_tensors
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A checkpoint: whole tensors in host memory by their names in files, moments by their kind. Those of an adapter
-    have been read, those of a model with weights of its own are read one by one when they are put into it.
+    """A checkpoint: unsharded tensors in host memory by their names in files, moments also by their kind.
 
-    weights: also the constants of its form. num_steps: None = without optimizer state. lacking: names of what the model
-    has beyond it, which then is as in a new one.
+    Tensors of an adapter have been read; those of a fully trained model are read one by one as they are put into it.
+
+    weights: also the constants of its form. num_steps: None if it has no optimizer state.
+    lacking: names of the model's tensors that the checkpoint does not have; they are initialized as in a new model.
     """
 
     description: Description
@@ -39,13 +40,14 @@ class Saved:
     lacking: Collection[str] = ()
 
     def put_into(self, model: Learner) -> None:
-        """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
+        """Replaces the model's weights, optimizer state (fresh if the checkpoint has none) and accumulated
+        gradients."""
         layout = model.layout
         form_of(model).take(self.weights, self.description)
         model.clear_window()
         model.clear_optimizer()
         if self.num_steps:
-            _ = model.exp_avg, model.exp_avg_sq  # before the weights are changed
+            _ = model.exp_avg, model.exp_avg_sq  # allocates them, before the weights are changed
         if self.lacking:
             model.initialize()
         layout.copy_parts(model.weights, self.weights, self.lacking)
@@ -59,9 +61,9 @@ class Saved:
 
 
 def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
-    """A checkpoint for this model. Gradients are those of a snapshot, or none.
+    """Reads a checkpoint for this model, with gradients if it is a snapshot that has any.
 
-    Raises OperationError when it does not fit the model or is not whole.
+    Raises OperationError if it does not fit the model or is incomplete.
     """
     description = Description.read(directory)
     description.check(model)
@@ -89,28 +91,25 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
 
 
 def target_in(directory: Path) -> Path | None:
-    """Of a draft's snapshot, where what the draft guesses is; None = it is the bare base model."""
+    """Returns the directory of the target in a draft's snapshot, None if the target is the bare base model."""
     return directory / TARGET if (directory / TARGET).is_dir() else None
 
 
 def is_snapshot(directory: Path) -> bool:
-    """Whether it is of all that a run had. Raises OperationError."""
+    """True if the checkpoint has the whole state of a run. Raises OperationError if its description cannot be read."""
     return Description.read(directory).is_of_snapshot
 
 
 def read_new(models: Models, directory: Path, program: Program = POLICY) -> Learner:
-    """A checkpoint's weights as a model of their own, which has no id yet. program: which it is for.
-
-    Raises as read_saved.
-    """
+    """Returns a new model, not registered yet, with the checkpoint's weights. Raises like read_saved."""
     return _filled(models.build(Description.read(directory).training, program), directory)
 
 
 def read_draft(models: Models, directory: Path) -> Learner:
-    """A draft's weights and its vocabulary as a model of their own, which has no id yet. Raises as read_saved."""
+    """Returns a new draft, not registered yet, with the checkpoint's weights and vocabulary. Raises like read_saved."""
     training = Description.read(directory).training
     if not isinstance(training, DraftConfig):
-        raise OperationError("the checkpoint is of no draft: name a checkpoint of a model whose model_role is draft")
+        raise OperationError("the checkpoint is not a draft's: name a checkpoint of a model whose model_role is draft")
     return _filled(models.drafts.build(training, DRAFT_PROGRAMS[training.algorithm], is_shared=False), directory)
 
 
@@ -120,7 +119,7 @@ def _filled(model: Learner, directory: Path) -> Learner:
 
 
 class _OfKind(Mapping[str, Tensor]):
-    """Moments of one kind, by the names of weights."""
+    """Maps the names of weights to their moments of one kind."""
 
     def __init__(self, found: Mapping[str, Tensor], kind: str) -> None:
         self._found, self._kind = found, kind

@@ -1,4 +1,4 @@
-"""Saving: what a model has learned, into a directory."""
+"""Writes the trained state of a model into a directory."""
 
 import errno
 import os
@@ -17,21 +17,23 @@ from .forms import form_of
 from .learned import Learned
 from .tensor_files import file_name, save_tensors
 
-# Where a draft's snapshot has what the draft guesses.
+# The directory of the draft's target in a draft's snapshot.
 TARGET = "target"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FULL = (
-    f"the weights were not saved, since the server's disk is full ({os.strerror(errno.ENOSPC)}): try again when there "
-    "is room on it"
+    f"the weights were not saved because the server's disk is full ({os.strerror(errno.ENOSPC)}): free space on it and "
+    "try again"
 )
 
 
 def save(learned: Learned, directory: Path, *, base_name: str) -> None:
-    """Writes this rank's part into an existing directory, where else only those of other ranks are. base_name: of the
-    base model, where the learner has no other name of it.
+    """Writes this rank's part into an existing directory that has no files but those of the other ranks.
 
-    Raises OperationError (server) where there is no room for it.
+    Args:
+        base_name: the base model's name, used if the learner has no other name for it.
+    Raises:
+        OperationError: the disk is full (server).
     """
     base_name = learned.model.base_name or base_name
     try:
@@ -47,7 +49,7 @@ def save(learned: Learned, directory: Path, *, base_name: str) -> None:
 
 
 def _is_for_want_of_room(error: OSError | SafetensorError) -> bool:
-    """What safetensors raises has the number in its words alone."""
+    """True if the disk is full. Errors of safetensors have the error number only in their text."""
     number = error.errno if isinstance(error, OSError) else None
     return number in _NO_ROOM or any(f"(os error {one})" in str(error) for one in _NO_ROOM)
 
@@ -74,7 +76,7 @@ def _write(learned: Learned, directory: Path, base_name: str) -> None:
 
 
 def _index(learned: Learned, stem: str, constants: Iterable[str]) -> dict[str, Any]:
-    """In which file each of the weights is. constants: names of what is in the first one, too."""
+    """Returns the index: the file of each of the weights, and of the constants, which are in the first one."""
     layout, num_parts = learned.model.layout.whole, learned.num_parts
     nothing = torch.empty(layout.size, device="meta")
     weight_map = {
@@ -87,7 +89,7 @@ def _index(learned: Learned, stem: str, constants: Iterable[str]) -> dict[str, A
 
 
 def _named_moments(learned: Learned) -> dict[str, Tensor]:
-    """Before the first step they are zeros."""
+    """Returns the moments by their names in files; before the first step they are zeros."""
     zeros = learned.vectors["weights"] if "exp_avg" not in learned.vectors else None
     of_kinds = {kind: zeros.mapped(torch.zeros_like) if zeros else learned.vectors[kind] for kind in ADAMW}
     return {f"{kind}.{name}": each for kind, vector in of_kinds.items() for name, each in vector.named().items()}

@@ -1,4 +1,4 @@
-"""Files of tensors, in which one or several ranks write what a model has."""
+"""Reads and writes the safetensors files of a model, which one or several ranks write."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def file_name(stem: str, part: int, num_parts: int) -> str:
-    """As Hugging Face names them."""
+    """Returns a file name of the form that Hugging Face uses."""
     return f"{stem}.safetensors" if num_parts == 1 else f"{stem}-{part + 1:05}-of-{num_parts:05}.safetensors"
 
 
@@ -26,7 +26,7 @@ def has_tensors(directory: Path, stem: str) -> bool:
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """What the files of a stem have, read when it is asked for; known, and found to be what is wanted, at once."""
+    """The tensors in the files of a stem. Names and shapes are checked at once; a tensor is read on access."""
 
     def __init__(
         self,
@@ -35,8 +35,14 @@ class SavedTensors(Mapping[str, Tensor]):
         wanted: Mapping[str, Tensor],
         older_name: Callable[[str], str] = lambda name: name,
     ) -> None:
-        """wanted: of these names and shapes, and nothing else. older_name: what they may be called instead. Raises
-        OperationError."""
+        """Opens the files.
+
+        Args:
+            wanted: the names and shapes that the files must have, no more and no less.
+            older_name: returns another name that a tensor may have instead.
+        Raises:
+            OperationError: a file is missing, damaged or has other tensors.
+        """
         self._files: dict[str, Path] = {}
         self._names: dict[str, str] = {}
         newer = {older: name for name in wanted if (older := older_name(name)) != name}
@@ -48,7 +54,7 @@ class SavedTensors(Mapping[str, Tensor]):
         for path in paths:
             try:
                 file = self._opened[path] = safe_open(path, framework="pt")
-                for found in file.keys():  # noqa: SIM118 (a method of its own)
+                for found in file.keys():  # noqa: SIM118 (the file cannot be iterated)
                     name: str = newer.get(found) or found
                     if name in self._files:
                         raise OperationError(f"{path.name} and {self._files[name].name} both have {name}: remove one")
@@ -59,7 +65,7 @@ class SavedTensors(Mapping[str, Tensor]):
         _refuse_others(f"{stem}.safetensors", shapes, wanted)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Raises OperationError where it cannot be read."""
+        """Reads a tensor. Raises OperationError if it cannot be read."""
         path = self._files[name]
         try:
             return self._opened[path].get_tensor(self._names[name])
@@ -73,7 +79,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def read(self) -> dict[str, Tensor]:
-        """All of them."""
+        """Reads all tensors."""
         return {name: self[name] for name in self}
 
 
@@ -85,11 +91,11 @@ def _refuse_others(file: str, shapes: Mapping[str, list[int]], wanted: Mapping[s
     if shapes.keys() != wanted.keys():
         raise OperationError(
             f"{file} does not match the model: it lacks {few(wanted.keys() - shapes.keys())} and has"
-            f" {few(shapes.keys() - wanted.keys())} beyond it"
+            f" {few(shapes.keys() - wanted.keys())} in addition"
         )
     for name, shape in shapes.items():
         if shape != list(wanted[name].shape):
             raise OperationError(
                 f"{file}: {name} has shape {shape}, the model needs {list(wanted[name].shape)}:"
-                " the checkpoint is of another base model"
+                " the checkpoint belongs to another base model"
             )

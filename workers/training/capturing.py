@@ -81,7 +81,7 @@ class CapturingBeside:
         """Raises OperationError if the run is not a policy."""
         program = self._models.get(run_id).program
         if not program.samples:
-            raise OperationError(f"capture_for works with policies only, and this is a {program.role}: leave it out")
+            raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
         assert all(layer < num_layers for layer in place.layers), "the draft has the same base model"
 
@@ -134,9 +134,7 @@ class CapturingBeside:
     ) -> None:
         """Stores the features of one segment.
 
-        Args:
-            told: hidden states of all tokens, by layer.
-            last: final hidden states of all tokens, if the draft's algorithm reads them.
+        `told` has the hidden states of all tokens by layer, `last` the final ones if the draft's algorithm reads them.
         """
         of_layers, directory = torch.cat([told[layer] for layer in place.layers], dim=-1), Path(place.directory)
         # Embeddings are not stored: the draft looks them up in its target.

@@ -1,4 +1,4 @@
-"""Guessing: passes of drafts: the target runs without gradients, and then the draft over what the target had inside."""
+"""Runs passes of draft models: the target runs without gradients, then the draft runs over its hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,14 +36,17 @@ from .progress import Scores, Task, Totals
 
 @dataclass(frozen=True)
 class Needed:
-    """Which teachers have to tell something of a micro-batch."""
+    """The sources of target features that a micro-batch needs.
+
+    target: the target must run. stored: captured features must be read.
+    """
 
     target: bool
     stored: bool
 
     @staticmethod
     def by(stored: Sequence[Stored | None]) -> "Needed":
-        """stored: of each sequence."""
+        """Returns the sources needed for these sequences, of which each has captured features or None."""
         return Needed(any(each is None for each in stored), any(each is not None for each in stored))
 
     @staticmethod
@@ -55,15 +58,28 @@ class Guessing:
     def __init__(
         self, base: BaseModel, models: Models, head: LogprobHead, share_of: Callable[[MicroBatch], TokenShare]
     ) -> None:
-        """head: of what the target says. share_of: which tokens of a micro-batch are this rank's."""
+        """Creates the runner of draft passes.
+
+        Args:
+            head: computes the target's logits.
+            share_of: returns this rank's share of a micro-batch's tokens.
+        """
         self._base, self._models, self._head, self._share_of = base, models, head, share_of
         self._room = LogitRoom.on(base.device, head.chunk_rows)
 
     def stored(self, request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
-        """By row, the features that data of a draft refer to and that there are; of a capture, those that there are
-        already. numbers: of the rows. Raises OperationError where they are not what the draft is to be told."""
+        """Returns the captured features of a request's data, by row, as far as they are available.
+
+        For a training request these are the features that the data refer to, for a capture request those that are
+        already stored.
+
+        Args:
+            numbers: the data's indices in the whole operation.
+        Raises:
+            OperationError: the features do not fit the draft or the data.
+        """
         if request.model_id not in self._models.drafts:
-            raise OperationError("only drafts are told of features: leave out feature_ref, and capture with a draft")
+            raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
         draft, found = self._models.drafts.get(request.model_id), {}
         kind = draft.feature_kind
         for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
@@ -77,12 +93,16 @@ class Guessing:
         return found
 
     def run(self, trains: bool, needed: Needed | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:
-        """Tasks of one draft. trains: whether its gradients are wanted. needed: by all ranks that cannot go on alone;
-        None = this one can."""
+        """Runs a micro-batch of tasks of one draft.
+
+        Args:
+            trains: whether gradients are needed.
+            needed: what any of the ranks that run together needs; None if this rank runs alone.
+        """
         draft = self._models.drafts.get(tasks[0].run_id)
         needed = needed or Needed.by(_stored(micro_batch, tasks))
         captures = any(task.captures_to is not None for task in tasks)
-        # Else of those that this rank scores.
+        # If false, `inside` has only the tokens that this rank scores.
         is_of_all = captures or needed.stored
         inside = self._of_all(draft, needed, micro_batch, tasks) if is_of_all else self._hooked(draft).own(micro_batch)
         for part in micro_batch.segments:
@@ -116,7 +136,8 @@ class Guessing:
                     task.take(lesson.part, _joined(lesson, of_ranks))
 
     def _of_all(self, draft: DraftModel, needed: Needed, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
-        """The target runs over the sequences alone that nothing is stored of."""
+        """Returns the target's hidden states of all tokens. The target runs only over sequences without stored
+        features."""
         stored, hooked = _stored(micro_batch, tasks), self._hooked(draft)
         if not needed.stored:
             return hooked.inside(micro_batch)
@@ -139,8 +160,12 @@ class Guessing:
     def _dealt(
         self, inside: Inside, is_of_all: bool, groups: DraftGroups, deal: Deal, lengths: Sequence[int]
     ) -> Inside:
-        """Of the tokens that this rank's draft has to know. is_of_all: whether it has those of all micro-batches
-        already. lengths: of the audience's micro-batches, in tokens."""
+        """Returns the hidden states of the tokens whose features this rank needs, exchanging them where necessary.
+
+        Args:
+            is_of_all: whether `inside` already has the tokens of all micro-batches.
+            lengths: tokens of each of the audience's micro-batches.
+        """
         want = [deal.wanted(index) for index in range(groups.audience.size)]
         if is_of_all:
             own = torch.from_numpy(want[groups.audience.index]).to(self._base.device)
@@ -149,7 +174,10 @@ class Guessing:
         return inside.mapped(Carrier(groups.audience, have, want, self._base.device).brought)
 
     def _mask(self, token: int | None) -> Tensor | None:
-        """[hidden]. Ranks may keep the embedding in parts, and all of them ask in each micro-batch."""
+        """Returns the embedding of the mask token, [hidden], None if the draft has no such token.
+
+        All ranks call this in every micro-batch, because the embedding can be sharded over them.
+        """
         if token is None:
             return None
         return self._base.embedded(torch.tensor([token], device=self._base.device)).squeeze(0)
@@ -171,14 +199,18 @@ def _halo(draft: DraftModel, task: Task) -> int:
 
 
 def rows_stored(begun: Sequence[Task | Failure]) -> dict[int, frozenset[int]]:
-    """By part, of those of drafts: the rows whose features this rank has found."""
+    """Returns, by index of the part, the rows of draft tasks whose features this rank has found."""
     tasks = ((number, each) for number, each in enumerate(begun) if isinstance(each, Task))
     return {number: frozenset(task.stored) for number, task in tasks if task.stored}
 
 
 def keep_stored_of_all(begun: Sequence[Task | Failure], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
-    """What another rank of the same sequences has not found this one forgets: the target runs over it on all of them.
-    of_ranks: what each says (rows_stored)."""
+    """Drops stored features that another rank of the same sequences has not found, so that the target runs over these
+    sequences on all of them.
+
+    Args:
+        of_ranks: the result of rows_stored on each of these ranks.
+    """
     for number, task in enumerate(begun):
         if isinstance(task, Task) and task.stored:
             of_all = frozenset.intersection(*(rows.get(number, frozenset()) for rows in of_ranks))
@@ -186,20 +218,20 @@ def keep_stored_of_all(begun: Sequence[Task | Failure], of_ranks: Sequence[Mappi
 
 
 def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[Stored | None]:
-    """Of each sequence."""
+    """Returns the stored features of each sequence, in order."""
     return [tasks[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
 
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """What the target had inside, for some tokens of a micro-batch."""
+    """Holds the target's hidden states for some tokens of a micro-batch, and its head to compute logits from them."""
 
     head: LogprobHead
     inside: Inside
     mask: Tensor | None
 
     def of(self, taken: Taken, rows: slice, draft: DraftModel) -> Features:
-        """rows: those that have to be known of what was taken."""
+        """Returns the draft's input for the sequences that were taken; `rows` are their tokens in `inside`."""
         inside = self.inside.mapped(lambda known: known[rows])
         segment = Segment(0, len(inside.captured), draft)
 
@@ -216,7 +248,7 @@ class _Told:
 
 @dataclass(frozen=True, eq=False)
 class _TargetHead:
-    """See TargetHead."""
+    """Implements TargetHead."""
 
     head: LogprobHead
     pair: LoraPair | None
@@ -234,7 +266,10 @@ class _TargetHead:
 
 @dataclass(frozen=True, eq=False)
 class _Findings:
-    """What a rank has found of a lesson. scores: of all its tokens. survivals: None where it guessed nothing."""
+    """A rank's result of a lesson.
+
+    scores: over all tokens of the lesson. survivals: None if the rank predicted no tokens.
+    """
 
     scores: Scores
     survivals: Survivals | None
@@ -242,7 +277,10 @@ class _Findings:
 
 @dataclass(eq=False)
 class _Found:
-    """losses: float32 [n], of each token the summed losses of what was guessed behind it."""
+    """Accumulates a rank's results of a lesson, chunk by chunk.
+
+    losses: float32 [n], for each token the summed losses of the draft tokens predicted after it.
+    """
 
     losses: Tensor
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -266,7 +304,7 @@ class _Found:
 
 
 def _joined(lesson: Lesson, of_ranks: Sequence[_Findings]) -> Scores:
-    """Of ranks that had some of the guesses each."""
+    """Merges the results of ranks that each scored some of the draft tokens."""
     losses, totals = sum(each.scores.losses for each in of_ranks), Totals()
     assert isinstance(losses, np.ndarray)
     for each in of_ranks:

@@ -1,4 +1,8 @@
-"""PassRunner: forward and backward over the operations of many runs at once, whatever kinds of model these are."""
+"""Runs forward and backward over the operations of many runs at once, for all kinds of models.
+
+PassRunner owns the order of a pass: rounds, agreement between ranks, splitting after an error. Micro-batches, scoring
+and draft passes are in their own modules.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,8 +48,10 @@ RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a rank says before a round to those that it cannot go on without. failures: by part. versions: by run, see
-    CapturingBeside. stored: see rows_stored."""
+    """A rank's state before a round, exchanged with the ranks that it shares collectives with.
+
+    failures: by part. versions: by run, see CapturingBeside. stored: see rows_stored.
+    """
 
     failures: list[Failure | None]
     num_micro_batches: int
@@ -55,7 +61,7 @@ class Outlook:
 
 
 class PassRunner:
-    """Between passes, the operations that have more parts to come wait here."""
+    """Runs passes, and holds the operations whose later parts are still to be run between them."""
 
     def __init__(
         self,
@@ -65,7 +71,7 @@ class PassRunner:
         config: WorkerConfig,
         mesh: Mesh | None = None,
     ) -> None:
-        """mesh: None = there is one rank."""
+        """Creates the runner; `mesh` None means a single rank."""
         self._base = base
         self._mesh = mesh or Mesh()
         self._models = models
@@ -81,14 +87,14 @@ class PassRunner:
         self._changes_when_finite: WeakKeyDictionary[Learner, int] = WeakKeyDictionary()
 
     def run_pass(self, parts: Sequence[Part]) -> tuple[Answer, ...]:
-        """By part, as Pass says. Nothing that goes wrong with one operation reaches another."""
+        """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
         answers: dict[int, Answer] = {}
         for members in rounds(parts, self._most_runs, self._models.runs_alone):
             answers |= zip(members, self._run_round([parts[i] for i in members]), strict=True)
         return tuple(answers[i] for i in range(len(parts)))
 
     def forget(self, run_id: str) -> None:
-        """The run's operations that have more parts to come: those parts will fail."""
+        """Drops the run's unfinished operations; their remaining parts will fail."""
         self._open = {key: progress for key, progress in self._open.items() if progress.run_id != run_id}
 
     def _run_round(self, parts: list[Part]) -> list[Answer]:
@@ -103,7 +109,8 @@ class PassRunner:
         return [self._finish(*each) for each in zip(parts, begun, verdicts, strict=True)]
 
     def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
-        """Neighbours in a micro-batch share products where they are alike, and losses where these agree."""
+        """Returns the sort key of a task: neighbours in a micro-batch share matrix products if their models are alike,
+        and loss computations if their losses agree."""
         operation, (layers, rank) = task.operation, self._models.get(task.run_id).likeness
         return operation.loss.scores, layers, operation.loss_key, rank, task.run_id
 
@@ -130,7 +137,7 @@ class PassRunner:
     def _stored(
         self, request: ForwardBackwardRequest, place: FeaturePlace | None, operation: Operation
     ) -> dict[int, Stored]:
-        """What is stored of rows' features. Raises OperationError on what is no draft's, or not this one's."""
+        """Returns the stored features by row. Raises OperationError if the run is not a draft or they are not its."""
         if place is None:
             return {}
         if place.algorithm is not None:
@@ -139,7 +146,8 @@ class PassRunner:
         return self._guessing.stored(request, place, operation.numbers)
 
     def _progress(self, part: Part, operation: Operation) -> Progress:
-        """Raises OperationError when earlier parts of the operation are not here."""
+        """Returns the operation's progress, new for its first part. Raises OperationError if earlier parts are
+        missing."""
         if not part.first_datum:
             progress = Progress(part.request.model_id, operation.loss)
             if not part.last:
@@ -148,15 +156,18 @@ class PassRunner:
         progress = self._open.get(part.operation_id)
         if progress is None or progress.num_data != part.first_datum:
             raise OperationError(
-                f"the {part.first_datum} data before these are not here: since they were computed, the run's gradients"
-                " were cleared or its weights loaded; send the whole operation again",
+                f"the results of the {part.first_datum} data before these are gone: since they were computed, the run's"
+                " gradients were cleared or its weights loaded; send the whole operation again",
                 "server",
             )
         return progress
 
     def _run_together(self, begun: list[Task | Failure]) -> None:
-        """On ranks that cannot go on alone: what goes wrong in between, nobody survives. All of them run as many
-        micro-batches, those of failed tasks left out."""
+        """Runs a round on ranks that share collectives in forward or backward.
+
+        An exception inside a collective cannot be recovered, so the ranks first exchange what could fail, and then all
+        of them run the same number of micro-batches, without the failed tasks.
+        """
         tasks = sorted((each for each in begun if isinstance(each, Task)), key=self._neighbourhood)
         with ExitStack() as held:
             by_run = self._bring(tasks, held)
@@ -177,7 +188,7 @@ class PassRunner:
             self._end_computed(usable, by_run)
 
     def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Learner]:
-        """Their models to the device, by run; tasks whose model does not come are given up."""
+        """Moves the tasks' models to the device and returns them by run. Gives up tasks whose model cannot be moved."""
         by_run: dict[str, Learner] = {}
         for task in tasks:
             try:
@@ -191,7 +202,8 @@ class PassRunner:
         return sum(lane.num_micro_batches for lane in lanes)
 
     def _run_or_split(self, tasks: list[Task], token_budget: int) -> None:
-        """After trouble that may be any task's each runs alone, and for want of memory in smaller micro-batches."""
+        """Runs the tasks together. After an error that any of them may have caused, runs each alone; after running out
+        of memory, in smaller micro-batches."""
         trouble = self._attempt(tasks, token_budget)
         if trouble is None:
             return
@@ -204,7 +216,7 @@ class PassRunner:
                 self._give_up(task, trouble, token_budget)
 
     def _attempt(self, tasks: list[Task], token_budget: int) -> Trouble | None:
-        """Returns what stopped it before all tasks were computed; of its tensors nothing is held then."""
+        """Returns the error that stopped the tasks, or None. It holds no tensors of the attempt."""
         run_ids = list(dict.fromkeys(task.run_id for task in tasks))
         try:
             with bounded_memory(self._base.device), self._models.resident(run_ids, _wanted(*tasks)) as models:
@@ -225,17 +237,18 @@ class PassRunner:
             task.computed = True
 
     def _refuse_diverged(self, tasks: list[Task], models: Mapping[str, Learner]) -> None:
-        """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
+        """Gives up tasks whose weights are not finite. Losses would not show it: attention returns finite numbers for
+        scores that are NaN."""
         for task in tasks:
             if not self._is_finite(models[task.run_id]):
                 message = (
-                    f"the weights of run {task.run_id} are not finite: they have diverged; go on from an earlier"
+                    f"the weights of run {task.run_id} are not finite: they have diverged; continue from an earlier"
                     " checkpoint with a lower learning rate"
                 )
                 task.give_up(Failure(message, "user"))
 
     def _is_finite(self, model: Learner) -> bool:
-        """Whether its weights are; looks again only after a change."""
+        """True if the model's weights are finite; checked only after a change."""
         if self._changes_when_finite.get(model) != model.num_changes:
             low, high = torch.aminmax(model.weights)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
@@ -256,7 +269,8 @@ class PassRunner:
             logger.error("an operation of run %s failed\n%s", run_id, trouble.account)
 
     def _finish(self, part: Part, begun: Task | Failure, verdict: Verdict) -> Answer:
-        """On all ranks alike: the gradients of a last part go to the accumulator, others wait for that."""
+        """Ends a part, in the same way on all ranks. The last part commits the operation's gradients to the
+        accumulator; earlier parts keep theirs until then."""
         if verdict.failure is not None or not isinstance(begun, Task):
             assert verdict.failure is not None
             return self._failed(part, verdict.failure)
@@ -268,7 +282,7 @@ class PassRunner:
             return None
 
     def _failed(self, part: Part, failure: Failure) -> Failure:
-        """Ends the operation. The window has lost a part of its batch, so its step is refused."""
+        """Ends the operation. The window lacks a part of its batch now, so its optimizer step will be refused."""
         self._open.pop(part.operation_id, None)
         run_id = part.request.model_id
         if run_id in self._models and not part.request.forward_only:
@@ -286,14 +300,18 @@ class PassRunner:
         num_runs: int = 0,
         needed: Needed | None = None,
     ) -> None:
-        """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least. needed: see
-        Guessing."""
+        """Computes tasks that can share micro-batches (see `rounds`).
+
+        Args:
+            num_runs: the least number of micro-batches to run, so that all ranks run as many.
+            needed: see Guessing.run.
+        """
         gradients = any(not task.forward_only for task in tasks)
         most_lanes = 1 if self._models.runs_alone(tasks[0].run_id) else self._most_lanes
         lanes = pack([task.operation for task in tasks], token_budget, self._base.device, most_lanes)
         for i, (task, model) in enumerate(zip(tasks, models, strict=True)):
             task.begin()
-            model.weight_views()  # a copy in the base's dtype is made before several lanes look for it
+            model.weight_views()  # makes the copy in the base's dtype before several lanes use it
             if gradients:
                 model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
         run = self._way_of(tasks, models, gradients, needed)
@@ -312,7 +330,7 @@ class PassRunner:
     def _way_of(
         self, tasks: list[Task], models: list[Learner], gradients: bool, needed: Needed | None
     ) -> "Callable[..., None]":
-        """How a micro-batch of theirs is run."""
+        """Returns the function that runs a micro-batch of these tasks."""
         if isinstance(models[0].program, DraftProgram):
             return partial(self._run_guesses, gradients, needed)
         return partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
@@ -329,7 +347,8 @@ class PassRunner:
         self._guessing.run(gradients, needed, micro_batch, tasks)
 
     def _company(self, tasks: list[Task], models: list[Learner]) -> list[Adapter]:
-        """Whose tokens may come from another rank, on all ranks in the same order."""
+        """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same
+        order on all ranks."""
         if self._mesh.along("ep").size == 1:
             return []
         by_run = {task.run_id: model for task, model in zip(tasks, models, strict=True)}
@@ -342,7 +361,8 @@ class PassRunner:
 
     @torch.no_grad()
     def bare_hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """Returns the base model's last hidden states [tokens, hidden]. Of all ranks at once, with the same tokens."""
+        """Returns the base model's final hidden states [tokens, hidden]. All ranks call this together, with the same
+        tokens."""
         share = self._share_of(micro_batch)
         with self._models.adapters.applied(()):
             hidden = self._base.shared_hidden_states(micro_batch, share)
@@ -389,7 +409,7 @@ class PassRunner:
 
 @contextmanager
 def _in_use(heads: Heads, tasks: list[Task]) -> Iterator[None]:
-    """Those that score these, of which other ranks have the same, though not in each micro-batch."""
+    """Holds the heads that score these tasks in use, on all ranks alike, even if a micro-batch has no rows for one."""
     with ExitStack() as held:
         for scores in sorted({task.operation.loss.scores for task in tasks}):
             held.enter_context(heads[scores].in_use())
@@ -397,7 +417,7 @@ def _in_use(heads: Heads, tasks: list[Task]) -> Iterator[None]:
 
 
 def _wanted(*tasks: Task) -> frozenset[str]:
-    """Vectors of their models."""
+    """Returns the vectors of the tasks' models that must be on the device."""
     return FORWARD if all(task.forward_only for task in tasks) else BACKWARD
 
 
@@ -406,12 +426,12 @@ def _failure_of(begun: Task | Failure) -> Failure | None:
 
 
 def _needed(tasks: list[Task]) -> Needed:
-    """By this rank's share of drafts' data."""
+    """Returns the sources of features that this rank's share of the data needs."""
     return Needed.by([task.stored.get(row) for task in tasks for row in range(len(task.operation.rows))])
 
 
 def _take_failures(of_ranks: list[list[Failure | None]], begun: list[Task | Failure]) -> None:
-    """What another rank cannot compute, this one does not."""
+    """Gives up the tasks that failed on another rank."""
     for each, failures in zip(begun, zip(*of_ranks, strict=True), strict=True):
         failure = next((one for one in failures if one is not None), None)
         if failure is not None and isinstance(each, Task):
@@ -419,13 +439,14 @@ def _take_failures(of_ranks: list[list[Failure | None]], begun: list[Task | Fail
 
 
 def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
-    """counts: whether its totals are not those of another rank, too."""
+    """Returns the rank's verdict; `counts` is false if another rank has the same totals and reports them."""
     verdict = begun.verdict() if isinstance(begun, Task) else Verdict(begun, Totals())
     return verdict if counts else Verdict(verdict.failure, Totals())
 
 
 def _run_lane(lane: Lane, tasks: list[Task], models: list[Learner], run: RunMicroBatch, is_alone: bool) -> None:
-    """is_alone: whether no other rank waits for this one in each micro-batch."""
+    """Runs a lane's micro-batches. If `is_alone`, no other rank takes part in them, and the lane stops as soon as all
+    tasks have failed."""
     for micro_batch in lane.micro_batches:
         if is_alone and all(task.failure for task in tasks):
             return
@@ -433,7 +454,7 @@ def _run_lane(lane: Lane, tasks: list[Task], models: list[Learner], run: RunMicr
 
 
 def _segments(micro_batch: MicroBatch, models: list[Learner]) -> list[Segment]:
-    """Neighbours with the same model as one."""
+    """Returns the micro-batch's segments, with neighbours of the same model merged."""
     segments: list[Segment] = []
     for part in micro_batch.segments:
         model = models[part.operation]
@@ -451,12 +472,12 @@ def _take(micro_batch: MicroBatch, found: list[Scored], tasks: list[Task]) -> No
 
 
 def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor, share: TokenShare) -> None:
-    """Others share the micro-batch: what failed must not reach the backward pass. gradient: of share.hidden."""
+    """Zeroes the gradient, of the tokens `share.hidden`, where tasks failed: other tasks share the backward pass."""
     for segment in micro_batch.segments:
         if tasks[segment.operation].failure:
             gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
 
 
 def _filled(segments: list[Segment], share: TokenShare) -> list[Segment]:
-    """With what fills the micro-batch up, which no adapter adapts."""
+    """Returns the segments and one for the padding, which no adapter adapts."""
     return [*segments, Segment(share.num_tokens, share.num_filled, None)] if share.num_missing else segments

@@ -1,7 +1,7 @@
-"""Scoring: the losses of a micro-batch's last hidden states, and their gradient, by whatever heads these are scored.
+"""Computes the losses of a micro-batch from its final hidden states, and their gradient, with any kind of head.
 
-Segments and objectives are in the order of the rows, and objectives cover all of them. Where ranks share them out,
-hidden, gradient and segments are of this rank's, `share.rows`; objectives and outputs of all.
+Segments and objectives are in the order of the rows, and the objectives cover all rows. If ranks divide the rows,
+hidden, gradient and segments have this rank's rows, `share.rows`; objectives and outputs have all of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from ..losses import LossOutput
 from ..parallel.mesh import Mesh
 from ..parallel.rows import TokenShare, overlap
 
-# By what their scores are called.
+# By the name of their scores (see Loss.scores).
 Heads = Mapping[str, Head]
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Of the n rows of an objective. scores: float32 of its targets' shape, [n] or [n, K]."""
+    """The result for the n rows of an objective. scores: float32 in the shape of its targets, [n] or [n, K]."""
 
     scores: Tensor
     loss: LossOutput
@@ -41,7 +41,10 @@ def scored(
     objectives: Sequence[Objective],
     share: TokenShare | None = None,
 ) -> list[Scored]:
-    """Of hidden [n, hidden], by objective, without gradients. share: None = this rank has all rows."""
+    """Returns the result of each objective for hidden [n, hidden], without gradients.
+
+    `share` is None if this rank has all rows.
+    """
     share = share or TokenShare(len(hidden), Mesh())
     scores = share.joined(_all_scores(_Pieces(heads, hidden, segments, objectives, share)))
     return [_evaluated(objective, scores) for objective in objectives]
@@ -56,8 +59,11 @@ def scored_with_gradient(
     gradient: Tensor,
     share: TokenShare | None = None,
 ) -> list[Scored]:
-    """As `scored`. Writes the gradient by hidden [n, hidden] to `gradient`, and adds those by what adapters learn of
-    the heads to their scratch."""
+    """Like `scored`, with gradients.
+
+    Writes the gradient with respect to hidden [n, hidden] to `gradient`, and adds the gradients of adapters on the
+    heads to their scratch.
+    """
     share = share or TokenShare(len(hidden), Mesh())
     pieces = _Pieces(heads, hidden, segments, objectives, share)
     scorings = [_Scoring(objective) for objective in objectives]
@@ -80,7 +86,7 @@ def scored_with_gradient(
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Neighbouring rows that one head scores. first: where they begin among this rank's."""
+    """Neighbouring rows scored by one head. first: index of the first of them among this rank's rows."""
 
     first: int
     num_rows: int
@@ -88,7 +94,10 @@ class _Piece:
 
 
 class _Pieces:
-    """This rank's rows by their heads. targets: int64 [n] or [n, K], of all of its rows."""
+    """Divides this rank's rows into runs of rows with the same head.
+
+    targets: of all of this rank's rows, int64 [n] or [n, K].
+    """
 
     def __init__(
         self,
@@ -100,7 +109,7 @@ class _Pieces:
     ) -> None:
         self._share = share
         self.targets = share.of_rows(_side_by_side([each.targets for each in objectives]))
-        # By the first row among those of all ranks.
+        # Keyed by the first row, counted over all ranks.
         self._pieces: dict[int, _Piece] = {}
         self._first_of: dict[int, int] = {}
         for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
@@ -116,8 +125,8 @@ class _Pieces:
         return iter(self._pieces.values())
 
     def wants_all_first(self, objective: Objective) -> bool:
-        """A sequence-wise loss over several chunks takes a pass of its own: the loss of a whole sequence must be known
-        before any gradient."""
+        """True for a sequence-wise loss over several chunks: all scores are computed first, because the loss of a whole
+        sequence must be known before any gradient."""
         start = self._first_of[objective.start]
         size = self._pieces[start].head.chunk_rows
         first, last = (objective.start - start) // size, (objective.stop - 1 - start) // size
@@ -125,13 +134,12 @@ class _Pieces:
 
 
 def _all_scores(pieces: _Pieces) -> Tensor:
-    """Of this rank's rows."""
     parts = [piece.head.scores(rows) for piece in pieces for rows in chunks(piece.num_rows, piece.head.chunk_rows)]
     return _concatenated(parts, pieces.targets)
 
 
 class _Scoring:
-    """An objective on its way through the chunks."""
+    """Accumulates an objective's scores and losses, chunk by chunk."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -140,11 +148,11 @@ class _Scoring:
         self._whole_gradient: Tensor | None = None
 
     def score_all(self, scores: Tensor) -> None:
-        """Before the first chunk: those of all rows."""
+        """Takes the scores of all rows, before the first chunk."""
         self._whole_gradient = self._gradient(_of(self.objective, scores), slice(None))
 
     def gradient(self, scores: Tensor, rows: slice) -> Tensor:
-        """By the scores of `rows`, counted from the objective's first."""
+        """Returns the gradient with respect to the scores of `rows`, counted from the objective's first row."""
         if self._whole_gradient is not None:
             return self._whole_gradient[rows]
         return self._gradient(scores, rows)
@@ -164,7 +172,6 @@ def _of(objective: Objective, scores: Tensor) -> Tensor:
 
 
 def _evaluated(objective: Objective, scores: Tensor) -> Scored:
-    """scores: of all rows."""
     own = _of(objective, scores)
     return Scored(own, objective.evaluate(own, slice(None)))
 
@@ -176,7 +183,7 @@ def _concatenated(scores: list[Tensor], targets: Tensor) -> Tensor:
 
 
 def _gradient_of(scorings: list[_Scoring], rows: slice, scores: Tensor) -> Tensor:
-    """The gradient of all losses by the scores of a chunk, `rows`."""
+    """Returns the gradient of all losses with respect to the scores of a chunk, `rows`."""
     gradient = torch.zeros_like(scores)
     for scoring in scorings:
         objective = scoring.objective
@@ -190,7 +197,8 @@ def _gradient_of(scorings: list[_Scoring], rows: slice, scores: Tensor) -> Tenso
 
 
 def _side_by_side(targets: list[Tensor]) -> Tensor:
-    """[n] and [n, K] tensors one after another: all [n], or all [n, largest K] with zeros where a row has fewer."""
+    """Concatenates [n] and [n, K] tensors to [n] if all are [n], else to [n, largest K] with zeros where a row has
+    fewer."""
     if len(targets) == 1:
         return targets[0]
     if all(each.ndim == 1 for each in targets):
@@ -201,7 +209,7 @@ def _side_by_side(targets: list[Tensor]) -> Tensor:
 
 
 def _in_shape_of(targets: Tensor, values: Tensor) -> Tensor:
-    """The view of rows of a `_side_by_side` tensor that belongs to these targets."""
+    """Returns the view of rows of a `_side_by_side` tensor that belongs to these targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

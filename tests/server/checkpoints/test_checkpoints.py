@@ -1,4 +1,4 @@
-"""Checkpoints: published whole or not at all, aged, shared, copied and downloaded; nobody else's business."""
+"""The life of a checkpoint: atomic publication, expiry, sharing, copies, signed URLs, and recovery of lost rows."""
 
 import asyncio
 import hashlib
@@ -67,7 +67,7 @@ async def test_a_checkpoint_is_published_with_sizes_and_hashes(api: Api) -> None
     assert (await listed(api, run))["weights/a"].size_bytes == 12
 
 
-async def test_nothing_is_listed_before_the_block_is_left(api: Api) -> None:
+async def test_nothing_is_listed_before_the_write_finishes(api: Api) -> None:
     run = await api.run()
     async with api.services.checkpoints.writing(run, "weights", "a", overwrite=False) as staging:
         (staging / "file").write_bytes(b"x")
@@ -103,9 +103,7 @@ async def test_a_caller_cancelled_at_any_moment_leaves_row_and_files_together(ap
     assert bool(files_below(api)) == bool(await listed(api, run))
 
 
-async def test_a_caller_cancelled_twice_waits_for_what_its_files_are_needed_for(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_save_cancelled_twice_still_publishes_whole_files(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     run, fsync = await api.run(), os.fsync
     is_sealing, may_seal = threading.Event(), threading.Event()
 
@@ -130,7 +128,7 @@ async def test_a_caller_cancelled_twice_waits_for_what_its_files_are_needed_for(
     check(Path(record.directory))
 
 
-async def test_names_that_could_leave_their_place_are_refused(api: Api) -> None:
+async def test_names_that_could_escape_the_directory_are_refused(api: Api) -> None:
     run = await api.run()
     for name in ("", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "x" * 129, "ä"):
         with pytest.raises(OperationError, match="is not allowed"):
@@ -154,7 +152,7 @@ async def test_a_name_in_use_needs_overwrite(api: Api) -> None:
     assert set(await listed(api, run)) == {"weights/a", "sampler_weights/a"}
 
 
-async def test_a_restart_keeps_what_was_published_and_sweeps_the_rest(tmp_path: Path) -> None:
+async def test_a_restart_keeps_published_checkpoints_and_sweeps_the_rest(tmp_path: Path) -> None:
     async with running_api(tmp_path) as api:
         run = await api.run()
         record = await api.save(run)
@@ -171,17 +169,17 @@ async def test_a_restart_keeps_what_was_published_and_sweeps_the_rest(tmp_path: 
         assert elsewhere.exists()
 
 
-async def test_checkpoints_of_nobody_that_an_older_database_does_not_know_stay_for_a_month(
+async def test_unlisted_checkpoints_without_a_tenant_are_kept_for_30_days(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An earlier version wrote them, which did not mark what it deleted, either."""
+    """An earlier version wrote these, without a tenant in the manifest and without marks on deleted checkpoints."""
     state, older = tmp_path / "state", tmp_path / "older"
     async with running_api(state) as api:
         run = await api.run()
     shutil.copytree(state, older)
     async with running_api(state) as api:
         record = await api.save(run)
-        forget_the_tenant(record)
+        remove_tenant_from_manifest(record)
         torn = replace(record, directory=f"{record.directory[:-8]}00000000")
         shutil.copytree(record.directory, torn.directory)
         os.truncate(f"{torn.directory}/adapter_model.safetensors", 1)
@@ -192,8 +190,8 @@ async def test_checkpoints_of_nobody_that_an_older_database_does_not_know_stay_f
         async with running_api(state) as api:
             assert await listed(api, run) == {}
             assert exists(record) and not exists(torn)
-        assert f"{record.directory} is whole, but has no row" in caplog.text and "in 30 days" in caplog.text
-    shutil.copy2(newer / DATABASE_NAME, state)  # the right one is found
+        assert f"{record.directory} is complete but has no row" in caplog.text and "in 30 days" in caplog.text
+    shutil.copy2(newer / DATABASE_NAME, state)  # the newer database, which has the row
     async with running_api(state) as api:
         assert list(await listed(api, run)) == ["weights/a"]
         async with api.services.checkpoints.reading(record):
@@ -208,7 +206,7 @@ async def test_checkpoints_of_nobody_that_an_older_database_does_not_know_stay_f
             assert exists(record) == stays
 
 
-def forget_the_tenant(record: CheckpointRecord) -> None:
+def remove_tenant_from_manifest(record: CheckpointRecord) -> None:
     manifest = Path(record.directory) / "manifest.json"
     about = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({name: value for name, value in about.items() if not name.startswith("tenant")}))
@@ -218,8 +216,10 @@ def read_database(state: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in state.glob(f"{DATABASE_NAME}*") if not path.name.endswith("shm")}
 
 
-def write_database(state: Path, before: dict[Path, bytes]) -> None:
-    """Its log damaged in the first frame: of what comes behind it nothing is read."""
+def restore_with_damaged_wal(state: Path, before: dict[Path, bytes]) -> None:
+    """Restores the files of the database with the first frame of the write-ahead log damaged, so that SQLite reads none
+    of the log.
+    """
     for path in state.glob(f"{DATABASE_NAME}*"):
         path.unlink()
     for path, content in before.items():
@@ -230,22 +230,25 @@ def write_database(state: Path, before: dict[Path, bytes]) -> None:
 
 
 async def lose_rows(state: Path, num_known: int) -> list[CheckpointRecord]:
-    """Saves three checkpoints; a damaged write-ahead log has lost what came behind the num_known-th. 0: the run, its
-    session and its tenant, too. The second is deleted before, but its files stay, as a crash leaves them."""
+    """Saves three checkpoints and damages the write-ahead log after the row of the num_known-th.
+
+    With 0, the rows of the run, its session and its tenant are lost as well. The second checkpoint is deleted before,
+    but its files remain, as after a crash.
+    """
     saved: list[CheckpointRecord] = []
 
-    def keep(api: Api) -> None:
+    def flush_wal() -> None:
         with closing(sqlite3.connect(state / DATABASE_NAME)) as database:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     async with running_api(state) as api:
         if not num_known:
-            keep(api)
+            flush_wal()
         run = await api.run()
         for number, name in enumerate("abc", 1):
             saved.append(await api.save(run, name, content=name.encode(), user_metadata={"name": name}))
             if number == num_known:
-                keep(api)
+                flush_wal()
         files = Path(saved[1].directory)
         kept = shutil.copytree(files, state / "kept")
         await api.services.checkpoints._files.condemn(saved[1].directory)
@@ -253,7 +256,7 @@ async def lose_rows(state: Path, num_known: int) -> list[CheckpointRecord]:
         await api.services.checkpoints.delete(saved[1])
         kept.rename(files)
         before = read_database(state)
-    write_database(state, before)
+    restore_with_damaged_wal(state, before)
     return saved
 
 
@@ -274,11 +277,11 @@ async def test_a_damaged_write_ahead_log_loses_no_checkpoint_whose_files_are_who
                 async with api.services.checkpoints.reading(found) as files:
                     assert (files / "adapter_model.safetensors").read_bytes() == one.name.encode()
                 assert replace(found, directory="") == replace(one, directory="")
-            assert not exists(b), "what was deleted does not come back"
-    assert len([line for line in caplog.messages if "its row is made again" in line]) == 2 - num_known
+            assert not exists(b), "deleted checkpoints stay deleted"
+    assert len([line for line in caplog.messages if "its row is restored" in line]) == 2 - num_known
 
 
-async def test_what_is_saved_over_another_one_comes_back_and_the_other_does_not(tmp_path: Path) -> None:
+async def test_a_lost_row_is_restored_for_the_overwriting_checkpoint_only(tmp_path: Path) -> None:
     async with running_api(tmp_path) as api:
         run = await api.run()
         with closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as database:
@@ -296,10 +299,10 @@ async def test_what_is_saved_over_another_one_comes_back_and_the_other_does_not(
         assert found.directory == second.directory and not exists(first)
 
 
-async def test_a_mark_that_cannot_be_removed_keeps_no_server_from_starting(
+async def test_a_server_starts_although_an_unlisted_mark_cannot_be_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a file system that is read-only, say."""
+    """This happens on a read-only file system."""
     async with running_api(tmp_path) as api:
         run = await api.run()
         record = await api.save(run)
@@ -309,7 +312,7 @@ async def test_a_mark_that_cannot_be_removed_keeps_no_server_from_starting(
     assert ".unlisted cannot be removed: " in caplog.text
 
 
-async def test_a_state_directory_may_be_moved(tmp_path: Path) -> None:
+async def test_a_state_directory_can_be_moved(tmp_path: Path) -> None:
     async with running_api(tmp_path / "here") as api:
         run = await api.run()
         await api.save(run, content=b"moved")
@@ -330,7 +333,7 @@ async def test_a_server_on_a_copied_state_directory_leaves_the_original_alone(
     shutil.rmtree(copied / Path(lost.directory).relative_to(original))
     async with running_api(copied) as api:
         checkpoints, tenant = api.services.checkpoints, await api.tenant()
-        assert "1 checkpoints of this database lie in another state directory and are that server's" in caplog.text
+        assert "1 checkpoints of this database are stored in another server's state directory" in caplog.text
         mine = await checkpoints.resolve(tenant, lost.tinker_path)
         with pytest.raises(OperationError, match=f"{mine.tinker_path} cannot be read: its files are lost"):
             async with checkpoints.reading(mine):
@@ -342,7 +345,7 @@ async def test_a_server_on_a_copied_state_directory_leaves_the_original_alone(
     assert exists(lost) and exists(kept)
 
 
-async def test_what_is_copied_behind_a_copied_state_directory_is_found(tmp_path: Path) -> None:
+async def test_checkpoints_copied_after_the_state_directory_are_found(tmp_path: Path) -> None:
     original, copied = tmp_path / "original", tmp_path / "copied"
     async with running_api(original) as api:
         record = await api.save(await api.run())
@@ -355,7 +358,7 @@ async def test_what_is_copied_behind_a_copied_state_directory_is_found(tmp_path:
         assert weights_of(mine) == b"weights" and mine.directory.startswith(f"{copied}/")
 
 
-async def test_what_expires_is_gone_at_once_and_deleted_soon(api: Api) -> None:
+async def test_expired_checkpoints_are_unlisted_at_once_and_deleted_later(api: Api) -> None:
     run = await api.run()
     record = await api.save(run, ttl_seconds=3600)
     kept = await api.save(run, "kept")
@@ -377,7 +380,7 @@ async def test_an_expired_name_is_free_again(api: Api) -> None:
     assert (await listed(api, run))["weights/a"].expires_at is None
 
 
-async def test_ttl_can_be_set_and_lifted(api: Api) -> None:
+async def test_ttl_can_be_set_and_removed(api: Api) -> None:
     run = await api.run()
     await api.save(run)
     client = await api.client()
@@ -398,7 +401,7 @@ async def test_delete_removes_row_and_files(api: Api) -> None:
     assert (await client.delete(url(run, "weights/a"))).status_code == 404
 
 
-async def test_what_is_public_others_read_but_do_not_change(api: Api) -> None:
+async def test_other_tenants_can_read_but_not_change_public_checkpoints(api: Api) -> None:
     run = await api.run(ALICE)
     record = await api.save(run)
     alice, bob = await api.client(ALICE), await api.client(BOB)
@@ -414,7 +417,7 @@ async def test_what_is_public_others_read_but_do_not_change(api: Api) -> None:
         await api.services.checkpoints.resolve(bobs, record.tinker_path)
 
 
-async def test_what_is_private_others_cannot_tell_from_what_is_not_there(api: Api) -> None:
+async def test_private_checkpoints_are_not_found_by_other_tenants(api: Api) -> None:
     run = await api.run(ALICE)
     await api.save(run)
     bob = await api.client(BOB)
@@ -433,7 +436,7 @@ async def test_what_is_private_others_cannot_tell_from_what_is_not_there(api: Ap
     assert list(await listed(api, run)) == ["weights/a"]
 
 
-async def test_the_owners_key_is_an_access_token(api: Api) -> None:
+async def test_the_owners_key_works_as_an_access_token(api: Api) -> None:
     run = await api.run(ALICE)
     record = await api.save(run)
     bob = await api.tenant(BOB)
@@ -445,12 +448,12 @@ async def test_the_owners_key_is_an_access_token(api: Api) -> None:
 @pytest.mark.parametrize(
     "path", ["weights/a", "tinker://r/weights", "tinker://r/other/a", "tinker://r/weights/a/b", ""]
 )
-async def test_what_is_no_path_is_told_apart_from_what_is_missing(api: Api, path: str) -> None:
+async def test_malformed_paths_are_answered_400_rather_than_404(api: Api, path: str) -> None:
     response = await (await api.client()).post("/api/v1/weights_info", json={"tinker_path": path})
     assert response.status_code == 400 and "tinker://RUN_ID/weights/NAME" in response.json()["detail"]
 
 
-async def test_weights_info_tells_how_to_load_it(api: Api) -> None:
+async def test_weights_info_describes_how_to_load_the_checkpoint(api: Api) -> None:
     record = await api.save(await api.run())
     response = await (await api.client()).post("/api/v1/weights_info", json={"tinker_path": record.tinker_path})
     info = types.WeightsInfoResponse.model_validate(response.json())
@@ -458,13 +461,15 @@ async def test_weights_info_tells_how_to_load_it(api: Api) -> None:
     assert info.optimizer_config.type == "adamw"
 
 
-async def urls_of(api: Api, run: RunRecord, checkpoint_id: str, key: str = ALICE) -> types.ExternalWeightsUrlsResponse:
+async def signed_urls(
+    api: Api, run: RunRecord, checkpoint_id: str, key: str = ALICE
+) -> types.ExternalWeightsUrlsResponse:
     response = await (await api.client(key)).get(url(run, checkpoint_id, "/external_weights_urls"))
     return types.ExternalWeightsUrlsResponse.model_validate(response.json())
 
 
 async def fetch(api: Api, signed_url: str) -> httpx.Response:
-    """Without a key."""
+    """Downloads from a signed URL without sending an API key."""
     parts = urlsplit(signed_url)
     return await (await api.client(None)).get(f"{parts.path}?{parts.query}")
 
@@ -473,7 +478,7 @@ async def fetch(api: Api, signed_url: str) -> httpx.Response:
 async def test_signed_urls_download_every_file_without_a_key(api: Api, kind: str) -> None:
     run = await api.run()
     await api.save(run, kind=kind, content=b"the weights")
-    signed = await urls_of(api, run, f"{kind}/a")
+    signed = await signed_urls(api, run, f"{kind}/a")
     assert set(signed.urls) == {"adapter_model.safetensors", "adapter_config.json"}
     assert signed.expires.timestamp() > api.clock.now
     response = await fetch(api, signed.urls["adapter_model.safetensors"])
@@ -481,10 +486,10 @@ async def test_signed_urls_download_every_file_without_a_key(api: Api, kind: str
     assert response.headers["Content-Length"] == "11"
 
 
-async def test_a_signature_holds_for_one_file_one_time_and_one_version(api: Api) -> None:
+async def test_a_signature_is_valid_for_one_file_expiry_and_version(api: Api) -> None:
     run = await api.run()
     await api.save(run, kind="external_weights")
-    good = (await urls_of(api, run, "external_weights/a")).urls["adapter_config.json"]
+    good = (await signed_urls(api, run, "external_weights/a")).urls["adapter_config.json"]
     assert (await fetch(api, good)).status_code == 200
     expires = str(int(api.clock.now) + 3600)
     forged = [
@@ -504,23 +509,23 @@ async def test_a_signature_holds_for_one_file_one_time_and_one_version(api: Api)
 async def test_signed_urls_expire(api: Api) -> None:
     run = await api.run()
     await api.save(run, kind="external_weights")
-    (good, *_) = (await urls_of(api, run, "external_weights/a")).urls.values()
+    (good, *_) = (await signed_urls(api, run, "external_weights/a")).urls.values()
     api.clock.now += 3600
     response = await fetch(api, good)
     assert response.status_code == 403 and "expired" in response.json()["detail"]
 
 
-async def test_signed_urls_outlive_a_restart(tmp_path: Path) -> None:
+async def test_signed_urls_survive_a_restart(tmp_path: Path) -> None:
     async with running_api(tmp_path) as api:
         run = await api.run()
         await api.save(run, kind="external_weights")
-        (good, *_) = (await urls_of(api, run, "external_weights/a")).urls.values()
+        (good, *_) = (await signed_urls(api, run, "external_weights/a")).urls.values()
     async with running_api(tmp_path) as api:
         assert (await fetch(api, good)).status_code == 200
 
 
 async def test_a_damaged_secret_is_not_used(tmp_path: Path) -> None:
-    """An empty one would let everybody sign."""
+    """Any client could sign URLs with an empty secret."""
     async with running_api(tmp_path):
         secret = tmp_path / "url_secret"
         assert secret.stat().st_mode & 0o777 == 0o600
@@ -535,7 +540,7 @@ async def copy(api: Api, key: str, **body: object) -> httpx.Response:
     return await (await api.client(key)).post("/api/v1/copy_weights", json=body, headers=headers)
 
 
-async def test_a_copy_is_the_tenants_own_and_outlives_its_source(api: Api) -> None:
+async def test_a_copy_belongs_to_its_tenant_and_outlives_its_source(api: Api) -> None:
     run = await api.run(ALICE)
     source = await api.save(run, content=b"shared", user_metadata={"k": "v"})
     await (await api.client(ALICE)).post(url(run, "weights/a", "/publish"))
@@ -553,7 +558,7 @@ async def test_a_copy_is_the_tenants_own_and_outlives_its_source(api: Api) -> No
         await api.services.checkpoints.resolve(await api.tenant(ALICE), path)
 
 
-async def test_a_copy_asked_for_twice_is_made_once(api: Api) -> None:
+async def test_a_copy_requested_twice_is_made_once(api: Api) -> None:
     source = await api.save(await api.run())
     paths = [(await copy(api, ALICE, source_path=source.tinker_path)).json()["tinker_path"] for _ in range(2)]
     assert paths[0] == paths[1]
@@ -561,15 +566,15 @@ async def test_a_copy_asked_for_twice_is_made_once(api: Api) -> None:
     assert another.json()["tinker_path"] != paths[0]
 
 
-async def test_a_copy_with_the_owners_key_as_token(api: Api) -> None:
+async def test_the_owners_key_authorizes_a_copy(api: Api) -> None:
     source = await api.save(await api.run(ALICE))
     response = await copy(api, BOB, source_path=source.tinker_path, weights_access_token=ALICE, ttl_seconds=3600)
     record = await api.services.checkpoints.resolve(await api.tenant(BOB), response.json()["tinker_path"])
     assert record.expires_at == api.clock.now + 3600
 
 
-async def test_what_is_replaced_or_deleted_while_it_is_read_is_said_so(api: Api) -> None:
-    """It is no fault of the server's: who asked may ask again."""
+async def test_a_checkpoint_replaced_while_it_is_read_is_answered_409(api: Api) -> None:
+    """The answer is 409 rather than a server error, because the client can retry."""
     client, run = await api.client(), await api.run()
     old = await api.save(run, "a")
     await api.save(run, "a", overwrite=True)

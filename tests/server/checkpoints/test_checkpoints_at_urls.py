@@ -1,4 +1,4 @@
-"""A whole server whose checkpoints lie at a URL: saved, loaded, sampled and trained on from there."""
+"""A whole server whose checkpoints are stored at a URL: saving, loading, sampling, and uploads that fail or hang."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 SOON_SECONDS = 30
 
 
-async def test_runs_and_samplers_begin_from_a_checkpoint_at_a_url(
+async def test_runs_and_samplers_load_a_checkpoint_from_a_url(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, s3: S3
 ) -> None:
     place = f"s3://{BUCKET}/served"
@@ -44,7 +44,7 @@ async def test_runs_and_samplers_begin_from_a_checkpoint_at_a_url(
 
 
 @pytest.mark.full
-async def test_a_save_that_fails_says_so_in_its_future_and_the_run_goes_on(
+async def test_a_failed_save_is_reported_in_its_future_and_can_be_retried(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, s3: S3
 ) -> None:
     place = f"s3://{BUCKET}/failing"
@@ -58,16 +58,16 @@ async def test_a_save_that_fails_says_so_in_its_future_and_the_run_goes_on(
 
 
 @pytest.mark.full
-def test_a_server_that_stops_waits_for_no_upload_and_the_next_one_takes_it_up(
+def test_a_stopping_server_leaves_hanging_uploads_to_the_next_one(
     tiny_models: dict[str, Path], tmp_path: Path, s3: S3
 ) -> None:
     flags = {"checkpoints": f"s3://{BUCKET}/stopped", "mirror": f"s3://{BUCKET}/stopped-mirror", "drain_seconds": 1}
-    hanging, held, may_go_on = ["/stopped-mirror/"], list[str](), threading.Event()
+    hanging, held, may_continue = ["/stopped-mirror/"], list[str](), threading.Event()
 
     def hangs(request: str) -> bool:
         if request.startswith("PUT") and any(place in request for place in hanging):
             held.append(request)
-            may_go_on.wait(10 * SOON_SECONDS)
+            may_continue.wait(10 * SOON_SECONDS)
         return False
 
     s3.fails = hangs
@@ -81,10 +81,10 @@ def test_a_server_that_stops_waits_for_no_upload_and_the_next_one_takes_it_up(
             hanging.append("/stopped/")
             body = {**run, "seq_id": 2, "path": "b"}
             client.post("save_weights", json=body, headers={"Prefer": "wait=0"}).raise_for_status()
-            until(lambda: len(held) == 2)
+            wait_until(lambda: len(held) == 2)
         server.process.terminate()
         assert server.process.wait(SOON_SECONDS) == 0
-    may_go_on.set()
+    may_continue.set()
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **flags) as server:
         url = f"{server.url}/api/v1/training_runs/{run['model_id']}/checkpoints"
 
@@ -92,10 +92,10 @@ def test_a_server_that_stops_waits_for_no_upload_and_the_next_one_takes_it_up(
             listed = httpx.get(url, headers=headers).json()["checkpoints"]
             return {one["checkpoint_id"]: [copy["state"] for copy in one["copies"]] for one in listed}
 
-        until(lambda: states() == {"weights/a": ["copied"], "weights/b": ["copied"]})
+        wait_until(lambda: states() == {"weights/a": ["copied"], "weights/b": ["copied"]})
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + SOON_SECONDS
     while not condition():
         assert time.monotonic() < end
@@ -103,7 +103,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.full
-def test_a_base_model_at_a_url_is_served_and_downloaded_by_the_first_start_alone(tmp_path: Path, s3: S3) -> None:
+def test_a_base_model_at_a_url_is_downloaded_only_once(tmp_path: Path, s3: S3) -> None:
     model = tiny_model("llama", tmp_path / "model")
     save_byte_tokenizer(model)
     url = f"s3://{BUCKET}/base-models/tiny"

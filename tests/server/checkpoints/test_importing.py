@@ -1,4 +1,4 @@
-"""Adapters made elsewhere, uploaded: checkpoints as any other, the tenant's own; or refused, and nothing is left."""
+"""Imported adapters: listed, trained and sampled like other checkpoints of their tenant, or refused without a trace."""
 
 import json
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ def weights(width: int = 64) -> bytes:
 async def upload(
     server: Server, config: Mapping[str, Any] = CONFIG, content: bytes | None = None, key: str = ALICE, **query: Any
 ) -> httpx.Response:
-    described = json.dumps(config).encode()
+    encoded = json.dumps(config).encode()
     headers = {"Content-Type": "application/octet-stream"} | query.pop("headers", {})
-    asked = {"config_bytes": len(described), "base_model": MODEL} | query
-    body = described + (weights() if content is None else content)
-    return await server.clients[key].post("import_weights", content=body, params=asked, headers=headers)
+    params = {"config_bytes": len(encoded), "base_model": MODEL} | query
+    body = encoded + (weights() if content is None else content)
+    return await server.clients[key].post("import_weights", content=body, params=params, headers=headers)
 
 
 async def test_an_imported_adapter_is_listed_loaded_trained_on_and_sampled(server: Server) -> None:
@@ -70,7 +70,7 @@ async def test_an_imported_adapter_is_listed_loaded_trained_on_and_sampled(serve
     assert (await bare.forward_backward(batch(1))).metrics["loss:sum"] > 0
 
 
-async def test_it_is_of_who_sent_it_alone_and_once_for_one_key(server: Server) -> None:
+async def test_an_import_is_private_and_idempotent_by_key(server: Server) -> None:
     key = {"X-Idempotency-Key": "once"}
     paths = [(await upload(server, headers=key)).json()["tinker_path"] for _ in range(2)]
     assert paths[0] == paths[1] != (await upload(server)).json()["tinker_path"]
@@ -78,16 +78,16 @@ async def test_it_is_of_who_sent_it_alone_and_once_for_one_key(server: Server) -
     assert (await upload(server, key=BOB, headers=key)).json()["tinker_path"] != paths[0]
 
 
-async def test_the_base_model_is_named_or_that_of_the_adapter(server: Server) -> None:
+async def test_the_base_model_defaults_to_that_of_the_adapter(server: Server) -> None:
     named = CONFIG | {"base_model_name_or_path": MODEL}
     assert (await upload(server, named, base_model=MODEL)).json()["base_model"] == MODEL
-    described = json.dumps(named).encode()
-    content = {"content": described + weights(), "params": {"config_bytes": len(described)}}
+    encoded = json.dumps(named).encode()
+    content = {"content": encoded + weights(), "params": {"config_bytes": len(encoded)}}
     assert (await server.clients[ALICE].post("import_weights", **content)).json()["base_model"] == MODEL
-    described = json.dumps(CONFIG).encode()
-    content = {"content": described + weights(), "params": {"config_bytes": len(described)}}
+    encoded = json.dumps(CONFIG).encode()
+    content = {"content": encoded + weights(), "params": {"config_bytes": len(encoded)}}
     refused = await server.clients[ALICE].post("import_weights", **content)
-    assert refused.status_code == 400 and f"name one of {MODEL} with base_model" in refused.json()["detail"]
+    assert refused.status_code == 400 and f"set base_model to one of {MODEL}" in refused.json()["detail"]
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,21 @@ async def test_the_base_model_is_named_or_that_of_the_adapter(server: Server) ->
         ({"content": weights(65)}, "has shape [4, 65], and this base model needs [4, 64] at rank 4"),
         ({"content": b"\x80\x04pickle"}, "adapter_model.safetensors cannot be read"),
         ({"content": b""}, "the body ends with adapter_config.json"),
-        ({"config_bytes": 9}, "the first 9 bytes of the body (config_bytes) are no adapter_config.json"),
+        ({"config_bytes": 9}, "the first 9 bytes of the body (config_bytes) are not valid JSON"),
         ({"base_model": "other"}, "base model other is not served here"),
         ({"name": "../up"}, "checkpoint name '../up' is not allowed"),
     ],
 )
-async def test_what_cannot_be_imported_is_refused_and_leaves_nothing(
+async def test_invalid_adapters_are_refused_and_leave_nothing(
     server: Server, given: dict[str, Any], reason: str
 ) -> None:
-    before = files_of(server)
+    before = checkpoint_files(server)
     refused = await upload(server, **given)
     assert refused.status_code == 400 and reason in refused.json()["detail"], refused.text
-    assert files_of(server) == before
+    assert checkpoint_files(server) == before
 
 
-def files_of(server: Server) -> set[Path]:
-    """Of its checkpoints."""
+def checkpoint_files(server: Server) -> set[Path]:
     return set(Path(server.services.config.state_dir, "checkpoints").rglob("*"))
 
 

@@ -1,4 +1,4 @@
-"""Whatever step of a publication a process is killed before: what is listed is whole, and the rest is swept."""
+"""A process killed before any step of a publication: listed checkpoints are complete, and the rest is swept."""
 
 import asyncio
 import subprocess
@@ -37,7 +37,7 @@ async def started(state: Path, config: PlaceConfig) -> AsyncIterator[tuple[Check
 
 
 async def kill(action: str, tmp_path: Path, place: str | None = None) -> list[Path]:
-    """At every step; the state directories that are left."""
+    """Kills the action before every step and returns the state directories that are left."""
     async with running_api(tmp_path / "base") as api:
         await api.run()
     arguments = [sys.executable, "-m", "trainhouse.tests.server.killed", action, str(tmp_path / "base")]
@@ -49,21 +49,21 @@ async def kill(action: str, tmp_path: Path, place: str | None = None) -> list[Pa
 
 
 async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = None) -> list[list[bytes]]:
-    """What the weights of the listed checkpoints are after each; nothing else is left that is not whole."""
+    """Returns the weights of the listed checkpoints after each kill, and checks that no incomplete files remain."""
     states = await kill(action, tmp_path, place)
-    return [await listed_after_a_start(state, place and f"{place}/{state.name}") for state in states]
+    return [await contents_after_a_restart(state, place and f"{place}/{state.name}") for state in states]
 
 
-async def listed_after_a_start(state: Path, place: str | None) -> list[bytes]:
+async def contents_after_a_restart(state: Path, place: str | None) -> list[bytes]:
     async with started(state, PlaceConfig(place)) as (checkpoints, store):
         found = await store.list_run_checkpoints(await store.list_run_ids(), 0.0)
         directories = {record.directory for record in found}
         if place is None:
-            there = list((state / "checkpoints").glob("*/*/*"))
-            assert directories <= {str(path) for path in there} and all(map(is_whole, there))
+            existing = list((state / "checkpoints").glob("*/*/*"))
+            assert directories <= {str(path) for path in existing} and all(map(is_whole, existing))
             assert not list((state / "checkpoints").glob("*/.*"))
         else:
-            await until_swept(place, {directory.removeprefix(f"{place}/") for directory in directories})
+            await wait_until_swept(place, {directory.removeprefix(f"{place}/") for directory in directories})
         contents = []
         for record in found:
             async with checkpoints.reading(record) as directory:
@@ -73,8 +73,8 @@ async def listed_after_a_start(state: Path, place: str | None) -> list[bytes]:
         return contents
 
 
-async def until_swept(place: str, published: set[str]) -> None:
-    """At a URL that is when all that is left has its manifest."""
+async def wait_until_swept(place: str, published: set[str]) -> None:
+    """Waits until every directory at the URL has its manifest."""
     async with asyncio.timeout(SOON_SECONDS):
         while True:
             names = names_at(place)
@@ -85,7 +85,7 @@ async def until_swept(place: str, published: set[str]) -> None:
     assert published <= whole
 
 
-def check_first_nothing_then_the_first_then_the_second(outcomes: list[list[bytes]]) -> None:
+def assert_nothing_then_first_then_second(outcomes: list[list[bytes]]) -> None:
     order = [[[], [FIRST], [SECOND]].index(outcome) for outcome in outcomes]
     assert order == sorted(order) and set(order) == {0, 1, 2} and len(order) > 20
 
@@ -97,15 +97,15 @@ async def test_a_save_killed_at_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_a_save_and_one_over_it_killed_at_every_step(tmp_path: Path) -> None:
-    check_first_nothing_then_the_first_then_the_second(await kill_at_every_step("save_twice", tmp_path))
+async def test_an_overwriting_save_killed_at_every_step(tmp_path: Path) -> None:
+    assert_nothing_then_first_then_second(await kill_at_every_step("save_twice", tmp_path))
 
 
 @pytest.mark.full
-async def test_a_save_and_one_over_it_at_a_url_killed_at_every_step(tmp_path: Path) -> None:
+async def test_an_overwriting_save_at_a_url_killed_at_every_step(tmp_path: Path) -> None:
     with s3_server():
         outcomes = await kill_at_every_step("save_twice", tmp_path, f"s3://{BUCKET}/killed")
-    check_first_nothing_then_the_first_then_the_second(outcomes)
+    assert_nothing_then_first_then_second(outcomes)
 
 
 @pytest.mark.full
@@ -117,7 +117,7 @@ async def test_a_copy_killed_at_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_copies_at_a_mirror_are_in_the_end_those_of_what_is_listed(tmp_path: Path) -> None:
+async def test_mirror_copies_match_the_listed_checkpoints_after_every_kill(tmp_path: Path) -> None:
     states = await kill("save_mirror_and_delete", tmp_path)
     num_listed = []
     for state in states:
@@ -133,7 +133,6 @@ async def test_copies_at_a_mirror_are_in_the_end_those_of_what_is_listed(tmp_pat
 
 
 def keys_at(place: str) -> set[str]:
-    """Of the checkpoints of which there is anything."""
     return {name.rpartition("/")[0] for name in names_at(place)}
 
 

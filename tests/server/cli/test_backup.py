@@ -1,4 +1,4 @@
-"""backup of a server that runs, and of one that does not: verify finds nothing, and a server on the copy goes on."""
+"""`trainhouse backup` of running and stopped servers: the copy verifies, and a server can continue on it."""
 
 import asyncio
 import itertools
@@ -20,11 +20,11 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..api import running_api
 from ..real import ADAM, PROTOBUF, Run, batch, running_server, sample, sample_body, server_config
-from .test_verify import Verified, left, save_and_end, verify, work
+from .test_verify import Verified, create_all_state, save_and_end, stopped_state, verify
 
 pytestmark = pytest.mark.anyio
 
-__all__ = ["left", "verify"]
+__all__ = ["stopped_state", "verify"]
 
 
 async def backup(target: Path, state_dir: Path, *flags: str) -> int:
@@ -32,7 +32,7 @@ async def backup(target: Path, state_dir: Path, *flags: str) -> int:
 
 
 async def next_losses(run: Run, num_steps: int) -> list[float]:
-    """Of a run that somebody left anywhere, maybe with gradients that wait for their step."""
+    """Trains on and returns the losses. The first step applies any gradients that the run was left with."""
     await run.do("optim_step", seq_id=0, adam_params=ADAM)
     losses = []
     for _ in range(num_steps):
@@ -43,12 +43,12 @@ async def next_losses(run: Run, num_steps: int) -> list[float]:
     return losses
 
 
-async def test_a_server_on_the_copy_of_a_running_one_goes_on(
+async def test_a_server_continues_on_the_backup_of_a_running_one(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
     async with running_server(server_config(tiny_models["qwen3"], state, snapshot_steps=2), dispatch) as server:
-        run, sampler_id = await work(server)
+        run, sampler_id = await create_all_state(server)
         drawn = await sample(server, sample_body(sampler_id))
         training = asyncio.create_task(run.train(batch(), 30))
         await asyncio.sleep(0.1)
@@ -64,15 +64,15 @@ async def test_a_server_on_the_copy_of_a_running_one_goes_on(
         again = await sample(server, sample_body(sampler_id, 1))
         assert [list(one.tokens) for one in again.sequences] == [list(one.tokens) for one in drawn.sequences]
         copied = Run(server, run.model_id, run.session_id)
-        goes_on = await next_losses(copied, 3)
-        first = int(np.argmin(np.abs(np.array(losses) - goes_on[0])))
-        np.testing.assert_allclose(goes_on, losses[first : first + 3], rtol=1e-4)
-        assert len(set(np.round(losses, 4))) == len(losses), "else any step would do"
+        continued = await next_losses(copied, 3)
+        first = int(np.argmin(np.abs(np.array(losses) - continued[0])))
+        np.testing.assert_allclose(continued, losses[first : first + 3], rtol=1e-4)
+        assert len(set(np.round(losses, 4))) == len(losses), "equal losses would match any step"
         loaded = await copied.do("load_weights", seq_id=0, path=f"tinker://{run.model_id}/weights/a")
         assert loaded["type"] == "load_weights"
 
 
-async def test_a_client_that_is_ahead_of_the_copy_is_told_where_to_begin(
+async def test_a_client_ahead_of_the_backup_learns_the_newest_checkpoint(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
@@ -92,7 +92,7 @@ async def test_a_client_that_is_ahead_of_the_copy_is_told_where_to_begin(
     assert not (state / "copied.json").exists()
 
 
-async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_it_lay(
+async def test_a_backup_collects_checkpoints_from_every_place_in_the_database(
     tmp_path: Path, verify: Callable[..., Verified], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
@@ -101,8 +101,8 @@ async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_i
         async with running_api(state, places=PlaceConfig(place)) as api:
             records.append(await save_and_end(api, f"{number}".encode()))
     assert await backup(copy, state) == 0
-    said = capsys.readouterr().out
-    assert f"1 checkpoints lie at URLs, such as file://{tmp_path}/afar" in said and "trainhouse verify" in said
+    printed = capsys.readouterr().out
+    assert f"1 checkpoints are at URLs, such as file://{tmp_path}/afar" in printed and "trainhouse verify" in printed
     for mine in (state, tmp_path / "elsewhere"):
         shutil.rmtree(mine)
     async with running_api(copy) as api:
@@ -115,11 +115,11 @@ async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_i
     assert (await asyncio.to_thread(verify, copy)).status == 0
 
 
-async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it(left: Path, tmp_path: Path) -> None:
-    copy, live = tmp_path / "copy", left / "live-3"
+async def test_backup_and_verify_find_the_live_state_of_replicas(stopped_state: Path, tmp_path: Path) -> None:
+    copy, live = tmp_path / "copy", stopped_state / "live-3"
     live.mkdir()
     for name in ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral"):
-        (left / name).rename(live / name)
+        (stopped_state / name).rename(live / name)
 
     async def found(state: Path) -> list[str]:
         lines: list[str] = []
@@ -128,15 +128,15 @@ async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it
         store.close()
         return lines
 
-    counts = await found(left)
-    Backup(left, copy, True).run(print)
+    counts = await found(stopped_state)
+    Backup(stopped_state, copy, True).run(print)
     assert await found(copy) == counts == [counts[-1]]
     (weights,) = live.glob("ephemeral/*")
     shutil.rmtree(weights)
-    assert str(weights) in (await found(left))[0]
+    assert str(weights) in (await found(stopped_state))[0]
 
 
-async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copied_database(tmp_path: Path) -> None:
+async def test_results_written_after_their_file_was_copied_are_left_out(tmp_path: Path) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
     async with running_api(state) as api:
         tenant, segments = await api.tenant(), Segments(state / "results", 1 << 20)
@@ -154,7 +154,7 @@ async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copi
     assert [result is None for result in found] == [False, True]
 
 
-async def test_of_a_copied_state_directory_nothing_is_taken_from_the_original(
+async def test_backing_up_a_copied_state_directory_ignores_the_original(
     tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
     state, copied, taken = (tmp_path / name for name in ("state", "copied", "taken"))
@@ -170,7 +170,7 @@ async def test_of_a_copied_state_directory_nothing_is_taken_from_the_original(
         assert lost.tinker_path in lines[-2] and lines[-1].endswith(": 1 problem")
 
 
-async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(
+async def test_a_damaged_checkpoint_is_copied_and_reported_by_verify(
     tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
@@ -186,7 +186,7 @@ async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(
     assert lines[-1].endswith(": 2 problems")
 
 
-async def test_with_postgresql_the_files_are_copied_and_the_database_is_to_be_dumped(
+async def test_with_postgresql_only_files_are_copied_and_pg_dump_is_advised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, copy, flag = tmp_path / "state", tmp_path / "copy", "--database-url=postgresql+psycopg://nobody@nowhere/none"
@@ -194,7 +194,7 @@ async def test_with_postgresql_the_files_are_copied_and_the_database_is_to_be_du
     async with running_api(state) as api:
         await save_and_end(api, b"first")
         assert await backup(copy, state, flag) == 0
-        assert "pg_dump it now, then call this once more" in capsys.readouterr().out
+        assert "pg_dump it now, then run this again" in capsys.readouterr().out
         await save_and_end(api, b"second")
         assert await backup(copy, state, flag) == 0
     assert not (copy / "trainhouse.db").exists()
@@ -204,11 +204,9 @@ async def test_with_postgresql_the_files_are_copied_and_the_database_is_to_be_du
     }
 
 
-async def test_what_cannot_be_the_source_or_the_target_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_unusable_sources_and_targets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await backup(tmp_path / "copy", tmp_path) == 1
-    assert "is no state directory" in capsys.readouterr().err
+    assert "is not the state directory" in capsys.readouterr().err
     async with running_api(tmp_path / "state"):
         pass
     assert await backup(tmp_path, tmp_path / "state") == 1
@@ -216,7 +214,7 @@ async def test_what_cannot_be_the_source_or_the_target_is_refused(
     (tmp_path / "link").symlink_to(tmp_path / "state")
     for inside in (tmp_path / "state" / "copy", tmp_path / "state", tmp_path / "link" / "copy"):
         assert await backup(inside, tmp_path / "state") == 1
-        assert f"{inside} is inside of the state directory" in capsys.readouterr().err
+        assert f"{inside} is inside the state directory" in capsys.readouterr().err
     assert not (tmp_path / "state" / "copy").exists()
     (tmp_path / "state" / "trainhouse.db").unlink()
     assert await backup(tmp_path / "copy", tmp_path / "state") == 1

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, refusals in one line, keys, and real server processes."""
+"""The command line: help, one-line refusals, API keys, and real server processes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def trainhouse(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command that is refused says: one line on standard error."""
+    """Returns the one line on standard error of a command that must be refused."""
     assert main(arguments) != 0
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -105,14 +105,14 @@ def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[
     assert "this machine has no such address" in start_refusal(capsys, tmp_path, "--host=203.0.113.1")
 
 
-def test_a_reachable_address_takes_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_public_address_needs_an_api_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     message = start_refusal(capsys, tmp_path, "--host=0.0.0.0")
     assert f"no API key is in force: make one with `trainhouse keys create NAME --state-dir {tmp_path}`" in message
 
 
-def test_weights_too_far_apart_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_tenant_weights_too_far_apart_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     message = start_refusal(capsys, tmp_path, "--tenant-weights=alice=1e9")
-    assert "tenant weights go from 1 to 1e+09: the heaviest may have 1000 times the lightest" in message
+    assert "tenant weights range from 1 to 1e+09: the heaviest may be 1000 times the lightest" in message
 
 
 def test_a_state_directory_that_is_a_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_state_directory_that_is_a_file_is_refused(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     message = start_refusal(capsys, tmp_path, "--device=cuda")
     assert "device cuda: this machine, or this build of torch (" in message and "serve with --device cpu" in message
 
 
-def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     done = trainhouse("serve", f"--base-model=m={tmp_path}/model", "--port=0", f"--state-dir={tmp_path}/state")
     assert done.returncode == 1
@@ -134,8 +134,8 @@ def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
-def test_a_ray_that_does_not_start_is_told_of_in_one_line(tmp_path: Path) -> None:
-    """Its sockets are in the temporary directory, whose path may be too long for one."""
+def test_a_failed_start_of_ray_is_reported_in_one_line(tmp_path: Path) -> None:
+    """Ray puts its sockets into the temporary directory, whose path is too long for them here."""
     flags = ("--base-model=x/y", "--pool=ray", "--port=0", f"--state-dir={tmp_path}")
     with tempfile.TemporaryDirectory(prefix="long" * 12, dir="/tmp") as directory:
         done = trainhouse("serve", *flags, TMPDIR=directory)
@@ -145,7 +145,7 @@ def test_a_ray_that_does_not_start_is_told_of_in_one_line(tmp_path: Path) -> Non
     assert "AF_UNIX path" in line and line.endswith(", or serve with --pool local, which needs none")
 
 
-def test_a_mistake_in_the_demos_flags_is_told_before_anything_is_loaded() -> None:
+def test_wrong_demo_flags_are_refused_before_loading() -> None:
     done = trainhouse("demo", "--bogus", "3")
     assert done.returncode == 2
     assert "unrecognized arguments: --bogus 3" in done.stderr
@@ -170,9 +170,7 @@ def test_keys_are_created_listed_and_revoked(capsys: pytest.CaptureFixture[str],
     assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
 
 
-def test_the_first_key_warns_that_made_up_ones_work_no_longer(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_first_key_warns_that_made_up_keys_stop_working(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name, is_first in (("alice", True), ("bob", False)):
         assert main(["keys", "create", name, f"--state-dir={tmp_path}"]) == 0
         captured = capsys.readouterr()
@@ -180,7 +178,7 @@ def test_the_first_key_warns_that_made_up_ones_work_no_longer(
         assert ("on this state directory made-up tml- keys no longer work" in captured.err) is is_first
 
 
-def test_a_name_or_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_invalid_key_names_and_numbers_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     place = f"--state-dir={tmp_path}"
     assert "'a=b' cannot be the name of a key" in refusal(capsys, "keys", "create", "a=b", place)
     message = refusal(capsys, "keys", "revoke", "erin", place)
@@ -203,7 +201,7 @@ def test_a_name_or_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixtur
     ],
     ids=" ".join,
 )
-def test_live_state_of_servers_on_postgresql_is_left_alone_without_their_database(
+def test_postgresql_state_is_left_alone_without_a_database_url(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -214,25 +212,25 @@ def test_live_state_of_servers_on_postgresql_is_left_alone_without_their_databas
     (state / "url_secret").touch()
     before = sorted(tmp_path.rglob("*"))
     message = refusal(capsys, *command, f"--state-dir={state}")
-    assert f"{state} belongs to servers on a PostgreSQL (it has live-3): give --database-url" in message
+    assert f"{state} belongs to servers on PostgreSQL (it has live-3): give --database-url" in message
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     "command", [["serve", "--base-model=x/y", "--port=0"], ["verify", "--repair"], ["backup", "c"]]
 )
-def test_a_state_directory_on_sqlite_is_left_alone_by_servers_on_postgresql(
+def test_sqlite_state_is_left_alone_by_servers_on_postgresql(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trainhouse.db").touch()
     message = refusal(capsys, *command, f"--state-dir={tmp_path}", "--database-url=postgresql://nobody@nowhere/none")
-    assert "belongs to a server on SQLite (it has trainhouse.db): leave --database-url away" in message
+    assert "belongs to a server on SQLite (it has trainhouse.db): omit --database-url" in message
     assert list(tmp_path.iterdir()) == [tmp_path / "trainhouse.db"]
 
 
 @pytest.mark.parametrize("command", [["keys", "list"], ["keys", "revoke", "1"], ["verify"], ["backup", "copy"]])
-def test_a_command_that_looks_makes_nothing(
+def test_commands_on_a_missing_state_directory_create_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -251,7 +249,7 @@ def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         yield started
 
 
-def test_a_server_says_where_it_is_and_what_to_paste(server: LiveServer) -> None:
+def test_the_log_has_the_url_and_the_client_settings(server: LiveServer) -> None:
     assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
     log = server.log.read_text()
     assert "loading tiny/qwen3 from" in log
@@ -267,9 +265,11 @@ def test_a_second_server_on_the_same_state_directory_is_refused(server: LiveServ
     (server.state_dir / "server.lock").unlink()
     done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
     assert done.returncode == 1
-    assert "is in use by a server whose server.lock somebody has removed: stop that one" in done.stderr
+    assert "is in use by a server whose server.lock was removed: stop that one" in done.stderr
     assert httpx.get(f"{server.url}/api/v1/readyz").json()["status"] == "ready"
-    assert (server.state_dir / "server.lock").read_text() == f"{server.process.pid}\n", "it is made again"
+    assert (server.state_dir / "server.lock").read_text() == f"{server.process.pid}\n", (
+        "the running server recreates it"
+    )
     assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
 
 
@@ -278,7 +278,7 @@ def descendants(server: LiveServer) -> list[psutil.Process]:
 
 
 def waiting_poll(server: LiveServer) -> Future[httpx.Response]:
-    """A poll for an operation whose predecessor never comes."""
+    """Starts a poll for an operation whose predecessor is never submitted."""
     http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
     session = http.post("/create_session", json={"sdk_version": "0"}).json()["session_id"]
     create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/qwen3", "lora_config": {"rank": 1}}
@@ -288,7 +288,7 @@ def waiting_poll(server: LiveServer) -> Future[httpx.Response]:
     return ThreadPoolExecutor(1).submit(http.post, "/retrieve_future", json={"request_id": early})
 
 
-def test_an_interrupt_ends_a_server_and_its_workers_with_success(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_interrupt_stops_a_server_and_its_workers_with_success(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path) as server:
         children = descendants(server)
         assert children
@@ -306,14 +306,14 @@ def test_an_interrupt_ends_a_server_and_its_workers_with_success(tiny_models: di
         assert not (tmp_path / "ready").exists()
 
 
-def test_a_termination_of_the_whole_group_answers_open_requests_and_logs_no_error(
+def test_sigterm_to_the_group_answers_open_requests_without_errors(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As systemd, docker stop on a shell, or a closed terminal do it."""
+    """systemd, docker stop on a shell, and a closed terminal all signal the whole group."""
     shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
     save_letter_tokenizer(tmp_path / "model")
-    patience = {"drain_seconds": 0, "shutdown_seconds": 2}
-    with live_server({"tiny/qwen3": tmp_path / "model"}, tmp_path / "state", **patience) as server:
+    limits = {"drain_seconds": 0, "shutdown_seconds": 2}
+    with live_server({"tiny/qwen3": tmp_path / "model"}, tmp_path / "state", **limits) as server:
         asked = {"model": "tiny/qwen3", "prompt": "the", "n": 1000, "max_tokens": 1000, "ignore_eos": True}
         http = httpx.Client(base_url=f"{server.url}/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
         http.post("/completions", json=asked | {"n": 1, "max_tokens": 1}).raise_for_status()
@@ -332,10 +332,10 @@ def test_a_termination_of_the_whole_group_answers_open_requests_and_logs_no_erro
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
 @pytest.mark.parametrize("command", ["serve", "workers"])
-def test_ctrl_c_while_loading_ends_all_with_one_line_and_the_status_of_interrupts(
+def test_ctrl_c_while_loading_ends_all_processes_with_status_130(
     tiny_models: dict[str, Path], tmp_path: Path, command: str, seconds: float
 ) -> None:
-    """It reaches all processes of a terminal."""
+    """Ctrl-C reaches every process of the terminal."""
     (tmp_path / "secret").write_text("s" * 64)
     (tmp_path / "secret").chmod(0o600)
     of_command = {"serve": ["--port=0", f"--state-dir={tmp_path}"], "workers": ["--listen=127.0.0.1:0"]}[command]
@@ -350,16 +350,14 @@ def test_ctrl_c_while_loading_ends_all_with_one_line_and_the_status_of_interrupt
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     said, errors = process.communicate(timeout=60)
-    if "ready: " in said:  # then there was something to serve
+    if "ready: " in said:  # it was ready before the signal
         assert process.returncode == 0 and "Traceback" not in errors
     else:
         assert (process.returncode, errors) == (130, f"trainhouse {command}: interrupted\n")
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
-def test_a_termination_while_loading_ends_the_server_and_its_workers(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_sigterm_while_loading_stops_the_server_and_its_workers(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     arguments = ["serve", f"--base-model=m={tiny_models['qwen3']}", "--port=0", f"--state-dir={tmp_path}"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "trainhouse.server", *arguments], stdout=subprocess.PIPE, text=True
@@ -408,14 +406,14 @@ print(sorted({"torch", "ray", "transformers"} & set(sys.modules)), len(sys.modul
 """
 
 
-def test_the_log_has_the_warnings_of_other_packages_and_not_their_information() -> None:
+def test_other_packages_log_warnings_but_no_info() -> None:
     code = (
         "import logging; from trainhouse.server.logs.setup import configure_logging; configure_logging('info')\n"
         "for name in ('aiobotocore.credentials', 'botocore.hooks', 'trainhouse.server'):\n"
-        "    logging.getLogger(name).info('told'); logging.getLogger(name).warning('warned')"
+        "    logging.getLogger(name).info('noted'); logging.getLogger(name).warning('warned')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stderr.count("told"), done.stderr.count("warned")) == (1, 3)
+    assert (done.stderr.count("noted"), done.stderr.count("warned")) == (1, 3)
 
 
 def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
@@ -423,11 +421,11 @@ def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
     assert done.stdout.strip() == "[] True"
 
 
-# An install of the client alone
+# A client-only install
 
 
 def closure(requirements: list[str], found: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The names of the packages that these bring, extras aside."""
+    """Returns the names of all packages that these requirements install, without extras."""
     for requirement in map(Requirement, requirements):
         name = requirement.name.lower().replace("_", "-")
         if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
@@ -435,8 +433,8 @@ def closure(requirements: list[str], found: frozenset[str] = frozenset()) -> fro
     return found
 
 
-def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, where no package is that `pip install trainhouse` does not bring."""
+def run_client_only(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command with only those packages that `pip install trainhouse` installs."""
     installed = closure(metadata.requires("trainhouse") or []) | {"trainhouse"}
     assert "httpx" in installed and "fastapi" not in installed
     missing = [
@@ -466,22 +464,22 @@ def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_install_of_the_client_alone_runs_what_needs_no_server(
+def test_a_client_only_install_runs_client_commands_and_refuses_others(
     arguments: list[str], status: int, said: str, tmp_path: Path
 ) -> None:
-    done = bare(*(str(tmp_path / "new") if each == "DIRECTORY" else each for each in arguments))
+    done = run_client_only(*(str(tmp_path / "new") if each == "DIRECTORY" else each for each in arguments))
     assert done.returncode == status
     assert said in (done.stderr if status else done.stdout)
     assert "Traceback" not in done.stderr and (status != 1 or len(done.stderr.splitlines()) == 1)
 
 
 @pytest.mark.parametrize("command", ["export", "import"])
-def test_who_asks_a_server_that_is_not_there_hears_it_at_once(command: str, tmp_path: Path) -> None:
-    """A program tries again for five minutes, for servers that are restarted; a person is not kept waiting."""
+def test_an_unreachable_server_is_reported_at_once(command: str, tmp_path: Path) -> None:
+    """Programs retry for five minutes to outlast a restart; the command line does not keep a person waiting."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text("{}")
     given = {"export": ["tinker://a/weights/b", str(tmp_path / "new")], "import": [str(tmp_path)]}[command]
-    done = trainhouse(command, *given, "--base-url=http://127.0.0.1:9")  # which ends it after a minute
+    done = trainhouse(command, *given, "--base-url=http://127.0.0.1:9")  # killed after a minute
     assert done.returncode == 1
     assert done.stderr == (
         f"trainhouse {command}: error: no answer from http://127.0.0.1:9 (Connection refused): start a server there, or"
@@ -490,6 +488,6 @@ def test_who_asks_a_server_that_is_not_there_hears_it_at_once(command: str, tmp_
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:99999", "ftp://here", "http://[::1"])
-def test_what_is_no_address_is_refused_by_name(url: str, tmp_path: Path) -> None:
+def test_invalid_base_urls_are_refused_by_name(url: str, tmp_path: Path) -> None:
     done = trainhouse("export", "tinker://a/weights/b", str(tmp_path / "new"), f"--base-url={url}")
-    assert done.returncode == 1 and f"{url!r} is no base URL" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1 and f"{url!r} is not a base URL" in done.stderr and len(done.stderr.splitlines()) == 1

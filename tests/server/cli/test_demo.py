@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A cache of its own: the first test converts the model."""
+    """Sets an empty cache, so that the first test converts the model."""
     return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "PYTHONUNBUFFERED": "1"}
 
 

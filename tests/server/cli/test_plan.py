@@ -1,4 +1,4 @@
-"""`trainhouse plan` as a user meets it, and that docs/parallel.md says what it prints."""
+"""`trainhouse plan`: its output, its refusals, and the tables in docs/parallel.md that quote it."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def planned(capsys: pytest.CaptureFixture[str], model: str, *arguments: str, fit
     return json.loads(capsys.readouterr().out)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(arguments)
     return capsys.readouterr().out
 
@@ -35,18 +35,18 @@ def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) ->
     return captured.err
 
 
-def test_the_command_is_part_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_a_command_of_trainhouse(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=2", "--device-memory=80GB")
     assert command_line.main(["plan", *arguments]) == main(arguments) == 1  # 131072 tokens are too much
     once, twice = capsys.readouterr().out.split("M (llama)")[1:]
     assert once == twice
     with pytest.raises(SystemExit):
         command_line.main(["--help"])
-    assert re.search(r"^ +plan +the memory of each rank", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^ +plan +estimate the memory per rank", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_process_that_plans_loads_nothing_of_the_server() -> None:
-    """Else it takes seconds."""
+def test_the_command_line_imports_no_heavy_packages() -> None:
+    """Importing these packages takes seconds."""
     code = "import sys, trainhouse.server.__main__; print([name for name in sys.modules if name in sys.argv])"
     parts = [
         "torch",
@@ -61,7 +61,7 @@ def test_a_process_that_plans_loads_nothing_of_the_server() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_planned_memory_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "Qwen3-30B-A3B", "--parallel=fsdp=2,ep=4,tp=2", "--max-context-length=4096")
     memory = plan["memory"]
     assert memory["base"] == sum(each["bytes"] for each in plan["parameters"])
@@ -71,7 +71,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert (experts["count"], experts["fsdp"]) == (48, 2)
     assert experts["bytes"] == 2 * 48 * 32 * 768 * 2048 // 2
     assert plan["ranks"] == 16 and plan["fits"] is None
-    for name, value in plan["load"].items():  # those of serve, where nothing is said
+    for name, value in plan["load"].items():  # the defaults of serve
         assert (name, value) in {
             ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
             ("lora_rank", 32), ("adapter_slots", 1), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
@@ -80,11 +80,11 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         }  # fmt: skip
 
 
-def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_output_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     layout = "fsdp=2,sp=4,tp=2"
     arguments = (f"--parallel={layout}", "--max-context-length=4096", "--device-memory=80GB", "--num-devices=40")
     plan = planned(capsys, "Llama-3.1-8B", *arguments, "--adapter-slots=3")
-    text = said(capsys, f"--base-model=Llama-3.1-8B={CONFIGS}/Llama-3.1-8B.json", *arguments, "--adapter-slots=3")
+    text = printed(capsys, f"--base-model=Llama-3.1-8B={CONFIGS}/Llama-3.1-8B.json", *arguments, "--adapter-slots=3")
     lines = text.splitlines()
     assert lines[0].startswith("Llama-3.1-8B (llama): 8.03 billion parameters in bfloat16; 32 layers, 32 query and 8")
     assert lines[1] == "context: 4096 tokens of the 131072 that the model has (RoPE scaling llama3 by 8 from 8192)"
@@ -94,7 +94,7 @@ def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         f"{value / 1e9:.1f} GB" for value in (plan["memory"]["total"], plan["usable"] - plan["memory"]["total"])
     )
     assert re.search(rf"^at most at a time +{total}$", text, re.MULTILINE)
-    assert f"fits 80.0 GB, of which 6.4 GB are left to CUDA and gaps: {spare} to spare" in text
+    assert f"fits 80.0 GB, of which 6.4 GB are left to CUDA and fragmentation: {spare} to spare" in text
     assert (
         lines[-1]
         == f"with 32 of the 40 devices: {plan['filling']}"
@@ -103,8 +103,8 @@ def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 140
 
 
-def test_adapters_count_as_many_as_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Slots are filled as runs are created: what 64 of them would take says nothing of a server with one run."""
+def test_planned_memory_grows_with_the_requested_adapter_slots(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots are filled as runs are created, so the default plans one, not all 64."""
     model = "Llama-3.1-8B"
     arguments = ("--max-context-length=4096", "--lora-rank=8", "--device-memory=80GB")
     one, two, ten = (
@@ -113,14 +113,14 @@ def test_adapters_count_as_many_as_are_asked_for(capsys: pytest.CaptureFixture[s
     )
     assert ten["learned"]["total"] == 5 * two["learned"]["total"] and ten["total"] > two["total"] > one["total"]
     assert one["least"] == one["base"] + one["learned"]["total"] < one["total"]
-    text = said(capsys, f"--base-model={model}={CONFIGS / model}.json", *arguments)
+    text = printed(capsys, f"--base-model={model}={CONFIGS / model}.json", *arguments)
     assert re.search(rf"^at least, between passes +{one['least'] / 1e9:.1f} GB ", text, re.MULTILINE)
     (more,) = re.findall(r"enough for (\d+) more adapters of that rank", text)
     assert planned(capsys, model, *arguments, f"--adapter-slots={int(more) * 3 // 4}")["fits"]
     assert not planned(capsys, model, *arguments, f"--adapter-slots={int(more) + 2}", fits=False)["fits"]
 
 
-def test_what_would_help_is_said_and_helps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suggested_remedies_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--device-memory=40GB", "--max-context-length=65536")
     plan = planned(capsys, "Llama-3.1-8B", *arguments, fits=False)
     assert plan["remedies"]
@@ -132,16 +132,19 @@ def test_what_would_help_is_said_and_helps(capsys: pytest.CaptureFixture[str]) -
     assert planned(capsys, "Llama-3.1-70B", *sharded, "--adapter-slots=1", "--train-only")["memory"]["kv_cache"] == 0
 
 
-def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     model = f"--base-model=M={CONFIGS}/Qwen3-30B-A3B.json"
     knobs = ("--parallel=auto", "--device-memory=80GB", "--adapter-slots=1", "--max-context-length=32768")
-    text = said(capsys, model, *knobs, "--num-devices=64")
+    text = printed(capsys, model, *knobs, "--num-devices=64")
     assert "layout: sp=4,tp=4, 16 ranks" in text
-    assert re.search(r"no fewer ranks do: sp=\d,tp=\d would need \d+\.\d GB on each", text)
-    assert "of as many ranks it exchanges least" in text and "with 64 of the 64 devices: replicas=4,sp=4,tp=4" in text
-    assert "once more" not in text
-    less = said(capsys, model, *knobs, "--num-devices=2")
-    assert "layout: tp=2, 2 ranks\nlayers run once more on the way back: --activations recompute\n" in less
+    assert re.search(r"fewer ranks do not fit: sp=\d,tp=\d would need \d+\.\d GB on each", text)
+    assert (
+        "with this many ranks it communicates least" in text
+        and "with 64 of the 64 devices: replicas=4,sp=4,tp=4" in text
+    )
+    assert "recomputed" not in text
+    less = printed(capsys, model, *knobs, "--num-devices=2")
+    assert "layout: tp=2, 2 ranks\nlayers are recomputed in the backward pass: --activations recompute\n" in less
     too_few = (*knobs, "--num-devices=1", "--device-memory=40GB")
     pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
     assert re.search(pattern, refused(capsys, 1, model, *too_few))
@@ -161,36 +164,39 @@ def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
         ("--activations=none", "--activations is 'none': expected keep, recompute or offload"),
         ("--device-memory=80", "--device-memory 80 is 80 bytes: give a unit, such as 80GB"),
         ("--training=some", "--training is 'some': expected lora or full"),
-        ("--training=full --lora-rank=8", "--lora-rank is about adapters, which --training full has none of: leave it"),
-        ("--training=full --adapter-slots=1", "--adapter-slots is about adapters, which --training full has none of"),
-        ("--full-slots=1", "--full-slots is about models with weights of their own, which --training lora has none of"),
-        ("--zero-stage=2 --parallel=tp=2", "--zero-stage 2 is about fsdp, which the layout tp=2 has none of"),
+        (
+            "--training=full --lora-rank=8",
+            "--lora-rank configures adapters, which --training full has none of: leave it",
+        ),
+        ("--training=full --adapter-slots=1", "--adapter-slots configures adapters, which --training full has none of"),
+        ("--full-slots=1", "--full-slots configures full models, which --training lora has none of"),
+        ("--zero-stage=2 --parallel=tp=2", "--zero-stage 2 has no effect without fsdp, and the layout is tp=2"),
         ("--base-model=M=m --base-model=N=n", "--base-model is given twice: one model is planned at a time"),
-        ("--parallel=tp=two", "--parallel: tp=two is no number of ranks; give one such as tp=2"),
+        ("--parallel=tp=two", "--parallel: tp=two is not a number of ranks; give one such as tp=2"),
     ],
 )
-def test_values_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+def test_invalid_values_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     model = (
         [] if "base-model" in arguments or "not given" in message else [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"]
     )
     assert message in refused(capsys, 2, *model, *arguments.split())
 
 
-def test_a_program_reads_why_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_reason_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=3", "--json")
     assert main(arguments) == 1
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is False and "tp=3 does not divide 32 query heads of M" in plan["error"]
 
 
-def test_what_weighs_most_is_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_remedy_names_the_largest_consumer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=auto", "--device-memory=2GB"]
     few = ["--adapter-slots=1", "--lora-rank=8", "--kv-cache-bytes=8GiB"]
     assert "): lower --kv-cache-bytes" in refused(capsys, 1, *arguments, *few)
     assert ", or take more devices" in refused(capsys, 1, *arguments, *few, "--num-devices=8")
 
 
-def test_full_fine_tuning_is_planned_by_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_fine_tuning_counts_weights_gradients_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--training=full", "--max-context-length=4096", "--device-memory=80GB", "--train-only")
     plan = planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", "--full-slots=1", *arguments)
     kept = sum(each["bytes"] for each in plan["parameters"]) // 2
@@ -207,26 +213,26 @@ def test_full_fine_tuning_is_planned_by_what_it_has(capsys: pytest.CaptureFixtur
 def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
     knobs = ("--training=full", "--parallel=auto", "--device-memory=80GB", "--max-context-length=4096", "--train-only")
-    text = said(capsys, model, *knobs, "--full-slots=1")
+    text = printed(capsys, model, *knobs, "--full-slots=1")
     assert "layout: fsdp=2,tp=2, 4 ranks" in text
     assert re.search(r"^1 model of 2\.27 billion weights, 22 bytes each +49\.9 GB", text, re.MULTILINE)
-    assert re.search(r"^the output head gathered +4\.2 GB +with its gradient, as it scores", text, re.MULTILINE)
-    assert re.search(r"no fewer ranks do: \S+ would need \d+\.\d GB on each", text)
-    sharded = said(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
-    assert re.search(r"^its gradients +1\.7 GB +and another layer's, on their way$", sharded, re.MULTILINE)
+    assert re.search(
+        r"^the output head gathered +4\.2 GB +with its gradient, while it computes logits", text, re.MULTILINE
+    )
+    assert re.search(r"fewer ranks do not fit: \S+ would need \d+\.\d GB on each", text)
+    sharded = printed(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
+    assert re.search(r"^its gradients +1\.7 GB +and another layer's, being reduced$", sharded, re.MULTILINE)
     message = refused(capsys, 1, model, *knobs, "--num-devices=2", "--full-slots=1")
     assert "models' own weights" in message and "): use larger devices, or take more devices" in message
 
 
-def test_models_that_run_by_transformers_are_served_and_have_no_plan(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_models_run_by_transformers_have_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    message = said(capsys, f"--base-model=M={tmp_path}", "--parallel=replicas=2")
-    assert "M (gpt2) is served by transformers' own forward, with replicas alone; memory is planned for" in message
-    assert json.loads(said(capsys, f"--base-model=M={tmp_path}", "--json"))["fits"] is None
+    message = printed(capsys, f"--base-model=M={tmp_path}", "--parallel=replicas=2")
+    assert "M (gpt2) is served by transformers' own forward, with replicas only; memory is planned for" in message
+    assert json.loads(printed(capsys, f"--base-model=M={tmp_path}", "--json"))["fits"] is None
     message = refused(capsys, 1, f"--base-model=M={tmp_path}", "--parallel=auto", "--device-memory=80GB")
-    assert "nothing is known of gpt2 models such as M" in message
+    assert "cannot plan for gpt2 models such as M" in message
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in refused(capsys, 1, f"--base-model=M={tmp_path}")
 
@@ -238,7 +244,7 @@ FULL_KNOBS = ("--training=full", "--full-slots=1", "--train-only", "--device-mem
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
-    """Of the table in docs/parallel.md: of each model, adapter slots, longest sequence and number of nodes."""
+    """Yields the rows of the table in docs/parallel.md: model, adapter slots, longest sequence and number of nodes."""
     wanted = [
         ("Qwen3-30B-A3B", 4, (16, 32), (2, 4, 8)),
         ("Qwen3-30B-A3B-YaRN", 4, (64,), (2, 4, 8)),
@@ -254,7 +260,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
 
 
 def full_rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
-    """Of that of full fine-tuning."""
+    """Yields the rows of the table for full fine-tuning."""
     for model, numbers in (("Llama-3.1-8B", (1, 2)), ("Qwen3-30B-A3B", (1, 2, 4)), ("Llama-3.1-70B", (4, 8))):
         for nodes in numbers:
             yield f"| all of {model} | {nodes} | {chosen_cells(capsys, model, nodes, FULL_KNOBS)}"
@@ -266,7 +272,7 @@ def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: 
 
 
 def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, knobs: tuple[str, ...]) -> str:
-    """What auto finds, in GB."""
+    """Returns the cells for the layout that auto chooses, in GB."""
     arguments = (*knobs, f"--num-devices={8 * nodes}")
     status = main([f"--base-model=M={CONFIGS / model}.json", "--parallel=auto", "--json", *arguments])
     captured = capsys.readouterr()
@@ -283,7 +289,7 @@ def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, kno
     return f"`{layout}` | {way} | {shown} | {verdict} |"
 
 
-def test_the_document_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_in_the_document_match_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     expected = list(rows(capsys))
     found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)
     assert found == expected, "\n" + "\n".join(expected)

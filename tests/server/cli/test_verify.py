@@ -1,4 +1,4 @@
-"""verify over the state that a real server has left: clean as it is; each damage told, and repaired where it can be."""
+"""`trainhouse verify` on the state of a real server: damage is reported, and repaired where that is safe."""
 
 import asyncio
 import os
@@ -19,14 +19,14 @@ from trainhouse.server.store import DATABASE_NAME, CheckpointRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..api import Api, running_api
-from ..checkpoints.test_mirror import all_copied, mirrored, until_copies
+from ..checkpoints.test_mirror import all_copied, mirrored, wait_for_copies
 from ..real import Run, Server, batch, running_server, sample, sample_body, server_config
 
 pytestmark = pytest.mark.anyio
 
 
-async def work(server: Server) -> tuple[Run, str]:
-    """Of every kind that leaves something behind; the run, and an ephemeral sampler of its weights."""
+async def create_all_state(server: Server) -> tuple[Run, str]:
+    """Creates every kind of state. Returns the run, and the id of an ephemeral sampler of its weights."""
     run = await server.create_run()
     await run.train(batch(), 5)
     path = (await run.do("save_weights", path="a"))["path"]
@@ -34,21 +34,21 @@ async def work(server: Server) -> tuple[Run, str]:
     saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
     sampler_id = saved["sampling_session_id"]
     await sample(server, sample_body(sampler_id, record_stability_info=True))
-    await asyncio.sleep(0.3)  # until the last snapshot is there
+    await asyncio.sleep(0.3)  # the last snapshot is written by then
     return run, sampler_id
 
 
 @pytest.fixture(scope="module")
-async def left(
+async def stopped_state(
     dispatch: WorkerDispatch,
     tiny_models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     anyio_backend: str,
 ) -> AsyncIterator[Path]:
-    """The state directory of a server that was stopped in the midst of its session."""
+    """Yields the state directory of a server that was stopped during a session."""
     state = tmp_path_factory.mktemp("left") / "state"
     async with running_server(server_config(tiny_models["qwen3"], state, snapshot_steps=2), dispatch) as server:
-        await work(server)
+        await create_all_state(server)
     yield state
 
 
@@ -60,8 +60,6 @@ class Verified:
 
 @pytest.fixture
 def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., Verified]:
-    """`trainhouse verify`."""
-
     def run(state: Path, *flags: str) -> Verified:
         status = main(["verify", f"--state-dir={state}", *flags])
         captured = capsys.readouterr()
@@ -75,8 +73,8 @@ def only(state: Path, pattern: str) -> Path:
     return path
 
 
-def test_what_a_server_leaves_is_whole(left: Path, verify: Callable[..., Verified]) -> None:
-    found = verify(left)
+def test_the_state_of_a_stopped_server_is_whole(stopped_state: Path, verify: Callable[..., Verified]) -> None:
+    found = verify(stopped_state)
     assert (found.status, len(found.lines)) == (0, 1), found.lines
     assert found.lines[0].startswith("1 checkpoint, 0 copies, ") and found.lines[0].endswith(": all is whole")
     assert "0 snapshots" not in found.lines[0] and "0 results" not in found.lines[0]
@@ -123,16 +121,16 @@ def tear_journal(state: Path) -> Path:
     return segment
 
 
-def hurt_journal(state: Path) -> Path:
-    return hurt_first(state, "journal")
+def damage_journal(state: Path) -> Path:
+    return damage_first_segment(state, "journal")
 
 
-def hurt_results(state: Path) -> Path:
-    return hurt_first(state, "results")
+def damage_results(state: Path) -> Path:
+    return damage_first_segment(state, "results")
 
 
-def hurt_first(state: Path, name: str) -> Path:
-    """In the midst of it."""
+def damage_first_segment(state: Path, name: str) -> Path:
+    """Overwrites a byte in the middle of the first segment."""
     segment = min(state.glob(f"{name}/*.segment"))
     with segment.open("r+b") as file:
         file.seek(60)
@@ -200,31 +198,35 @@ def _problems(number: int) -> str:
     [
         (
             cut_checkpoint,
-            r"is damaged: adapter_model.safetensors is not as its manifest says \(100 bytes, not [0-9]+\); "
-            "it has no copy at a mirror: put back .* from a backup, or delete it: tinker checkpoint delete tinker://.*/weights/a",
+            r"is damaged: adapter_model.safetensors does not match its manifest \(100 bytes, not [0-9]+\); "
+            "it has no copy at a mirror: restore .* from a backup, or delete it: tinker checkpoint delete tinker://.*/weights/a",
             None,
         ),
         (lose_manifest, "is damaged: manifest.json is missing; it has no copy at a mirror", None),
-        (empty_manifest, "is damaged: manifest.json is damaged: it is no JSON of a manifest; it has no copy", None),
+        (
+            empty_manifest,
+            "is damaged: manifest.json is damaged: it is not the JSON of a manifest; it has no copy",
+            None,
+        ),
         (lose_checkpoint, "is damaged: it is missing; it has no copy at a mirror", None),
-        (change_snapshot, r"a snapshot of .* is damaged: .*safetensors is .* \(its hash differs\)", "removed"),
-        (change_loaded, "what .* has loaded is damaged: adapter_config.json is .*; nothing, while", None),
+        (change_snapshot, r"a snapshot of .* is damaged: .* does not match .* \(its hash differs\)", "removed"),
+        (change_loaded, "a checkpoint that .* has loaded is damaged: adapter_config.json .*; do nothing if", None),
         (tear_journal, "is torn: its last 13 bytes", "the last 13 bytes cut off"),
-        (hurt_journal, "is damaged at byte .*: an operation is lost.*; nothing mends it: if its run must be", None),
-        (hurt_results, "is damaged at byte .*: a result is lost; nothing mends it: it only mattered for", None),
-        (lose_results, "results are not in it", "[1-9][0-9]* rows dropped"),
+        (damage_journal, "is damaged at byte .*: an operation is lost.*; it cannot be repaired: if its run must", None),
+        (damage_results, "is damaged at byte .*: a result is lost; it cannot be repaired: only a client", None),
+        (lose_results, "results are missing from it", "[1-9][0-9]* rows dropped"),
         (leave_staging, "left over: a checkpoint that was never published", "removed"),
-        (leave_unlisted, "no row of this database knows it: .*; delete it by hand, .*servers remove it 30 days", None),
+        (leave_unlisted, "no row of this database refers to it: .*; delete it by hand, .*servers remove it 30", None),
         (lose_row, "is whole, but the database has no row of tinker://.*/weights/a;", ".*/weights/a has its row again"),
         (leave_torn, "left over: a checkpoint that was never published", "removed"),
-        (leave_snapshot, "left over: of a run that is over", "removed"),
-        (leave_loaded, "left over: of a run that is over", "removed"),
+        (leave_snapshot, "left over: files of a run that has ended", "removed"),
+        (leave_loaded, "left over: files of a run that has ended", "removed"),
         (leave_ephemeral, "left over: the weights of a sampler", "removed"),
-        (lose_ephemeral, "the weights of a sampler are lost: it answers 410; nothing brings them back: save", None),
+        (lose_ephemeral, "the weights of a sampler are lost: its requests are answered 410; they cannot be", None),
     ],
 )
-def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
-    left: Path,
+def test_each_damage_is_reported_in_one_line_and_repaired_if_safe(
+    stopped_state: Path,
     tmp_path: Path,
     verify: Callable[..., Verified],
     damage: Callable[[Path], Path],
@@ -232,18 +234,18 @@ def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
     repaired: str | None,
 ) -> None:
     state = tmp_path / "state"
-    shutil.copytree(left, state)
-    hurt = damage(state)
+    shutil.copytree(stopped_state, state)
+    damaged = damage(state)
     found = verify(state)
     assert found.status == 1 and found.lines[-1].endswith(f": {_problems(len(found.lines) - 1)}")
     line = found.lines[0]
-    assert re.match(f"({re.escape(str(hurt))}|tinker://.*/weights/a): .*{meaning}", line), found.lines
-    assert line.count(str(hurt)) == 1 and not re.search("Errno|Expecting|char 0|Exception", line)
+    assert re.match(f"({re.escape(str(damaged))}|tinker://.*/weights/a): .*{meaning}", line), found.lines
+    assert line.count(str(damaged)) == 1 and not re.search("Errno|Expecting|char 0|Exception", line)
     assert ("; run with --repair, which " in line) == (repaired is not None)
     mended = verify(state, "--repair")
     if repaired is None:
         assert mended.status == 1 and "; repaired: " not in mended.lines[0]
-        assert mended.lines[0] == line, "and what to do about it"
+        assert mended.lines[0] == line, "the remedy is still there"
         return
     assert mended.status == 0 and re.search(f"; repaired: {repaired}$", mended.lines[0]), mended.lines
     assert verify(state).status == 0
@@ -268,8 +270,8 @@ def damage_head(database: Path, _: str) -> None:
     ("damage", "table"),
     [(damage_table, "checkpoints"), (damage_table, "leases"), (damage_table, "results"), (damage_head, "")],
 )
-def test_a_damaged_database_is_told_and_no_server_starts_on_it(
-    left: Path,
+def test_a_damaged_database_is_reported_and_no_server_starts_on_it(
+    stopped_state: Path,
     tmp_path: Path,
     tiny_models: dict[str, Path],
     verify: Callable[..., Verified],
@@ -277,31 +279,31 @@ def test_a_damaged_database_is_told_and_no_server_starts_on_it(
     table: str,
 ) -> None:
     state = tmp_path / "state"
-    shutil.copytree(left, state)
+    shutil.copytree(stopped_state, state)
     config = server_config(tiny_models["qwen3"], state)
     assert asyncio.run(_has_keys(config)) is False, "the control"
     damage(state / DATABASE_NAME, table)
     for flags in ((), ("--repair",)):
         found = verify(state, *flags)
-        assert found.status == 1 and "database" in found.lines[0] and "put it back from a backup" in found.lines[0]
+        assert found.status == 1 and "database" in found.lines[0] and "restore it from a backup" in found.lines[0]
         assert not re.search("Traceback|sqlalche|sqlite3", "\n".join(found.lines))
-    with pytest.raises(StartError, match=r"is damaged .*put it back from a backup; or move it away"):
+    with pytest.raises(StartError, match=r"is damaged .*restore it from a backup; or move it away"):
         asyncio.run(_has_keys(config))
 
 
-def test_there_must_be_a_state_directory(tmp_path: Path, verify: Callable[..., Verified]) -> None:
+def test_a_missing_state_directory_is_refused(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     found = verify(tmp_path / "none")
-    assert found.status == 1 and "name the server's directory with --state-dir" in found.lines[0]
+    assert found.status == 1 and "give the server's directory with --state-dir" in found.lines[0]
     assert not (tmp_path / "none").exists()
 
 
-async def test_beside_a_running_server_it_only_looks(
+async def test_verify_reads_but_does_not_repair_under_a_running_server(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, snapshot_steps=1)
     with locked(tmp_path):
         async with running_server(config, dispatch) as server:
-            run, _ = await work(server)
+            run, _ = await create_all_state(server)
             training = asyncio.create_task(run.train(batch(), 30))
             found = await asyncio.to_thread(verify, tmp_path)
             assert not training.done()
@@ -312,22 +314,24 @@ async def test_beside_a_running_server_it_only_looks(
 
 
 async def save_and_end(api: Api, content: bytes) -> CheckpointRecord:
-    """In a session that has ended: nothing of its run needs to be there."""
+    """Saves a checkpoint in a session that has ended, so that its run needs no other files."""
     run = await api.run()
     await api.services.store.end_session(run.session_id, 1.0, "success", None)
     return await api.save(run, content=content)
 
 
-async def test_a_damaged_checkpoint_comes_back_from_its_mirror(tmp_path: Path, verify: Callable[..., Verified]) -> None:
+async def test_a_damaged_checkpoint_is_restored_from_its_mirror(
+    tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
     state, mirror = tmp_path / "state", f"file://{tmp_path}/mirror"
     async with running_api(state, places=mirrored(mirror)) as api:
         record = await save_and_end(api, b"right")
-        (copy,) = await until_copies(api, record, all_copied)
+        (copy,) = await wait_for_copies(api, record, all_copied)
     (Path(record.directory) / "adapter_model.safetensors").write_bytes(b"wrong")
-    told = (await asyncio.to_thread(verify, state)).lines[0]
-    assert told.endswith("(its hash differs); run with --repair, which brings it back from its mirror")
+    line = (await asyncio.to_thread(verify, state)).lines[0]
+    assert line.endswith("(its hash differs); run with --repair, which restores it from its mirror")
     state = state.rename(tmp_path / "moved")
-    assert "; repaired: brought back" in (await asyncio.to_thread(verify, state, "--repair")).lines[0]
+    assert "; repaired: restored" in (await asyncio.to_thread(verify, state, "--repair")).lines[0]
     moved = state / Path(record.directory).relative_to(tmp_path / "state")
     assert (moved / "adapter_model.safetensors").read_bytes() == b"right"
 
@@ -335,24 +339,22 @@ async def test_a_damaged_checkpoint_comes_back_from_its_mirror(tmp_path: Path, v
     found = await asyncio.to_thread(verify, state, "--repair")
     assert f"{copy.url}: the copy of {record.tinker_path} is damaged: manifest.json is missing; " in found.lines[0]
     async with running_api(state, places=mirrored(mirror)) as api:
-        await until_copies(api, replace(record, directory=str(moved)), all_copied)
+        await wait_for_copies(api, replace(record, directory=str(moved)), all_copied)
     assert (await asyncio.to_thread(verify, state)).status == 0
 
 
-async def test_a_copy_that_could_not_be_made_is_counted_as_that(
-    tmp_path: Path, verify: Callable[..., Verified]
-) -> None:
+async def test_failed_copies_are_counted_as_failed(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     state, file = tmp_path / "state", tmp_path / "file"
     file.touch()
     async with running_api(state, places=mirrored(f"file://{file}/mirror")) as api:
         record = await save_and_end(api, b"weights")
-        await until_copies(api, record, lambda copies: copies[0].state == "failed")
+        await wait_for_copies(api, record, lambda copies: copies[0].state == "failed")
     found = await asyncio.to_thread(verify, state)
     assert found.status == 0 and found.lines[0].startswith("1 checkpoint, 1 copy (1 failed), ")
-    assert found.lines[0].endswith(": what is there is whole")
+    assert found.lines[0].endswith(": all that exists is whole")
 
 
-async def test_checkpoints_at_a_url_are_looked_at(tmp_path: Path, verify: Callable[..., Verified]) -> None:
+async def test_checkpoints_at_a_url_are_verified(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     state, place = tmp_path / "state", f"file://{tmp_path}/place"
     async with running_api(state, places=PlaceConfig(place)) as api:
         record = await save_and_end(api, b"weights")
@@ -363,9 +365,9 @@ async def test_checkpoints_at_a_url_are_looked_at(tmp_path: Path, verify: Callab
     (here.parent / "torn.0" / "file").write_bytes(b"half")
     shutil.copytree(here, here.parent / "unknown.0")
     found = await asyncio.to_thread(verify, state, flag, "--repair")
-    assert "no row of this database knows it" in next(line for line in found.lines if "unknown.0" in line)
+    assert "no row of this database refers to it" in next(line for line in found.lines if "unknown.0" in line)
     assert "; repaired: removed" in next(line for line in found.lines if "torn.0" in line)
-    assert (here.parent / "unknown.0").exists(), "a whole one is nobody's to delete"
+    assert (here.parent / "unknown.0").exists(), "complete checkpoints are not deleted"
     shutil.rmtree(here.parent / "unknown.0")
     lose_rows(state)
     assert (await asyncio.to_thread(verify, state, flag)).status == 1

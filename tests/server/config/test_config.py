@@ -1,4 +1,4 @@
-"""Where knobs come from, what they may be, and that each one is read by something."""
+"""Knobs: where their values are read, which values are refused, and that every knob is used."""
 
 import ast
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def config_of(**flags: str | list[str]) -> ServerConfig:
     return load_config({**MODEL, **flags}, {}, None)
 
 
-def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(tmp_path: Path) -> None:
+def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text("port = 1\nthreads = 1\nmax_lora_rank = 1\n")
     environment = {"TRAINHOUSE_PORT": "2", "TRAINHOUSE_THREADS": "2", "OTHER": "x"}
@@ -40,7 +40,7 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_defau
     assert (config.port, config.threads, config.max_lora_rank, config.pass_tokens) == (3, 2, 1, 8192)
 
 
-def test_what_is_sharded_otherwise_belongs_to_the_layout() -> None:
+def test_shard_overrides_become_part_of_the_layout() -> None:
     config = config_of(parallel="fsdp=2,tp=2", shard="layers.*.self_attn.*=replicate")
     parallel = config.worker_config(config.base_models[0]).parallel
     assert str(parallel) == "fsdp=2,tp=2 (self_attn replicated)"
@@ -73,11 +73,11 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"port": "70000"}, "port is 70000: expected from 0 to 65535"),
         ({"port": "http"}, "--port is 'http': expected an integer"),
         ({"pool": "slurm"}, "pool is 'slurm': expected local or ray"),
-        ({"zero_stage": "2"}, "zero_stage 2 is about fsdp, which the layout single has none of: leave it out"),
-        ({"shard": "lm_head*=replicate"}, "shard: lm_head* names no weights that ranks share out; those are layers"),
+        ({"zero_stage": "2"}, "zero_stage 2 has no effect without fsdp, and the layout is single: leave it out"),
+        ({"shard": "lm_head*=replicate"}, "shard: lm_head* matches no weights that ranks divide; those are layers"),
         (
             {"shard": "*=replicate", "parallel": "auto"},
-            "--shard changes a layout that is named: give --parallel another than auto, or leave --shard out",
+            "--shard needs an explicit layout: set --parallel to one other than auto, or leave --shard out",
         ),
         ({"device": "gpu"}, "device is 'gpu': expected auto, cpu, cuda"),
         ({"max_lora_rank": "0"}, "max_lora_rank is 0: expected at least 1"),
@@ -92,7 +92,7 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"tenant_weights": "alice=nan"}, "tenant weight 'alice=nan' is not NAME=WEIGHT"),
         ({"tenant_weights": "alice=inf"}, "tenant weight 'alice=inf' is not NAME=WEIGHT with a finite weight above 0"),
         ({"tenant_weights": "=2"}, "tenant weight '=2' is not NAME=WEIGHT"),
-        ({"tenant_weights": "alice=2,bob=1,alice=3"}, "tenant weights name alice twice, with 2 and 3: name it once"),
+        ({"tenant_weights": "alice=2,bob=1,alice=3"}, "tenant weights list alice twice, with 2 and 3: list it once"),
         ({"tenant_runs": "0"}, "tenant_runs is 0: expected at least 1"),
         ({"tenant_tokens_per_minute": "-1"}, "tenant_tokens_per_minute is -1: expected at least 0"),
         ({"ray_address": "auto"}, "ray_address has no effect with pool local: leave it out or set pool to ray"),
@@ -102,9 +102,9 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
             "ray_gpus_per_rank has no effect with device cpu: leave it out or change device",
         ),
         ({"sampler": "sglang"}, "sampler is 'sglang': expected native or vllm"),
-        ({"sampler": "vllm"}, "sampler vllm needs either vllm_url (of a vLLM that runs) or vllm_python"),
+        ({"sampler": "vllm"}, "sampler vllm needs either vllm_url (of a running vLLM) or vllm_python"),
         ({"sampler": "vllm", "vllm_url": "http://a", "vllm_python": "/bin/sh"}, "and has both"),
-        ({"sampler": "vllm", "vllm_python": "/no/such"}, "vllm_python: there is no /no/such"),
+        ({"sampler": "vllm", "vllm_python": "/no/such"}, "vllm_python: there is no file /no/such"),
         ({"sampler": "vllm", "vllm_url": "a:8000"}, "vllm_url is 'a:8000': expected http://HOST:PORT"),
         ({"sampler": "vllm", "vllm_url": "http://a,http://b"}, "vllm_url names 2 servers for 1 base models"),
         ({"vllm_url": "http://a"}, "vllm_url has no effect with sampler native: leave it out or set sampler to vllm"),
@@ -120,21 +120,24 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"sampler_parallel": "tp=2"}, "sampler_parallel has no effect without sampler_workers: leave it out or set"),
         (
             {"sampler": "vllm", "vllm_url": "http://a", "sampler_parallel": "tp=2"},
-            "sampler_parallel is of sampler_workers, and vLLM samples: leave it out; vllm_tp says how many GPUs share",
+            "sampler_parallel has no effect with sampler vllm: leave it out; vllm_tp sets how many GPUs share",
         ),
         (
             {"sampler_workers": "1", "sampler_parallel": "auto"},
-            "--sampler-parallel is auto: there is none for ranks that only sample; name a layout, such as tp=2",
+            "--sampler-parallel is auto, which ranks that only sample do not support: name a layout, such as tp=2",
         ),
-        ({"draft_parallel": "tp"}, "--draft-parallel: tp= is no number of ranks; give one such as tp=2"),
-        ({"sampler_workers": "1", "sampler_parallel": "tp"}, "--sampler-parallel: tp= is no number of ranks; give one"),
+        ({"draft_parallel": "tp"}, "--draft-parallel: tp= is not a number of ranks; give one such as tp=2"),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "tp"},
+            "--sampler-parallel: tp= is not a number of ranks; give one",
+        ),
         (
             {"sampler_workers": "1", "sampler_parallel": "tp=2,fsdp=2"},
-            "sampler_parallel fsdp=2,tp=2: ranks along fsdp hold all layers to sample, which takes the memory that",
+            "sampler_parallel fsdp=2,tp=2: fsdp ranks gather all layers to sample, which takes the memory that",
         ),
         (
             {"sampler_workers": "1", "sampler_parallel": "sp=2"},
-            "sampler_parallel sp=2: ranks along sp hold all layers and draw samples of their own",
+            "sampler_parallel sp=2: sp ranks hold all layers and sample separately",
         ),
         (
             {"sampler_workers": "3", "sampler_parallel": "replicas=2,tp=2"},
@@ -144,18 +147,18 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"role_groups": "critic=tp=2@"}, "role group 'critic=tp=2@' is not ROLES=LAYOUT[@DEVICE]"),
         (
             {"role_groups": "policy=tp=2"},
-            "policy=tp=2: policies have the base model's own group, with the layout of --parallel and the device of "
-            "--device: name critic or reference",
+            "policy=tp=2: policies always run in the base model's own group, with the layout of --parallel and the "
+            "device of --device: name critic or reference",
         ),
-        ({"role_groups": "judge=single"}, "judge=single: there is no role 'judge': expected critic or reference"),
-        ({"role_groups": "critic+=single"}, "critic+=single: there is no role '': expected critic or reference"),
-        ({"role_groups": "critic+critic=single"}, "critic+critic=single: critic has a group already: name it once"),
+        ({"role_groups": "judge=single"}, "judge=single: unknown role 'judge': expected critic or reference"),
+        ({"role_groups": "critic+=single"}, "critic+=single: unknown role '': expected critic or reference"),
+        ({"role_groups": "critic+critic=single"}, "critic+critic=single: critic already has a group: name it once"),
         (
             {"role_groups": ["critic=single", "reference+critic=tp=2"]},
-            "reference+critic=tp=2: critic has a group already: name it once",
+            "reference+critic=tp=2: critic already has a group: name it once",
         ),
         ({"role_groups": "critic=pp=2"}, "role group 'critic=pp=2': pipeline parallelism is not offered"),
-        ({"role_groups": "critic=auto"}, "role group 'critic=auto': auto is of --parallel alone; name a layout"),
+        ({"role_groups": "critic=auto"}, "role group 'critic=auto': only --parallel can be auto: name a layout"),
         ({"role_groups": "critic=single@gpu"}, "critic=single@gpu is at gpu: expected auto, cpu, cuda"),
         (
             {"role_groups": "critic=single@cuda:1,cuda:2"},
@@ -186,7 +189,7 @@ def test_a_server_needs_a_base_model() -> None:
         ("port = true", "port in .* is True: expected an integer"),
         ("port = [1]", r"port in .* is \[1\]: expected an integer"),
         ('port = ["1"]', r"port in .* is \['1'\]: expected an integer"),
-        ("pool = 3", "pool in .* is 3: expected a text"),
+        ("pool = 3", "pool in .* is 3: expected a string"),
         ("port = ", "is not valid TOML"),
     ],
 )
@@ -202,7 +205,7 @@ def test_a_missing_file_is_named() -> None:
         load_config(MODEL, {}, Path("/no/such.toml"))
 
 
-def test_a_misspelt_environment_variable_is_refused_and_a_foreign_one_left_alone() -> None:
+def test_misspelt_environment_variables_are_refused_and_foreign_ones_ignored() -> None:
     foreign = {
         "TRAINHOUSE_API_KEY": "tml-x",
         "TRAINHOUSE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
@@ -226,7 +229,7 @@ def test_sizes_may_have_a_unit() -> None:
             parse_bytes(text)
 
 
-def test_a_served_name_is_an_alias_of_where_the_model_is() -> None:
+def test_a_base_model_name_can_be_an_alias_of_a_path() -> None:
     assert parse_served_model("Qwen/Qwen3-8B=~/models") == ServedModel("Qwen/Qwen3-8B", str(Path.home() / "models"))
 
 
@@ -238,7 +241,7 @@ def test_only_loopback_addresses_count_as_loopback(host: str, loopback: bool) ->
     assert config_of(host=host).is_loopback is loopback
 
 
-def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
+def test_workers_and_dispatch_receive_their_knobs() -> None:
     of_workers = {"threads": "3", "kv_cache_bytes": "5", "full_slots": "3", "max_full_models": "0"}
     config = load_config({"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", **of_workers}, {}, None)
     dispatch = config.dispatch_config()
@@ -249,7 +252,7 @@ def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
         assert (model.threads, model.kv_cache_bytes, model.full_slots, model.max_full_models) == (3, 5, 3, 0)
 
 
-def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_path: Path) -> None:
+def test_tenant_weights_and_the_page_directory_reach_the_dispatch(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text('tenant_weights = ["alice=2", "bob = 0.5"]\npass_tokens = 100\nadapter_slots = 3\n')
     config = load_config({**MODEL, "state_dir": str(tmp_path)}, {}, file)
@@ -261,7 +264,7 @@ def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_pa
     assert config_of(pool="ray").dispatch_config().models[0].page_directory is None
 
 
-def test_auto_is_the_fewest_ranks_that_fit_for_each_base_model(tmp_path: Path) -> None:
+def test_auto_chooses_the_fewest_ranks_that_fit_each_base_model(tmp_path: Path) -> None:
     small = f"small={CONFIGS}/Llama-3.1-8B.json"
     large = f"large={CONFIGS}/Llama-3.1-70B.json"
     flags = {"base_models": [small, large], "parallel": "auto", "max_context_length": "8192", "adapter_slots": "4"}
@@ -276,11 +279,13 @@ def test_auto_is_the_fewest_ranks_that_fit_for_each_base_model(tmp_path: Path) -
         with_layouts(config.dispatch_config(), 10**9, said.append)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     other = load_config({"base_models": f"other={tmp_path}", "parallel": "auto"}, {}, None)
-    with pytest.raises(ValueError, match=r"nothing is known of gpt2 models such as other.*name a layout"):
+    with pytest.raises(ValueError, match=r"cannot plan for gpt2 models such as other.*give a layout"):
         with_layouts(other.dispatch_config(), 10**9, said.append)
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags: str | list[str]) -> DispatchConfig:
+def config_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags: str | list[str]
+) -> DispatchConfig:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number))))
     sources = [f"{name}={CONFIGS}/{file}.json" for name, _, file in (model.partition("=") for model in models)]
     common = {
@@ -293,9 +298,9 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags:
     return load_config({"base_models": sources, **common, **flags}, {}, None).dispatch_config()
 
 
-def test_auto_gives_each_rank_of_each_base_model_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_gives_every_rank_a_separate_device(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    config = on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
+    config = config_on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
     chosen = with_layouts(config, 24 * 10**9, said.append).models
     assert [(str(model.parallel), model.device) for model in chosen] == [
         ("tp=2", "cuda"),
@@ -303,27 +308,27 @@ def test_auto_gives_each_rank_of_each_base_model_a_device_of_its_own(monkeypatch
         ("tp=2", "cuda:4"),
     ]
     assert "--parallel tp=2 --device cuda:2 (" in said[1]
-    apart = on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:4,cuda:0")
+    apart = config_on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:4,cuda:0")
     assert [model.device for model in with_layouts(apart, 24 * 10**9, said.append).models] == ["cuda:4", "cuda:0"]
-    too_many = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
-    with pytest.raises(ValueError, match="no device is left for c: others take all 4"):
+    too_many = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
+    with pytest.raises(ValueError, match="no device is left for c: others use all 4"):
         with_layouts(too_many, 24 * 10**9, said.append)
-    overlapping = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:0,cuda:1")
-    with pytest.raises(ValueError, match="b has device cuda:1, which a takes: name another"):
+    overlapping = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:0,cuda:1")
+    with pytest.raises(ValueError, match="b has device cuda:1, which a uses: name another"):
         with_layouts(overlapping, 24 * 10**9, said.append)
-    sampling = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1")
-    with pytest.raises(ValueError, match="name devices for that with --sampler-device"):
+    sampling = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1")
+    with pytest.raises(ValueError, match="name devices for them with --sampler-device"):
         with_layouts(sampling, 24 * 10**9, said.append)
-    beside = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:3")
-    assert with_layouts(beside, 24 * 10**9, said.append).models[0].device == "cuda"
-    sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:0")
+    with_others = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:3")
+    assert with_layouts(with_others, 24 * 10**9, said.append).models[0].device == "cuda"
+    sampling_first = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:0")
     assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:1"
     of_two = {"sampler_device": "cuda:0", "sampler_parallel": "tp=2"}
-    sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", **of_two)
+    sampling_first = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", **of_two)
     assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:2"
 
 
-def test_auto_settles_devices_for_workers_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_settles_devices_for_kept_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     sources = [f"{name}={CONFIGS}/Llama-3.1-8B.json" for name in "ab"]
     flags = {
@@ -338,11 +343,11 @@ def test_auto_settles_devices_for_workers_that_are_kept(monkeypatch: pytest.Monk
     assert (str(after.parallel), after.device) == ("tp=2", "cuda,cuda:2")
 
 
-def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reads_device_memory_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = f"m={CONFIGS}/Llama-3.1-8B.json"
     config = config_of(parallel="auto", base_models=model, max_context_length="4096", adapter_slots="1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="nvidia-smi tells of none here: give --device-memory"):
+    with pytest.raises(ValueError, match="nvidia-smi reports none here: give --device-memory"):
         with_layouts(config.dispatch_config(), config.device_memory_bytes, print)
     asked = tmp_path / "nvidia-smi"
     asked.write_text("#!/bin/sh\necho 81559\necho 24564\n")
@@ -353,15 +358,15 @@ def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pyt
     assert config_of(parallel="auto", device_memory_bytes="80GB").device_memory_bytes == 80 * 10**9
 
 
-def test_auto_takes_no_device_of_a_group_of_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2@cuda:0"])
-    assert with_layouts(beside, 24 * 10**9, print).models[0].device == "cuda:2"
-    nowhere = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2"])
+def test_auto_avoids_the_devices_of_role_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_others = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2@cuda:0"])
+    assert with_layouts(with_others, 24 * 10**9, print).models[0].device == "cuda:2"
+    nowhere = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2"])
     with pytest.raises(ValueError, match=r"for --role-group reference=tp=2: name devices for it, as in .*=tp=2@cuda:3"):
         with_layouts(nowhere, 24 * 10**9, print)
 
 
-def test_roles_apart_are_read_from_everywhere_and_shown_as_they_are_written(tmp_path: Path) -> None:
+def test_role_groups_are_read_from_all_sources_and_printed_as_written(tmp_path: Path) -> None:
     written = ["critic=fsdp=2,tp=2@cuda:1,cuda:5", "reference=single"]
     file = tmp_path / "server.toml"
     file.write_text(f"role_groups = {written}\n")
@@ -377,7 +382,7 @@ def test_roles_apart_are_read_from_everywhere_and_shown_as_they_are_written(tmp_
     config_of(zero_stage="2", role_groups=["critic=fsdp=2"])
 
 
-def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:
+def test_sampling_knobs_reach_the_dispatch(tmp_path: Path) -> None:
     devices = {"sampler_workers": "2", "sampler_device": "cuda:1,cuda:3"}
     workers = config_of(**devices, sampler_parallel="ep=2,tp=2", state_dir=str(tmp_path))
     assert workers.dispatch_config().sampling == SamplingConfig(
@@ -391,7 +396,7 @@ def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:
     assert own.dispatch_config().sampling.vllm == VllmConfig(python="/bin/sh")
 
 
-def test_places_of_checkpoints_arrive_and_mirrors_may_be_several(tmp_path: Path) -> None:
+def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text('checkpoints = "file:///c"\nmirrors = ["file:///a", "file:///b"]\ncheckpoint_cache_bytes = "1MiB"')
     environment = {"TRAINHOUSE_CHECKPOINTS": "file:///c", "TRAINHOUSE_MIRRORS": "file:///a, file:///b"}
@@ -403,18 +408,18 @@ def test_places_of_checkpoints_arrive_and_mirrors_may_be_several(tmp_path: Path)
     assert given[0].place_config().checkpoint_cache_bytes == 1 << 20
     assert config_of().place_config() == PlaceConfig()
     for place in ("checkpoints", "mirrors"):
-        with pytest.raises(ConfigError, match="fsspec knows no nofs://"):
+        with pytest.raises(ConfigError, match="fsspec does not support nofs://"):
             config_of(**{place: "nofs://b"})
         with pytest.raises(ConfigError, match="memory://b is the memory of this process"):
             config_of(**{place: "memory://b"})
 
 
-def test_a_weight_is_any_number_that_python_reads() -> None:
+def test_tenant_weights_accept_any_python_number() -> None:
     config = config_of(tenant_weights="a=1e2, b=.5, c=+3, d=2.")
     assert [weight.weight for weight in config.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
 
 
-def test_where_the_store_is_is_known_without_a_base_model() -> None:
+def test_the_store_config_needs_no_base_model() -> None:
     assert store_config_of({}, {}, None) == StoreConfig(Path(".trainhouse"))
     assert store_config_of({}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == StoreConfig(Path("x"))
     given = {"database_url": "postgresql://h/d", "durability": "power"}
@@ -433,7 +438,7 @@ def test_a_database_url_is_checked_and_never_shown(url: str) -> None:
     assert "geheim" not in repr(config_of(database_url="postgresql://me:geheim@h/d"))
 
 
-def test_where_other_servers_reach_this_one_is_checked() -> None:
+def test_advertise_url_and_lease_seconds_are_checked() -> None:
     shared = {"database_url": "postgresql://h/d"}
     for url in ("http://a:8000", "https://trainhouse.example", "http://[::1]:8000/"):
         assert config_of(advertise_url=url, **shared).advertise_url == url
@@ -457,7 +462,7 @@ def test_the_example_configuration_is_valid() -> None:
 
 
 def attributes_of_configs(package: str) -> Iterator[str]:
-    """The x of every `config.x`, `self._config.x` and so on; `model.x` too, as the dispatch calls a WorkerConfig."""
+    """Yields the x of every `config.x` or `self._config.x`, and of `model.x`, as the dispatch calls a WorkerConfig."""
     for path in (ROOT / package).rglob("*.py"):
         if path == ROOT / "server" / "config" / "knobs.py":
             continue
@@ -469,7 +474,7 @@ def attributes_of_configs(package: str) -> Iterator[str]:
                     yield node.attr
 
 
-def test_every_knob_is_read_where_its_value_arrives() -> None:
+def test_every_knob_is_read() -> None:
     handed_on = {entry.name for target in (WorkerConfig, DispatchConfig) for entry in fields(target)}
     read_in_server, read_in_workers = set(attributes_of_configs("server")), set(attributes_of_configs("workers"))
     unread = {
@@ -479,7 +484,7 @@ def test_every_knob_is_read_where_its_value_arrives() -> None:
         and not entry.name.startswith(("sampler", "vllm_"))
     }
     assert unread == {"shard"}  # it becomes a part of `parallel`
-    # Those knobs have other names there.
+    # Knobs of sampling have other names in SamplingConfig and VllmConfig.
     assert {entry.name for target in (SamplingConfig, VllmConfig) for entry in fields(target)} <= read_in_workers
     assert "no_such_knob" not in read_in_server | read_in_workers
 
@@ -492,7 +497,7 @@ def test_every_knob_has_help_and_a_default_that_passes_its_check() -> None:
             assert getattr(defaults, entry.name) == entry.default
 
 
-def test_each_base_model_may_have_a_device_of_its_own() -> None:
+def test_each_base_model_can_have_its_own_device() -> None:
     models = {"TRAINHOUSE_BASE_MODELS": "a=/,b=/"}
     config = load_config({"device": "cpu,cuda:1"}, models, None)
     assert [model.device for model in config.dispatch_config().models] == ["cpu", "cuda:1"]

@@ -1,6 +1,6 @@
-"""Captured features: whose they are, for how long and how much of them, what holds them, and what a crash leaves.
+"""Captured features: ownership, expiry, quotas, features held for unfinished steps, and recovery from crashes.
 
-The workers are real ones: what is answered with stored features is what the target tells, and they say which of both.
+The workers are real: stored features must give the results that running the target gives.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from ..runs.test_pinned_checkpoints import until
 pytestmark = pytest.mark.anyio
 
 LOSS = {"loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3}}
-NOT = {"capture_for": None}
+NO_CAPTURE = {"capture_for": None}
 LENGTH = 12
 
 
@@ -59,231 +59,236 @@ def some_data(seed: int, number: int = 3) -> list[dict[str, Any]]:
     return [{"model_input": random.integers(3, 500, LENGTH).tolist()} for _ in range(number)]
 
 
-async def captured(run: Run, data: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    """The data, with references."""
+async def capture(run: Run, data: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """Captures the data and returns it with references."""
     answer = await run.do("capture", data=data, **fields)
     assert "error" not in answer, answer
     return [datum | {"feature_ref": ref} for datum, ref in zip(data, answer["feature_refs"], strict=True)]
 
 
-async def learned(run: Run, data: Sequence[dict[str, Any]], verb: str = "forward_backward") -> Any:
+async def train_draft(run: Run, data: Sequence[dict[str, Any]], verb: str = "forward_backward") -> Any:
     return await run.do(verb, data=data, **LOSS)
 
 
-async def refused(run: Run, data: Sequence[dict[str, Any]], verb: str = "forward_backward") -> str:
-    failed = await learned(run, data, verb)
+async def refusal_of(run: Run, data: Sequence[dict[str, Any]], verb: str = "forward_backward") -> str:
+    failed = await train_draft(run, data, verb)
     assert failed["category"] == "user", failed
     return failed["error"]
 
 
-async def stock(server: Server) -> dict[str, int]:
+async def feature_stats(server: Server) -> dict[str, int]:
     return (await server.clients[ALICE].get("workers")).json()["features"]
 
 
-def files(server: Server) -> list[str]:
+def feature_files(server: Server) -> list[str]:
     return sorted(path.name for path in (server.services.config.state_dir / "features").glob("*/*"))
 
 
-async def size_of(server: Server, number: int = 1) -> int:
-    """Of some data's features, as it is measured before."""
+async def charged_bytes(server: Server, number: int = 1) -> int:
+    """Returns the bytes charged for the features of `number` sequences."""
     draft = await create_draft(server)
     info = server.services.runs._services.operations.infos[draft.model_id]
     return number * (info.feature_bytes * LENGTH + 1024)
 
 
-# Learning
+# Training
 
 
-async def test_data_with_references_learn_as_those_without(server: Server) -> None:
+async def test_stored_features_train_like_running_the_target(server: Server) -> None:
     target = await saved_policy(server, 3)
     online, offline = [await create_draft(server, target_path=target) for _ in range(2)]
     batches = [some_data(seed) for seed in (1, 2)]
-    referring = [await captured(offline, batch) for batch in batches]
-    assert (await stock(server))["num_sequences"] == 6
+    referring = [await capture(offline, batch) for batch in batches]
+    assert (await feature_stats(server))["num_sequences"] == 6
     for epoch in range(2):
         for batch, with_refs in zip(batches, referring, strict=True):
-            assert await learned(online, batch, "forward") == await learned(offline, with_refs, "forward")
-            assert await learned(online, batch) == await learned(offline, with_refs), epoch
+            assert await train_draft(online, batch, "forward") == await train_draft(offline, with_refs, "forward")
+            assert await train_draft(online, batch) == await train_draft(offline, with_refs), epoch
             assert await online.optim_step() == await offline.optim_step()
 
 
-async def test_a_datum_may_come_by_protobuf_and_chunks(server: Server) -> None:
+async def test_chunked_and_plain_tokens_share_features(server: Server) -> None:
     draft = await create_draft(server)
     (datum,) = some_data(1, 1)
     chunked = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": datum["model_input"]}]}}
-    (one,), (other,) = await captured(draft, [datum]), await captured(draft, [chunked])
+    (one,), (other,) = await capture(draft, [datum]), await capture(draft, [chunked])
     address = [each["feature_ref"].split("-")[1] for each in (one, other)]
     assert address[0] == address[1] and one["feature_ref"] != other["feature_ref"]
-    assert (await stock(server))["num_sequences"] == 1 and (await stock(server))["num_references"] == 2
+    assert (await feature_stats(server))["num_sequences"] == 1 and (await feature_stats(server))["num_references"] == 2
 
 
 # References
 
 
-async def test_a_reference_is_of_its_tenant_alone(server: Server) -> None:
+async def test_references_belong_to_one_tenant(server: Server) -> None:
     draft, of_bob = await create_draft(server), await create_draft(server, BOB)
-    data = await captured(draft, some_data(1))
-    assert "cannot be used: it is not there, or not yours" in await refused(of_bob, data)
-    await captured(of_bob, some_data(1))
-    assert "cannot be used: it is not there, or not yours" in await refused(of_bob, data), "though he has the same"
-    assert (await stock(server))["num_sequences"] == 6, "each tenant has its own"
+    data = await capture(draft, some_data(1))
+    assert "cannot be used: it does not exist, or is not yours" in await refusal_of(of_bob, data)
+    await capture(of_bob, some_data(1))
+    assert "cannot be used: it does not exist, or is not yours" in await refusal_of(of_bob, data), (
+        "although bob captured the same data"
+    )
+    assert (await feature_stats(server))["num_sequences"] == 6, "each tenant has its own"
     other = await create_draft(server)
-    assert "error" not in await learned(other, data), "any draft of hers that is aimed at the same"
+    assert "error" not in await train_draft(other, data), "any draft of the tenant with the same target"
 
 
 @pytest.mark.parametrize("ref", ["", "nothing", "features-zz-1", f"features-{'0' * 32}-1", "features-../../x-1", 7])
-async def test_what_is_no_reference_is_refused_by_name(server: Server, ref: Any) -> None:
+async def test_invalid_references_are_refused_by_name(server: Server, ref: Any) -> None:
     draft, data = await create_draft(server), some_data(1)
     data[1]["feature_ref"] = ref
     if ref == 7:
         await draft.submit("forward_backward", status=400, data=data, **LOSS)
     elif ref:
-        assert f"feature_ref {ref} cannot be used: it is not there" in await refused(draft, data)
+        assert f"feature_ref {ref} cannot be used: it does not exist" in await refusal_of(draft, data)
     else:
-        assert "error" not in await learned(draft, data)
+        assert "error" not in await train_draft(draft, data)
 
 
-async def test_features_of_another_target_are_refused_and_come_back_with_it(server: Server) -> None:
+async def test_features_of_another_target_are_refused_until_it_is_set_again(server: Server) -> None:
     draft = await create_draft(server)
-    data = await captured(draft, some_data(1))
+    data = await capture(draft, some_data(1))
     await draft.do("set_target", path=await saved_policy(server, 3))
-    reason = await refused(draft, data)
-    assert "datum 0: its feature_ref is of features of target" in reason and "capture them again" in reason
-    assert "error" not in await learned(draft, await captured(draft, some_data(1)))
+    reason = await refusal_of(draft, data)
+    assert "datum 0: its feature_ref names features captured from target" in reason and "capture them again" in reason
+    assert "error" not in await train_draft(draft, await capture(draft, some_data(1)))
     await draft.do("set_target", path=None)
-    assert "error" not in await learned(draft, data)
+    assert "error" not in await train_draft(draft, data)
     other = await create_draft(server, capture_layers=[0])
-    assert "and the draft reads 0 with hidden_state" in await refused(other, data)
+    assert "but the draft reads 0 with hidden_state" in await refusal_of(other, data)
 
 
-async def test_only_drafts_capture_and_refer(server: Server) -> None:
+async def test_only_drafts_can_capture_and_use_references(server: Server) -> None:
     draft, policy = await create_draft(server), await create_policy(server, 3)
-    (datum,) = await captured(draft, some_data(1, 1))
+    (datum,) = await capture(draft, some_data(1, 1))
     assert (await policy.do("capture", data=some_data(1)))["error"] == (
-        "a policy has no target: capture is of draft models"
+        "a policy has no target: capture is only for draft models"
     )
     inputs = {"loss_fn_inputs": {"target_tokens": datum["model_input"], "weights": [1.0] * LENGTH}}
     failed = await policy.do("forward", data=[datum | inputs], loss_fn="cross_entropy")
-    assert failed["error"] == "feature_ref is of draft models, and this is a policy: leave it out"
+    assert failed["error"] == "feature_ref is only for draft models, and this is a policy: leave it out"
     assert "unknown loss_fn 'capture'" in (await draft.do("forward", data=[datum], loss_fn="capture"))["error"]
     bad = await draft.do("capture", data=[{"model_input": [600]}])
     assert "outside the vocabulary" in bad["error"]
     await draft.submit("capture", status=400, data=[], seq_id=99)
 
 
-async def test_references_end_with_their_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_references_expire(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = await create_draft(server)
-    soon, later = await captured(draft, some_data(1), ttl_seconds=60), await captured(draft, some_data(2))
+    soon, later = await capture(draft, some_data(1), ttl_seconds=60), await capture(draft, some_data(2))
     now = server.services.features._clock()
     monkeypatch.setattr(server.services.features, "_clock", lambda: now + 61)
-    assert "cannot be used: it has expired; capture it again" in await refused(draft, soon)
-    assert (await stock(server))["num_sequences"] == 6
+    assert "cannot be used: it has expired; capture it again" in await refusal_of(draft, soon)
+    assert (await feature_stats(server))["num_sequences"] == 6
     await server.services.features.expire()
-    assert (await stock(server))["num_sequences"] == 3 and len(files(server)) == 6
-    assert "cannot be used: it has expired; capture it again" in await refused(draft, soon), "it is still known"
-    assert "error" not in await learned(draft, later)
+    assert (await feature_stats(server))["num_sequences"] == 3 and len(feature_files(server)) == 6
+    assert "cannot be used: it has expired; capture it again" in await refusal_of(draft, soon), (
+        "the server remembers why"
+    )
+    assert "error" not in await train_draft(draft, later)
     answer = await draft.do("capture", data=some_data(1))
     assert answer["expires_at"] == pytest.approx(now + 61 + server.services.config.feature_ttl_seconds, abs=1)
 
 
-async def test_references_may_last_as_long_as_the_server_lets_them_and_what_was_accepted_stays(
+async def test_ttl_is_limited_by_the_server_except_for_accepted_captures(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path) as server:
         draft = await create_draft(server)
         for seconds in (10**12, 86400.5, 1e300):
-            refused = await draft.submit("capture", status=400, data=some_data(1), ttl_seconds=seconds)
-            assert refused["detail"] == (
-                f"ttl_seconds is {seconds:.15g}, more than the 86400 for which features are kept here: ask for at most"
+            refusal = await draft.submit("capture", status=400, data=some_data(1), ttl_seconds=seconds)
+            assert refusal["detail"] == (
+                f"ttl_seconds is {seconds:.15g}, more than the 86400 for which features are kept here: request at most"
                 f" that, leave it out, or start the server with --feature-ttl-seconds {seconds:.15g}"
             )
         answer = await draft.do("capture", data=some_data(1), ttl_seconds=86400)
-        assert "error" not in answer, "what was refused counts as done"
+        assert "error" not in answer, "refused captures do not block later ones"
     async with serving(dispatch, tiny_models, tmp_path, feature_ttl_seconds=60.0) as server:
         draft.server = server
         again = {"data": some_data(1), "ttl_seconds": 86400, "seq_id": 4}
         submitted = await draft.submit("capture", **again)
         assert (await server.result(submitted["request_id"]))["feature_refs"] == answer["feature_refs"]
-        refused = await draft.submit("capture", status=400, **(again | {"seq_id": 5}))
-        assert "more than the 60 for" in refused["detail"]
+        refusal = await draft.submit("capture", status=400, **(again | {"seq_id": 5}))
+        assert "more than the 60 for" in refusal["detail"]
 
 
-async def test_bytes_are_back_at_zero_behind_the_step_of_the_last_use(server: Server) -> None:
+async def test_features_are_freed_after_the_step_of_their_last_use(server: Server) -> None:
     draft = await create_draft(server)
-    data = await captured(draft, some_data(1), uses=2)
-    before = await stock(server)
+    data = await capture(draft, some_data(1), uses=2)
+    before = await feature_stats(server)
     assert before["num_bytes"] > 0
     for step in range(2):
-        assert "error" not in await learned(draft, data, "forward"), "which is no use"
-        assert "error" not in await learned(draft, data)
-        assert (await stock(server))["num_bytes"] == before["num_bytes"], step
+        assert "error" not in await train_draft(draft, data, "forward"), "a forward does not count as a use"
+        assert "error" not in await train_draft(draft, data)
+        assert (await feature_stats(server))["num_bytes"] == before["num_bytes"], step
         assert "error" not in await draft.optim_step()
-    assert await stock(server) == dict.fromkeys(before, 0) and files(server) == []
-    assert "it was captured for a number of uses, which it has had" in await refused(draft, data)
+    assert await feature_stats(server) == dict.fromkeys(before, 0) and feature_files(server) == []
+    assert "it was captured for a limited number of uses, and none is left" in await refusal_of(draft, data)
 
 
-async def test_uses_that_earlier_operations_take_are_not_there_for_later_ones(server: Server) -> None:
+async def test_uses_of_earlier_operations_are_unavailable_to_later_ones(server: Server) -> None:
     draft = await create_draft(server)
-    data = await captured(draft, some_data(1), uses=2)
+    data = await capture(draft, some_data(1), uses=2)
     requests = [await draft.submit("forward_backward", data=data, **LOSS) for _ in range(3)]
     answers = [await server.result(each["request_id"]) for each in requests]
     assert [("error" in answer) for answer in answers] == [False, False, True]
     assert "it has 2 uses left, 2 of them for operations before this one" in answers[2]["error"]
     failed = await draft.optim_step()
-    assert "error" in failed, "its batch is not whole"
-    assert "error" not in await learned(draft, data), "a use is one that a step has taken"
+    assert "error" in failed, "its batch is incomplete"
+    assert "error" not in await train_draft(draft, data), "only a successful step takes a use"
 
 
-async def test_the_same_twice_in_a_batch_is_two_uses(server: Server) -> None:
+async def test_a_datum_captured_twice_in_a_batch_has_two_uses(server: Server) -> None:
     draft = await create_draft(server)
     (datum,) = some_data(1, 1)
-    data = await captured(draft, [datum, datum], uses=1)
-    assert data[0] == data[1] and (await stock(server))["num_references"] == 1
-    assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
-    assert (await stock(server))["num_bytes"] == 0
+    data = await capture(draft, [datum, datum], uses=1)
+    assert data[0] == data[1] and (await feature_stats(server))["num_references"] == 1
+    assert "error" not in await train_draft(draft, data) and "error" not in await draft.optim_step()
+    assert (await feature_stats(server))["num_bytes"] == 0
 
 
-async def test_what_an_unfinished_step_needs_is_held(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it was released or has expired meanwhile."""
+async def test_features_of_an_unfinished_step_are_held_despite_release_and_expiry(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft = await create_draft(server)
-    one, other, third = [await captured(draft, some_data(seed)) for seed in (1, 2, 3)]
+    one, other, third = [await capture(draft, some_data(seed)) for seed in (1, 2, 3)]
     for data in (one, other):
-        assert "error" not in await learned(draft, data)
+        assert "error" not in await train_draft(draft, data)
     body = {"model_id": draft.model_id, "feature_refs": [each["feature_ref"] for each in one]}
     assert (await server.post("release_features", body))["num_released"] == 3
     assert (await server.post("release_features", body))["num_released"] == 0
     now = server.services.features._clock()
     monkeypatch.setattr(server.services.features, "_clock", lambda: now + 1e6)
     await server.services.features.expire()
-    found = await stock(server)
+    found = await feature_stats(server)
     assert (found["num_sequences"], found["num_held"], found["num_references"]) == (6, 6, 0)
-    assert "cannot be used: it was released; capture it again" in await refused(draft, one)
-    assert "cannot be used: it has expired" in await refused(draft, third)
-    assert (await stock(server))["num_held"] == 6, "until a step, which now clears"
+    assert "cannot be used: it was released; capture it again" in await refusal_of(draft, one)
+    assert "cannot be used: it has expired" in await refusal_of(draft, third)
+    assert (await feature_stats(server))["num_held"] == 6, "held until the next step, which clears the window"
     await draft.optim_step()
-    assert (await stock(server))["num_bytes"] == 0 and files(server) == []
+    assert (await feature_stats(server))["num_bytes"] == 0 and feature_files(server) == []
 
 
-async def test_what_is_released_is_gone_and_counted_by_reference(server: Server) -> None:
+async def test_released_features_stay_while_another_reference_exists(server: Server) -> None:
     one, other = [await create_draft(server) for _ in range(2)]
-    data, again = [await captured(draft, some_data(1)) for draft in (one, other)]
-    assert (await stock(server))["num_sequences"] == 3
+    data, again = [await capture(draft, some_data(1)) for draft in (one, other)]
+    assert (await feature_stats(server))["num_sequences"] == 3
     released = await server.post("release_features", {"model_id": one.model_id})
     assert released == {"num_released": 3, "type": "release_features"}
-    assert (await stock(server))["num_sequences"] == 3
-    assert "it was released" in await refused(other, data) and "error" not in await learned(other, again)
+    assert (await feature_stats(server))["num_sequences"] == 3
+    assert "it was released" in await refusal_of(other, data) and "error" not in await train_draft(other, again)
     await server.post(f"sessions/{other.session_id}/finish", {"reason": {"type": "success"}}, status=204)
-    await until(lambda: not files(server))
-    assert (await stock(server))["num_bytes"] == 0, "what a run has captured ends with it"
+    await until(lambda: not feature_files(server))
+    assert (await feature_stats(server))["num_bytes"] == 0, "references end with their run"
 
 
 @pytest.mark.parametrize("meanwhile", ["released", "expired", "used up"])
-async def test_what_a_capture_has_found_is_there_until_its_answer(
+async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """Though nobody else needs it any more; what nobody has captured again is deleted then."""
+    """Features that no other reference needs are deleted after the answer, unless they were captured again."""
     draft, other = [await create_draft(server) for _ in range(2)]
-    data = await captured(draft, some_data(1, 5), uses=1)
+    data = await capture(draft, some_data(1, 5), uses=1)
     forward_backward, deleted = server.services.dispatch.forward_backward, []
     now = server.services.features._clock()
 
@@ -291,33 +296,33 @@ async def test_what_a_capture_has_found_is_there_until_its_answer(
         output = await forward_backward(request)
         if request.loss_fn != "capture":
             return output
-        before = files(server)
+        before = feature_files(server)
         if meanwhile == "released":
             await server.post("release_features", {"model_id": draft.model_id})
         elif meanwhile == "expired":
             monkeypatch.setattr(server.services.features, "_clock", lambda: now + 1e6)
             await server.services.features.expire()
         else:
-            assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
-        deleted.append(set(before) - set(files(server)))
-        assert "cannot be used" in await refused(draft, data)
+            assert "error" not in await train_draft(draft, data) and "error" not in await draft.optim_step()
+        deleted.append(set(before) - set(feature_files(server)))
+        assert "cannot be used" in await refusal_of(draft, data)
         return output
 
     monkeypatch.setattr(server.services.dispatch, "forward_backward", ending)
-    again = await captured(other, some_data(1, 5)[:3])
+    again = await capture(other, some_data(1, 5)[:3])
     assert deleted == [set()], "in one pass"
-    assert (await stock(server))["num_sequences"] == 3 and len(files(server)) == 6
-    assert "error" not in await learned(other, again)
+    assert (await feature_stats(server))["num_sequences"] == 3 and len(feature_files(server)) == 6
+    assert "error" not in await train_draft(other, again)
 
 
 # Room
 
 
-async def test_room_that_is_made_while_others_capture_comes_behind_them(
+async def test_room_released_during_a_capture_is_freed_after_it(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await size_of(any_server, 3)
+        size = await charged_bytes(any_server, 3)
     forward_backward, may_end = dispatch.forward_backward, asyncio.Event()
 
     async def held_up(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
@@ -328,40 +333,40 @@ async def test_room_that_is_made_while_others_capture_comes_behind_them(
     options = {"tenant_feature_bytes": 2 * size + 100, "feature_wait_seconds": 30}
     async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
         draft, other = [await create_draft(server) for _ in range(2)]
-        await captured(draft, some_data(1))
+        await capture(draft, some_data(1))
         monkeypatch.setattr(dispatch, "forward_backward", held_up)
         under_way = await other.submit("capture", data=some_data(2))
         waiting = asyncio.create_task(draft.submit("capture", data=some_data(3)))
-        await until(lambda: len(files(server)) == 6 + 3 and server.services.features.stock().num_waiting == 1)
+        await until(lambda: len(feature_files(server)) == 6 + 3 and server.services.features.stock().num_waiting == 1)
         await server.post("release_features", {"model_id": draft.model_id})
-        assert len(files(server)) == 6 + 3 and not waiting.done()
+        assert len(feature_files(server)) == 6 + 3 and not waiting.done()
         may_end.set()
         for each in (under_way, await waiting):
             assert "error" not in await server.result(each["request_id"])
-        assert (await stock(server))["num_sequences"] == 6
+        assert (await feature_stats(server))["num_sequences"] == 6
 
 
-async def test_a_capture_waits_for_room_and_is_then_put_off(
+async def test_a_capture_waits_for_room_and_is_then_throttled(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await size_of(any_server, 3)
+        size = await charged_bytes(any_server, 3)
     options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 0.3}
     async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
         draft = await create_draft(server)
         too_many = await draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1)
         assert f"more than the limit of {size + 100} (the server's --tenant-feature-bytes)" in too_many["detail"]
         next(draft.numbers)
-        data = await captured(draft, some_data(1))
+        data = await capture(draft, some_data(1))
         answer = await server.clients[ALICE].post("capture", json={"model_id": draft.model_id, "data": some_data(2)})
         assert answer.status_code == 429 and float(answer.headers["Retry-After"]) > 0
         assert "captured features of yours have" in answer.json()["detail"]
-        assert (await stock(server))["num_put_off"] == 1
+        assert (await feature_stats(server))["num_put_off"] == 1
         repeated = await draft.submit("capture", data=some_data(1), seq_id=2)
         refs = [datum["feature_ref"] for datum in data]
-        assert (await server.result(repeated["request_id"]))["feature_refs"] == refs, "it has its room"
+        assert (await server.result(repeated["request_id"]))["feature_refs"] == refs, "its room is already reserved"
         of_bob = await create_draft(server, BOB)
-        await captured(of_bob, some_data(2))
+        await capture(of_bob, some_data(2))
         limits = (await server.clients[ALICE].get("limits")).json()
         assert limits["feature_bytes"]["limit"] == size + 100 and limits["feature_bytes"]["used"] <= size
         assert limits["server_feature_bytes"]["used"] > limits["feature_bytes"]["used"]
@@ -369,29 +374,29 @@ async def test_a_capture_waits_for_room_and_is_then_put_off(
         await until(lambda: server.services.features.stock().num_waiting == 1)
         await server.post("release_features", {"model_id": draft.model_id})
         assert "error" not in await server.result((await waiting)["request_id"])
-        assert "it was released" in await refused(draft, data)
+        assert "it was released" in await refusal_of(draft, data)
 
 
 async def test_all_tenants_together_have_a_limit(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await size_of(any_server, 3)
+        size = await charged_bytes(any_server, 3)
     async with serving(dispatch, tiny_models, tmp_path / "b", feature_bytes=size) as server:
         draft, of_bob = await create_draft(server), await create_draft(server, BOB)
-        await captured(draft, some_data(1))
-        put_off = await of_bob.submit("capture", status=429, data=some_data(1))
+        await capture(draft, some_data(1))
+        throttled = await of_bob.submit("capture", status=429, data=some_data(1))
         assert (
-            "captured features of all tenants leave no room" in put_off["detail"]
-            and "--feature-bytes" in put_off["detail"]
+            "captured features of all tenants leave no room" in throttled["detail"]
+            and "--feature-bytes" in throttled["detail"]
         )
 
 
-async def test_the_room_of_a_draft_that_is_not_created_yet_is_waited_for(
+async def test_a_capture_waits_for_the_creation_of_its_draft(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await size_of(any_server, 3)
+        size = await charged_bytes(any_server, 3)
     may_create, create_run = asyncio.Event(), dispatch.create_run
 
     async def creating(*arguments: Any) -> RunInfo:
@@ -404,8 +409,11 @@ async def test_the_room_of_a_draft_that_is_not_created_yet_is_waited_for(
         session_id = await server.create_session()
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
         draft = Run(server, (await server.post("create_model", body))["request_id"].rpartition(":")[0], session_id)
-        put_off = await draft.submit("capture", status=429, data=some_data(1), seq_id=1)
-        assert put_off["detail"] == f"draft {draft.model_id} is not created yet: its features are captured once it is"
+        throttled = await draft.submit("capture", status=429, data=some_data(1), seq_id=1)
+        assert (
+            throttled["detail"]
+            == f"draft {draft.model_id} is not created yet: retry when its create_model has finished"
+        )
         too_many = asyncio.create_task(draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1))
         await until(lambda: bool(server.services.futures._deadlines))
         may_create.set()
@@ -414,18 +422,18 @@ async def test_the_room_of_a_draft_that_is_not_created_yet_is_waited_for(
         assert "error" not in await server.result(capturing["request_id"])
 
 
-async def test_what_is_captured_once_more_by_the_next_server_has_its_room(
+async def test_accepted_captures_keep_their_room_after_a_restart(
     config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_server(config, dispatch) as server:
-        size = await size_of(server, 3)
+        size = await charged_bytes(server, 3)
         draft, policy = await create_draft(server), await create_policy(server, 3)
         with monkeypatch.context() as patch:
             patch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
             of_pass: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
             accepted = [
                 await draft.submit("capture", data=some_data(1)),
-                await policy.submit("forward", data=scored(some_data(2)), **of_pass),
+                await policy.submit("forward", data=with_targets(some_data(2)), **of_pass),
             ]
     monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
     async with running_server(config, dispatch) as server:
@@ -437,125 +445,130 @@ async def test_what_is_captured_once_more_by_the_next_server_has_its_room(
             assert "error" not in await server.result(each["request_id"])
         await until(lambda: not server.services.runs.is_busy)
         limits = (await server.clients[ALICE].get("limits")).json()
-        assert limits["feature_bytes"]["used"] == (await stock(server))["num_bytes"] < 2 * size
+        assert limits["feature_bytes"]["used"] == (await feature_stats(server))["num_bytes"] < 2 * size
 
 
 async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await size_of(any_server, 3)
+        size = await charged_bytes(any_server, 3)
     options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 1}
     async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
         policy, twin = [await create_policy(server, 3) for _ in range(2)]
         draft = await create_draft(server)
         asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
         for seed, number, why in ((1, 3, ""), (2, 3, "captured features of yours have"), (3, 4, "more than the limit")):
-            data = scored(some_data(seed, number))
+            data = with_targets(some_data(seed, number))
             output = await policy.do("forward_backward", data=data, **asked)
-            refs, wanted = output.pop("feature_refs"), await twin.do("forward_backward", data=data, **asked | NOT)
+            refs, wanted = (
+                output.pop("feature_refs"),
+                await twin.do("forward_backward", data=data, **asked | NO_CAPTURE),
+            )
             assert output == wanted and [ref is None for ref in refs] == [bool(why)] * number
             assert why in caplog.text
         assert await policy.optim_step() == await twin.optim_step(), "none of them counts as refused"
         assert f"run {policy.model_id} captures nothing for {draft.model_id}: " in caplog.text
-        waiting = asyncio.create_task(policy.do("forward", data=scored(some_data(2)), **asked))
+        waiting = asyncio.create_task(policy.do("forward", data=with_targets(some_data(2)), **asked))
         await until(lambda: server.services.features.stock().num_waiting == 1)
         await server.post("release_features", {"model_id": draft.model_id})
-        assert None not in (await waiting)["feature_refs"], "there is room in time"
+        assert None not in (await waiting)["feature_refs"], "room was freed in time"
 
 
-async def test_what_was_accepted_without_room_stays_without_it(
+async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In the next server, though there would be room by then."""
+    """The released features would leave room by then."""
     async with serving(dispatch, tiny_models, tmp_path) as server:
-        size = await size_of(server, 3)
+        size = await charged_bytes(server, 3)
     options = {"tenant_feature_bytes": size + 100}
     async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
-        await captured(draft, some_data(1))
+        await capture(draft, some_data(1))
         server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
         asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
-        accepted = await policy.submit("forward_backward", data=scored(some_data(2)), **asked)
+        accepted = await policy.submit("forward_backward", data=with_targets(some_data(2)), **asked)
         await server.post("release_features", {"model_id": draft.model_id})
     async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         assert (await server.result(accepted["request_id"]))["feature_refs"] == [None] * 3
-        assert (await stock(server))["num_references"] == 0 and files(server) == []
+        assert (await feature_stats(server))["num_references"] == 0 and feature_files(server) == []
         policy.server = server
-        output = await policy.do("forward_backward", data=scored(some_data(2)), **asked)
+        output = await policy.do("forward_backward", data=with_targets(some_data(2)), **asked)
         assert None not in output["feature_refs"], "the next one has room"
 
 
-async def test_room_that_a_step_makes_is_waited_for(
+async def test_a_capture_waits_for_the_step_that_frees_room(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Batch after batch, each captured for one use, in room for one."""
+    """Each batch is captured for one use, with room for a single batch."""
     async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await size_of(any_server, 3)
+        size = await charged_bytes(any_server, 3)
     options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 30}
     async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
         draft = await create_draft(server)
         for seed in range(4):
-            data = await captured(draft, some_data(seed), uses=1)
+            data = await capture(draft, some_data(seed), uses=1)
             learning = await draft.submit("forward_backward", data=data, **LOSS)
             stepping = await draft.submit("optim_step", adam_params=AdamParams().model_dump())
             for each in (learning, stepping):
                 assert "error" not in await server.result(each["request_id"])
-        assert (await stock(server))["num_bytes"] == 0
+        assert (await feature_stats(server))["num_bytes"] == 0
 
 
-async def test_a_captures_tokens_count_as_those_of_a_pass(
+async def test_capture_tokens_count_towards_the_rate_limit(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path, tenant_tokens_per_minute=1000) as server:
         draft = await create_draft(server)
-        await captured(draft, some_data(1))
+        await capture(draft, some_data(1))
         used = (await server.clients[ALICE].get("limits")).json()["tokens_per_minute"]["used"]
-        assert 0 < used <= 3 * LENGTH, "which falls with time"
+        assert 0 < used <= 3 * LENGTH, "usage decays with time"
 
 
 # Crashes
 
 
 @pytest.mark.parametrize("dies", ["worker", "server"])
-async def test_references_outlive_workers_and_servers(tiny_models: dict[str, Path], tmp_path: Path, dies: str) -> None:
-    """And what is repeated behind that learns the same, also from what is gone since."""
+async def test_references_survive_crashes_of_workers_and_servers(
+    tiny_models: dict[str, Path], tmp_path: Path, dies: str
+) -> None:
+    """Operations repeated after the crash give the same results, even with features that were deleted since."""
     config = config_of(tiny_models, tmp_path)
     async with started_dispatch(config) as dispatch:
         async with running_server(config, dispatch) as server:
             target = await saved_policy(server, 3)
             draft, unharmed = [await create_draft(server, target_path=target) for _ in range(2)]
-            kept, used_up = await captured(draft, some_data(1)), await captured(draft, some_data(2), uses=1)
+            kept, used_up = await capture(draft, some_data(1)), await capture(draft, some_data(2), uses=1)
             for run, batches in ((draft, (kept, used_up)), (unharmed, (some_data(1), some_data(2)))):
                 for batch in batches:
-                    assert "error" not in await learned(run, batch)
+                    assert "error" not in await train_draft(run, batch)
                 assert "error" not in await run.optim_step()
-                assert "error" not in await learned(run, batches[0])
-            assert (await stock(server))["num_sequences"] == 3
-            wanted = [await unharmed.optim_step(), await learned(unharmed, some_data(4), "forward")]
+                assert "error" not in await train_draft(run, batches[0])
+            assert (await feature_stats(server))["num_sequences"] == 3
+            wanted = [await unharmed.optim_step(), await train_draft(unharmed, some_data(4), "forward")]
             if dies == "worker":
                 await kill_worker(server)
-                assert [await draft.optim_step(), await learned(draft, some_data(4), "forward")] == wanted
+                assert [await draft.optim_step(), await train_draft(draft, some_data(4), "forward")] == wanted
         if dies == "server":
             for snapshots in (tmp_path / "snapshots").glob("*/*"):
                 (snapshots / "manifest.json").unlink()
         async with running_server(config, dispatch) as server:
             draft.server = server
             if dies == "server":
-                assert [await draft.optim_step(), await learned(draft, some_data(4), "forward")] == wanted
-            assert (await stock(server))["num_sequences"] == 3
-            assert "error" not in await learned(draft, kept, "forward")
-            failed = await refused(draft, used_up, "forward")
-            assert "cannot be used: it is" in failed
+                assert [await draft.optim_step(), await train_draft(draft, some_data(4), "forward")] == wanted
+            assert (await feature_stats(server))["num_sequences"] == 3
+            assert "error" not in await train_draft(draft, kept, "forward")
+            failed = await refusal_of(draft, used_up, "forward")
+            assert "cannot be used: it " in failed
 
 
-async def test_what_was_accepted_is_done_by_the_next_server_though_its_features_are_gone(
+async def test_accepted_operations_run_after_a_restart_without_their_features(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
     async with running_server(config, dispatch) as server:
         draft, unharmed = [await create_draft(server) for _ in range(2)]
-        data = await captured(draft, some_data(1))
-        wanted = await learned(unharmed, some_data(1))
+        data = await capture(draft, some_data(1))
+        wanted = await train_draft(unharmed, some_data(1))
         server.services.runs._runs[draft.model_id]._may_begin = lambda slot: False
         accepted = await draft.submit("forward_backward", data=data, **LOSS)
     for path in (config.state_dir / "features").glob("*/*"):
@@ -564,105 +577,104 @@ async def test_what_was_accepted_is_done_by_the_next_server_though_its_features_
         assert await server.result(accepted["request_id"]) == wanted
 
 
-async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+async def test_files_without_an_answered_capture_are_swept(config: ServerConfig, dispatch: WorkerDispatch) -> None:
     async with running_server(config, dispatch) as server:
         draft = await create_draft(server)
-        data = await captured(draft, some_data(1))
+        data = await capture(draft, some_data(1))
         (directory,) = (config.state_dir / "features").iterdir()
         (directory / f"{'1' * 32}.safetensors").write_bytes(b"a capture that a death ended")
         (directory / ".staging-1").write_bytes(b"a write that a death ended")
         of_another = directory.parent / "another-tenant"
         of_another.mkdir()
         (of_another / f"{'2' * 32}.safetensors").write_bytes(b"the first of a tenant")
-        named = files(server)
+        named = feature_files(server)
     async with running_server(config, dispatch) as server:
-        assert len(files(server)) == len(named) - 3 == 6
+        assert len(feature_files(server)) == len(named) - 3 == 6
         draft.server = server
-        assert "error" not in await learned(draft, data)
+        assert "error" not in await train_draft(draft, data)
 
 
-async def test_what_only_looks_at_features_lets_go_of_them_however_it_fails(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_forward_releases_its_features_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = await create_draft(server)
-    data = await captured(draft, some_data(1))
+    data = await capture(draft, some_data(1))
 
     async def broken(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         raise RuntimeError(f"{request.loss_fn} is broken")
 
     with monkeypatch.context() as patch:
         patch.setattr(server.services.dispatch, "forward_backward", broken)
-        assert "internal error" in (await learned(draft, data, "forward"))["error"]
-        assert (await stock(server))["num_held"] == 0
-        assert "internal error" in (await learned(draft, data))["error"]
-        assert (await stock(server))["num_held"] == 3, "until the step that clears"
+        assert "internal error" in (await train_draft(draft, data, "forward"))["error"]
+        assert (await feature_stats(server))["num_held"] == 0
+        assert "internal error" in (await train_draft(draft, data))["error"]
+        assert (await feature_stats(server))["num_held"] == 3, "held until the next step"
     assert "error" in await draft.optim_step()
-    assert (await stock(server))["num_held"] == 0
+    assert (await feature_stats(server))["num_held"] == 0
 
 
-async def test_files_that_nobody_knows_are_looked_for_behind_what_fails_and_now_and_then(server: Server) -> None:
-    """Not beside steps and captures, which look at their own alone."""
+async def test_unknown_files_are_swept_after_failures_and_periodically(server: Server) -> None:
+    """Steps and captures look at their own files only."""
     draft = await create_draft(server)
-    await captured(draft, some_data(1))
+    await capture(draft, some_data(1))
     (directory,) = (server.services.config.state_dir / "features").iterdir()
     unknown = directory / f"{'1' * 32}.safetensors"
     unknown.write_bytes(b"")
-    data = await captured(draft, some_data(2), uses=1)
-    assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
+    data = await capture(draft, some_data(2), uses=1)
+    assert "error" not in await train_draft(draft, data) and "error" not in await draft.optim_step()
     await server.post("release_features", {"model_id": draft.model_id})
-    assert files(server) == [unknown.name]
+    assert feature_files(server) == [unknown.name]
     assert "error" in await draft.do("capture", data=[{"model_input": [600]}])
-    assert files(server) == []
+    assert feature_files(server) == []
     unknown.write_bytes(b"")
     await server.services.features.tidy()
-    assert files(server) == []
+    assert feature_files(server) == []
 
 
 # One forward of the target for policy and draft
 
 
-def scored(data: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For cross_entropy, of which a draft can read all."""
+def with_targets(data: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Adds inputs for cross_entropy, all of which a draft can read as well."""
     inputs = ({"target_tokens": [*each["model_input"][1:], 5], "weights": [1.0] * LENGTH} for each in data)
     return [each | {"loss_fn_inputs": given} for each, given in zip(data, inputs, strict=True)]
 
 
-async def test_policy_and_draft_learn_from_one_forward(server: Server) -> None:
-    """Step after step of both; the bytes are back at zero behind each of the draft's."""
+async def test_policy_and_draft_train_on_one_forward(server: Server) -> None:
+    """All features are freed after each step of the draft."""
     policy = await create_policy(server, 3)
     draft, online = [await create_draft(server) for _ in range(2)]
-    data = scored(some_data(9))
+    data = with_targets(some_data(9))
     for step in range(3):
         path = (await policy.do("save_weights_for_sampler", path=f"step-{step}"))["path"]
         for each in (draft, online):
             await each.do("set_target", path=path)
-        data = scored(some_data(step))
+        data = with_targets(some_data(step))
         output = await policy.do("forward_backward", data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
-        assert output["loss_fn_outputs"][0].keys() == {"logprobs"} and (await stock(server))["num_sequences"] == 3
+        assert (
+            output["loss_fn_outputs"][0].keys() == {"logprobs"} and (await feature_stats(server))["num_sequences"] == 3
+        )
         assert "error" not in await policy.optim_step()
         referring = [one | {"feature_ref": ref} for one, ref in zip(data, output["feature_refs"], strict=True)]
-        found, wanted = await learned(draft, referring), await learned(online, data)
+        found, wanted = await train_draft(draft, referring), await train_draft(online, data)
         assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-4)
         for each in (draft, online):
             assert "error" not in await each.optim_step()
-        assert (await stock(server))["num_bytes"] == 0
+        assert (await feature_stats(server))["num_bytes"] == 0
     await draft.do("set_target", path=None)
     output = await policy.do("forward", data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
     referring = [one | {"feature_ref": ref} for one, ref in zip(data, output["feature_refs"], strict=True)]
-    assert "of features of target" in await refused(draft, referring)
+    assert "its feature_ref names features captured from target" in await refusal_of(draft, referring)
     released = await server.post("release_features", {"model_id": draft.model_id})
-    assert released["num_released"] == 3, "they are the draft's"
+    assert released["num_released"] == 3, "the references belong to the draft"
 
 
 def tenant_directory(server: Server) -> Path:
-    """Of the only one."""
     (directory,) = (server.services.config.state_dir / "features").iterdir()
     return directory
 
 
 @contextmanager
 def full_disk(server: Server, file_bytes: int) -> Iterator[None]:
-    """Inside, the worker writes no file beyond so many bytes."""
+    """Limits the size of every file that the worker writes inside the block."""
     (pid,) = server.services.dispatch.pids(MODEL)
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (file_bytes, before[1]))
@@ -672,82 +684,86 @@ def full_disk(server: Server, file_bytes: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-async def test_a_policy_learns_though_the_disk_is_full(server: Server) -> None:
-    """What could not be kept has no reference, and its target runs."""
+async def test_a_policy_trains_although_the_disk_is_full(server: Server) -> None:
+    """Sequences that could not be stored have no reference, and the draft runs the target for them."""
     policy, twin = [await create_policy(server, 3) for _ in range(2)]
     path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
     draft = await create_draft(server, target_path=path)
-    data = scored(some_data(1, 9))
+    data = with_targets(some_data(1, 9))
     shorter = [4, 7]
     for number in shorter:
-        data[number] = scored([{"model_input": data[number]["model_input"][:3]}])[0]
+        data[number] = with_targets([{"model_input": data[number]["model_input"][:3]}])[0]
         data[number]["loss_fn_inputs"]["weights"] = [1.0] * 3
     body = {"data": data, "loss_fn": "cross_entropy"}
     wanted = await twin.do("forward_backward", **body)
-    with full_disk(server, await size_of(server) // 2):
+    with full_disk(server, await charged_bytes(server) // 2):
         output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
         failed = await draft.do("capture", data=some_data(2))
     refs = output.pop("feature_refs")
     assert output == wanted and await policy.optim_step() == await twin.optim_step()
     assert [number for number, ref in enumerate(refs) if ref is not None] == shorter
-    assert (await stock(server))["num_sequences"] == 2 and not [name for name in files(server) if "staging" in name]
+    assert (await feature_stats(server))["num_sequences"] == 2 and not [
+        name for name in feature_files(server) if "staging" in name
+    ]
     referring = [one | {"feature_ref": ref} for one, ref in zip(data, refs, strict=True)]
-    found, online = await learned(draft, referring), await learned(draft, data)
+    found, online = await train_draft(draft, referring), await train_draft(draft, data)
     assert found["metrics"] == pytest.approx(online["metrics"], rel=1e-4, abs=1e-4)
     assert failed["category"] == "server" and "are free there: make room on this disk" in failed["error"]
     assert failed["error"].startswith(f"features cannot be written to {tenant_directory(server)}")
-    assert len(await captured(draft, some_data(2))) == 3, "once there is room"
+    assert len(await capture(draft, some_data(2))) == 3, "the disk has room again"
 
 
-async def test_a_policy_learns_where_there_is_no_directory_for_features(server: Server) -> None:
+async def test_a_policy_trains_without_a_usable_features_directory(server: Server) -> None:
     policy, draft = await create_policy(server, 3), await create_draft(server)
-    await captured(draft, some_data(2))
+    await capture(draft, some_data(2))
     await server.post("release_features", {"model_id": draft.model_id})
     directory = tenant_directory(server)
     directory.rmdir()
     directory.write_text("in the way")
-    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
     failed = await draft.do("capture", data=some_data(2))
     assert failed["category"] == "server" and f"'{directory}': make room on this disk" in failed["error"]
 
 
-async def test_a_policy_learns_though_what_was_captured_is_gone_at_once(
+async def test_a_policy_trains_although_its_captured_files_disappear(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, draft = await create_policy(server, 3), await create_draft(server)
     forward_backward = server.services.dispatch.forward_backward
 
-    async def cleaned_behind(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+    async def delete_afterwards(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         output = await forward_backward(request)
         for path in (server.services.config.state_dir / "features").glob("*/*"):
             path.unlink()
         return output
 
-    monkeypatch.setattr(server.services.dispatch, "forward_backward", cleaned_behind)
-    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    monkeypatch.setattr(server.services.dispatch, "forward_backward", delete_afterwards)
+    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
 
 
-async def test_a_capture_of_what_is_gone_at_once_says_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_capture_whose_files_disappear_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, forward_backward = await create_draft(server), server.services.dispatch.forward_backward
 
-    async def cleaned_behind(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+    async def delete_afterwards(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         output = await forward_backward(request)
         next(tenant_directory(server).iterdir()).unlink()
         return output
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.services.dispatch, "forward_backward", cleaned_behind)
+        patch.setattr(server.services.dispatch, "forward_backward", delete_afterwards)
         failed = await draft.do("capture", data=some_data(1))
-    assert failed["category"] == "server" and f"are gone from {tenant_directory(server)}" in failed["error"]
-    assert (await stock(server))["num_sequences"] == 0 and files(server) == [], "nobody knows the others"
-    assert len(await captured(draft, some_data(1))) == 3
+    assert failed["category"] == "server" and f"have disappeared from {tenant_directory(server)}" in failed["error"]
+    assert (await feature_stats(server))["num_sequences"] == 0 and feature_files(server) == [], (
+        "the other files are deleted as well"
+    )
+    assert len(await capture(draft, some_data(1))) == 3
 
 
-async def test_a_policy_learns_though_nobody_can_tell_what_was_captured(
+async def test_a_policy_trains_although_captured_files_cannot_be_checked(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, draft = await create_policy(server, 3), await create_draft(server)
@@ -756,7 +772,7 @@ async def test_a_policy_learns_though_nobody_can_tell_what_was_captured(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(FeatureFiles, "are_there", stale)
-    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
     assert f"run {policy.model_id} captures nothing for {draft.model_id}: [Errno" in caplog.text
@@ -765,39 +781,39 @@ async def test_a_policy_learns_though_nobody_can_tell_what_was_captured(
     assert None not in output["feature_refs"]
 
 
-async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Server) -> None:
+async def test_capture_for_must_name_a_draft_of_the_tenant(server: Server) -> None:
     policy, other, draft = await create_policy(server, 3), await create_policy(server, 4), await create_draft(server)
     of_bob = await create_draft(server, BOB)
-    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     failed = await policy.do("forward", **body, capture_for=other.model_id)
     assert failed["error"] == f"capture_for {other.model_id} is a policy: name a draft"
     critic = await create_policy(server, 3, model_role="critic")
     failed = await critic.do("forward", data=some_data(1), loss_fn="value_mse", capture_for=draft.model_id)
-    assert failed["error"] == "capture_for is of policies, and this is a critic: leave it out"
+    assert failed["error"] == "capture_for is only for policies, and this is a critic: leave it out"
     for model_id in (of_bob.model_id, "none:train:0"):
         await policy.submit("forward_backward", status=404, **body, capture_for=model_id)
     tainted = await policy.optim_step()
     assert "was refused" in tainted["error"], "it counts as refused, and nothing waits for it"
-    assert (await stock(server))["num_bytes"] == 0
+    assert (await feature_stats(server))["num_bytes"] == 0
 
 
-async def test_what_is_captured_for_a_draft_refers_to_nothing_itself(server: Server) -> None:
+async def test_a_capturing_pass_cannot_use_references_itself(server: Server) -> None:
     policy, draft = await create_policy(server, 3), await create_draft(server)
-    data = scored(await captured(draft, some_data(1)))
+    data = with_targets(await capture(draft, some_data(1)))
     for verb in ("forward", "forward_backward"):
         failed = await policy.do(verb, data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
-        assert failed["error"] == "feature_ref is of draft models, and this is a policy: leave it out"
-    assert (await stock(server))["num_held"] == 0
+        assert failed["error"] == "feature_ref is only for draft models, and this is a policy: leave it out"
+    assert (await feature_stats(server))["num_held"] == 0
 
 
 @pytest.mark.parametrize("ends", ["before", "meanwhile", "within"])
 async def test_nothing_is_captured_for_a_draft_that_has_ended(
     config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """Before it is asked for, before its turn has come, or within the pass."""
+    """The draft ends before the request, before its turn, or within the pass."""
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
-        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy", "capture_for": draft.model_id}
+        asked = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy", "capture_for": draft.model_id}
 
         async def end() -> None:
             await server.post(f"sessions/{draft.session_id}/finish", {"reason": {"type": "success"}}, status=204)
@@ -828,29 +844,27 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
     async with running_server(config, dispatch) as server:
         answered = await server.result(accepted["request_id"])
         if ends == "within":
-            assert answered["feature_refs"] == [None] * 3, "its policy has learned by then"
+            assert answered["feature_refs"] == [None] * 3, "the pass of the policy was already done"
         else:
             assert answered["error"] == (
-                f"draft {draft.model_id}, to be captured for, has ended with its session: create one, and name its "
+                f"draft {draft.model_id}, named by capture_for, has ended with its session: create one, and name its "
                 "model_id"
             )
-        assert (await stock(server))["num_references"] == 0 and files(server) == []
+        assert (await feature_stats(server))["num_references"] == 0 and feature_files(server) == []
 
 
 @contextmanager
 def unanswered(server: Server, request_id: str) -> Iterator[None]:
-    """Inside, the operation is done, and its answer is not written."""
+    """Drops the result of one operation inside the block, as if the server died before it was written."""
     futures, resolve = server.services.futures, server.services.futures.resolve
     futures.resolve = lambda future, result: None if future.request_id == request_id else resolve(future, result)
     yield
     futures.resolve = resolve
 
 
-async def test_what_was_captured_and_answered_for_is_not_captured_again(
-    config: ServerConfig, dispatch: WorkerDispatch
-) -> None:
-    """By a pass that is done again, since one before it was not answered."""
-    asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+async def test_a_repeated_pass_does_not_capture_again(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+    """The pass is repeated after a restart because an earlier one was not answered."""
+    asked = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         with unanswered(server, first := f"{policy.model_id}:1"):
@@ -861,12 +875,14 @@ async def test_what_was_captured_and_answered_for_is_not_captured_again(
         policy.server = server
         assert "error" not in await server.result(first)
         assert (await policy.optim_step())["metrics"]["window_tokens:sum"] == 2 * 3 * LENGTH
-        assert (await stock(server))["num_references"] == 0 and files(server) == []
+        assert (await feature_stats(server))["num_references"] == 0 and feature_files(server) == []
 
 
-async def test_what_could_not_be_captured_for_fails_again(config: ServerConfig, dispatch: WorkerDispatch) -> None:
-    """Its answer stays, and its gradients are in no step."""
-    asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+async def test_a_pass_whose_draft_ended_fails_again_after_a_restart(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    """The answer stays the same, and no step includes the gradients."""
+    asked = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         run = server.services.runs._runs[policy.model_id]
@@ -879,7 +895,7 @@ async def test_what_could_not_be_captured_for_fails_again(config: ServerConfig, 
             del run._may_begin
             run._one_ended.set()
             failed = await server.result(second["request_id"])
-        assert f"draft {draft.model_id}, to be captured for, has ended" in failed["error"]
+        assert f"draft {draft.model_id}, named by capture_for, has ended" in failed["error"]
     async with running_server(config, dispatch) as server:
         policy.server = server
         assert "error" not in await server.result(first)

@@ -1,4 +1,4 @@
-"""Checkpoints at a URL: carried there whole, read through a cache, and whatever else is done with one at home."""
+"""Checkpoints at a URL: uploaded with the manifest last, read through a cache, swept, copied, signed and deleted."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from trainhouse.server.files.object_store import PlaceError, Places, check_url
 from trainhouse.server.store import CheckpointRecord
 
 from ..api import Api, running_api
-from ..checkpoints.test_checkpoints import fetch, listed, url, urls_of
+from ..checkpoints.test_checkpoints import fetch, listed, signed_urls, url
 from ..s3 import BUCKET, S3, names_at
 
 pytestmark = pytest.mark.anyio
@@ -27,7 +27,7 @@ SOON_SECONDS = 30.0
 
 @pytest.fixture
 def place(s3: S3, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of this test alone."""
+    """Yields a URL that no other test uses."""
     s3.requests.clear()
     yield f"s3://{BUCKET}/{abs(hash(request.node.name))}"
     s3.fails = lambda request: False
@@ -43,7 +43,7 @@ async def remote(place: str, tmp_path: Path, anyio_backend: str) -> AsyncIterato
         yield api
 
 
-async def until_names_at(url: str, names: list[str]) -> None:
+async def wait_for_names(url: str, names: list[str]) -> None:
     async with asyncio.timeout(SOON_SECONDS):
         while [name.rpartition("/")[2] for name in names_at(url)] != names:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -57,7 +57,7 @@ async def weights_of(api: Api, record: CheckpointRecord) -> bytes:
 FILES = ["adapter_config.json", "adapter_model.safetensors", "manifest.json"]
 
 
-async def test_a_checkpoint_is_carried_there_with_its_manifest_last(remote: Api, s3: S3, place: str) -> None:
+async def test_a_checkpoint_is_uploaded_with_its_manifest_last(remote: Api, s3: S3, place: str) -> None:
     record = await remote.save(await remote.run(), content=b"0123456789")
     assert record.directory.startswith(place) and record.size_bytes == 12
     puts = [request.rpartition("/")[2] for request in s3.requests if request.startswith("PUT")]
@@ -66,7 +66,7 @@ async def test_a_checkpoint_is_carried_there_with_its_manifest_last(remote: Api,
     assert await weights_of(remote, record) == b"0123456789"
 
 
-async def test_it_is_read_again_from_the_cache_and_checked_there(remote: Api, s3: S3) -> None:
+async def test_a_checkpoint_is_read_from_the_cache_and_checked_there(remote: Api, s3: S3) -> None:
     record = await remote.save(await remote.run(), content=b"right")
     assert await weights_of(remote, record) == b"right"
     s3.requests.clear()
@@ -78,47 +78,45 @@ async def test_it_is_read_again_from_the_cache_and_checked_there(remote: Api, s3
     assert s3.requests != []
 
 
-async def test_bytes_that_are_not_as_the_manifest_says_are_not_read(
-    remote: Api, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_files_that_do_not_match_the_manifest_are_not_read(remote: Api, caplog: pytest.LogCaptureFixture) -> None:
     record = await remote.save(await remote.run(), content=b"right")
     fsspec.filesystem("s3").pipe_file(f"{record.directory}/adapter_model.safetensors", b"wrong")
     with pytest.raises(OperationError, match=f"{record.tinker_path} cannot be read") as failure:
         await weights_of(remote, record)
     assert failure.value.category == "server" and record.directory not in str(failure.value)
-    assert f"{record.directory}: adapter_model.safetensors is not as its manifest says" in caplog.text
+    assert f"{record.directory}: adapter_model.safetensors does not match its manifest" in caplog.text
 
 
-async def test_a_manifest_cannot_name_what_is_outside(remote: Api, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_manifest_cannot_name_files_outside_its_directory(
+    remote: Api, caplog: pytest.LogCaptureFixture
+) -> None:
     record = await remote.save(await remote.run())
     manifest = f"{record.directory}/manifest.json"
     files = fsspec.filesystem("s3")
     files.pipe_file(manifest, files.cat_file(manifest).replace(b'"adapter_config.json"', b'"../../escaped"'))
     with pytest.raises(OperationError, match="cannot be read"):
         await weights_of(remote, record)
-    assert "outside of it" in caplog.text
+    assert "outside the directory" in caplog.text
 
 
-async def test_passing_trouble_is_tried_again(remote: Api, s3: S3) -> None:
+async def test_transient_failures_are_retried(remote: Api, s3: S3) -> None:
     s3.fails = lambda request: request.startswith("PUT") and s3.requests.count(request) <= 3
     record = await remote.save(await remote.run(), content=b"at last")
     s3.fails = lambda request: request.startswith("GET") and s3.requests.count(request) <= 2
     assert await weights_of(remote, record) == b"at last"
 
 
-async def test_a_save_that_fails_names_the_url_and_the_reason_and_leaves_nothing(
-    remote: Api, s3: S3, place: str
-) -> None:
+async def test_a_failed_save_names_url_and_reason_and_leaves_nothing(remote: Api, s3: S3, place: str) -> None:
     s3.fails = lambda request: request.startswith("PUT") and request.endswith("manifest.json")
     run = await remote.run()
     with pytest.raises(OperationError, match=f"weights/a could not be saved: {place}/.*Internal Server") as failure:
         await remote.save(run)
     assert failure.value.category == "server"
     assert await listed(remote, run) == {}
-    await until_names_at(place, [])
+    await wait_for_names(place, [])
 
 
-async def test_what_no_try_would_mend_is_not_tried_again(tmp_path: Path, place: str, s3: S3) -> None:
+async def test_permanent_failures_are_not_retried(tmp_path: Path, place: str, s3: S3) -> None:
     nowhere = f"s3://no-such-{BUCKET}"
     async with running_api(tmp_path, places=config(nowhere)) as api:
         with pytest.raises(OperationError, match=f"{nowhere}/.*bucket does not exist"):
@@ -126,7 +124,7 @@ async def test_what_no_try_would_mend_is_not_tried_again(tmp_path: Path, place: 
     assert sum(request.startswith("PUT") for request in s3.requests) == 1
 
 
-async def test_what_was_not_published_is_swept_and_what_is_not_ours_is_left(tmp_path: Path, place: str, s3: S3) -> None:
+async def test_unpublished_files_are_swept_and_foreign_ones_stay(tmp_path: Path, place: str, s3: S3) -> None:
     files = fsspec.filesystem("s3")
     async with running_api(tmp_path, places=config(place)) as api:
         run = await api.run()
@@ -146,11 +144,11 @@ async def test_what_was_not_published_is_swept_and_what_is_not_ours_is_left(tmp_
         assert list(await listed(api, run)) == ["weights/a"]
 
 
-async def test_what_is_published_while_the_sweep_looks_stays(remote: Api, place: str, s3: S3) -> None:
-    """Listed without its manifest, and then not among the rows, which were read a moment too early."""
+async def test_a_checkpoint_published_during_a_sweep_stays(remote: Api, place: str, s3: S3) -> None:
+    """The sweep lists the files before the manifest is uploaded, and reads the rows just before the row is added."""
     checkpoints, store, run = remote.services.checkpoints, remote.services.store, await remote.run()
-    may_go_on = threading.Event()
-    s3.fails = lambda request: request.endswith("manifest.json") and not may_go_on.wait(SOON_SECONDS)
+    may_continue = threading.Event()
+    s3.fails = lambda request: request.endswith("manifest.json") and not may_continue.wait(SOON_SECONDS)
     saving = asyncio.create_task(remote.save(run))
     async with asyncio.timeout(SOON_SECONDS):
         while len(names_at(place)) < 2:  # noqa: ASYNC110
@@ -158,7 +156,7 @@ async def test_what_is_published_while_the_sweep_looks_stays(remote: Api, place:
 
     async def rows_of_before() -> frozenset[str]:
         rows = await store.list_checkpoint_directories()
-        may_go_on.set()
+        may_continue.set()
         await saving
         return rows
 
@@ -166,9 +164,9 @@ async def test_what_is_published_while_the_sweep_looks_stays(remote: Api, place:
     assert await weights_of(remote, await saving) == b"weights"
 
 
-async def test_a_save_whose_upload_hangs_is_let_go_of_at_the_end(tmp_path: Path, place: str, s3: S3) -> None:
-    may_go_on = threading.Event()
-    s3.fails = lambda request: request.startswith("PUT") and not may_go_on.wait(SOON_SECONDS)
+async def test_a_hanging_upload_is_abandoned_at_shutdown(tmp_path: Path, place: str, s3: S3) -> None:
+    may_continue = threading.Event()
+    s3.fails = lambda request: request.startswith("PUT") and not may_continue.wait(SOON_SECONDS)
     async with running_api(tmp_path, places=config(place)) as api:
         run = await api.run()
         saving = asyncio.create_task(api.save(run))
@@ -177,15 +175,15 @@ async def test_a_save_whose_upload_hangs_is_let_go_of_at_the_end(tmp_path: Path,
                 await asyncio.sleep(0.01)
         saving.cancel()
         await asyncio.sleep(0.2)
-        assert not saving.done(), "what is under way may be done"
+        assert not saving.done(), "an upload under way may finish"
         api.services.checkpoints.let_go()
         done, _ = await asyncio.wait({saving}, timeout=SOON_SECONDS / 2)
         assert done and saving.cancelled()
         assert await listed(api, run) == {}
-    may_go_on.set()
+    may_continue.set()
 
 
-async def test_what_begins_after_the_end_is_cancelled_at_once(tmp_path: Path) -> None:
+async def test_transfers_after_close_are_cancelled_at_once(tmp_path: Path) -> None:
     places = Places((60.0,))
     places.close()
     task = asyncio.create_task(places.manifest(tmp_path.as_uri()))
@@ -197,18 +195,18 @@ async def test_deleting_overwriting_and_expiring_remove_the_files(remote: Api, p
     run = await remote.run()
     await remote.save(run, content=b"first")
     second = await remote.save(run, content=b"second", overwrite=True)
-    await until_names_at(place, FILES)
+    await wait_for_names(place, FILES)
     assert await weights_of(remote, second) == b"second"
     assert (await (await remote.client()).delete(url(run, "weights/a"))).status_code == 204
-    await until_names_at(place, [])
+    await wait_for_names(place, [])
     await remote.save(run, "b", ttl_seconds=60)
     remote.clock.now += 60
     await remote.services.checkpoints.expire()
-    await until_names_at(place, [])
+    await wait_for_names(place, [])
     assert list(remote.services.config.state_dir.glob("cache/*")) == []
 
 
-async def test_a_copy_is_made_there(remote: Api, s3: S3) -> None:
+async def test_a_copy_is_made_at_the_store_without_a_download(remote: Api, s3: S3) -> None:
     source = await remote.save(await remote.run(), content=b"shared")
     s3.requests.clear()
     response = await (await remote.client()).post("/api/v1/copy_weights", json={"source_path": source.tinker_path})
@@ -222,32 +220,32 @@ async def test_a_copy_is_made_there(remote: Api, s3: S3) -> None:
 async def test_signed_urls_download_through_the_server(remote: Api) -> None:
     run = await remote.run()
     await remote.save(run, kind="external_weights", content=b"the weights")
-    signed = (await urls_of(remote, run, "external_weights/a")).urls["adapter_model.safetensors"]
+    signed = (await signed_urls(remote, run, "external_weights/a")).urls["adapter_model.safetensors"]
     assert (await fetch(remote, signed)).content == b"the weights"
     ranged = await (await remote.client(None)).get(signed, headers={"Range": "bytes=4-6"})
     assert (ranged.status_code, ranged.content) == (206, b"wei")
 
 
-async def test_what_cannot_be_fetched_is_refused_and_the_log_has_the_reason(
+async def test_a_failed_download_is_answered_503_and_logged(
     remote: Api, s3: S3, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = await remote.run()
     await remote.save(run, kind="external_weights")
-    (signed, *_) = (await urls_of(remote, run, "external_weights/a")).urls.values()
+    (signed, *_) = (await signed_urls(remote, run, "external_weights/a")).urls.values()
     s3.fails = lambda request: request.startswith("GET")
     response = await fetch(remote, signed)
     assert response.status_code == 503 and "s3://" not in response.json()["detail"]
     assert "s3://" in caplog.text
 
 
-async def test_a_save_whose_answer_was_lost_is_known(remote: Api) -> None:
+async def test_a_save_is_recognized_by_its_request_id(remote: Api) -> None:
     run = await remote.run()
     await remote.save(run, request_id="mine")
     for request_id, was_saved in (("mine", True), ("another's", False)):
         assert await remote.services.checkpoints.was_saved(run, "weights", "a", request_id) is was_saved
 
 
-async def test_checkpoints_saved_before_the_place_was_changed_stay_where_they_are(tmp_path: Path, place: str) -> None:
+async def test_checkpoints_stay_readable_after_the_place_changes(tmp_path: Path, place: str) -> None:
     async with running_api(tmp_path) as api:
         run = await api.run()
         await api.save(run, "local", content=b"local")
@@ -261,7 +259,7 @@ async def test_checkpoints_saved_before_the_place_was_changed_stay_where_they_ar
             assert await weights_of(api, record) == name.encode()
 
 
-def test_the_cache_lets_go_of_what_was_used_first(tmp_path: Path) -> None:
+def test_the_cache_evicts_the_least_recently_used(tmp_path: Path) -> None:
     cache = Cache(tmp_path, 250)
     paths = [cache.path(f"s3://b/{number}") for number in range(4)]
     for number, path in enumerate(paths[:3]):
@@ -274,12 +272,10 @@ def test_the_cache_lets_go_of_what_was_used_first(tmp_path: Path) -> None:
     (paths[3]).mkdir()
     (paths[3] / "file").write_bytes(bytes(100))
     cache.used(paths[3])
-    assert [path.exists() for path in paths] == [False, False, True, True], "what was used this minute stays"
+    assert [path.exists() for path in paths] == [False, False, True, True], "recently used entries stay"
 
 
-def test_nothing_goes_from_the_cache_that_somebody_begins_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_evicts_nothing_that_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, rmtree = Cache(tmp_path, 0), shutil.rmtree
     old, new = cache.path("s3://b/old"), cache.path("s3://b/new")
     for path in (old, new):
@@ -309,16 +305,16 @@ def test_nothing_goes_from_the_cache_that_somebody_begins_to_read(
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-async def test_places_of_other_kinds(tmp_path: Path, scheme: str) -> None:
+async def test_other_kinds_of_urls_work(tmp_path: Path, scheme: str) -> None:
     place = f"{scheme}://{tmp_path}/place"
     async with running_api(tmp_path / "state", places=config(place)) as api:
         record = await api.save(await api.run(), content=b"anywhere")
         assert await weights_of(api, record) == b"anywhere"
         await api.services.checkpoints.delete(record)
-        await until_names_at(place, [])
+        await wait_for_names(place, [])
 
 
-async def test_a_directory_without_a_manifest_is_nothing(tmp_path: Path, place: str) -> None:
+async def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path, place: str) -> None:
     fsspec.filesystem("s3").pipe_file(f"{place}/r/k/n.0/file", b"x")
     places = Places(())
     with pytest.raises(PlaceError, match=f"{place}/r/k/n.0"):
@@ -327,9 +323,9 @@ async def test_a_directory_without_a_manifest_is_nothing(tmp_path: Path, place: 
 
 
 @pytest.mark.parametrize(
-    "url, words", [("nofs://b", "knows no nofs"), ("sftp://user:secret@host/p", "FSSPEC_SFTP_PASSWORD")]
+    "url, words", [("nofs://b", "does not support nofs"), ("sftp://user:secret@host/p", "FSSPEC_SFTP_PASSWORD")]
 )
-def test_a_url_at_which_nothing_can_be_is_refused(url: str, words: str) -> None:
+def test_unsupported_urls_are_refused(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as refusal:
         check_url(url)
     assert "secret" not in str(refusal.value)

@@ -1,4 +1,4 @@
-"""What a server writes is for its own user alone, also where the directories were there before, open to all."""
+"""Only the server's own user can read its files, even in directories that were open to all before."""
 
 import os
 import stat
@@ -27,13 +27,12 @@ def open_to_others(*roots: Path) -> list[str]:
 
 
 def open_up(*roots: Path) -> None:
-    """As an earlier version left it."""
+    """Makes everything readable by all users, as an earlier version left it."""
     for path in (path for root in roots for path in (root, *root.rglob("*"))):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
-def use(client: Client) -> None:
-    """What leaves files of every kind."""
+def write_every_kind_of_file(client: Client) -> None:
     session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
     model_id = client.post("create_model", create)["model_id"]
@@ -47,13 +46,13 @@ def use(client: Client) -> None:
     assert client.post("copy_weights", {"source_path": saved})["status"] == 200
 
 
-def test_other_users_read_nothing_of_a_server(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_other_users_cannot_read_a_servers_files(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     state, checkpoints, mirror, backup = [tmp_path / name for name in ("state", "checkpoints", "mirror", "backup")]
     for directory in (state, checkpoints, mirror, backup):
         directory.mkdir(mode=0o755)
     places = {"checkpoints": str(checkpoints), "mirror": f"file://{mirror}", "snapshot_steps": 1}
     with live_server({MODEL: tiny_models["qwen3"]}, state, **places) as server:
-        use(Client(server))
+        write_every_kind_of_file(Client(server))
         assert main(["backup", "--state-dir", str(state), str(backup)]) == 0
         (state / "ready").unlink()  # only the URL, which others may wait for
         assert open_to_others(state, checkpoints, backup) == []
@@ -69,7 +68,7 @@ def test_other_users_read_nothing_of_a_server(tiny_models: dict[str, Path], tmp_
         assert f"{state} could be read by other users (mode 755)" in server.log_tail()
 
 
-def test_a_key_is_made_in_a_directory_that_others_cannot_read(tmp_path: Path) -> None:
+def test_creating_a_key_makes_the_directory_private(tmp_path: Path) -> None:
     for state in (tmp_path / "new", tmp_path / "old"):
         if state.name == "old":
             state.mkdir(mode=0o755)
@@ -89,15 +88,15 @@ def test_a_directory_whose_mode_cannot_be_changed_is_refused(
     state = tmp_path / "state"
     state.mkdir(mode=0o755)
     monkeypatch.setattr(Path, "chmod", chmod)
-    with pytest.raises(StartError, match=rf"\(mode 755\).*`chmod 700 {state}` as its owner, or name a directory in it"):
+    with pytest.raises(StartError, match=rf"\(mode 755\).*`chmod 700 {state}` as its owner, or give a directory in it"):
         keep_private(state, OF_STATE)
     (state / "inner").mkdir(mode=0o700)
     keep_private(state / "inner", OF_STATE)
     keep_private(state / "missing", OF_STATE)
 
 
-def test_a_directory_of_all_users_is_left_to_them(tmp_path: Path) -> None:
+def test_a_directory_shared_by_all_users_is_refused_unchanged(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    with pytest.raises(StartError, match=r"for all users of this machine .mode 1777.: name a directory in it"):
+    with pytest.raises(StartError, match=r"by all users of this machine .mode 1777.: give a directory in it"):
         keep_private(tmp_path, OF_STATE)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777

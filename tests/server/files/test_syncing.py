@@ -1,4 +1,4 @@
-"""What was waited for when the disk is to be waited for: files, their names, and the directories that they are in."""
+"""Durability: files, their names and their directories are synced to disk when the knob requires it."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainhouse.server.store import SqliteStore
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import MODEL, batch, running_server, sample, sample_body, server_config
-from ..replication.test_standby import until
+from ..replication.test_standby import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +18,7 @@ KEPT = ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral", 
 
 
 class Disk:
-    """What would be there after a power cut: of files their sizes, of directories the names in them, by inode."""
+    """Records what would survive a power cut: the sizes of files and the names in directories, by inode."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._sizes: dict[int, int] = {}
@@ -34,15 +34,15 @@ class Disk:
         else:
             self._sizes[inode] = os.fstat(handle).st_size
 
-    def has(self, path: Path) -> bool:
-        """Itself, and its name in the directory above it."""
+    def has_synced(self, path: Path) -> bool:
+        """True if the file itself and its name in the parent directory are synced."""
         stat = path.stat()
         is_itself = path.is_dir() or self._sizes.get(stat.st_ino) == stat.st_size
         return is_itself and path.name in self._names.get(path.parent.stat().st_ino, ())
 
 
 @pytest.mark.parametrize("durability", ["power", "process"])
-async def test_all_that_a_run_leaves_is_on_the_disk(
+async def test_durability_decides_what_a_run_leaves_on_disk(
     dispatch: WorkerDispatch,
     tiny_models: dict[str, Path],
     tmp_path: Path,
@@ -62,22 +62,22 @@ async def test_all_that_a_run_leaves_is_on_the_disk(
             draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
             body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
             assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
-            await until(lambda: list(top.glob("snapshots/*/[0-9]*/target/*")))
+            await wait_until(lambda: list(top.glob("snapshots/*/[0-9]*/target/*")))
             assert list(top.glob("loaded/*/[0-9]*"))
     left = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
-    lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has(path)}
+    lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has_synced(path)}
     if durability == "power":
         assert lost == set()
     else:
         assert {"new", "new/state"} < lost and any("/journal/" in path for path in lost)
-        assert not any("/checkpoints/" in path for path in lost), "they are always waited for"
+        assert not any("/checkpoints/" in path for path in lost), "checkpoints are always synced"
 
 
-async def test_the_directory_of_a_holder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_live_directory_of_a_holder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, store = Disk(monkeypatch), SqliteStore(tmp_path / "leases.db")
     lease = Lease(store, ["m"], "http://me", 60.0)
     await lease.prepare(tmp_path)
     tenure = await lease.taken()
-    assert not disk.has(tmp_path / "live-0")
-    assert disk.has(tenure.take_live_state(tmp_path))
+    assert not disk.has_synced(tmp_path / "live-0")
+    assert disk.has_synced(tenure.take_live_state(tmp_path))
     store.close()

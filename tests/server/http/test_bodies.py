@@ -1,4 +1,4 @@
-"""The limits of a request's body, at their edges: size as received and decompressed, and nesting."""
+"""Limits on request bodies: size as received, size decompressed, and nesting."""
 
 import json
 
@@ -10,17 +10,17 @@ from ..real import ALICE, PROTOBUF, Server, datum
 pytestmark = pytest.mark.anyio
 
 MAX_BODY_BYTES, MAX_DECOMPRESSED_BYTES = 200_000, 1_000_000
-"""Of the server in these tests."""
+"""The limits in `server_config`."""
 
 _POLL = {"target": {"sampling_session_id": "none"}, "timeout": 0}
 
 
 @pytest.mark.parametrize(("num_beyond", "status"), [(0, 200), (1, 413)])
 @pytest.mark.parametrize("in_pieces", [False, True])
-async def test_a_body_has_as_many_bytes_as_the_limit_and_no_more(
+async def test_the_limit_holds_for_bodies_as_received(
     server: Server, num_beyond: int, status: int, in_pieces: bool
 ) -> None:
-    """Said beforehand or not, and where FastAPI reads it as where we do."""
+    """The limit holds with and without Content-Length, and where FastAPI reads the body as well as where we do."""
     for route, content in (("create_session", {"sdk_version": "s"}), ("retrieve_futures", _POLL)):
         body = json.dumps(content).encode()
         body += b" " * (MAX_BODY_BYTES + num_beyond - len(body))
@@ -38,7 +38,7 @@ async def test_a_body_has_as_many_bytes_as_the_limit_and_no_more(
 
 @pytest.mark.parametrize(("num_beyond", "status"), [(0, 400), (1, 413)])
 @pytest.mark.parametrize("is_declared", [False, True])
-async def test_a_body_has_as_many_bytes_once_decompressed(
+async def test_the_limit_holds_for_decompressed_bodies(
     server: Server, num_beyond: int, status: int, is_declared: bool
 ) -> None:
     run = await server.create_run()
@@ -49,7 +49,7 @@ async def test_a_body_has_as_many_bytes_once_decompressed(
     assert ("1000000" in answer.text) == (status == 413)
 
 
-async def test_a_frame_within_a_frame_is_decompressed_once(server: Server) -> None:
+async def test_nested_compression_is_decompressed_only_once(server: Server) -> None:
     run = await server.create_run()
     whole = run.encode([datum([5, 6, 7])], 1)
     once = zstandard.compress(whole)
@@ -60,7 +60,7 @@ async def test_a_frame_within_a_frame_is_decompressed_once(server: Server) -> No
 
 @pytest.mark.parametrize("depth", [100, 1_000, 60_000])
 @pytest.mark.parametrize("route", ["create_session", "optim_step", "forward_backward", "asample", "/v1/completions"])
-async def test_what_is_nested_too_deeply_is_refused(server: Server, route: str, depth: int) -> None:
+async def test_deeply_nested_json_is_refused(server: Server, route: str, depth: int) -> None:
     nested = b'{"tags": ' + b"[" * depth + b"]" * depth + b', "data": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
     url = f"http://test{route}" if route.startswith("/") else route
     answer = await server.clients[ALICE].post(url, content=nested, headers={"Content-Type": "application/json"})
@@ -68,10 +68,10 @@ async def test_what_is_nested_too_deeply_is_refused(server: Server, route: str, 
     assert len(answer.content) < 1000
 
 
-async def test_protobuf_nested_too_deeply_is_refused(server: Server) -> None:
+async def test_deeply_nested_protobuf_is_refused(server: Server) -> None:
     run = await server.create_run()
     nested = b""
     for _ in range(300):
-        nested = b"\x1b" + nested + b"\x1c"  # groups, which any message may hold unknown
+        nested = b"\x1b" + nested + b"\x1c"  # unknown groups, which any message may contain
     refused = await run.send(nested, **{"Content-Type": PROTOBUF})
     assert refused.status_code == 400 and "not a valid protobuf" in refused.json()["detail"]

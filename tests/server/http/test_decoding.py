@@ -1,6 +1,6 @@
-"""Large bodies are decoded in processes of their own, within bounds, and come back as they would from here.
+"""Large bodies are decoded in separate processes, with limits on memory and time.
 
-`eval` is a decoder of bodies: what it decodes says what it does.
+The decoder is `eval`, so that a body says what the process does.
 """
 
 import errno
@@ -40,7 +40,7 @@ from trainhouse.server.journal.journaled import decode_entry
 pytestmark = pytest.mark.anyio
 
 LIMITS = BodyLimits(1 << 30, 1 << 30)
-WHO = b"__import__('os').getpid()"
+PROCESS_ID = b"__import__('os').getpid()"
 
 
 def padded(body: bytes, num_bytes: int) -> bytes:
@@ -48,25 +48,25 @@ def padded(body: bytes, num_bytes: int) -> bytes:
 
 
 async def test_a_large_body_is_decoded_in_another_process() -> None:
-    assert await decode_body(Received(padded(WHO, APART_JSON_BYTES - 1)), LIMITS, eval) == os.getpid()
-    assert await decode_body(Received(padded(WHO, APART_JSON_BYTES)), LIMITS, eval) != os.getpid()
-    compressed = Received(zstandard.compress(padded(WHO, APART_JSON_BYTES)), content_encoding="zstd")
+    assert await decode_body(Received(padded(PROCESS_ID, APART_JSON_BYTES - 1)), LIMITS, eval) == os.getpid()
+    assert await decode_body(Received(padded(PROCESS_ID, APART_JSON_BYTES)), LIMITS, eval) != os.getpid()
+    compressed = Received(zstandard.compress(padded(PROCESS_ID, APART_JSON_BYTES)), content_encoding="zstd")
     assert await decode_body(compressed, LIMITS, eval) != os.getpid()
     for decode, is_here in ((Decoder(eval, APART_JSON_BYTES + 1), True), (Decoder(eval, APART_JSON_BYTES), False)):
-        where = await decode_body(Received(padded(WHO, APART_JSON_BYTES)), LIMITS, decode)
+        where = await decode_body(Received(padded(PROCESS_ID, APART_JSON_BYTES)), LIMITS, decode)
         assert (where == os.getpid()) == is_here
     assert forward_backward_decoder(JSON).apart_bytes == APART_JSON_BYTES
     assert forward_backward_decoder(PROTOBUF).apart_bytes == APART_PROTOBUF_BYTES
 
 
-async def test_what_comes_back_is_what_would_have_been_decoded_here() -> None:
+async def test_another_process_decodes_to_the_same_result() -> None:
     inputs = {"target_tokens": np.arange(3), "weights": np.ones(3, np.float32)}
     data = tuple(Datum(np.arange(3, dtype=np.int32), inputs) for _ in range(20))
     body = encode_forward_backward_request(ForwardBackwardRequest("m", 1, data, "cross_entropy"))
     decode = forward_backward_decoder(PROTOBUF, forward_only=True)
-    here, there = decode(body), await decode_apart(decode.decode, body, None, 1 << 20)
-    assert isinstance(there, ForwardBackwardRequest) and there.forward_only and len(there.data) == 20
-    for one, other in zip(here.data, there.data, strict=True):
+    here, apart = decode(body), await decode_apart(decode.decode, body, None, 1 << 20)
+    assert isinstance(apart, ForwardBackwardRequest) and apart.forward_only and len(apart.data) == 20
+    for one, other in zip(here.data, apart.data, strict=True):
         assert np.array_equal(one.tokens, other.tokens) and other.tokens.flags.writeable
         for name, values in one.loss_fn_inputs.items():
             assert np.array_equal(values, other.loss_fn_inputs[name])
@@ -85,14 +85,14 @@ async def test_what_comes_back_is_what_would_have_been_decoded_here() -> None:
         (b"__import__('os').kill(__import__('os').getpid(), 24)", 413, "too much memory or time"),
     ],
 )
-async def test_what_takes_too_much_is_refused(body: bytes, status: int, words: str) -> None:
+async def test_bodies_that_need_too_much_memory_or_time_are_refused(body: bytes, status: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         await decode_apart(eval, body, None, 1 << 20)
     assert refused.value.status == status
     assert await decode_apart(eval, b"1 + 1", None, 1 << 20) == 2
 
 
-async def test_refusals_come_back_and_mistakes_of_ours_are_seen() -> None:
+async def test_refusals_and_internal_errors_reach_the_caller() -> None:
     with pytest.raises(RequestError, match="base_model is 3"):
         await decode_apart(partial(decode_model, SampleRequest), b'{"base_model": 3}', None, 1 << 20)
     with pytest.raises(OpenAiError) as refused:
@@ -108,13 +108,13 @@ async def test_refusals_come_back_and_mistakes_of_ours_are_seen() -> None:
         await decode_apart(eval, b"1 / 0", None, 1 << 20)
 
 
-async def test_who_decodes_and_is_killed_by_the_machine_is_no_refusal() -> None:
+async def test_a_killed_decoder_process_is_answered_503() -> None:
     with pytest.raises(RequestError, match=r"killed.*send it again") as refused:
         await decode_apart(eval, b"__import__('os').kill(__import__('os').getpid(), 9)", None, 1 << 20)
     assert refused.value.status == 503 and refused.value.retry_after_seconds
 
 
-async def test_where_no_process_starts_the_body_is_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decoder_process_that_cannot_start_is_answered_503(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -124,11 +124,11 @@ async def test_where_no_process_starts_the_body_is_to_be_sent_again(monkeypatch:
     assert refused.value.status == 503
 
 
-async def test_who_decodes_is_the_first_that_a_lack_of_memory_ends() -> None:
+async def test_decoder_processes_are_the_first_choice_of_the_oom_killer() -> None:
     assert await decode_apart(eval, b"open('/proc/self/oom_score_adj').read()", None, 1 << 20) == "1000\n"
 
 
-def test_who_decodes_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> None:
+def test_a_decoder_process_ends_when_its_server_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "process_id"
     body = f"[open({str(mark)!r}, 'w').write(str(__import__('os').getpid())), __import__('time').sleep(600)]"
     run = f"asyncio.run(decode_apart(eval, {body.encode()!r}, None, 1 << 20))"
@@ -148,12 +148,12 @@ def test_who_decodes_does_not_outlive_a_server_that_is_killed(tmp_path: Path) ->
 def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it does not come true"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
 def is_alive(process: int) -> bool:
-    """Not of one that ended and that nobody has waited for."""
+    """Returns False for zombies as well."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -162,10 +162,10 @@ def is_alive(process: int) -> bool:
 
 @pytest.mark.parametrize("num_bytes", [APART_JSON_BYTES, MAX_JSON_BYTES + 1])
 @pytest.mark.parametrize("python", [sys.executable, "/bin/false", "/dev/null/python"])
-async def test_what_was_accepted_is_read_again_whatever_its_size_and_where_no_process_decodes_it(
+async def test_journal_entries_of_any_size_decode_without_a_decoder_process(
     python: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else an upgrade, or a start with little memory, would lose a run: the refusal of one operation ends it."""
+    """Otherwise an upgrade or a start with little memory would lose a run, because one refused operation ends it."""
     monkeypatch.setattr(sys, "executable", python)
     header = Header("build_vocab_map", "alice", "s:train:0", 3, "r:3")
     entry = Entry(header, padded(b'{"model_id": "s:train:0", "seq_id": 3, "tokens": [[5, 6]]}', num_bytes), 0)

@@ -1,4 +1,4 @@
-"""Futures over a real store: waiting, keeping, surviving a restart, staying small."""
+"""Futures over a real store: waiting, storing results, surviving restarts, and bounded memory."""
 
 import asyncio
 import errno
@@ -31,7 +31,10 @@ TENANT = "alice"
 
 @pytest.fixture
 async def open_futures(tmp_path: Path) -> AsyncIterator[Callable]:
-    """Opening the same directory again = a restart; `unfinished` is what the journal has and nobody takes up."""
+    """Yields a function that opens the futures; opening them again is a restart.
+
+    unfinished: entries of the journal that no run takes up.
+    """
     store = SqliteStore(tmp_path / DATABASE_NAME)
     await store.ensure_tenant(TenantRecord(TENANT, TENANT, 0.0))
 
@@ -56,7 +59,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_waiter_gets_the_result_as_soon_as_it_is_there(open_futures) -> None:
+async def test_a_waiter_gets_the_result_as_soon_as_it_is_resolved(open_futures) -> None:
     futures = await open_futures()
     future = futures.create("r:1", TENANT)
     waiting = asyncio.create_task(futures.wait("r:1", TENANT, 30))
@@ -69,8 +72,8 @@ async def test_a_waiter_gets_the_result_as_soon_as_it_is_there(open_futures) -> 
 
 async def test_a_wait_that_ends_without_a_result_says_what_it_waits_for(open_futures) -> None:
     futures = await open_futures()
-    futures.create("r:1", TENANT, lambda: Pending(queue_state_reason="two operations come first"))
-    assert await futures.wait("r:1", TENANT, 0.01) == Pending(queue_state_reason="two operations come first")
+    futures.create("r:1", TENANT, lambda: Pending(queue_state_reason="two operations are ahead"))
+    assert await futures.wait("r:1", TENANT, 0.01) == Pending(queue_state_reason="two operations are ahead")
     await futures.close()
 
 
@@ -92,7 +95,7 @@ async def test_unknown_and_foreign_requests_are_not_found(open_futures) -> None:
     await futures.close()
 
 
-async def test_what_is_lost_is_told_by_its_kind_and_strikes_and_refusals_are_asked_for_by_nobody(open_futures) -> None:
+async def test_lost_operations_are_reported_but_not_strikes_and_refusals(open_futures) -> None:
     lost, refused = header("r:1"), replace(header("r:2"), refused="bad")
     strikes = [replace(lost, kind=STRIKE), replace(header("r:3"), kind=REBUILD_STRIKE)]
     futures = await open_futures(unfinished=[lost, refused, *strikes])
@@ -117,7 +120,7 @@ async def test_results_survive_a_restart(open_futures) -> None:
     await second.close()
 
 
-def test_a_result_that_somebody_saw_survives_kill_9(tmp_path: Path) -> None:
+def test_a_result_that_was_read_survives_kill_9(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os, signal
 from pathlib import Path
@@ -136,10 +139,10 @@ async def main():
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == -signal.SIGKILL
-    asyncio.run(assert_all_there(tmp_path))
+    asyncio.run(assert_all_stored(tmp_path))
 
 
-async def assert_all_there(directory: Path) -> None:
+async def assert_all_stored(directory: Path) -> None:
     store = SqliteStore(directory / DATABASE_NAME)
     futures = Futures(directory / "results", store, 3600.0)
     await futures.open()
@@ -175,7 +178,7 @@ async def test_closing_writes_what_was_not_written_yet(open_futures) -> None:
     await second.close()
 
 
-async def test_what_was_accepted_but_not_finished_is_answered_as_lost(open_futures) -> None:
+async def test_unfinished_operations_are_answered_as_lost(open_futures) -> None:
     futures = await open_futures([header("r:1"), header("r:1")])
     answer = json.loads((await futures.wait("r:1", TENANT, 1)).body)
     assert answer["category"] == "server"
@@ -183,7 +186,7 @@ async def test_what_was_accepted_but_not_finished_is_answered_as_lost(open_futur
     await futures.close()
 
 
-async def test_results_that_cannot_be_written_are_tried_again_and_told_of_once(
+async def test_failed_writes_of_results_are_retried_and_logged_once(
     open_futures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries = []
@@ -198,20 +201,22 @@ async def test_results_that_cannot_be_written_are_tried_again_and_told_of_once(
     futures = await open_futures(guard=full)
     for name in ("r:1", "r:2"):
         futures.resolve(futures.create(name, TENANT), Result(name.encode()))
-        assert await futures.wait(name, TENANT, 30) == Result(name.encode()), "whoever waits need not wait for the disk"
+        assert await futures.wait(name, TENANT, 30) == Result(name.encode()), (
+            "waiting for a result is not waiting for the disk"
+        )
     await wait_until(lambda: len(tries) > 9)
     await futures.close()
     failed, passed = caplog.messages
     assert failed.startswith("writing results to ") and failed.endswith(
-        "failed, and is tried again: [Errno 28] No space left on device"
+        "failed, will retry: [Errno 28] No space left on device"
     )
-    assert passed.endswith("succeeds again")
+    assert passed.endswith("works again")
     futures = await open_futures()
     assert [await futures.wait(name, TENANT, 0) for name in ("r:1", "r:2")] == [Result(b"r:1"), Result(b"r:2")]
     await futures.close()
 
 
-async def test_a_result_that_no_file_takes_is_an_error_that_says_so(open_futures) -> None:
+async def test_a_result_too_large_to_store_becomes_an_error(open_futures) -> None:
     futures = await open_futures()
     async with asyncio.timeout(60):
         futures.resolve(futures.create("r:1", TENANT), Result(bytes(MOST_BODY_BYTES + 1), "sample"))
@@ -223,7 +228,7 @@ async def test_a_result_that_no_file_takes_is_an_error_that_says_so(open_futures
         await futures.close()
 
 
-async def test_memory_lets_go_of_stored_results_and_reads_them_again(open_futures) -> None:
+async def test_stored_results_leave_memory_and_are_read_from_disk(open_futures) -> None:
     futures = await open_futures(memory_bytes=10_000)
     for number in range(10):
         futures.resolve(futures.create(f"r:{number}", TENANT), Result(bytes([number]) * 1000))
@@ -234,13 +239,13 @@ async def test_memory_lets_go_of_stored_results_and_reads_them_again(open_future
 
 
 async def test_the_memory_of_many_small_results_is_bounded(open_futures) -> None:
-    """Not only that of their bodies. Without a bound worth the name they take more."""
+    """The bound covers more than the bodies. With a very large bound, the results take more memory."""
     taken: list[int] = []
     for memory_bytes in (2 << 20, 1 << 30):
         futures = await open_futures(memory_bytes=memory_bytes)
         tracemalloc.start()
         for number in range(4000):
-            waiting = Parts(bytes(1000))  # what is left of the request
+            waiting = PendingRequest(bytes(1000))  # stands for the request
             name = f"{memory_bytes}:{number}"
             futures.resolve(futures.create(name, TENANT, waiting.pending, waiting.stored), Result(b"{}"))
         await wait_until(lambda: len(futures._unstored) == 0 == len(futures._appending))  # noqa: B023
@@ -253,7 +258,7 @@ async def test_the_memory_of_many_small_results_is_bounded(open_futures) -> None
 
 
 @dataclass
-class Parts:
+class PendingRequest:
     body: bytes
 
     def pending(self) -> Pending:
@@ -263,7 +268,7 @@ class Parts:
         pass
 
 
-async def test_results_go_after_their_time(open_futures) -> None:
+async def test_results_expire(open_futures) -> None:
     futures = await open_futures(ttl_seconds=0.0)
     futures.resolve(futures.create("r:1", TENANT), Result(b"{}"))
     await wait_until(lambda: futures.num_stored == 1)
@@ -273,7 +278,7 @@ async def test_results_go_after_their_time(open_futures) -> None:
     await futures.close()
 
 
-async def test_two_thousand_waiting_futures_cost_nothing(open_futures) -> None:
+async def test_two_thousand_waiting_futures_take_no_cpu_time(open_futures) -> None:
     futures = await open_futures()
     created = [futures.create(f"r:{number}", TENANT) for number in range(2000)]
     waiting = [asyncio.create_task(futures.wait(f"r:{number}", TENANT, 30)) for number in range(2000)]

@@ -1,4 +1,4 @@
-"""The journal and its segments: what was appended is there after a crash, what is done goes."""
+"""The journal and its segments: appended entries survive a crash, and segments with nothing left to do are deleted."""
 
 import asyncio
 import os
@@ -37,13 +37,13 @@ def segment_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.segment"))
 
 
-async def until_left(directory: Path, numbers: list[int]) -> None:
+async def wait_for_segments(directory: Path, numbers: list[int]) -> None:
     async with asyncio.timeout(30):
         while [int(path.stem) for path in segment_files(directory)] != numbers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def test_entries_come_back_as_they_were_appended(tmp_path: Path) -> None:
+async def test_entries_are_read_as_they_were_appended(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1 << 20)
     written = [(header(1, drawn={"seed": 7}), b"body \x00\xff"), (header(2, refused="too large"), b"")]
     for entry in written:
@@ -97,7 +97,7 @@ async def test_a_damaged_byte_is_found_and_costs_one_record(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damaged_byte", [0, 8, 12, 16, 22])
-async def test_a_record_with_a_damaged_head_does_not_hide_those_behind_it(tmp_path: Path, damaged_byte: int) -> None:
+async def test_a_record_with_a_damaged_head_does_not_hide_later_ones(tmp_path: Path, damaged_byte: int) -> None:
     segments = Segments(tmp_path, 1 << 20)
     places = [await segments.append({"number": number}, bytes(20) + b'{"') for number in range(4)]
     await segments.close()
@@ -113,8 +113,8 @@ def record_of_format_1(header: bytes, body: bytes) -> bytes:
     return struct.pack("<III", len(header), len(body), zlib.crc32(body, zlib.crc32(header))) + header + body
 
 
-async def test_what_looks_like_a_record_in_a_torn_body_is_none(tmp_path: Path) -> None:
-    """It may have been sent by anybody."""
+async def test_a_forged_record_in_a_torn_body_is_ignored(tmp_path: Path) -> None:
+    """Any client can put such bytes into a body."""
     segments = Segments(tmp_path, 1 << 20)
     await segments.append({"number": 0})
     forged = record_of_format_1(b'{"number":666}', b"")
@@ -125,7 +125,7 @@ async def test_what_looks_like_a_record_in_a_torn_body_is_none(tmp_path: Path) -
     torn = segment.read_bytes()[:-50]
     segment.write_bytes(torn)
     assert [record.header["number"] for record in read_segment(segment)] == [0]
-    # The control: who knew the tag could.
+    # Control: a client that knew the tag could forge a record.
     segment.write_bytes(torn.replace(bytes(8) + forged, tag + forged))
     assert [record.header["number"] for record in read_segment(segment)] == [0, 666]
 
@@ -142,7 +142,7 @@ async def test_segments_of_format_1_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [bytes(5000), bytes(5), b"\xff" * 40, b"\x10\0\0\0\x09\0\0\0abcd{"], ids=len)
-async def test_whatever_a_crash_leaves_behind_the_last_record_is_a_torn_tail(
+async def test_any_bytes_after_the_last_record_are_a_torn_tail(
     tmp_path: Path, tail: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     segments = Segments(tmp_path, 1 << 20)
@@ -151,10 +151,10 @@ async def test_whatever_a_crash_leaves_behind_the_last_record_is_a_torn_tail(
     (segment,) = segment_files(tmp_path)
     segment.write_bytes(segment.read_bytes() + tail)
     assert [getattr(found, "header", None) for found in scan_segment(segment)] == [{"number": 0}]
-    assert f"its last {len(tail)} bytes are not a whole record" in caplog.text
+    assert f"its last {len(tail)} bytes are not a complete record" in caplog.text
 
 
-async def test_of_a_damaged_entry_the_journal_tells_whose_it_is_and_cannot_read_it(tmp_path: Path) -> None:
+async def test_a_damaged_entry_keeps_its_header_but_cannot_be_read(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1 << 20)
     places = [await journal.append(header(seq_id), b"a body") for seq_id in (1, 2, 3)]
     await journal.close()
@@ -168,7 +168,7 @@ async def test_of_a_damaged_entry_the_journal_tells_whose_it_is_and_cannot_read_
     await again.close()
 
 
-async def test_the_journal_says_whether_it_can_be_written_and_the_log_hears_of_changes(
+async def test_failure_and_recovery_of_journal_writes_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
@@ -186,12 +186,12 @@ async def test_the_journal_says_whether_it_can_be_written_and_the_log_hears_of_c
         await journal.close()
         assert [path.name for path in (disk / "journal").iterdir() if path.suffix != ".segment"] == []
     assert caplog.messages == [
-        f"writing the journal in {disk}/journal failed, and is tried again: No space left on device",
-        f"writing the journal in {disk}/journal succeeds again",
+        f"writing the journal in {disk}/journal failed, will retry: No space left on device",
+        f"writing the journal in {disk}/journal works again",
     ]
 
 
-async def test_a_full_disk_leaves_nothing_of_what_it_had_no_room_for(tmp_path: Path) -> None:
+async def test_a_full_disk_leaves_no_partial_records(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
         segments = Segments(disk, 1 << 20)
         await segments.append({"number": 0}, bytes(1000))
@@ -208,13 +208,13 @@ async def test_a_full_disk_leaves_nothing_of_what_it_had_no_room_for(tmp_path: P
         assert segment_files(disk)[0].stat().st_size < 2000
 
 
-async def test_a_file_that_is_no_segment_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_file_that_is_not_a_segment_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "00000000.segment").write_bytes(10 * b"something else")
     assert list(read_segment(tmp_path / "00000000.segment")) == []
-    assert "is no segment" in caplog.text
+    assert "is not a segment" in caplog.text
 
 
-async def test_a_journal_with_a_damaged_head_is_read_or_kept_and_known_to_be_damaged(tmp_path: Path) -> None:
+async def test_a_segment_with_a_damaged_head_is_read_or_reported_and_kept(tmp_path: Path) -> None:
     for damaged_byte, is_read in ((3, False), (25, True), (33, True)):
         directory = tmp_path / str(damaged_byte)
         journal = Journal(directory, 1 << 20)
@@ -257,20 +257,20 @@ async def test_records_are_read_at_their_places(tmp_path: Path) -> None:
     await segments.close()
 
 
-async def test_a_segment_goes_when_everything_in_it_is_done(tmp_path: Path) -> None:
+async def test_a_segment_is_deleted_when_all_its_entries_are_released(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 200)
     places = [await journal.append(header(seq_id), bytes(100)) for seq_id in range(1, 5)]
     assert len(segment_files(tmp_path)) == 4
     journal.release(places[0])
     journal.release(places[2])
-    await until_left(tmp_path, [places[1].segment, places[3].segment])
+    await wait_for_segments(tmp_path, [places[1].segment, places[3].segment])
     journal.release(places[1])
     await journal.close()
     assert [int(path.stem) for path in segment_files(tmp_path)] == [places[3].segment]
 
 
-async def test_segments_go_while_others_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To free a large one takes its time."""
+async def test_segments_are_deleted_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleting a large file takes time."""
     unlink, journal = os.unlink, Journal(tmp_path, 200)
     first, *_ = [await journal.append(header(seq_id), bytes(100)) for seq_id in (1, 2)]
     was_served = threading.Event()
@@ -287,11 +287,11 @@ async def test_segments_go_while_others_are_served(tmp_path: Path, monkeypatch: 
     assert [int(path.stem) for path in segment_files(tmp_path)] == [1]
 
 
-async def test_a_segment_stays_whose_last_entries_were_written_this_moment(tmp_path: Path) -> None:
+async def test_a_segment_stays_until_its_last_entries_are_acknowledged(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 600)  # more than the first entry has, less than two have
     first = await journal.append(header(1), bytes(100))
     both = asyncio.gather(journal.append(header(2), bytes(300)), journal.append(header(3)))
-    while len(segment_files(tmp_path)) < 2:  # the writer's thread goes on beside us; its answers wait for our await
+    while len(segment_files(tmp_path)) < 2:  # the writer thread runs; its answers wait for our await
         await asyncio.sleep(0)
         time.sleep(0.01)  # noqa: ASYNC251
     journal.release(first)
@@ -301,25 +301,25 @@ async def test_a_segment_stays_whose_last_entries_were_written_this_moment(tmp_p
     await journal.close()
 
 
-async def test_what_an_earlier_process_left_is_told_and_stays_until_it_is_released(tmp_path: Path) -> None:
+async def test_entries_of_an_earlier_process_stay_until_released(tmp_path: Path) -> None:
     first = Journal(tmp_path, 1 << 20)
     await first.append(header(1), b"body")
     await first.append(header(2, refused="no"))
     await first.close()
     second = Journal(tmp_path, 1 << 20)
-    told = second.earlier()
-    assert [(one.header.seq_id, one.header.refused) for one in told] == [(1, None), (2, "no")]
+    found = second.earlier()
+    assert [(one.header.seq_id, one.header.refused) for one in found] == [(1, None), (2, "no")]
     second.forget_earlier()
     place = await second.append(header(3))
     assert place.segment == 1
-    second.release(told[1].place)
-    assert (await second.read(told[0].place)).body == b"body"
-    second.release(told[0].place)
+    second.release(found[1].place)
+    assert (await second.read(found[0].place)).body == b"body"
+    second.release(found[0].place)
     await second.close()
     assert [int(segment.stem) for segment in segment_files(tmp_path)] == [1]
 
 
-async def test_a_segment_of_which_nothing_can_be_read_goes(tmp_path: Path) -> None:
+async def test_a_segment_with_an_incomplete_head_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "00000000.segment").write_bytes(b"damaged")
     journal = Journal(tmp_path, 1 << 20)
     assert journal.earlier() == []
@@ -341,7 +341,7 @@ async def test_a_journal_that_cannot_be_written_refuses_and_recovers(tmp_path: P
     assert [entry.header.seq_id for entry in read_journal(segment)] == [1]
 
 
-async def test_an_entry_that_is_released_twice_takes_nothing_from_others(tmp_path: Path) -> None:
+async def test_releasing_an_entry_twice_affects_no_other_entry(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 1 << 20)
     first, second = [await journal.append(header(seq_id)) for seq_id in (1, 2)]
     await journal.close()
@@ -356,28 +356,28 @@ async def test_an_entry_that_is_released_twice_takes_nothing_from_others(tmp_pat
     assert [int(path.stem) for path in segment_files(tmp_path)] == [1]
 
 
-async def test_of_a_batch_that_is_refused_nothing_stays_in_the_segment_before(tmp_path: Path) -> None:
-    """It would be carried out at the next start, although its clients were told that it was not accepted."""
+async def test_a_refused_batch_leaves_nothing_in_the_previous_segment(tmp_path: Path) -> None:
+    """Otherwise the next start would run operations that their clients know to be refused."""
     segments = Segments(tmp_path, 1000)
     await segments.append({"number": 0}, bytes(900))
-    (tmp_path / "00000001.segment").touch()  # the next one cannot be made
+    (tmp_path / "00000001.segment").touch()  # the next segment cannot be created
     answers = await asyncio.gather(
         *(segments.append({"number": number}, bytes(40 << 10)) for number in (1, 2)),
         segments.append({"number": 3}),
         return_exceptions=True,
     )
     await segments.close()
-    told = [0, *(number for number, answer in enumerate(answers, 1) if isinstance(answer, Place))]
-    there = [one.header["number"] for path in segment_files(tmp_path) for one in read_segment(path)]
-    assert there == told
+    acknowledged = [0, *(number for number, answer in enumerate(answers, 1) if isinstance(answer, Place))]
+    stored = [one.header["number"] for path in segment_files(tmp_path) for one in read_segment(path)]
+    assert stored == acknowledged
 
 
 async def test_a_record_that_is_too_large_is_refused_and_later_ones_are_written(tmp_path: Path) -> None:
-    too_large = bytes(MOST_BODY_BYTES + 1)  # pages that nobody touches take no memory
+    too_large = bytes(MOST_BODY_BYTES + 1)  # untouched pages take no memory
     segments = Segments(tmp_path / "segments", 64 << 20)
     journal = Journal(tmp_path / "journal", 64 << 20)
     async with asyncio.timeout(60):
-        with pytest.raises(RecordTooLarge, match=f"{MOST_BODY_BYTES + 1} bytes is too large"):
+        with pytest.raises(RecordTooLarge, match=f"{MOST_BODY_BYTES + 1} of body is too large"):
             await segments.append({"number": 0}, too_large)
         with pytest.raises(RecordTooLarge):
             await segments.append({"number": 0, "words": "w" * (17 << 20)})
@@ -395,7 +395,7 @@ async def test_a_record_that_is_too_large_is_refused_and_later_ones_are_written(
 
 
 @pytest.mark.parametrize("num_bytes", [100, 1 << 20])
-async def test_memory_that_runs_out_in_the_midst_of_a_record_leaves_the_journal_appendable(
+async def test_running_out_of_memory_within_a_record_keeps_the_journal_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
 ) -> None:
     class Starved(segments_module.BufferedWriter):

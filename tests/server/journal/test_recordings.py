@@ -1,4 +1,4 @@
-"""What samplers drew, kept for the losses that train on it."""
+"""Recordings: what samplers drew, kept for the losses that train on it."""
 
 import os
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ PROMPT = np.array([5, 6, 7], np.int32)
 
 
 def drawn(*lengths: int) -> SampleResponse:
-    """Sequence i draws tokens 100 i, 100 i + 1, ... with log-probabilities -i, -i - 0.5, ..."""
+    """Returns a response whose sequence i has tokens 100 i, 100 i + 1, ... with log-probabilities -i, -i - 0.5, ..."""
     return SampleResponse(
         tuple(
             SampledSequence(
@@ -71,7 +71,7 @@ async def test_recordings_survive_a_restart(recordings: Recordings, tmp_path: Pa
     await later.close()
 
 
-async def test_what_is_older_than_recordings_are_kept_is_missing_also_after_a_restart(tmp_path: Path) -> None:
+async def test_expired_recordings_are_missing_also_after_a_restart(tmp_path: Path) -> None:
     first = Recordings(tmp_path)
     await first.keep("s:sample:0:4", "alice", PROMPT, drawn(3, 0, 2))
     await first.close()
@@ -103,7 +103,7 @@ SAMPLED = ProvenanceSpan("sampled", "s:sample:0:4:0", 0, 3)
         (request([0], ProvenanceSpan("sampled", "nonsense", 0, 1)), "no recording of sequence nonsense"),
     ],
 )
-async def test_spans_that_do_not_fit_are_the_users_error(
+async def test_spans_that_do_not_match_are_user_errors(
     recordings: Recordings, wrong: ForwardBackwardRequest, reason: str
 ) -> None:
     with pytest.raises(OperationError, match=reason) as failure:
@@ -112,12 +112,12 @@ async def test_spans_that_do_not_fit_are_the_users_error(
     assert failure.value.message.startswith("data[0]: ")
 
 
-async def test_the_samples_of_others_are_missing(recordings: Recordings) -> None:
+async def test_recordings_of_other_tenants_are_missing(recordings: Recordings) -> None:
     with pytest.raises(OperationError, match="no recording"):
         await recordings.fill_in("bob", GOOD)
 
 
-async def test_inputs_that_are_given_are_taken_as_they_are(recordings: Recordings) -> None:
+async def test_inputs_in_the_request_are_left_unchanged(recordings: Recordings) -> None:
     ones = np.ones(2, np.float32)
     given = request([3, 4], logprobs=-ones, sampled_mask=ones)
     assert (await recordings.fill_in("alice", given)).data[0].loss_fn_inputs["logprobs"].tolist() == [-1, -1]

@@ -1,5 +1,4 @@
-"""Results: what a request asks for beside its samples is bounded, charged to its tenant before the work, and counted
-while it is kept."""
+"""Results: log-probabilities of alternatives are bounded, charged to the tenant at submit, and counted while kept."""
 
 import asyncio
 import json
@@ -31,7 +30,7 @@ ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_toke
 async def serve(
     tiny_models: dict[str, Path], tmp_path: Path, dispatch: WorkerDispatch
 ) -> AsyncIterator[Callable[..., Any]]:
-    """A server with these options on the same state; the next one is a restart."""
+    """Yields a function that starts a server with options. Calling it again restarts the server on the same state."""
     async with AsyncExitStack() as stack:
 
         async def serve(**options: Any) -> Server:
@@ -73,7 +72,7 @@ async def test_alternatives_are_bounded_by_a_knob(serve: Callable, name: str) ->
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "top_logprobs"),
     ],
 )
-async def test_openais_alternatives_are_bounded_by_the_same_knob(
+async def test_alternatives_in_the_openai_api_are_bounded_by_the_same_knob(
     serve: Callable, path: str, fields: dict, name: str
 ) -> None:
     server = await serve(max_logprobs=3)
@@ -84,7 +83,7 @@ async def test_openais_alternatives_are_bounded_by_the_same_knob(
     assert error["param"] == name and f"{name} 4 exceeds the 3" in error["message"], error
 
 
-async def test_a_result_is_charged_before_the_work_by_what_was_asked_for(serve: Callable) -> None:
+async def test_a_result_is_charged_at_submit_by_its_largest_size(serve: Callable) -> None:
     server = await serve(tenant_queued_bytes=300_000)
     sampler_id, params = await sampler_of(server), {"max_tokens": 900, "stop": [], "seed": 1}
     long = sample_body(sampler_id, sampling_params=params, topk_sample_logprobs=20)
@@ -94,7 +93,7 @@ async def test_a_result_is_charged_before_the_work_by_what_was_asked_for(serve: 
     refused = await server.post("asample", long | {"seq_id": 1}, status=429)
     assert "this one has" in refused["detail"] and "--tenant-queued-bytes" in refused["detail"]
     small = sample_body(sampler_id, 2)
-    assert len((await sample(server, small)).sequences) == 1, "what fits comes in beside it"
+    assert len((await sample(server, small)).sequences) == 1, "a request that fits is accepted"
     assert len((await server.result(submitted["request_id"]))["sequences"][0]["topk_logprobs"]) == 900
     assert (await server.clients["tml-alice"].get("limits")).json()["queued_bytes"]["used"] == 0
 
@@ -103,41 +102,41 @@ async def test_a_result_beyond_all_quotas_is_refused_with_the_remedy(serve: Call
     server = await serve(tenant_queued_bytes=300_000)
     body = sample_body(await sampler_of(server), num_samples=3, sampling_params={"max_tokens": 900})
     refused = await server.post("asample", body | {"topk_sample_logprobs": 20}, status=400)
-    assert "the result may take 453600 bytes, and 300000 are the most: lower num_samples" in refused["detail"]
+    assert "the result may take 453600 bytes, and the limit is 300000: lower num_samples" in refused["detail"]
 
 
-async def test_kept_results_are_counted_and_put_off_more_samples_until_they_go(serve: Callable) -> None:
+async def test_kept_results_throttle_more_samples_until_they_expire(serve: Callable) -> None:
     server = await serve()
     sampler_id = await sampler_of(server)
     asked = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 500}]}, "topk_prompt_logprobs": 20}
     await sample(server, sample_body(sampler_id) | asked)
-    used = await kept(server)
-    assert 80_000 < used < 90_000 and await kept(server, BOB) == 0
+    used = await result_bytes(server)
+    assert 80_000 < used < 90_000 and await result_bytes(server, BOB) == 0
 
     server = await serve(tenant_result_bytes=100_000)
-    assert await kept(server) == pytest.approx(used, abs=2000), "also over a restart"
+    assert await result_bytes(server) == pytest.approx(used, abs=2000), "also after a restart"
     refused = await server.post("asample", sample_body(sampler_id, 1) | asked, status=429)
-    assert f"results of yours take {await kept(server)} bytes" in refused["detail"]
+    assert f"your results take {await result_bytes(server)} bytes" in refused["detail"]
     assert "--tenant-result-bytes" in refused["detail"] and "--result-ttl-seconds" in refused["detail"]
     assert len((await sample(server, sample_body(await sampler_of(server, BOB)) | asked, BOB)).sequences) == 1
     run = await server.create_run()
     await run.forward_backward(batch())
-    assert "error" not in await run.optim_step(), "training goes on"
+    assert "error" not in await run.optim_step(), "training continues"
 
     server = await serve(tenant_result_bytes=100_000, result_ttl_seconds=0.01)
     async with asyncio.timeout(60):
-        while await kept(server):
+        while await result_bytes(server):
             await server.services.futures.expire()
     assert len((await sample(server, sample_body(sampler_id, 2) | asked)).sequences) == 1
 
 
-async def kept(server: Server, key: str = "tml-alice") -> int:
+async def result_bytes(server: Server, key: str = "tml-alice") -> int:
     limits = (await server.clients[key].get("limits")).json()
     assert limits["result_bytes"]["limit"] == server.services.config.tenant_result_bytes
     return limits["result_bytes"]["used"]
 
 
-async def test_a_sparse_question_about_a_prompt_cannot_be_made_into_a_large_one(serve: Callable) -> None:
+async def test_sparse_target_prompt_logprobs_cannot_expand_to_a_large_tensor(serve: Callable) -> None:
     server = await serve()
     sparse = {
         "data": [5],
@@ -153,14 +152,16 @@ async def test_a_sparse_question_about_a_prompt_cannot_be_made_into_a_large_one(
 
 
 MOST_SHARE = 0.1
-"""Of the work, in which nobody else has a turn: 0.03 where it is done in pieces, 0.2 to 0.4 where it is not."""
+"""The share of the work for which no other task runs: 0.03 if it is done in pieces, 0.2 to 0.4 if not."""
 
 LARGE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 1000}]}, "topk_prompt_logprobs": 512}
 
 
 async def longest_wait(work: "asyncio.Future[Any]") -> tuple[float, float]:
-    """Seconds for which the event loop let nobody have a turn, at the most, and seconds that the work took: of this
-    process's own time, since a busy machine stops all of it."""
+    """Returns the longest time for which no other task ran, and the time of the work, in seconds.
+
+    Both are CPU time of this process, because a busy machine stops all of it.
+    """
     began = last = time.process_time()
     longest = 0.0
     while not work.done():
@@ -170,33 +171,33 @@ async def longest_wait(work: "asyncio.Future[Any]") -> tuple[float, float]:
     return longest, last - began
 
 
-async def test_a_large_result_is_answered_in_pieces_with_others_between(serve: Callable) -> None:
+async def test_a_large_result_is_encoded_in_pieces_between_other_tasks(serve: Callable) -> None:
     server = await serve(max_logprobs=512)
     submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
     binary = await server.retrieve(submitted["request_id"], accept=PROTOBUF)
     assert len(binary.content) > 4_000_000 and binary.headers["content-length"] == str(len(binary.content))
     working = asyncio.ensure_future(server.retrieve(submitted["request_id"]))
     longest, whole = await longest_wait(working)
-    assert longest < MOST_SHARE * whole, f"{longest:.3f} s of {whole:.3f} nobody had a turn"
+    assert longest < MOST_SHARE * whole, f"no other task ran for {longest:.3f} s of {whole:.3f} s"
     answer = json.loads(working.result().content)
     expected = encode_sample_response_json(decode_sample_response(binary.content))
     assert answer == json.loads(json.dumps(expected)) and len(answer["topk_prompt_logprobs"][999]) == 512
     assert server.services.quotas._num_bytes_leaving == 0
 
 
-async def test_the_text_of_a_large_result_made_at_once_lets_nobody_have_a_turn() -> None:
-    """What the ratio above is held against."""
+async def test_encoding_a_large_result_at_once_blocks_other_tasks() -> None:
+    """This is the negative control for MOST_SHARE."""
     top = TopkLogprobs(np.zeros((1000, 512), np.int32), np.zeros((1000, 512), np.float32))
     response = SampleResponse((), topk_prompt_logprobs=top)
     shares = []
-    for _ in range(4):  # a busy machine may give the others a turn for once
+    for _ in range(4):  # on a busy machine, other tasks may run in some tries
         working = asyncio.ensure_future(asyncio.to_thread(lambda: json.dumps(encode_sample_response_json(response))))
         longest, whole = await longest_wait(working)
         shares.append(longest / whole)
     assert max(shares) > MOST_SHARE
 
 
-async def test_large_results_on_their_way_are_bounded_for_each_tenant(serve: Callable) -> None:
+async def test_large_results_being_sent_are_bounded_per_tenant(serve: Callable) -> None:
     server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
     submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
     assert (await server.retrieve(submitted["request_id"], accept=PROTOBUF)).status_code == 200
@@ -209,10 +210,10 @@ async def test_large_results_on_their_way_are_bounded_for_each_tenant(serve: Cal
     assert server.services.quotas._num_bytes_leaving == 0
 
 
-async def test_a_submit_that_is_accepted_is_answered_with_its_id_where_there_is_no_room_to_send_its_result(
+async def test_an_accepted_submit_returns_its_id_if_the_result_cannot_be_sent(
     serve: Callable,
 ) -> None:
-    """A refusal would have it sent again, and done twice where the server numbers it."""
+    """A refusal would make the client send it again, and it would run twice where the server numbers requests."""
     server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
     slow = server.services.quotas.leaving((await server.services.auth.authenticate("tml-alice")).id)
     slow.claim(4_000_000)
@@ -224,33 +225,33 @@ async def test_a_submit_that_is_accepted_is_answered_with_its_id_where_there_is_
     assert len(waited["topk_prompt_logprobs"]) == 1000
 
 
-async def test_a_client_that_leaves_gives_back_the_room_of_its_answer(serve: Callable) -> None:
+async def test_a_disconnected_client_releases_the_room_of_its_answer(serve: Callable) -> None:
     server = await serve()
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "headers": []}
 
-    async def gone(message: object) -> None:
+    async def disconnected(message: object) -> None:
         raise OSError("the client has left")
 
     quotas = server.services.quotas
     leaving = quotas.leaving("alice")
     leaving.claim(1 << 20)
     with pytest.raises(ClientDisconnect):
-        await _LargeAnswer([b"x"], PROTOBUF, leaving)(scope, pytest.fail, gone)
+        await _LargeAnswer([b"x"], PROTOBUF, leaving)(scope, pytest.fail, disconnected)
     assert quotas._num_bytes_leaving == 0
 
 
-def test_a_client_is_told_of_many_completions_page_by_page() -> None:
+def test_many_completions_are_reported_page_by_page() -> None:
     async def pages() -> list[int]:
         log = CompletionLog()
         log.filling.set_result(None)
         for number in range(2 * MOST_AT_ONCE + 5):
             log.add(Ended(f"s:sample:0:{number}", is_error=False, num_bytes=1))
-        told, sizes = [], []
+        reported, sizes = [], []
         while log.grown.is_set():
             sizes.append(len(log.unseen()))
-            told += [one.request_id for one in log.unseen()]
+            reported += [one.request_id for one in log.unseen()]
             log.see(log.cursor)
-        assert told == [f"s:sample:0:{number}" for number in range(2 * MOST_AT_ONCE + 5)]
+        assert reported == [f"s:sample:0:{number}" for number in range(2 * MOST_AT_ONCE + 5)]
         return sizes
 
     assert asyncio.run(pages()) == [MOST_AT_ONCE, MOST_AT_ONCE, 5]

@@ -1,4 +1,4 @@
-"""What OpenAI's clients are answered takes time and memory in proportion to what is said, once."""
+"""Answers to OpenAI clients: time and memory grow with their content, which is built only once."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def tops(length: int, k: int) -> TopkLogprobs:
     return TopkLogprobs(np.tile(np.arange(4, 4 + k, dtype=np.int32), (length, 1)), logprobs(length, k))
 
 
-def test_an_echo_is_made_once_for_all_its_choices(tokenizer: Tokenizer) -> None:
+def test_an_echo_is_built_once_for_all_its_choices(tokenizer: Tokenizer) -> None:
     length, n, k = 1000, 24, 20
     prompt = Prompt(tokens(length).tolist())
     asked = CompletionRequest(model="m", prompt=list(prompt.token_ids), n=n, max_tokens=1, echo=True, logprobs=k)
@@ -53,9 +53,9 @@ def test_an_echo_is_made_once_for_all_its_choices(tokenizer: Tokenizer) -> None:
     body = answer.whole([Told(choices.echo(0, drawn.response), choices.finish(drawn))], choices.usage())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    told = json.loads(body)["choices"]
-    assert [len(choice["logprobs"]["tokens"]) for choice in told] == [length + 1] * n
-    assert len({choice["text"][:-10] for choice in told}) == 1
+    decoded = json.loads(body)["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in decoded] == [length + 1] * n
+    assert len({choice["text"][:-10] for choice in decoded}) == 1
     assert peak < 3.5 * len(body), "the JSON and its pieces, not every choice as objects"
 
 
@@ -68,33 +68,33 @@ async def ticks(during: "asyncio.Task[list[bytes]]") -> int:
 
 
 @pytest.mark.anyio
-async def test_others_have_their_turn_while_a_slice_of_many_samples_is_told(tokenizer: Tokenizer) -> None:
+async def test_other_tasks_run_while_many_samples_are_encoded(tokenizer: Tokenizer) -> None:
     n, length, k = 500, 4, 5
     asked = CompletionRequest(model="m", prompt="x", n=n, stream=True, logprobs=k)
     prompt = Prompt([5])
     choices, answer = Choices(asked, tokenizer, Stops(()), [prompt]), CompletionAnswer(asked, tokenizer, [prompt])
     parts = tuple(SampledPart(sample, tokens(length), logprobs(length), tops(length, k)) for sample in range(n))
 
-    async def tell() -> list[bytes]:
+    async def encode() -> list[bytes]:
         return [piece async for piece in _pieces(answer, choices.grow(Grown(0, parts)))]
 
-    telling = asyncio.create_task(tell())
-    num_ticks = await ticks(telling)
-    pieces = await telling
+    encoding = asyncio.create_task(encode())
+    num_ticks = await ticks(encoding)
+    pieces = await encoding
     events = b"".join(pieces).decode().split("\n\n")[:-1]
     assert [json.loads(event.removeprefix("data: "))["choices"][0]["index"] for event in events] == list(range(n))
     assert num_ticks >= len(pieces) > 10
 
 
-def asked_of_many(**fields: object) -> Iterator[object]:
+def params_of_many_prompts(**fields: object) -> Iterator[object]:
     asked = CompletionRequest.model_validate({"model": "m", "prompt": [[5]] * 3} | fields)
     for request in sample_requests(asked, [Prompt([5]), Prompt([6, 7]), Prompt([8])], context=10):
         yield request.sampling_params
 
 
-def test_what_is_sampled_of_many_prompts_has_its_parameters_once() -> None:
+def test_many_prompts_share_their_sampling_parameters() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    params = list(asked_of_many(logit_bias={str(token): 1 for token in range(1000)}, response_format=schema))
+    params = list(params_of_many_prompts(logit_bias={str(token): 1 for token in range(1000)}, response_format=schema))
     assert len({id(one.logit_bias) for one in params}) == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert len({id(one.constraint) for one in params}) == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert [one.max_tokens for one in params] == [9, 8, 9]  # pyright: ignore[reportAttributeAccessIssue]

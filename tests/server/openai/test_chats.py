@@ -1,4 +1,4 @@
-"""A chat becomes a prompt with all that was said in it, or is refused."""
+"""Chats become prompts with everything in their messages, or are refused."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
 JOINS = "{% for message in messages %}{{ '<' + message['role'] + ':' + message['content'] + '>' }}{% endfor %}"
-"""As of SmolLM2: content is taken for a text, and nothing else is looked at."""
+"""SmolLM2's way: content must be a string, and everything else is ignored."""
 SETS_TOOLS = "{% if tools is not defined %}{% set tools = none %}{% endif %}{{ tools | length if tools }}" + JOINS
 NAMES_ANOTHER = "{% for tools in messages[0].tools %}{{ 'tools' }}{% endfor %}" + JOINS
 
 
 def tokenizer(**templates: str) -> Tokenizer:
-    """A token a character, whose id is its code."""
+    """Returns a tokenizer with one token per character, whose id is the character code."""
     backend = Backend(models.BPE({chr(code): code for code in range(128)}, []))
     return Tokenizer(TokenizerFacts(backend.to_str(), {}, templates))
 
@@ -31,13 +31,13 @@ def rendered(reader: Tokenizer, messages: list[Any], **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
-def test_a_call_without_content_has_an_empty_one(content: dict[str, Any]) -> None:
+def test_a_tool_call_without_content_renders_as_empty(content: dict[str, Any]) -> None:
     messages = [USER, {"role": "assistant", "tool_calls": [CALL]} | content, {"role": "tool", "content": "no"}]
     assert rendered(tokenizer(default=JOINS), messages) == "<user:Rain?><assistant:><tool:no>"
 
 
 @pytest.mark.parametrize("template", [JOINS, NAMES_ANOTHER])
-def test_tools_that_a_template_does_not_read_are_refused(template: str) -> None:
+def test_tools_that_the_template_ignores_are_refused(template: str) -> None:
     reader = tokenizer(default=template)
     with pytest.raises(OpenAiError, match=r"the chat template of m ignores tools.*leave them out") as refused:
         rendered(reader, [USER], tools=[TOOL])
@@ -47,5 +47,5 @@ def test_tools_that_a_template_does_not_read_are_refused(template: str) -> None:
 
 
 @pytest.mark.parametrize("templates", [{"default": SETS_TOOLS}, {"default": JOINS, "tool_use": SETS_TOOLS}])
-def test_tools_that_a_template_reads_are_taken(templates: dict[str, str]) -> None:
+def test_tools_that_the_template_reads_are_accepted(templates: dict[str, str]) -> None:
     assert rendered(tokenizer(**templates), [USER], tools=[TOOL]) == "1<user:Rain?>"

@@ -1,4 +1,4 @@
-"""OpenAI's endpoint in this process: who leaves is not sampled for, and what fails is told in OpenAI's words."""
+"""The OpenAI endpoint in this process: clients that leave cancel their jobs, and errors have OpenAI's format."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from ..real import ALICE, BOB, MODEL, Server, running_server, server_config
 pytestmark = pytest.mark.anyio
 
 LONG = {"model": MODEL, "prompt": "the", "n": 500, "max_tokens": 1000, "ignore_eos": True}
-"""Takes many times LEAVE_SECONDS."""
+"""A request that takes many times LEAVE_SECONDS."""
 
 LEAVE_SECONDS = 5.0
 STOPPING = "the server is stopping: try again when it is back"
@@ -30,7 +30,7 @@ STOPPING = "the server is stopping: try again when it is back"
 
 @pytest.fixture(scope="module")
 def model(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer."""
+    """Adds a tokenizer to a copy of the tiny model."""
     model = tmp_path_factory.mktemp("letters") / "model"
     shutil.copytree(tiny_models["qwen3"], model)
     save_letter_tokenizer(model)
@@ -48,7 +48,7 @@ async def server(
 
 @dataclass
 class Connection:
-    """One request by hand. Its client leaves when `left` is set, and takes what it is sent while `takes` is."""
+    """A request whose client leaves when `left` is set, and reads while `takes` is set."""
 
     body: dict[str, Any]
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,13 +77,13 @@ class Connection:
 
     @property
     def choices(self) -> list[Any]:
-        """Of all chunks that came."""
+        """Returns the choices of all chunks received so far."""
         body = b"".join(message.get("body", b"") for message in self.sent).decode()
         events = [event.removeprefix("data: ") for event in body.split("\n\n") if event.startswith("data: {")]
         return [choice for event in events for choice in json.loads(event)["choices"]]
 
 
-def ask(server: Server, connection: Connection, path: str = "/v1/completions") -> asyncio.Task[None]:
+def send_request(server: Server, connection: Connection, path: str = "/v1/completions") -> asyncio.Task[None]:
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -99,7 +99,7 @@ def ask(server: Server, connection: Connection, path: str = "/v1/completions") -
     return asyncio.create_task(server.app(scope, connection.receive, connection.send))
 
 
-async def until(holds: Any, seconds: float = 60.0) -> float:
+async def wait_until(holds: Any, seconds: float = 60.0) -> float:
     started = time.monotonic()
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110
@@ -109,33 +109,35 @@ async def until(holds: Any, seconds: float = 60.0) -> float:
 
 async def test_a_client_that_leaves_a_stream_cancels_its_job(server: Server) -> None:
     connection = Connection(LONG | {"stream": True})
-    asked = ask(server, connection)
-    await until(lambda: connection.num_events > 5)
+    asked = send_request(server, connection)
+    await wait_until(lambda: connection.num_events > 5)
     connection.left.set()
-    assert await until(lambda: server.services.dispatch.status(MODEL) is None) < LEAVE_SECONDS
+    assert await wait_until(lambda: server.services.dispatch.status(MODEL) is None) < LEAVE_SECONDS
     await asked
-    await check_that_all_is_free(server)
+    await assert_nothing_is_held(server)
 
 
 async def test_a_client_that_leaves_before_the_answer_cancels_its_jobs(server: Server) -> None:
     connection = Connection(LONG | {"prompt": ["the", "and"]})
-    asked = ask(server, connection)
-    await until(lambda: server.services.dispatch.status(MODEL) is not None)
+    asked = send_request(server, connection)
+    await wait_until(lambda: server.services.dispatch.status(MODEL) is not None)
     await asyncio.sleep(0.1)
     connection.left.set()
-    assert await until(lambda: server.services.dispatch.status(MODEL) is None) < LEAVE_SECONDS
+    assert await wait_until(lambda: server.services.dispatch.status(MODEL) is None) < LEAVE_SECONDS
     await asked
-    await check_that_all_is_free(server)
+    await assert_nothing_is_held(server)
 
 
-async def test_who_hangs_up_pays_for_what_was_read(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
+async def test_a_disconnected_client_is_charged_for_what_it_read(
+    dispatch: WorkerDispatch, model: Path, tmp_path: Path
+) -> None:
     config = server_config(model, tmp_path / "metered", tenant_tokens_per_minute=6000)
     async with running_server(config, dispatch) as metered:
         await metered.services.tokenizers.get(MODEL)
         connection = Connection(LONG | {"stream": True, "return_token_ids": True})
         started = time.monotonic()
-        asked = ask(metered, connection)
-        await until(lambda: connection.num_events > 500)
+        asked = send_request(metered, connection)
+        await wait_until(lambda: connection.num_events > 500)
         connection.left.set()
         await asked
         num_read = sum(len(choice["token_ids"]) for choice in connection.choices)
@@ -144,7 +146,7 @@ async def test_who_hangs_up_pays_for_what_was_read(dispatch: WorkerDispatch, mod
         assert limits["tokens_per_minute"]["used"] >= num_read - given_back - 1
 
 
-async def test_a_slow_reader_gets_all_of_a_stream_of_which_little_is_held(
+async def test_a_slow_reader_gets_a_whole_stream_with_little_buffered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draws, "MOST_HELD_BYTES", 20_000)
@@ -152,9 +154,9 @@ async def test_a_slow_reader_gets_all_of_a_stream_of_which_little_is_held(
     whole = await complete(server, **asked)
     connection = Connection(asked | {"stream": True})
     connection.takes.clear()
-    task = ask(server, connection)
-    await until(lambda: server.services.dispatch.status(MODEL) is not None)
-    await until(lambda: server.services.dispatch.status(MODEL) is None)
+    task = send_request(server, connection)
+    await wait_until(lambda: server.services.dispatch.status(MODEL) is not None)
+    await wait_until(lambda: server.services.dispatch.status(MODEL) is None)
     connection.takes.set()
     await task
     for choice in whole["choices"]:
@@ -163,13 +165,13 @@ async def test_a_slow_reader_gets_all_of_a_stream_of_which_little_is_held(
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
 
 
-async def test_a_reader_who_takes_nothing_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_reader_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_STALLED_SECONDS", 0.3)
     connection = Connection(LONG | {"stream": True})
     connection.takes.clear()
-    await ask(server, connection)
-    await until(lambda: server.services.dispatch.status(MODEL) is None)
-    await check_that_all_is_free(server)
+    await send_request(server, connection)
+    await wait_until(lambda: server.services.dispatch.status(MODEL) is None)
+    await assert_nothing_is_held(server)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +188,14 @@ async def test_a_reader_who_takes_nothing_is_given_up(server: Server, monkeypatc
     ],
     ids=["texts", "biases", "keys", "echo", "wrong"],
 )
-async def test_others_have_their_turn_whatever_a_request_has_in_it(
+async def test_large_requests_do_not_block_the_event_loop(
     dispatch: WorkerDispatch, model: Path, tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
     config = server_config(model, tmp_path / "large", max_body_bytes=4_000_000, max_decompressed_bytes=4_000_000)
     async with running_server(config, dispatch) as large:
         await large.services.tokenizers.get(MODEL)
         content = json.dumps({"model": MODEL} | body)
-        for _ in range(10):  # other processes keep it waiting, too
+        for _ in range(10):  # other processes can block it, too
             watch = asyncio.create_task(longest_wait())
             started = time.monotonic()
             await large.clients[ALICE].post(f"http://test{path}", content=content)
@@ -201,11 +203,11 @@ async def test_others_have_their_turn_whatever_a_request_has_in_it(
             watch.cancel()
             if await watch < max(0.1, seconds / 3):
                 return
-    pytest.fail("for most of the request's time, others had none of it")
+    pytest.fail("in every try, other tasks were blocked for a third of the request's time")
 
 
 async def longest_wait() -> float:
-    """Seconds between two turns of the event loop, until it is cancelled."""
+    """Returns the longest time between two turns of the event loop, in seconds, when it is cancelled."""
     longest, last = 0.0, time.monotonic()
     try:
         while True:
@@ -215,22 +217,22 @@ async def longest_wait() -> float:
         return max(longest, time.monotonic() - last)
 
 
-async def test_each_prompt_is_an_operation(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
+async def test_each_prompt_counts_as_an_operation(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
     config = server_config(model, tmp_path / "limited", tenant_queued_operations=3)
     async with running_server(config, dispatch) as limited:
         await limited.services.tokenizers.get(MODEL)
         assert "3 prompts" in (await complete(limited, 400, prompt=["the"] * 4))["error"]["message"]
         connection = Connection(LONG | {"prompt": ["the"] * 3, "stream": True})
-        asked = ask(limited, connection)
-        await until(lambda: connection.num_events > 5)
+        asked = send_request(limited, connection)
+        await wait_until(lambda: connection.num_events > 5)
         assert (await limited.clients[ALICE].get("limits")).json()["queued_operations"]["used"] == 3
         await complete(limited, 429, prompt="the")
         connection.left.set()
         await asked
-        await check_that_all_is_free(limited)
+        await assert_nothing_is_held(limited)
 
 
-async def test_a_request_claims_room_for_its_samples(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
+async def test_a_request_reserves_room_for_its_samples(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
     config = server_config(model, tmp_path / "limited", tenant_queued_bytes=100_000)
     async with running_server(config, dispatch) as limited:
         await limited.services.tokenizers.get(MODEL)
@@ -239,8 +241,8 @@ async def test_a_request_claims_room_for_its_samples(dispatch: WorkerDispatch, m
         await complete(limited, prompt="the", n=10, max_tokens=100, logprobs=1)
 
 
-async def check_that_all_is_free(server: Server) -> None:
-    """Neither room in the queue nor the key/value cache is held, and the next request is answered."""
+async def assert_nothing_is_held(server: Server) -> None:
+    """Checks that no room in the queue or KV cache is held, and that the next request is answered."""
     limits = (await server.clients[ALICE].get("limits")).json()
     assert limits["queued_operations"]["used"] == limits["queued_bytes"]["used"] == 0
     answer = await asyncio.wait_for(complete(server, prompt="the", max_tokens=2), LEAVE_SECONDS)
@@ -253,7 +255,7 @@ async def complete(server: Server, status: int = 200, **fields: Any) -> Any:
     return response.json()
 
 
-async def test_a_job_that_takes_longer_than_the_silence_that_ends_a_session_is_done(
+async def test_a_job_longer_than_the_session_expiry_finishes(
     dispatch: WorkerDispatch, model: Path, tmp_path: Path
 ) -> None:
     config = server_config(model, tmp_path, session_expiry_seconds=1.0)
@@ -261,13 +263,11 @@ async def test_a_job_that_takes_longer_than_the_silence_that_ends_a_session_is_d
         await impatient.services.tokenizers.get(MODEL)
         started = time.monotonic()
         answer = await complete(impatient, **LONG | {"n": 64})
-        assert time.monotonic() - started > config.session_expiry_seconds, "or this shows nothing"
+        assert time.monotonic() - started > config.session_expiry_seconds, "otherwise this test shows nothing"
         assert len(answer["choices"]) == 64
 
 
-async def test_what_the_worker_refuses_has_a_status_also_when_it_was_to_be_streamed(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_errors_have_a_status_also_for_streams(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for category, status, kind in (("user", 400, "invalid_request_error"), ("server", 503, "server_error")):
 
         async def fail(*_: object, category: Any = category) -> None:
@@ -280,25 +280,25 @@ async def test_what_the_worker_refuses_has_a_status_also_when_it_was_to_be_strea
                 "error": {"message": "the cache is too small: enlarge it", "type": kind, "param": None, "code": None}
             }
     monkeypatch.undo()
-    await check_that_all_is_free(server)
+    await assert_nothing_is_held(server)
 
 
-async def test_a_server_that_stops_says_so_to_whom_it_was_sampling_for(
+async def test_a_stopping_server_ends_open_requests_with_an_error(
     dispatch: WorkerDispatch, model: Path, tmp_path: Path
 ) -> None:
     async with running_server(server_config(model, tmp_path), dispatch) as server:
         await server.services.tokenizers.get(MODEL)
-        some = LONG | {"n": 200}  # so that there is room for all of them at once
+        some = LONG | {"n": 200}  # few enough to be sampled all at once
         whole, stream = Connection(some | {"prompt": ["the", "and"]}), Connection(some | {"stream": True})
-        asked = [ask(server, whole), ask(server, stream)]
-        await until(lambda: stream.num_events > 5)
+        asked = [send_request(server, whole), send_request(server, stream)]
+        await wait_until(lambda: stream.num_events > 5)
         server.services.sampling.stop_drawing()
-        assert await until(lambda: all(one.done() for one in asked)) < LEAVE_SECONDS
+        assert await wait_until(lambda: all(one.done() for one in asked)) < LEAVE_SECONDS
         assert whole.sent[0]["status"] == 503
         for body in (whole.sent[1]["body"], stream.sent[-2]["body"].removeprefix(b"data: ")):
             error = json.loads(body)["error"]
             assert (error["message"], error["type"]) == (STOPPING, "server_error")
-        assert await until(lambda: server.services.dispatch.status(MODEL) is None) < LEAVE_SECONDS
+        assert await wait_until(lambda: server.services.dispatch.status(MODEL) is None) < LEAVE_SECONDS
         late = await complete(server, 503, prompt="the", max_tokens=2)
         assert late["error"]["message"] == STOPPING
 
@@ -306,13 +306,13 @@ async def test_a_server_that_stops_says_so_to_whom_it_was_sampling_for(
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "completions"), ("POST", "chat/completions"), ("GET", "models"), ("GET", "models/x")]
 )
-async def test_a_base_url_without_v1_is_told_of(server: Server, method: str, path: str) -> None:
+async def test_a_base_url_without_v1_is_explained(server: Server, method: str, path: str) -> None:
     answer = await server.clients[ALICE].request(method, f"http://test/{path}", json={})
     assert answer.status_code == 404
     assert "http://test/v1 here: end the client's base URL with /v1" in answer.json()["error"]["message"]
 
 
-async def test_what_a_worker_says_of_a_constraint_is_said_of_response_format(server: Server) -> None:
+async def test_worker_errors_about_constraints_name_response_format(server: Server) -> None:
     for stream in (False, True):
         error = (await complete(server, 400, prompt="the", stream=stream, response_format={"type": "json_object"}))[
             "error"
@@ -321,14 +321,14 @@ async def test_what_a_worker_says_of_a_constraint_is_said_of_response_format(ser
         assert error["message"].startswith("response_format: stop strings and constraints need the model's tokenizer")
 
 
-async def test_one_prompt_that_cannot_be_sampled_fails_all_of_its_request(server: Server) -> None:
+async def test_one_invalid_prompt_fails_the_whole_request(server: Server) -> None:
     answer = await complete(server, 400, prompt=[[5, 6], [5, 99_999]], max_tokens=900)
     assert "99999" in answer["error"]["message"]
     assert server.services.dispatch.status(MODEL) is None
-    await check_that_all_is_free(server)
+    await assert_nothing_is_held(server)
 
 
-async def test_a_model_without_a_tokenizer_is_said_to_have_none(
+async def test_a_model_without_a_tokenizer_is_refused_by_name(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as bare:
@@ -336,7 +336,7 @@ async def test_a_model_without_a_tokenizer_is_said_to_have_none(
     assert f"text needs the tokenizer of {MODEL}" in answer["error"]["message"]
 
 
-async def test_a_sampler_is_found_by_the_name_of_what_it_samples(server: Server) -> None:
+async def test_samplers_are_shared_by_model_within_a_tenant(server: Server) -> None:
     alice, bob = [await server.services.auth.authenticate(key) for key in (ALICE, BOB)]
     of_base = await server.services.samplers.named(alice, MODEL)
     assert await server.services.samplers.named(alice, of_base.record.sampler_id) is of_base
@@ -347,7 +347,7 @@ async def test_a_sampler_is_found_by_the_name_of_what_it_samples(server: Server)
         await server.services.samplers.named(bob, of_base.record.sampler_id)
 
 
-async def test_errors_of_every_kind_are_in_openais_words(server: Server) -> None:
+async def test_errors_of_every_kind_have_openais_format(server: Server) -> None:
     client = server.clients[ALICE]
     too_large = await client.post("http://test/v1/completions", content=b"x" * 300_000)
     nowhere = await client.get("http://test/v1/files")
@@ -358,4 +358,4 @@ async def test_errors_of_every_kind_are_in_openais_words(server: Server) -> None
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert no_method.json()["error"]["message"] == "/v1/completions takes POST, not GET"
     native = await client.get("http://test/api/v1/nowhere")
-    assert set(native.json()) == {"detail"}, "the others have theirs"
+    assert set(native.json()) == {"detail"}, "the native API keeps its own format"

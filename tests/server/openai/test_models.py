@@ -1,4 +1,4 @@
-"""The models that OpenAI's clients are shown are those that they can sample."""
+"""The models that OpenAI clients see are those that they can sample."""
 
 import dataclasses
 
@@ -10,9 +10,7 @@ from ..api import ALICE, BOB, MODEL, Api
 pytestmark = pytest.mark.anyio
 
 
-async def test_checkpoints_of_training_do_not_hide_those_for_sampling(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_training_checkpoints_do_not_hide_sampler_checkpoints(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "_MOST_LISTED", 3)
     run = await api.run()
     for name in ("a", "b", "c", "d"):
@@ -27,15 +25,15 @@ async def test_checkpoints_of_training_do_not_hide_those_for_sampling(
     assert {one["owned_by"] for one in listed[1:]} == {(await api.tenant(ALICE)).name}
 
 
-async def test_a_public_checkpoint_is_not_its_readers_own(api: Api) -> None:
+async def test_a_public_checkpoint_has_another_owner_for_its_readers(api: Api) -> None:
     record = await api.save(await api.run(), "a", "sampler_weights")
     await api.services.checkpoints.set_public(record, True)
-    for key, owner in ((ALICE, (await api.tenant(ALICE)).name), (BOB, "somebody else")):
+    for key, owner in ((ALICE, (await api.tenant(ALICE)).name), (BOB, "another tenant")):
         shown = (await (await api.client(key)).get(f"/v1/models/{record.tinker_path}")).json()
         assert (shown["id"], shown["owned_by"]) == (record.tinker_path, owner)
 
 
-async def test_a_checkpoint_of_a_model_that_is_not_served_is_no_model(api: Api) -> None:
+async def test_a_checkpoint_of_an_unserved_base_model_is_not_found(api: Api) -> None:
     run = dataclasses.replace(await api.run(), base_model="tiny/gone")
     record = await api.save(run, "a", "sampler_weights")
     answer = await (await api.client()).get(f"/v1/models/{record.tinker_path}")

@@ -1,4 +1,4 @@
-"""A prompt that is given back is the text that was sent, whatever its tokenizer puts in front of texts."""
+"""An echoed prompt is the text that was sent, even if its tokenizer prepends or strips spaces."""
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -10,12 +10,12 @@ from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 SPACES = decoders.Replace("▁", " ")
 MARKS = normalizers.Replace(" ", "▁")
 KINDS = {
-    "prepends and strips, as of Llama 2": {
+    "prepends and strips (Llama 2)": {
         "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), MARKS]),
         "decoder": decoders.Sequence([SPACES, decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
     },
-    "replaces alone, as of Gemma": {"normalizer": MARKS, "decoder": decoders.Sequence([SPACES, decoders.Fuse()])},
-    "begins with one, as of T5": {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()},
+    "only replaces (Gemma)": {"normalizer": MARKS, "decoder": decoders.Sequence([SPACES, decoders.Fuse()])},
+    "prepends one (T5)": {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()},
 }
 
 
@@ -37,7 +37,7 @@ def test_an_echo_is_the_text_that_was_sent(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["Hi", " Hi"])
-def test_tokens_alone_are_read_as_their_tokenizer_reads_them(kind: str, text: str) -> None:
+def test_a_prompt_of_tokens_is_decoded_as_by_its_tokenizer(kind: str, text: str) -> None:
     reader = tokenizer(kind)
     prompt = Prompt(reader.encode(text, 100))
     shown = text_of(prompt, reader)

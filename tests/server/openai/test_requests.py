@@ -1,4 +1,4 @@
-"""OpenAI's requests: bounds are those of the samplers, and what is wrong costs no more than what is right."""
+"""OpenAI requests: bounds are those of the samplers, and invalid requests cost no more than valid ones."""
 
 import json
 import tracemalloc
@@ -34,7 +34,7 @@ def decode(fields: dict[str, Any]) -> CompletionRequest | ChatCompletionRequest:
         (CHAT | {"messages": [{"role": "user", "tool_calls": [5] * MANY}]}, "messages.0.tool_calls.0"),
     ],
 )
-def test_of_many_values_that_are_wrong_the_first_is_told(wrong: dict[str, Any], param: str) -> None:
+def test_only_the_first_of_many_errors_is_reported(wrong: dict[str, Any], param: str) -> None:
     tracemalloc.start()
     with pytest.raises(OpenAiError) as refused:
         decode(wrong)
@@ -42,22 +42,24 @@ def test_of_many_values_that_are_wrong_the_first_is_told(wrong: dict[str, Any], 
     tracemalloc.stop()
     assert (refused.value.param or "").startswith(param)
     assert len(str(refused.value)) < 300
-    assert peak < 400 * MANY, "an error of pydantic takes up 2 KB"
+    assert peak < 400 * MANY, "each error of pydantic would take up to 2 KB"
 
 
-def test_every_parameter_has_the_bounds_that_it_has_for_samplers() -> None:
+def test_parameters_have_the_same_bounds_as_in_the_native_protocol() -> None:
     shared = set(CompletionRequest.model_fields) & set(SamplingParams.model_fields) - {"stop", "logit_bias"}
     assert {"temperature", "repetition_penalty", "presence_penalty", "min_p", "top_p", "top_k"} < shared
     for value in (-1e31, -1e7, -1, -1e-4, 0, 1e-4, 0.5, 1, 2, 5000, 1e7, 1e31):
         for name in shared - {"max_tokens"}:
-            taken = is_taken(lambda given: decode(PROMPT | given), {name: value})
+            taken = is_accepted(lambda given: decode(PROMPT | given), {name: value})
             vllms_off = name == "top_k" and value == 0
-            assert vllms_off or taken <= is_taken(SamplingParams.model_validate, {name: value}), f"{name} {value}"
+            assert vllms_off or taken <= is_accepted(SamplingParams.model_validate, {name: value}), f"{name} {value}"
         biases = {"logit_bias": {"5": value}}
-        assert is_taken(lambda given: decode(PROMPT | given), biases) == is_taken(SamplingParams.model_validate, biases)
+        assert is_accepted(lambda given: decode(PROMPT | given), biases) == is_accepted(
+            SamplingParams.model_validate, biases
+        )
 
 
-def is_taken(validate: Any, given: dict[str, Any]) -> bool:
+def is_accepted(validate: Any, given: dict[str, Any]) -> bool:
     try:
         validate(given)
     except (OpenAiError, ValueError):
@@ -65,16 +67,16 @@ def is_taken(validate: Any, given: dict[str, Any]) -> bool:
     return True
 
 
-def test_a_stop_string_has_a_longest_length_in_both_protocols() -> None:
+def test_the_length_of_stop_strings_is_bounded_in_both_protocols() -> None:
     for length, taken in ((1000, True), (1001, False)):
         for stop in ("a" * length, ["x", "a" * length]):
-            assert is_taken(SamplingParams.model_validate, {"stop": stop}) == taken
-            assert is_taken(lambda given: decode(PROMPT | given), {"stop": stop}) == taken
-    assert not is_taken(SamplingParams.model_validate, {"stop": ["x"] * 65})
+            assert is_accepted(SamplingParams.model_validate, {"stop": stop}) == taken
+            assert is_accepted(lambda given: decode(PROMPT | given), {"stop": stop}) == taken
+    assert not is_accepted(SamplingParams.model_validate, {"stop": ["x"] * 65})
 
 
 @pytest.mark.parametrize(
     "options", [{"include_usage": True, "include_obfuscation": False}, {"include_usage": None}, None]
 )
-def test_options_of_streams_that_change_nothing_are_taken(options: dict[str, Any] | None) -> None:
+def test_stream_options_without_effect_are_accepted(options: dict[str, Any] | None) -> None:
     assert decode(PROMPT | {"stream": True, "stream_options": options}).stream

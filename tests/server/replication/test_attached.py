@@ -1,4 +1,4 @@
-"""What a server takes over from kept workers before it begins, and what it refuses to begin with."""
+"""Servers that attach to kept workers: the knobs that they take over, and the differences that they refuse."""
 
 import asyncio
 import re
@@ -37,10 +37,13 @@ def secret_file(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def kept(
+async def kept_workers(
     secret_file: Path, port: int = 0, unknown: Mapping[str, object] | None = None, **knobs: Any
 ) -> AsyncIterator[str]:
-    """Where there are workers of such knobs, and of `unknown` ones; they are only asked what they are."""
+    """Listens as workers with these knobs and with `unknown` ones, and yields the address.
+
+    Clients can only request the description; there are no ranks.
+    """
     config = ServerConfig(base_models=knobs.pop("base_models", MODELS), **knobs)
     keeper = Keeper({}, knobs_of_workers(config) | (unknown or {}), read_secret(secret_file))
     with socket.create_server(("127.0.0.1", port)) as listener:
@@ -51,19 +54,24 @@ async def kept(
         await asyncio.wait({receiving})
 
 
-async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
+async def test_a_server_takes_over_the_knobs_of_its_workers(secret_file: Path) -> None:
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
     shard = ("layers.*.self_attn.*=replicate",)
-    made = {"parallel": ParallelSpec(tp=2), "shard": shard, "adapter_slots": 3, "hang_seconds": 7.0} | of_samplers
-    made["role_groups"] = (RoleGroup(("critic",)),)
-    async with kept(secret_file, **made) as address:
+    worker_options = {
+        "parallel": ParallelSpec(tp=2),
+        "shard": shard,
+        "adapter_slots": 3,
+        "hang_seconds": 7.0,
+    } | of_samplers
+    worker_options["role_groups"] = (RoleGroup(("critic",)),)
+    async with kept_workers(secret_file, **worker_options) as address:
         given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
         config, _ = await with_workers(given)
         assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(tp=2), 3)
         assert config.role_groups == (RoleGroup(("critic",)),)
         assert (config.sampler_workers, config.sampler_parallel, config.port) == (1, ParallelSpec(tp=2), 1)
         assert config.worker_config(config.base_models[0]).parallel.replicated == ("self_attn",)
-        assert config.hang_seconds == given.hang_seconds, "a server's own patience"
+        assert config.hang_seconds == given.hang_seconds, "this timeout is the server's own"
         elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
         config, _ = await with_workers(
             ServerConfig(workers=address, workers_secret_file=secret_file, base_models=elsewhere)
@@ -91,24 +99,24 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
         ({"base_models": MODELS[:1]}, "--base-model is tiny/a here and tiny/a, tiny/b at the workers"),
     ],
 )
-async def test_what_is_otherwise_at_the_workers_is_refused(
+async def test_knobs_that_differ_from_the_workers_are_refused(
     knobs: dict[str, Any], reason: str, secret_file: Path
 ) -> None:
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
-    made = {"parallel": ParallelSpec(fsdp=2), "shard": ("layers.*.self_attn.*=replicate",)} | of_samplers
-    made["role_groups"] = (RoleGroup(("critic",)),)
-    async with kept(secret_file, **made) as address:
+    worker_options = {"parallel": ParallelSpec(fsdp=2), "shard": ("layers.*.self_attn.*=replicate",)} | of_samplers
+    worker_options["role_groups"] = (RoleGroup(("critic",)),)
+    async with kept_workers(secret_file, **worker_options) as address:
         with pytest.raises(StartError, match=re.escape(reason)):
             await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
 
 
-async def test_a_wrong_secret_is_refused_without_being_told(
+async def test_a_wrong_secret_is_refused_and_never_shown(
     secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tmp_path / "other"
     other.touch(0o600)
     other.write_text("anders" + SECRET)
-    async with kept(secret_file) as address:
+    async with kept_workers(secret_file) as address:
         with pytest.raises(StartError, match="the secrets of the two sides differ") as refused:
             await with_workers(ServerConfig(workers=address, workers_secret_file=other))
     assert "geheim" not in caplog.text + str(refused.value)
@@ -133,10 +141,10 @@ async def test_a_wrong_secret_is_refused_without_being_told(
     ],
     ids=["layout", "dtype", "model", "roles", "nothing"],
 )
-async def test_workers_that_are_other_ones_than_at_the_start_are_not_attached_to(
+async def test_workers_restarted_with_other_knobs_are_not_attached(
     then: dict[str, Any], reason: str, own_models: tuple[ServedModel, ...], sampler: str, secret_file: Path
 ) -> None:
-    async with kept(secret_file, parallel=ParallelSpec(fsdp=2)) as address:
+    async with kept_workers(secret_file, parallel=ParallelSpec(fsdp=2)) as address:
         given = ServerConfig(
             workers=address,
             workers_secret_file=secret_file,
@@ -145,36 +153,34 @@ async def test_workers_that_are_other_ones_than_at_the_start_are_not_attached_to
             vllm_url="http://127.0.0.1:1,http://127.0.0.1:2" if sampler == "vllm" else None,
         )
         config, at = await with_workers(given)
-    made = dispatch_config(config, at, epoch=7)
-    async with kept(secret_file, port=int(address.rpartition(":")[2]), **then):
-        pool = source_of(made).new_pool("tiny/a", made.models[0])
+    worker_options = dispatch_config(config, at, epoch=7)
+    async with kept_workers(secret_file, port=int(address.rpartition(":")[2]), **then):
+        pool = source_of(worker_options).new_pool("tiny/a", worker_options.models[0])
         with pytest.raises(NoPlace, match=re.escape(reason)):
             await pool.start()
 
 
-async def test_workers_that_come_back_with_another_layout_of_samplers_are_not_attached_to(secret_file: Path) -> None:
-    """Of as many ranks, which would answer what they are asked."""
+async def test_workers_restarted_with_another_sampler_layout_are_not_attached(secret_file: Path) -> None:
+    """Both layouts have the same number of ranks, and those would answer requests."""
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
-    async with kept(secret_file, **of_samplers) as address:
+    async with kept_workers(secret_file, **of_samplers) as address:
         config, at = await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file))
-    made = dispatch_config(config, at, epoch=7)
-    [_, (name, sampler), *_] = groups_of(made)
+    worker_options = dispatch_config(config, at, epoch=7)
+    [_, (name, sampler), *_] = groups_of(worker_options)
     assert (name, sampler.parallel) == ("tiny/a (sampler 1)", ParallelSpec(tp=2))
     then = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(ep=2)}
-    async with kept(secret_file, port=int(address.rpartition(":")[2]), **then):
+    async with kept_workers(secret_file, port=int(address.rpartition(":")[2]), **then):
         with pytest.raises(NoPlace, match="sampler_parallel ep=2 instead of tp=2:"):
-            await source_of(made).new_pool(name, sampler).start()
+            await source_of(worker_options).new_pool(name, sampler).start()
 
 
-async def test_a_knob_of_the_workers_that_is_unknown_here_is_refused(secret_file: Path) -> None:
-    async with kept(secret_file, unknown={"adapter_colour": "blue"}) as address:
-        with pytest.raises(StartError, match=r"have adapter_colour, which this trainhouse .* does not: start both of"):
+async def test_unknown_knobs_of_the_workers_are_refused(secret_file: Path) -> None:
+    async with kept_workers(secret_file, unknown={"adapter_colour": "blue"}) as address:
+        with pytest.raises(StartError, match=r"have adapter_colour, which this trainhouse .* does not support: run"):
             await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file))
 
 
-async def test_workers_that_are_started_at_the_same_time_are_waited_for(
-    secret_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_workers_are_refused_after_a_wait(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "_LOOK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -184,7 +190,9 @@ async def test_workers_that_are_started_at_the_same_time_are_waited_for(
         await with_workers(config)
 
 
-def test_what_the_command_lacks_is_said(secret_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_wrong_flags_of_workers_are_refused(
+    secret_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refusal(*arguments: str) -> str:
         assert main(arguments) != 0
         return capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Leases: of several servers one works, and what it still tries afterwards is of no effect."""
+"""Leases: one of several servers is the holder, and what a former holder still tries has no effect."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from trainhouse.server.store import LeaseLost, PostgresStore, SqliteStore, Store
 pytestmark = pytest.mark.anyio
 
 SOON = 0.5
-"""Seconds that a lease lasts which is to run out."""
+"""Seconds of a lease that must expire during a test."""
 LONG = 60.0
 
 OpenStore = Callable[[], Store]
@@ -52,7 +52,7 @@ def lease(store: Store, name: str = "a", seconds: float = LONG, base_models: tup
 
 
 async def is_free(waiting: Lease, within: float = 1.5) -> bool:
-    """Whether it is taken in that time."""
+    """True if the lease is taken in that many seconds."""
     try:
         await asyncio.wait_for(waiting.taken(), within)
     except TimeoutError:
@@ -60,31 +60,31 @@ async def is_free(waiting: Lease, within: float = 1.5) -> bool:
     return True
 
 
-# Taking turns
+# Taking and renewing
 
 
-async def test_of_two_servers_one_has_the_lease_and_the_other_knows_where(open_store: OpenStore) -> None:
+async def test_one_of_two_servers_takes_the_lease_and_the_other_has_its_url(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     waiting = {asyncio.create_task(one.taken()): one for one in (first, second)}
     await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     done, pending = await asyncio.wait(waiting, timeout=0.5)
     assert len(done) == len(pending) == 1
-    (has_it,), (has_not,) = ([waiting[task] for task in tasks] for tasks in (done, pending))
+    (holder,), (standby,) = ([waiting[task] for task in tasks] for tasks in (done, pending))
     assert done.pop().result().record.epoch == 1
-    assert has_it.holder_url is None
-    assert has_not.holder_url == ("http://a" if has_it is first else "http://b")
-    await has_it.release()
+    assert holder.holder_url is None
+    assert standby.holder_url == ("http://a" if holder is first else "http://b")
+    await holder.release()
     tenure = await asyncio.wait_for(pending.pop(), LONG / 2)  # well before it would run out
-    assert tenure.record.epoch == 2 and has_not.holder_url is None
+    assert tenure.record.epoch == 2 and standby.holder_url is None
 
 
-async def test_servers_that_share_a_base_model_or_only_the_directory_are_rivals(open_store: OpenStore) -> None:
+async def test_servers_compete_even_without_a_common_base_model(open_store: OpenStore) -> None:
     await lease(open_store(), base_models=("m", "n")).taken()
     for base_models in (("m",), ("n", "o"), ("o",)):
         assert not await is_free(lease(open_store(), "b", base_models=base_models), 0.3)
 
 
-async def test_a_lease_that_is_renewed_stays_and_one_that_is_not_runs_out(open_store: OpenStore) -> None:
+async def test_a_lease_is_valid_while_renewed_and_expires_otherwise(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", 2 * SOON), lease(open_store(), "b", 2 * SOON)
     tenure = await first.taken()
     keeping = asyncio.create_task(tenure.keep())
@@ -95,7 +95,7 @@ async def test_a_lease_that_is_renewed_stays_and_one_that_is_not_runs_out(open_s
     assert not tenure.is_valid
 
 
-async def test_a_server_knows_that_its_time_is_up_before_another_can_have_it(open_store: OpenStore) -> None:
+async def test_a_holder_sees_its_lease_expire_before_another_can_take_it(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", SOON)
     tenure = await first.taken()
     while await second._try() is None:  # noqa: ASYNC110
@@ -105,7 +105,7 @@ async def test_a_server_knows_that_its_time_is_up_before_another_can_have_it(ope
         tenure.check()
 
 
-async def test_who_was_away_for_too_long_hears_that_another_server_has_it(open_store: OpenStore) -> None:
+async def test_a_holder_paused_for_too_long_loses_the_lease_to_another(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", LONG)
     tenure = await first.taken()
     await asyncio.sleep(SOON)
@@ -114,7 +114,7 @@ async def test_who_was_away_for_too_long_hears_that_another_server_has_it(open_s
     assert not tenure.is_valid
 
 
-async def test_who_was_away_and_nobody_came_goes_on(store: Store) -> None:
+async def test_a_paused_holder_continues_if_no_other_took_the_lease(store: Store) -> None:
     mine = lease(store, "a", SOON)
     tenure = await mine.taken()
     await asyncio.sleep(2 * SOON)
@@ -125,7 +125,7 @@ async def test_who_was_away_and_nobody_came_goes_on(store: Store) -> None:
     keeping.cancel()
 
 
-async def test_who_was_away_while_another_came_and_went_is_no_holder_of_before(open_store: OpenStore) -> None:
+async def test_a_paused_holder_ends_if_another_had_the_lease_meanwhile(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", SOON), lease(open_store(), "b")
     tenure = await first.taken()
     await asyncio.sleep(SOON)
@@ -135,7 +135,7 @@ async def test_who_was_away_while_another_came_and_went_is_no_holder_of_before(o
     assert (await first.taken()).record.epoch == 3
 
 
-def test_a_stopped_process_counts_the_time() -> None:
+def test_the_clock_runs_while_a_process_is_stopped() -> None:
     program = (
         "import sys; from trainhouse.server.replication.leases import awake_seconds as now; before = now();"
         "print('stop', flush=True); sys.stdin.readline(); print(now() - before)"
@@ -156,13 +156,13 @@ def test_a_stopped_process_counts_the_time() -> None:
 # The database
 
 
-async def test_writes_of_a_former_holder_are_refused_and_reading_goes_on(open_store: OpenStore) -> None:
+async def test_a_former_holder_can_read_but_not_write_the_database(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     before, after, tool = open_store(), open_store(), open_store()
     before.needed_lease = (await first.taken()).record
     await before.ensure_tenant(TenantRecord("1", "1", 1.0))
     await first.release()
-    await before.ensure_tenant(TenantRecord("2", "2", 1.0))  # nobody else has it yet
+    await before.ensure_tenant(TenantRecord("2", "2", 1.0))  # no other server has the lease yet
     after.needed_lease = (await second.taken()).record
     writes = [before.ensure_tenant(TenantRecord(f"x{number}", f"x{number}", 1.0)) for number in range(5)]
     refusals = await asyncio.gather(*writes, return_exceptions=True)
@@ -172,7 +172,7 @@ async def test_writes_of_a_former_holder_are_refused_and_reading_goes_on(open_st
     assert sorted(tenant.name for tenant in await before.list_tenants()) == ["1", "2", "3", "4"]
 
 
-async def test_a_lease_that_was_had_before_is_not_the_one_of_now(open_store: OpenStore) -> None:
+async def test_writes_under_an_earlier_epoch_of_the_lease_are_refused(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     store = open_store()
     store.needed_lease = (await first.taken()).record
@@ -183,8 +183,8 @@ async def test_a_lease_that_was_had_before_is_not_the_one_of_now(open_store: Ope
         await store.ensure_tenant(TenantRecord("1", "1", 1.0))
 
 
-async def test_nobody_takes_a_lease_in_the_midst_of_a_write_that_needs_it(open_store: OpenStore) -> None:
-    """It is renewed meanwhile."""
+async def test_a_lease_cannot_be_taken_during_a_write_that_needs_it(open_store: OpenStore) -> None:
+    """The holder can renew it meanwhile."""
     mine, other = lease(open_store(), "a", 3 * SOON), lease(open_store(), "b")
     tenure = await mine.taken()
     store = open_store()
@@ -205,7 +205,7 @@ async def test_nobody_takes_a_lease_in_the_midst_of_a_write_that_needs_it(open_s
     await writing
 
 
-async def test_a_database_that_does_not_answer_is_told_once_and_so_is_its_return(
+async def test_a_silent_database_and_its_recovery_are_logged_once(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainhouse.server.replication.leases._SILENT_SECONDS", 0.2)
@@ -232,7 +232,7 @@ async def test_a_database_that_does_not_answer_is_told_once_and_so_is_its_return
     ]
 
 
-async def test_a_standby_needs_the_live_state_that_the_database_knows_of(store: Store, tmp_path: Path) -> None:
+async def test_a_standby_needs_the_live_state_recorded_in_the_database(store: Store, tmp_path: Path) -> None:
     shared, other = tmp_path / "shared", tmp_path / "other"
     for directory in (shared, other):
         directory.mkdir()
@@ -242,7 +242,7 @@ async def test_a_standby_needs_the_live_state_that_the_database_knows_of(store: 
     for take in (lambda: None, lambda: tenure.take_live_state(shared)):
         take()
         await second.prepare(shared)
-        with pytest.raises(ValueError, match="other has no live state, of which the database knows: name"):
+        with pytest.raises(ValueError, match="other has no live state, but the database has a record of one: give"):
             await second.prepare(other)
 
 
@@ -253,7 +253,7 @@ def header(seq_id: int) -> Header:
     return Header("optim_step", "t", "run", seq_id, f"run:{seq_id}")
 
 
-async def test_what_is_journaled_after_the_time_is_not_accepted(store: Store, tmp_path: Path) -> None:
+async def test_journal_entries_after_expiry_of_the_lease_are_refused(store: Store, tmp_path: Path) -> None:
     tenure = await lease(store, seconds=SOON).taken()
     journal = Journal(tmp_path, 1 << 20, guard=tenure.check)
     await journal.append(header(1))
@@ -267,8 +267,8 @@ async def test_what_is_journaled_after_the_time_is_not_accepted(store: Store, tm
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 17])
-async def test_what_is_written_in_time_and_told_too_late_fails_and_stays(num_bytes: int, tmp_path: Path) -> None:
-    """Another server may have read it: it is not cut off. A failure of the disk is."""
+async def test_a_record_acknowledged_after_expiry_fails_but_stays(num_bytes: int, tmp_path: Path) -> None:
+    """Another server may have read the record, so it is not cut off, as it would be after a disk error."""
     answers = iter([None, None, None, TenureOver("too late"), None, None])
 
     def guard() -> None:
@@ -284,7 +284,7 @@ async def test_what_is_written_in_time_and_told_too_late_fails_and_stays(num_byt
     assert [one.header["n"] for one in read_segment(segments.path(0))] == [1, 2, 3]
 
 
-async def test_results_that_come_too_late_are_not_written(store: Store, tmp_path: Path) -> None:
+async def test_results_after_expiry_of_the_lease_are_not_written(store: Store, tmp_path: Path) -> None:
     await store.ensure_tenant(TenantRecord("t", "t", 1.0))
     tenure = await lease(store, seconds=SOON).taken()
     futures = Futures(tmp_path, store, 60.0, guard=tenure.check)
@@ -297,7 +297,7 @@ async def test_results_that_come_too_late_are_not_written(store: Store, tmp_path
     assert [one.header["request_id"] for one in read_segment(tmp_path / "00000000.segment")] == ["early"]
 
 
-async def test_who_has_a_segment_open_is_shut_out_of_it(tmp_path: Path) -> None:
+async def test_a_former_holder_is_shut_out_of_its_open_segment(tmp_path: Path) -> None:
     former = Segments(tmp_path, 64)
     for number in range(3):
         await former.append({"n": number}, b"x" * (64 if number < 2 else 0))  # each in a segment of its own
@@ -312,7 +312,7 @@ async def test_who_has_a_segment_open_is_shut_out_of_it(tmp_path: Path) -> None:
 # The live state
 
 
-async def taken_with(store: Store, state_dir: Path) -> tuple[Tenure, Path]:
+async def take_and_release(store: Store, state_dir: Path) -> tuple[Tenure, Path]:
     mine = lease(store)
     await mine.prepare(state_dir)
     tenure = await mine.taken()
@@ -323,14 +323,14 @@ async def taken_with(store: Store, state_dir: Path) -> tuple[Tenure, Path]:
 
 async def test_the_live_state_moves_from_holder_to_holder(open_store: OpenStore, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    former, before = await taken_with(open_store(), tmp_path)
+    former, before = await take_and_release(open_store(), tmp_path)
     assert (live_directory(tmp_path), before) == (tmp_path / "live-1", tmp_path / "live-1")
     segments = Segments(before / "journal", 64)
     for number in range(2):  # each in a segment of its own
         await segments.append({"n": number}, b"x" * 64)
     with_room = Segments(before / "results", 1 << 20)
     await with_room.append({"n": 0})
-    _, after = await taken_with(open_store(), tmp_path)
+    _, after = await take_and_release(open_store(), tmp_path)
     assert after == tmp_path / "live-2" == live_directory(tmp_path)
     segments.delete(0)
     with pytest.raises(FileNotFoundError):
@@ -338,43 +338,43 @@ async def test_the_live_state_moves_from_holder_to_holder(open_store: OpenStore,
     assert Segments(after / "journal", 64).earlier == [0, 1]
     await with_room.append({"n": 1})
     assert [one.header["n"] for one in read_segment(after / "results" / "00000000.segment")] == [0]
-    Segments(before / "journal", 64)  # it does not know yet, and makes a directory
+    Segments(before / "journal", 64)  # a former holder recreates its directory before it notices
     with pytest.raises(ValueError, match="has live state of epoch 2, but the database is at 1"):
         former.take_live_state(tmp_path)
     assert live_directory(tmp_path) == after
-    await taken_with(open_store(), tmp_path)
+    await take_and_release(open_store(), tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["checkpoints", "live-3"]
     await segments.close()
     await with_room.close()
 
 
-async def test_a_directory_without_live_state_is_not_the_shared_one(open_store: OpenStore, tmp_path: Path) -> None:
+async def test_a_state_directory_without_live_state_is_refused(open_store: OpenStore, tmp_path: Path) -> None:
     shared, unmounted = tmp_path / "shared", tmp_path / "unmounted"
     for directory in (shared, unmounted):
         directory.mkdir()
-    await taken_with(open_store(), shared)
-    with pytest.raises(ValueError, match=r"unmounted has no live state.*mount it before"):
-        await taken_with(open_store(), unmounted)
+    await take_and_release(open_store(), shared)
+    with pytest.raises(ValueError, match=r"unmounted has no live state.*mount it first"):
+        await take_and_release(open_store(), unmounted)
     assert os.listdir(unmounted) == []
 
 
 async def test_live_state_of_another_database_is_left_alone(open_store: OpenStore, tmp_path: Path) -> None:
-    """Also of the epoch that this one is to have next."""
+    """This holds even for the epoch that this database would use next."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    await taken_with(open_store(), shared)
-    words = "live state of epoch 1, but no server has ever worked on this database"
+    await take_and_release(open_store(), shared)
+    words = "live state of epoch 1, but no server has ever used this database"
     with closing(SqliteStore(tmp_path / "new.db")) as new, pytest.raises(ValueError, match=words):
         await lease(new).prepare(shared)
     assert os.listdir(shared) == ["live-1"]
 
 
-async def test_a_holder_whose_time_is_up_takes_nothing(store: Store, tmp_path: Path) -> None:
+async def test_an_expired_holder_cannot_take_the_live_state(store: Store, tmp_path: Path) -> None:
     mine = lease(store, seconds=SOON)
     await mine.prepare(tmp_path)
     tenure = await mine.taken()
     await asyncio.sleep(SOON)
-    with pytest.raises(LeaseLost, match="ran out before"):
+    with pytest.raises(LeaseLost, match="expired before"):
         tenure.take_live_state(tmp_path)
     assert os.listdir(tmp_path) == ["live-0"]
 

@@ -1,4 +1,4 @@
-"""Standby: requests reach the holder as they were sent, and its answers the client, whatever happens on the way."""
+"""Standby: requests reach the holder unchanged, and clients receive its answers, or a 503 to retry."""
 
 import asyncio
 import json
@@ -26,12 +26,12 @@ PIECE = b"x" * (1 << 16)
 
 
 class Holder:
-    """What has the lease; each path is a behaviour."""
+    """Acts as the server that has the lease; each path is a behaviour."""
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
         self.heard = asyncio.Event()
-        self.go_on = asyncio.Event()
+        self.may_continue = asyncio.Event()
         self.client_left = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +41,7 @@ class Holder:
         await by_name[scope["path"].rpartition("/")[2]](receive, send)
 
     async def echo(self, receive: Receive, send: Send) -> None:
-        """The body, as it comes."""
+        """Sends back the body as it arrives."""
         headers = [(b"x-one", b"1"), (b"x-one", b"2"), (b"connection", b"x-hop"), (b"x-hop", b"1")]
         await send({"type": "http.response.start", "status": 418, "headers": headers})
         more = True
@@ -51,22 +51,22 @@ class Holder:
             await send({"type": "http.response.body", "body": message.get("body", b""), "more_body": more})
 
     async def count(self, receive: Receive, send: Send) -> None:
-        """The bytes of the body, read on only when told to."""
+        """Returns the number of bytes of the body; reads on when `may_continue` is set."""
         num_bytes, more = 0, True
         while more:
             message = await receive()
             num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
             self.heard.set()
-            await self.go_on.wait()
+            await self.may_continue.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": str(num_bytes).encode()})
 
     async def poll(self, receive: Receive, send: Send) -> None:
-        """Until `go_on`, or the client leaves."""
+        """Waits until `may_continue` is set or the client leaves."""
         while (await receive()).get("more_body"):
             pass
         self.heard.set()
-        leaving, going = asyncio.ensure_future(receive()), asyncio.ensure_future(self.go_on.wait())
+        leaving, going = asyncio.ensure_future(receive()), asyncio.ensure_future(self.may_continue.wait())
         await asyncio.wait({leaving, going}, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             self.client_left.set()
@@ -76,18 +76,18 @@ class Holder:
         await send({"type": "http.response.body", "body": b"done"})
 
     async def refuse(self, receive: Receive, send: Send) -> None:
-        """Without looking at the body."""
+        """Refuses without reading the body."""
         await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 
     async def two_pieces(self, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
-        await self.go_on.wait()
+        await self.may_continue.wait()
         await send({"type": "http.response.body", "body": b"second"})
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def wait_until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -95,7 +95,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterator[str]:
-    """Its URL."""
+    """Serves the app and yields its URL."""
     settings = uvicorn.Config(
         app,
         http=Connection,
@@ -108,7 +108,7 @@ async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterat
     server = uvicorn.Server(settings)
     with bound("127.0.0.1", 0) as listener:
         running = asyncio.create_task(server._serve([listener]))
-        await until(lambda: server.started)
+        await wait_until(lambda: server.started)
         yield f"{'https' if certificate else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         await running
@@ -143,11 +143,11 @@ async def client(standby: Standby) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def end_to_end(scope: Scope) -> dict[str, str]:
+def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in scope["headers"]}
 
 
-async def test_requests_and_answers_are_the_same_on_the_other_side(holder: Holder, client: httpx.AsyncClient) -> None:
+async def test_requests_and_answers_are_forwarded_unchanged(holder: Holder, client: httpx.AsyncClient) -> None:
     headers = {"X-API-Key": "tml-alice", "Accept-Encoding": "zstd", "Connection": "x-secret", "X-Secret": "1"}
     answer = await client.request("PATCH", "/api/%2F%20a:b/echo?x=1&x=%26&", content=b"body", headers=headers)
     assert (answer.status_code, answer.content) == (418, b"body")
@@ -159,7 +159,7 @@ async def test_requests_and_answers_are_the_same_on_the_other_side(holder: Holde
         b"/api/%2F%20a:b/echo",
         b"x=1&x=%26&",
     )
-    assert end_to_end(scope) == {
+    assert headers_of(scope) == {
         "host": client.base_url.netloc.decode(),  # URLs in answers are for the client
         "accept": "*/*",
         "accept-encoding": "zstd",
@@ -171,15 +171,17 @@ async def test_requests_and_answers_are_the_same_on_the_other_side(holder: Holde
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "POST"])
-async def test_a_request_without_a_body_has_none(method: str, holder: Holder, client: httpx.AsyncClient) -> None:
+async def test_a_request_without_a_body_is_forwarded_without_one(
+    method: str, holder: Holder, client: httpx.AsyncClient
+) -> None:
     answer = await client.request(method, "/echo")
     assert (answer.status_code, answer.content) == (418, b"")
-    assert end_to_end(holder.scopes[0]).get("content-length", "0") == "0"
-    assert "transfer-encoding" not in end_to_end(holder.scopes[0])
+    assert headers_of(holder.scopes[0]).get("content-length", "0") == "0"
+    assert "transfer-encoding" not in headers_of(holder.scopes[0])
 
 
-async def test_bodies_go_through_piece_by_piece(holder: Holder, client: httpx.AsyncClient) -> None:
-    """Of a holder that reads no more nothing heaps up on the way."""
+async def test_request_bodies_are_streamed_with_backpressure(holder: Holder, client: httpx.AsyncClient) -> None:
+    """The standby buffers little if the holder stops reading."""
     num_sent = 0
 
     async def body() -> AsyncIterator[bytes]:
@@ -192,28 +194,28 @@ async def test_bodies_go_through_piece_by_piece(holder: Holder, client: httpx.As
     await asyncio.wait_for(holder.heard.wait(), 30)
     await asyncio.sleep(0.5)
     assert 0 < num_sent < 300
-    holder.go_on.set()
+    holder.may_continue.set()
     assert (await asking).json() == 1000 * len(PIECE)
 
 
-async def test_an_answer_comes_as_it_is_made(holder: Holder, client: httpx.AsyncClient) -> None:
+async def test_answers_are_streamed(holder: Holder, client: httpx.AsyncClient) -> None:
     async with client.stream("GET", "/two_pieces") as answer:
         pieces = answer.aiter_raw()
         assert await anext(pieces) == b"first"
-        holder.go_on.set()
+        holder.may_continue.set()
         assert [piece async for piece in pieces] == [b"second"]
 
 
-async def test_a_client_that_leaves_leaves_at_the_holder_too(holder: Holder, client: httpx.AsyncClient) -> None:
+async def test_a_disconnect_reaches_the_holder(holder: Holder, client: httpx.AsyncClient) -> None:
     asking = asyncio.create_task(client.post("/poll", content=b"{}"))
     await holder.heard.wait()
     asking.cancel()
     await asyncio.wait_for(holder.client_left.wait(), 30)
-    holder.go_on.set()
+    holder.may_continue.set()
     assert (await client.post("/poll", content=b"{}")).content == b"done"
 
 
-async def test_a_client_that_leaves_in_the_midst_of_its_body(
+async def test_a_disconnect_within_the_body_reaches_the_holder(
     holder: Holder, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> AsyncIterator[bytes]:
@@ -221,16 +223,16 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body(
         await asyncio.sleep(60)
 
     asking = asyncio.create_task(client.post("/poll", content=body()))
-    await until(lambda: holder.scopes)
+    await wait_until(lambda: holder.scopes)
     asking.cancel()
     await asyncio.wait_for(holder.client_left.wait(), 30)
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
-async def test_a_refusal_before_the_body_was_read_arrives(holder: Holder, client: httpx.AsyncClient) -> None:
+async def test_a_refusal_before_the_body_was_read_reaches_the_client(holder: Holder, client: httpx.AsyncClient) -> None:
     async def body() -> AsyncIterator[bytes]:
         yield PIECE
-        await until(lambda: holder.scopes)
+        await wait_until(lambda: holder.scopes)
         yield PIECE
 
     assert (await client.post("/refuse", content=body())).status_code == 413
@@ -238,15 +240,13 @@ async def test_a_refusal_before_the_body_was_read_arrives(holder: Holder, client
 
 async def test_many_polls_wait_at_once(holder: Holder, client: httpx.AsyncClient) -> None:
     asking = [asyncio.create_task(client.post("/poll", content=b"{}")) for _ in range(150)]
-    await until(lambda: len(holder.scopes) == 150)
-    holder.go_on.set()
+    await wait_until(lambda: len(holder.scopes) == 150)
+    holder.may_continue.set()
     assert {(await one).content for one in asking} == {b"done"}
 
 
-async def test_where_the_holder_cannot_be_reached_clients_are_to_try_again(
-    lease: Lease, client: httpx.AsyncClient
-) -> None:
-    for url, reason in ((None, "no server has the lease"), ("http://127.0.0.1:9", "127.0.0.1:9, did not answer")):
+async def test_an_unreachable_holder_is_answered_503_with_retry_after(lease: Lease, client: httpx.AsyncClient) -> None:
+    for url, reason in ((None, "no server holds the lease"), ("http://127.0.0.1:9", "127.0.0.1:9, did not respond")):
         lease.holder_url = url
         answer = await client.post("/api/v1/optim_step", json={})
         assert (answer.status_code, answer.headers["retry-after"], answer.headers["retry-after-ms"]) == (
@@ -258,8 +258,8 @@ async def test_where_the_holder_cannot_be_reached_clients_are_to_try_again(
         assert reason in (await client.get("/v1/models")).json()["error"]["message"]
 
 
-async def test_a_holder_that_dies_in_the_midst(lease: Lease, client: httpx.AsyncClient) -> None:
-    """Nothing was said yet: 503. Something was: the answer has no end."""
+async def test_a_holder_that_dies_before_or_during_its_answer(lease: Lease, client: httpx.AsyncClient) -> None:
+    """Before its answer, clients get 503; after the start of it, they see it cut off."""
 
     async def die(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -271,12 +271,12 @@ async def test_a_holder_that_dies_in_the_midst(lease: Lease, client: httpx.Async
     async with await asyncio.start_server(die, "127.0.0.1", 0) as dying:
         lease.holder_url = f"http://127.0.0.1:{dying.sockets[0].getsockname()[1]}"
         answer = await client.post("/poll", content=b"{}")
-        assert answer.status_code == 503 and "did not answer (RemoteProtocolError" in answer.json()["detail"]
+        assert answer.status_code == 503 and "did not respond (RemoteProtocolError" in answer.json()["detail"]
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get("/half")
 
 
-async def test_a_holder_is_known_by_its_certificate(
+async def test_the_certificate_of_the_holder_is_verified(
     lease: Lease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = certificates(tmp_path / "tls")
@@ -292,7 +292,7 @@ async def test_a_holder_is_known_by_its_certificate(
     assert statuses == [503, 418]
 
 
-async def test_who_waits_for_a_former_holder_is_told_to_try_again(
+async def test_requests_waiting_for_a_former_holder_are_answered_503(
     holder: Holder, lease: Lease, standby: Standby, client: httpx.AsyncClient
 ) -> None:
     asking = asyncio.create_task(client.post("/poll", content=b"{}"))
@@ -303,13 +303,13 @@ async def test_who_waits_for_a_former_holder_is_told_to_try_again(
     lease.holder_url = "http://127.0.0.1:9"
     standby.drop_others()
     answer = await asyncio.wait_for(asking, 30)
-    assert answer.status_code == 503 and "it is not waited for any more" in answer.json()["detail"]
+    assert answer.status_code == 503 and "the holder changed" in answer.json()["detail"]
     await asyncio.wait_for(holder.client_left.wait(), 30)
 
 
-async def test_a_standby_that_stops_sends_all_away(holder: Holder, standby: Standby, client: httpx.AsyncClient) -> None:
+async def test_a_stopping_standby_answers_503(holder: Holder, standby: Standby, client: httpx.AsyncClient) -> None:
     asking = [asyncio.create_task(client.post("/poll", content=b"{}")) for _ in range(3)]
-    await until(lambda: len(holder.scopes) == 3)
+    await wait_until(lambda: len(holder.scopes) == 3)
     standby.drop_all()
     assert [(await one).status_code for one in asking] == [503] * 3
 
@@ -318,7 +318,7 @@ async def test_a_standby_that_stops_sends_all_away(holder: Holder, standby: Stan
     ("target", "headers", "status"),
     [("*", "", 400), ("/echo", "Host: another\r\n", 400), ("/echo?x=%ff&%", "", 418), ("/%00/../echo", "", 418)],
 )
-async def test_what_cannot_be_handed_on_is_the_clients_fault(
+async def test_malformed_requests_are_answered_400_and_not_forwarded(
     holder: Holder, client: httpx.AsyncClient, target: str, headers: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
@@ -330,15 +330,13 @@ async def test_what_cannot_be_handed_on_is_the_clients_fault(
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
-async def test_two_servers_that_take_each_other_for_the_holder_do_not_go_round(
-    lease: Lease, client: httpx.AsyncClient
-) -> None:
+async def test_forwarding_loops_are_detected(lease: Lease, client: httpx.AsyncClient) -> None:
     lease.holder_url = str(client.base_url)
     answer = await client.get("/api/v1/get_info")
-    assert answer.status_code == 503 and "each server needs an --advertise-url of its own" in answer.json()["detail"]
+    assert answer.status_code == 503 and "give each server its own --advertise-url" in answer.json()["detail"]
 
 
-async def test_health_is_each_servers_own(lease: Lease, client: httpx.AsyncClient) -> None:
+async def test_health_checks_are_not_forwarded(lease: Lease, client: httpx.AsyncClient) -> None:
     for holder_url, status in (("http://127.0.0.1:9", 200), (None, 503)):
         lease.holder_url = holder_url
         assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
@@ -347,7 +345,7 @@ async def test_health_is_each_servers_own(lease: Lease, client: httpx.AsyncClien
         assert readiness.json()["status"] == "standby" and readiness.json()["holder"] == holder_url
 
 
-async def test_who_takes_over_asks_for_patience() -> None:
+async def test_a_server_that_takes_over_answers_503_with_retry_after() -> None:
     async with serving(Switch(TakingOver())) as url, httpx.AsyncClient(base_url=url) as client:
         assert (await client.get("/api/v1/healthz")).status_code == 200
         readiness = await client.get("/api/v1/readyz")
@@ -356,18 +354,18 @@ async def test_who_takes_over_asks_for_patience() -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_a_holder_whose_time_is_up_answers_nothing_more(lease: Lease) -> None:
+async def test_an_expired_holder_only_answers_503(lease: Lease) -> None:
     lease.seconds = 60.0
     holder, tenure = Holder(), await lease.taken()
     async with serving(Held(holder, tenure)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.post("/echo", content=b"x")).content == b"x"
         asking = [asyncio.create_task(client.get(path)) for path in ("/poll", "/two_pieces")]
-        await until(lambda: len(holder.scopes) == 3 and holder.heard.is_set())
+        await wait_until(lambda: len(holder.scopes) == 3 and holder.heard.is_set())
         tenure._valid_until = 0.0
-        holder.go_on.set()
+        holder.may_continue.set()
         answer = await asking[0]
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert "does not have the lease any more" in json.loads(answer.content)["detail"]
+        assert "no longer holds the lease" in json.loads(answer.content)["detail"]
         with pytest.raises(httpx.RemoteProtocolError):
             await asking[1]
         assert (await client.post("/echo", content=b"x")).status_code == 503
@@ -375,5 +373,5 @@ async def test_a_holder_whose_time_is_up_answers_nothing_more(lease: Lease) -> N
         for path, key in (("/echo", "detail"), ("/api/v1/readyz", "reason")):
             answer = await client.get(path)
             assert answer.status_code == 503
-            assert "for the server's database does not answer (gone away)" in answer.json()[key]
+            assert "because the server's database does not answer (gone away)" in answer.json()[key]
         assert answer.json()["status"] == "unavailable"

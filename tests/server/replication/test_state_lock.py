@@ -1,4 +1,4 @@
-"""One server holds a state directory, whatever is removed from it meanwhile."""
+"""One server holds a state directory, even if files in it are removed meanwhile."""
 
 import errno
 import fcntl
@@ -15,19 +15,19 @@ pytestmark = pytest.mark.anyio
 HEADER = Header("optim_step", "tenant", "r", 1, "r:1")
 
 
-def remove(state: Path) -> None:
+def remove_lock(state: Path) -> None:
     (state / "server.lock").unlink()
 
 
-def test_who_removes_the_lock_lets_no_second_server_in(tmp_path: Path) -> None:
+def test_removing_the_lock_file_admits_no_second_server(tmp_path: Path) -> None:
     with locked(tmp_path) as claim:
         with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked(tmp_path):
             pass
-        remove(tmp_path)
+        remove_lock(tmp_path)
         for _ in range(2):
-            with pytest.raises(StartError, match=r"whose server\.lock somebody has removed"), locked(tmp_path):
+            with pytest.raises(StartError, match=r"whose server\.lock was removed"), locked(tmp_path):
                 pass
-            remove(tmp_path)
+            remove_lock(tmp_path)
         claim.check()
         assert (tmp_path / "server.lock").read_text() == f"{os.getpid()}\n"
     with locked(tmp_path):
@@ -35,8 +35,8 @@ def test_who_removes_the_lock_lets_no_second_server_in(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def no_locks_of_directories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on NFS."""
+def no_directory_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes locks of directories fail, as on NFS."""
     flock = fcntl.flock
 
     def flock_of_nfs(file, operation: int) -> None:
@@ -47,26 +47,26 @@ def no_locks_of_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
 
 
-@pytest.mark.usefixtures("no_locks_of_directories")
-async def test_where_directories_cannot_be_locked_a_server_whose_lock_was_removed_takes_it_again(
+@pytest.mark.usefixtures("no_directory_locks")
+async def test_without_directory_locks_a_removed_lock_file_is_recreated(
     tmp_path: Path,
 ) -> None:
     with locked(tmp_path) as claim:
         journal = Journal(tmp_path / "journal", 1 << 20, guard=claim.check)
         await journal.append(HEADER)
-        remove(tmp_path)
+        remove_lock(tmp_path)
         await journal.append(HEADER)
         with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked(tmp_path):
             pass
         await journal.close()
 
 
-@pytest.mark.usefixtures("no_locks_of_directories")
-async def test_where_directories_cannot_be_locked_a_server_that_was_slower_accepts_nothing(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_directory_locks")
+async def test_without_directory_locks_the_slower_server_accepts_nothing(tmp_path: Path) -> None:
     with locked(tmp_path) as claim:
         journal = Journal(tmp_path / "journal", 1 << 20, guard=claim.check)
         await journal.append(HEADER)
-        remove(tmp_path)
+        remove_lock(tmp_path)
         with locked(tmp_path):
             with pytest.raises(RequestError, match="taken from this server, by the server with process id"):
                 await journal.append(HEADER)
@@ -75,10 +75,10 @@ async def test_where_directories_cannot_be_locked_a_server_that_was_slower_accep
         await journal.close()
 
 
-def test_a_directory_in_place_of_the_one_that_is_held_is_not_written_to(tmp_path: Path) -> None:
+def test_a_replaced_state_directory_is_not_written_to(tmp_path: Path) -> None:
     with locked(tmp_path / "state") as claim:
         (tmp_path / "state").rename(tmp_path / "before")
-        with pytest.raises(ClaimLost, match="is not the directory any more"):
+        with pytest.raises(ClaimLost, match="is no longer the directory"):
             claim.check()
         with locked(tmp_path / "state"), pytest.raises(ClaimLost):
             claim.check()

@@ -1,4 +1,4 @@
-"""Two whole servers on one database and one directory, in this process: one is late, and does no harm."""
+"""Two whole servers on one database and directory, in this process: a former holder does no harm."""
 
 import asyncio
 import itertools
@@ -19,11 +19,11 @@ from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, 
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import MODEL, Run, Server, batch, running_server, server_config
-from .test_standby import until
+from .test_standby import wait_until
 
 pytestmark = pytest.mark.anyio
 
-SECONDS = 3.0
+LEASE_SECONDS = 3.0
 
 
 @dataclass
@@ -32,16 +32,16 @@ class Holding:
     live: LiveState
     keeping: asyncio.Task[None]
 
-    def sleep(self) -> None:
-        """Through the end of its lease."""
+    def stop_renewing(self) -> None:
+        """Lets the lease expire, as a paused process does."""
         self.keeping.cancel()
 
 
 @asynccontextmanager
 async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> AsyncIterator[Holding]:
-    """As the process does."""
+    """Takes the lease and serves, as the process does."""
     store = open_store(config.store_config())
-    lease = Lease(store, [MODEL], f"http://{name}", SECONDS)
+    lease = Lease(store, [MODEL], f"http://{name}", LEASE_SECONDS)
     await lease.prepare(config.state_dir)
     tenure = await lease.taken()
     live = LiveState(tenure.take_live_state(config.state_dir), tenure)
@@ -55,7 +55,7 @@ async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> 
         store.close()
 
 
-async def test_a_server_that_is_late_acknowledges_publishes_and_destroys_nothing(
+async def test_a_former_holder_acknowledges_publishes_and_deletes_nothing(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url, snapshot_steps=2)
@@ -68,13 +68,13 @@ async def test_a_server_that_is_late_acknowledges_publishes_and_destroys_nothing
         late = Run(former, run.model_id, run.session_id)
         late.numbers = itertools.count(100)
 
-        first.sleep()
+        first.stop_renewing()
         second = await stack.enter_async_context(holding(config, dispatch, "b"))
         latter = second.server
         assert (first.live.directory.name, second.live.directory.name) == ("live-1", "live-2")
         for _ in range(2):
             answer = await late.submit("save_weights", path="late", status=503)
-            assert "does not have the lease any more: send this again" in answer["detail"]
+            assert "no longer holds the lease: send this again" in answer["detail"]
         with pytest.raises(LeaseLost):
             await former.services.store.set_session_project(run.session_id, "late")
         with pytest.raises(LeaseLost):
@@ -108,7 +108,7 @@ async def undisturbed(dispatch: WorkerDispatch, tiny_models: dict[str, Path], st
         return await (await server.create_run()).train(batch(), num_steps=5)
 
 
-async def test_what_a_former_holder_answered_the_next_one_answers_too(
+async def test_the_next_holder_gives_the_results_of_the_former_one(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url)
@@ -118,19 +118,19 @@ async def test_what_a_former_holder_answered_the_next_one_answers_too(
         run = await former.create_run()
         submitted = (await run.send(run.encode(batch(), next(run.numbers)))).json()["request_id"]
         answered = await former.result(submitted)
-        first.sleep()
+        first.stop_renewing()
         latter = (await stack.enter_async_context(holding(config, dispatch, "b"))).server
         assert (await former.retrieve(submitted)).status_code == 503
         assert await latter.result(submitted) == answered
         assert "error" not in await Run(latter, run.model_id, run.session_id).do("optim_step", seq_id=2)
 
 
-async def test_a_server_that_cannot_take_its_turn_gives_it_up_and_tries_again(
+async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(
     tmp_path: Path, postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_REST_SECONDS", 2.0)
     state, elsewhere, no_model = (tmp_path / name for name in ("state", "elsewhere", "no-model"))
-    for directory in (state, no_model):  # without a model the turn that it does take is a short one
+    for directory in (state, no_model):  # without a model, its own takeover ends soon
         directory.mkdir()
     config = server_config(no_model, state, database_url=postgres_url)
     stores = [open_store(config.store_config()) for _ in range(2)]
@@ -140,10 +140,10 @@ async def test_a_server_that_cannot_take_its_turn_gives_it_up_and_tries_again(
     said: list[str] = []
     with process.bound("127.0.0.1", 0) as listener:
         running = asyncio.create_task(process._Turns(config, None, mine, lambda: "working", said.append).run(listener))
-        await until(lambda: "cannot take its turn now ([Errno 2] No such file" in caplog.text)
+        await wait_until(lambda: "cannot take over now ([Errno 2] No such file" in caplog.text)
         await asyncio.wait_for(other.taken(), 30)  # well before a lease of 60 s runs out
-        await until(lambda: said)
-        assert said == ["standing by: http://b has the lease"] and not running.done()
+        await wait_until(lambda: said)
+        assert said == ["standing by: http://b holds the lease"] and not running.done()
         elsewhere.rename(state)
         await other.release()
         with pytest.raises(StartError, match="no-model"):
@@ -153,22 +153,22 @@ async def test_a_server_that_cannot_take_its_turn_gives_it_up_and_tries_again(
         store.close()
 
 
-def test_a_server_that_does_not_see_the_shared_directory_does_not_start(
+def test_a_server_without_the_shared_directory_does_not_start(
     capsys: pytest.CaptureFixture[str], tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
 ) -> None:
     store = open_store(StoreConfig(tmp_path, postgres_url))
     try:
-        asyncio.run(held_once(Lease(store, [MODEL], "http://a", 60.0), tmp_path))
+        asyncio.run(hold_once(Lease(store, [MODEL], "http://a", 60.0), tmp_path))
         (tmp_path / "unmounted").mkdir()
         place = [f"--state-dir={tmp_path / 'unmounted'}", f"--database-url={postgres_url}", "--port=0"]
         assert main(["serve", f"--base-model={MODEL}={tiny_models['qwen3']}", *place]) == 1
-        assert "unmounted has no live state, of which the database knows" in capsys.readouterr().err
+        assert "unmounted has no live state, but the database has a record of one" in capsys.readouterr().err
         assert {(lease.epoch, lease.expires_at) for lease in asyncio.run(leases_in(store))} == {(1, 0.0)}
     finally:
         store.close()
 
 
-async def held_once(lease: Lease, state_dir: Path) -> None:
+async def hold_once(lease: Lease, state_dir: Path) -> None:
     await lease.prepare(state_dir)
     (await lease.taken()).take_live_state(state_dir)
     await lease.release()

@@ -1,4 +1,4 @@
-"""What `create_model` and `get_info` say is adapted, and what is refused, by the real worker."""
+"""Tests which modules `create_model` and `get_info` report as adapted, and what is refused, with the real worker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,7 +26,7 @@ def linears(path: str, count: int) -> dict[str, int]:
     return {f"{path}.{kind}_proj": count for kind in ("gate", "up", "down")}
 
 
-# What adapters adapt of the feed-forward layers of the tiny model, and what has matrices beside these.
+# Adapted modules of the feed-forward layers of the tiny model, and the other modules that have matrices.
 MLP: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "starcoder2": ({"mlp.c_fc": 2, "mlp.c_proj": 2}, {}),
     "olmoe": (linears("mlp.experts", 2), {"mlp.gate": 2}),
@@ -49,7 +49,7 @@ MLP: dict[str, tuple[dict[str, int], dict[str, int]]] = {
         linears("mlp", 1) | linears("mlp.experts", 1) | linears("mlp.shared_experts", 1),
         {"mlp.gate": 1, "mlp.gate.moe_statics": 1},
     ),
-    # Experts that lie in another way are left alone, and said to be.
+    # Experts in another memory layout are not adapted, and are reported so.
     "aria_text": (linears("mlp.shared_experts", 2), {"mlp.experts": 2, "mlp.router": 2}),
 }
 CORE = ("aria_text", "qwen2_moe", "starcoder2")
@@ -62,7 +62,7 @@ async def serving(model_type: str, tmp_path: Path) -> AsyncIterator[Server]:
         yield server
 
 
-async def created(server: Server, **lora: Any) -> Any:
+async def create_model(server: Server, **lora: Any) -> Any:
     session_id = await server.create_session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4} | lora}
     return await server.result((await server.post("create_model", body))["request_id"])
@@ -71,10 +71,10 @@ async def created(server: Server, **lora: Any) -> Any:
 @pytest.mark.parametrize(
     "model_type", [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in MLP]
 )
-async def test_what_is_adapted_is_answered(model_type: str, tmp_path: Path) -> None:
+async def test_adapted_modules_are_reported(model_type: str, tmp_path: Path) -> None:
     of_mlp, others = MLP[model_type]
     async with serving(model_type, tmp_path) as server:
-        whole, attention = await created(server), await created(server, train_mlp=False)
+        whole, attention = await create_model(server), await create_model(server, train_mlp=False)
         assert (whole["adapted"], whole["not_adapted"]) == (ATTENTION | of_mlp | HEAD, others)
         assert (attention["adapted"], attention["not_adapted"]) == (ATTENTION | HEAD, of_mlp | others)
         info = await server.post("get_info", {"model_id": whole["model_id"]})
@@ -83,20 +83,20 @@ async def test_what_is_adapted_is_answered(model_type: str, tmp_path: Path) -> N
         assert types.GetInfoResponse.model_validate(info).lora_rank == 4
 
 
-async def test_where_nothing_would_be_adapted_it_is_refused(tmp_path: Path) -> None:
+async def test_a_run_that_would_adapt_nothing_is_refused(tmp_path: Path) -> None:
     async with serving("gpt2", tmp_path) as server:
-        refused = await created(server)
+        refused = await create_model(server)
         assert refused["category"] == "user"
         for word in ("train_attn=True and train_mlp=True would adapt nothing of gpt2 models", "c_attn", "c_fc", "full"):
             assert word in refused["error"]
-        assert "train_mlp=True would" in (await created(server, train_attn=False))["error"]
-        head = await created(server, train_attn=False, train_mlp=False)
+        assert "train_mlp=True would" in (await create_model(server, train_attn=False))["error"]
+        head = await create_model(server, train_attn=False, train_mlp=False)
         assert head["adapted"] == HEAD
         assert head["not_adapted"] == {"attn.c_attn": 2, "attn.c_proj": 2, "mlp.c_fc": 2, "mlp.c_proj": 2}
 
 
-def test_a_run_that_was_created_before_is_made_again(tmp_path: Path) -> None:
-    """Earlier versions took what is refused now."""
+def test_a_run_of_an_earlier_version_can_be_rebuilt(tmp_path: Path) -> None:
+    """Earlier versions accepted what is refused now."""
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny("gpt2", tmp_path))), device="cpu"))
     assert worker.create_run(RunSpec("old", LoraConfig(rank=4, seed=1))).num_adapted == HEAD
     with pytest.raises(OperationError, match="would adapt nothing"):

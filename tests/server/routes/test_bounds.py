@@ -1,4 +1,4 @@
-"""Whatever a request says has a longest length, or is payload by a reason that stands here."""
+"""Every field of a request has a maximum length, or is listed in PAYLOAD with the reason why it has none."""
 
 import importlib
 import inspect
@@ -26,7 +26,7 @@ Schema = Mapping[str, Any]
 PROMPT = "a prompt: bounded by the body, the model's context and the tenant's bytes"
 DATA = "training data: bounded by the body and the tenant's bytes"
 MESSAGES = "read by the chat template into a prompt: bounded by the body, the context and the tenant's bytes"
-DROPPED = "nothing reads more of it than whether it asks for nothing"
+DROPPED = "only compared with auto and none"
 
 PAYLOAD = {
     "SampleRequest.prompt.chunks": PROMPT,
@@ -57,19 +57,19 @@ PAYLOAD = {
     "ChatCompletionRequest.chat_template_kwargs": MESSAGES,
     "ChatCompletionRequest.chat_template_kwargs[]": MESSAGES,
 }
-"""Class and place -> why it may be as long as it likes."""
+"""Field of a class -> why its length is not limited."""
 
-OF_CODEC = "POST /api/v1/forward_backward", "POST /api/v1/forward"
-"""Routes whose bodies the codec decodes, without a model: training data, and ids that must be there."""
+CODEC_ROUTES = "POST /api/v1/forward_backward", "POST /api/v1/forward"
+"""Routes whose bodies are decoded by the codec, not by a pydantic model: training data, and ids that must exist."""
 
-ANSWERS = {
+ANSWER_MODELS = {
     *("ErrorDetail", "ErrorBody", "Model", "ModelList", "SamplerInfo", "SessionList", "SessionInfo", "Cursor"),
     *("CheckpointCopy", "Checkpoint", "TrainingRun", "TrainingRunList", "CheckpointList", "ClientConfig"),
     *("ClientDynamicConfig", "Health", "Readiness", "TokenizerFiles", "KeyOrganization", "KeyUser", "KeyDetails"),
     *("OwnKey", "SupportedModel", "ServerCapabilities", "Limit", "Limits", "FeatureStock", "Workers", "ModelData"),
     *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending"),
 }
-"""What the server makes, beside the classes that are called a response."""
+"""Models that the server sends, in addition to the classes named ...Response."""
 
 
 def request_models() -> Iterator[type[BaseModel]]:
@@ -77,11 +77,11 @@ def request_models() -> Iterator[type[BaseModel]]:
         members = vars(importlib.import_module(f"trainhouse.schemas.{module.name}")).values()
         models = [one for one in members if inspect.isclass(one) and issubclass(one, BaseModel)]
         ours = [one for one in models if one.__module__.startswith("trainhouse.schemas")]
-        yield from (one for one in ours if not one.__name__.endswith("Response") and one.__name__ not in ANSWERS)
+        yield from (one for one in ours if not one.__name__.endswith("Response") and one.__name__ not in ANSWER_MODELS)
 
 
 def unbounded(schema: Schema, place: str, definitions: Schema) -> Iterator[str]:
-    """The places where a string, a list or an object may have any length."""
+    """Yields the places where a string, a list or an object may have any length."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
@@ -107,15 +107,15 @@ def unbounded(schema: Schema, place: str, definitions: Schema) -> Iterator[str]:
             yield place  # any JSON
 
 
-def test_what_requests_say_is_bounded_or_payload_for_a_reason() -> None:
+def test_every_request_field_is_bounded_or_listed_as_payload() -> None:
     found: set[str] = set()
     for model in request_models():
         schema = model.model_json_schema()
         found |= set(unbounded(schema, model.__name__, schema.get("$defs", {})))
-    # Parts stand for themselves, too.
+    # The models of parts are also found on their own.
     parts = {place for place in found if any(_is_part(place, of_request) for of_request in PAYLOAD)}
     assert sorted(found - set(PAYLOAD) - parts) == [], "bound these, or say in PAYLOAD why they need not be"
-    assert sorted(set(PAYLOAD) - found) == [], "these are bounded now, or gone: leave them out of PAYLOAD"
+    assert sorted(set(PAYLOAD) - found) == [], "these are bounded or no longer exist: remove them from PAYLOAD"
 
 
 def _is_part(place: str, of_request: str) -> bool:
@@ -136,7 +136,7 @@ PARTS = {
 }
 
 
-async def test_what_urls_and_headers_say_is_bounded(api: Api) -> None:
+async def test_url_and_header_parameters_are_bounded(api: Api) -> None:
     document = api.app.openapi()
     definitions = document["components"]["schemas"]
     found = [
@@ -157,14 +157,14 @@ async def test_what_urls_and_headers_say_is_bounded(api: Api) -> None:
     unknown = {
         f"{route} {place}"
         for route, schema in bodies.items()
-        if route not in OF_CODEC
+        if route not in CODEC_ROUTES
         for place in unbounded(schema, "", definitions)
         if place.removeprefix(".") not in payload
     }
     assert not unknown, "a body that no model of schemas/ describes"
 
 
-def test_the_walk_finds_what_has_no_end() -> None:
+def test_unbounded_finds_fields_without_limits() -> None:
     class Endless(BaseModel):
         words: list[str] = []
         names: dict[str, bounds.Id] = {}
@@ -183,21 +183,21 @@ def test_the_walk_finds_what_has_no_end() -> None:
         (SaveWeightsRequest, {"model_id": "m", "path": "p", "user_metadata": {"k" * 9000: "v"}}, "user_metadata"),
     ],
 )
-def test_what_is_longer_is_refused_by_name(model: type[BaseModel], fields: dict, name: str) -> None:
+def test_values_over_the_limit_are_refused_by_name(model: type[BaseModel], fields: dict, name: str) -> None:
     with pytest.raises(ValidationError, match=name):
         TypeAdapter(model).validate_python(fields)
     shorter = {key: value for key, value in fields.items() if key != name}
     assert TypeAdapter(model).validate_python(shorter | ({name: {"a": 8000 * "x"}} if name == "user_metadata" else {}))
 
 
-def test_how_a_session_ended_is_cut_and_not_refused() -> None:
+def test_a_long_detail_of_a_finished_session_is_cut_not_refused() -> None:
     finished = FinishSessionRequest(reason=FinishReason(type="errored"), detail="x" * 100_000)
     assert finished.detail == "x" * bounds.MOST_TEXT
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
-def test_numbers_that_no_json_has_are_refused(number: str) -> None:
-    """PostgreSQL takes none: a session was answered 500, and a model was created again and again."""
+def test_nan_and_infinity_are_refused_in_json(number: str) -> None:
+    """PostgreSQL cannot store them in JSON: the request would be answered with 500."""
     body = f'{{"sdk_version": "1", "user_metadata": {{"a": [{number}]}}}}'.encode()
     with pytest.raises(RequestError, match=r"user_metadata is .*JSON has no (nan|-?inf): leave it out"):
         decode_model(CreateSessionRequest, body)
@@ -205,7 +205,7 @@ def test_numbers_that_no_json_has_are_refused(number: str) -> None:
 
 
 def parts_of(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """All parts of a schema of pydantic's core."""
+    """Yields all parts of a pydantic core schema."""
     if isinstance(schema, Mapping):
         yield schema
     if isinstance(schema, Mapping | list | tuple):
@@ -213,21 +213,21 @@ def parts_of(schema: Any) -> Iterator[Mapping[str, Any]]:
             yield from parts_of(part)
 
 
-def may_have_many_errors(model: type[BaseModel]) -> list[str]:
-    """The lists of which each element may be found wrong, and not only the first; any JSON is right."""
+def lists_with_many_errors(model: type[BaseModel]) -> list[str]:
+    """Returns the long lists that report an error for every invalid element, not only for the first."""
     lists = [one for one in parts_of(model.__pydantic_core_schema__) if one.get("type") in ("list", "tuple", "set")]
     long = [one for one in lists if one.get("max_length", 1 << 30) > 1024 and "JsonValue" not in str(one)]
     return [str(one) for one in long if not one.get("fail_fast")]
 
 
-def test_of_long_lists_the_first_wrong_element_is_told_of() -> None:
-    """An error takes 10 microseconds with the interpreter held: 2 million of a body of 4 MB took half a minute."""
+def test_long_lists_report_only_the_first_wrong_element() -> None:
+    """An error holds the interpreter for 10 microseconds: 2 million errors in a body of 4 MB took half a minute."""
 
     class Slow(BaseModel):
         tokens: list[int]
 
-    assert len(may_have_many_errors(Slow)) == 1
-    assert {model.__name__: found for model in request_models() if (found := may_have_many_errors(model))} == {}
+    assert len(lists_with_many_errors(Slow)) == 1
+    assert {model.__name__: found for model in request_models() if (found := lists_with_many_errors(model))} == {}
 
 
 WRONG = 50_000
@@ -243,7 +243,7 @@ WRONG = 50_000
         {"sampling_params": {f"a{number}": 0 for number in range(WRONG)}},
     ],
 )
-def test_a_body_that_is_wrong_everywhere_is_described_in_short(fields: dict) -> None:
+def test_a_body_with_many_errors_gets_a_short_message(fields: dict) -> None:
     body = {"prompt": {"chunks": []}} | fields
     with pytest.raises(ValidationError) as wrong:
         SampleRequest.model_validate(body)

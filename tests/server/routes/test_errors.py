@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is said with the value and the remedy, and harms nothing that comes after.
+"""Errors of requests name the value and the remedy, and do not affect later operations.
 
 Every refusal is followed by an optim_step with the next seq_id, as the SDK would send it, which must answer.
 """
@@ -22,8 +22,9 @@ pytestmark = pytest.mark.anyio
 JSON = {"Content-Type": "application/json"}
 
 
-async def check_that_the_run_goes_on(run: Run, first: int = 2, tainted: bool = True) -> None:
-    """The next optim_step answers (with the reason, after a failed forward_backward), and the step after it works."""
+async def assert_run_continues(run: Run, first: int = 2, tainted: bool = True) -> None:
+    """Asserts that the next optim_step answers (with the reason, after a failed forward_backward) and the one after it
+    works."""
     async with asyncio.timeout(30):
         step = await run.submit("optim_step", seq_id=first, adam_params={})
         answer = await run.server.result(step["request_id"], run.key)
@@ -74,13 +75,13 @@ REFUSED: dict[str, tuple[Callable[[Run], bytes], dict[str, str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_what_cannot_be_decoded_is_refused_at_once_and_counts_as_done(server: Server, case: str) -> None:
+async def test_bodies_that_cannot_be_decoded_are_refused_and_use_their_seq_id(server: Server, case: str) -> None:
     make, headers, status, reason = REFUSED[case]
     run = await server.create_run()
     response = await run.send(make(run), **headers)
     assert (response.status_code, reason in response.json()["detail"]) == (status, True), response.text
     assert int(response.headers["content-length"]) > 0, "an empty 400 would be retried"
-    await check_that_the_run_goes_on(run)
+    await assert_run_continues(run)
 
 
 def with_inputs(**inputs: Any) -> list[types.Datum]:
@@ -115,25 +116,25 @@ FAILED: dict[str, tuple[list[types.Datum], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", FAILED)
-async def test_what_cannot_be_computed_fails_its_future_alone(server: Server, case: str) -> None:
+async def test_batches_that_cannot_be_computed_fail_only_their_future(server: Server, case: str) -> None:
     data, options, reason = FAILED[case]
     run = await server.create_run()
     response = await run.send(run.encode(data, 1, **options))
     assert response.status_code == 200, response.text
     answer = await server.result(f"{run.model_id}:1")
     assert (answer.get("category"), reason in answer["error"]) == ("user", True), answer
-    await check_that_the_run_goes_on(run)
+    await assert_run_continues(run)
 
 
 @pytest.mark.parametrize("verb", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
-async def test_names_that_are_paths_are_refused(server: Server, verb: str) -> None:
+async def test_invalid_checkpoint_names_are_refused(server: Server, verb: str) -> None:
     run = await server.create_run()
     names = ["../../etc/passwd", "a/b", "..", "", ".hidden", "a" * 129, "a\nb", "ä"]
     for name in names:
         answer = await run.do(verb, path=name)
         assert answer["category"] == "user" and "not allowed" in answer["error"]
     assert not list(server.services.config.state_dir.rglob("*passwd*"))
-    await check_that_the_run_goes_on(run, first=len(names) + 1, tainted=False)
+    await assert_run_continues(run, first=len(names) + 1, tainted=False)
 
 
 BAD_JSON: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -154,25 +155,25 @@ async def test_a_wrong_field_is_named_with_its_value(server: Server, case: str) 
     run = await server.create_run()
     answer = await run.submit(verb, status=400, **fields)
     assert reason in answer["detail"]
-    await check_that_the_run_goes_on(run, tainted=False)
+    await assert_run_continues(run, tainted=False)
 
 
-async def test_a_body_that_is_no_json_counts_as_done(server: Server) -> None:
+async def test_invalid_json_uses_its_seq_id(server: Server) -> None:
     run = await server.create_run()
     broken = f'{{"model_id": "{run.model_id}", "seq_id": 1, "adam_params": {{'
     response = await server.post_bytes("optim_step", broken.encode())
     assert response.status_code == 400 and "not valid JSON" in response.json()["detail"]
-    await check_that_the_run_goes_on(run, tainted=False)
+    await assert_run_continues(run, tainted=False)
 
 
-async def test_json_that_is_not_sent_as_json_is_read_all_the_same(server: Server) -> None:
-    """As by `curl -d`, which says that it sends a form."""
+async def test_json_is_accepted_without_a_json_content_type(server: Server) -> None:
+    """`curl -d` sends the content type of a form."""
     for headers in ({"Content-Type": "application/x-www-form-urlencoded"}, {}):
         answer = await server.post_bytes("create_session", b'{"sdk_version": "x"}', **headers)
         assert answer.status_code == 200 and answer.json()["session_id"]
 
 
-async def test_loading_what_is_not_there_fails_alone(server: Server) -> None:
+async def test_loading_a_missing_checkpoint_fails_only_that_operation(server: Server) -> None:
     run = await server.create_run()
     for path, reason in {
         f"tinker://{run.model_id}/weights/none": "none",
@@ -181,10 +182,10 @@ async def test_loading_what_is_not_there_fails_alone(server: Server) -> None:
     }.items():
         answer = await run.do("load_weights", path=path)
         assert answer["category"] == "user" and reason in answer["error"]
-    await check_that_the_run_goes_on(run, first=4, tainted=False)
+    await assert_run_continues(run, first=4, tainted=False)
 
 
-async def test_dimuon_is_refused_in_words(server: Server) -> None:
+async def test_the_dimuon_optimizer_is_refused(server: Server) -> None:
     run = await server.create_run()
     answer = await run.do("optim_step", optimizer_params={"type": "dimuon", "learning_rate": 0.1})
     assert answer["category"] == "user" and "'dimuon'" in answer["error"] and "adam_params" in answer["error"]
@@ -193,7 +194,7 @@ async def test_dimuon_is_refused_in_words(server: Server) -> None:
         "create_model", body | {"optimizer_config": {"type": "dimuon", "version": 1}}, status=400
     )
     assert "'dimuon'" in refused["detail"] and "adamw" in refused["detail"]
-    await check_that_the_run_goes_on(run, tainted=False)
+    await assert_run_continues(run, tainted=False)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ async def test_models_that_cannot_be_created_are_refused(
     body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"rank": 4}}
     refused = await server.post("create_model", body | fields, status=status)
     assert reason in refused["detail"]
-    await check_that_the_run_goes_on(run, first=1, tainted=False)
+    await assert_run_continues(run, first=1, tainted=False)
 
 
 async def test_an_adapter_that_trains_nothing_fails_at_creation(server: Server) -> None:
@@ -240,18 +241,18 @@ async def test_an_unknown_model_is_not_found(server: Server) -> None:
     assert response.status_code == 404
 
 
-async def test_an_unknown_path_answers_json(server: Server) -> None:
+async def test_an_unknown_path_is_answered_with_json(server: Server) -> None:
     response = await server.clients[ALICE].post("unload_model", json={})
     assert response.status_code == 404 and "POST /api/v1/unload_model" in response.json()["detail"]
 
 
-async def test_a_route_of_others_is_limited_too(server: Server) -> None:
+async def test_the_body_of_create_session_is_limited(server: Server) -> None:
     response = await server.post_bytes("create_session", b'{"tags": ["' + b"a" * 300_000 + b'"]}', **JSON)
     assert response.status_code == 413 and "200000" in response.json()["detail"]
 
 
 async def test_a_huge_body_is_not_kept_in_memory(server: Server) -> None:
-    """Of pieces that keep coming no more is taken than four times the limit, and no more is held than the limit."""
+    """At most four times the limit is read of an endless body, and no more than that is held."""
     run = await server.create_run()
     num_taken = 0
 
@@ -270,10 +271,10 @@ async def test_a_huge_body_is_not_kept_in_memory(server: Server) -> None:
     assert response.status_code == 413
     assert num_taken < 4 * 200_000 / (1 << 14) + 2
     assert most_bytes < 4 * 200_000
-    await check_that_the_run_goes_on(run)
+    await assert_run_continues(run)
 
 
-async def test_a_client_that_breaks_off_spends_no_seq_id(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_disconnects_uses_no_seq_id(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     run = await server.create_run()
     body = run.encode(GOOD, 1)
     messages = iter(({"type": "http.request", "body": body[:-3], "more_body": True}, {"type": "http.disconnect"}))
@@ -282,17 +283,17 @@ async def test_a_client_that_breaks_off_spends_no_seq_id(server: Server, caplog:
         return next(messages)
 
     async def send(message: dict[str, Any]) -> None:
-        """Nobody is there."""
+        """Drops the message: the client is gone."""
 
     headers = [(b"x-api-key", ALICE.encode()), (b"content-type", b"application/x-protobuf")]
     address = {"type": "http", "method": "POST", "path": "/api/v1/forward_backward", "query_string": b""}
     await server.app(address | {"headers": headers}, receive, send)  # pyright: ignore[reportArgumentType]
-    assert not [record for record in caplog.records if record.exc_info], "no traceback for what happens every day"
+    assert not [record for record in caplog.records if record.exc_info], "a disconnect logs no traceback"
     assert (await run.send(body)).status_code == 200
     assert "metrics" in await server.result(f"{run.model_id}:1")
 
 
-async def test_one_runs_failures_do_not_touch_another(server: Server) -> None:
+async def test_failures_of_one_run_do_not_affect_another(server: Server) -> None:
     good, bad = await server.create_run(), await server.create_run()
     expected = await (await server.create_run()).train(batch(), 3)
 

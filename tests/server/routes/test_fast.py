@@ -1,4 +1,4 @@
-"""Routes past FastAPI answer as they would through it."""
+"""Routes that bypass FastAPI answer exactly as they would through it."""
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 def through_fastapi(app: FastAPI) -> FastAPI:
-    """The same routes and error handlers, without the middleware that goes past them."""
+    """Returns an application with the same routes and error handlers, without the middleware that bypasses FastAPI."""
     plain = FastAPI()
     for routes in (training, futures):
         plain.include_router(routes.router)
@@ -24,7 +24,7 @@ def through_fastapi(app: FastAPI) -> FastAPI:
 
 @pytest.mark.parametrize("path", ["forward_backward", "optim_step", "retrieve_future"])
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-API-Key": "tml-alice"}])
-async def test_refusals_are_the_same(app: FastAPI, path: str, headers: dict[str, str]) -> None:
+async def test_refusals_are_the_same_as_through_fastapi(app: FastAPI, path: str, headers: dict[str, str]) -> None:
     for body in (b"", b"{}", b'{"request_id": "r:1"}', b'{"model_id": "m", "seq_id": 1, "data": [], "loss_fn": "x"}'):
         answers = []
         for one in (app, through_fastapi(app)):
@@ -36,11 +36,11 @@ async def test_refusals_are_the_same(app: FastAPI, path: str, headers: dict[str,
         assert ours.status_code in (400, 401, 404)
 
 
-async def test_another_method_goes_to_fastapi_which_refuses_it(app: FastAPI) -> None:
+async def test_other_methods_are_refused_by_fastapi(app: FastAPI) -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         assert (await client.get("/api/v1/retrieve_future")).status_code == 405
 
 
-def test_a_name_without_a_route_is_our_mistake() -> None:
+def test_a_name_without_a_route_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="retrieve_past"):
         endpoints((futures.router,), ("retrieve_future", "retrieve_past"))

@@ -11,41 +11,46 @@ from ..api import ALICE, BOB, MODEL, Api, running_api
 pytestmark = pytest.mark.anyio
 
 
-async def runs_of(api: Api, key: str = ALICE, **params: object) -> types.TrainingRunsResponse:
+async def list_runs(api: Api, key: str = ALICE, **params: object) -> types.TrainingRunsResponse:
     response = await (await api.client(key)).get("/api/v1/training_runs", params={k: str(v) for k, v in params.items()})
     return types.TrainingRunsResponse.model_validate(response.json())
 
 
-async def test_runs_come_in_pages_last_used_first(api: Api) -> None:
+async def test_runs_are_paged_with_the_last_used_first(api: Api) -> None:
     runs = [await api.run(at=float(number)) for number in range(1, 6)]
-    page = await runs_of(api, limit=2, offset=1)
+    page = await list_runs(api, limit=2, offset=1)
     assert [run.training_run_id for run in page.training_runs] == [runs[3].run_id, runs[2].run_id]
     assert (page.cursor.offset, page.cursor.limit, page.cursor.total_count) == (1, 2, 5)
 
 
-async def test_a_page_beyond_all_pages_is_refused(api: Api) -> None:
+async def test_a_page_offset_beyond_64_bits_is_refused(api: Api) -> None:
     refused = await (await api.client()).get("/api/v1/training_runs", params={"offset": 2**63})
     assert refused.status_code == 400 and "offset is" in refused.json()["detail"]
 
 
-async def test_a_run_tells_its_owner_adapter_and_last_checkpoints(api: Api) -> None:
+async def test_a_run_shows_its_owner_adapter_and_last_checkpoints(api: Api) -> None:
     run = await api.run()
     for name in ("one", "two"):
         await api.save(run, name)
         await api.save(run, name, kind="sampler_weights")
         api.clock.now += 1
     response = await (await api.client()).get(f"/api/v1/training_runs/{run.run_id}")
-    told = types.TrainingRun.model_validate(response.json())
-    assert (told.base_model, told.is_lora, told.lora_rank, told.corrupted) == (MODEL, True, 8, False)
-    assert told.model_owner == (await api.tenant()).name
-    assert told.last_request_time.timestamp() == run.last_request_at
-    assert told.user_metadata == {"purpose": "test"}
-    assert told.last_checkpoint is not None and told.last_checkpoint.checkpoint_id == "weights/two"
-    assert told.last_sampler_checkpoint is not None
-    assert told.last_sampler_checkpoint.checkpoint_id == "sampler_weights/two"
+    described = types.TrainingRun.model_validate(response.json())
+    assert (described.base_model, described.is_lora, described.lora_rank, described.corrupted) == (
+        MODEL,
+        True,
+        8,
+        False,
+    )
+    assert described.model_owner == (await api.tenant()).name
+    assert described.last_request_time.timestamp() == run.last_request_at
+    assert described.user_metadata == {"purpose": "test"}
+    assert described.last_checkpoint is not None and described.last_checkpoint.checkpoint_id == "weights/two"
+    assert described.last_sampler_checkpoint is not None
+    assert described.last_sampler_checkpoint.checkpoint_id == "sampler_weights/two"
 
 
-async def test_checkpoint_types_are_the_sdks(api: Api) -> None:
+async def test_checkpoint_types_match_the_sdk(api: Api) -> None:
     run = await api.run()
     for kind in ("weights", "sampler_weights", "external_weights"):
         await api.save(run, kind=kind)
@@ -58,7 +63,7 @@ async def test_checkpoint_types_are_the_sdks(api: Api) -> None:
     assert {one.checkpoint_type for one in answer.checkpoints} == {"training", "sampler", "external"}
 
 
-async def test_checkpoints_of_all_runs_come_in_pages_newest_first(api: Api) -> None:
+async def test_checkpoints_of_all_runs_are_paged_with_the_newest_first(api: Api) -> None:
     for _ in range(3):
         await api.save(await api.run())
         api.clock.now += 1
@@ -69,11 +74,11 @@ async def test_checkpoints_of_all_runs_come_in_pages_newest_first(api: Api) -> N
     assert answer.cursor is not None and answer.cursor.total_count == 3
 
 
-async def test_other_tenants_runs_are_not_there(api: Api) -> None:
+async def test_runs_of_other_tenants_are_not_found(api: Api) -> None:
     run = await api.run(ALICE)
     await api.save(run)
     for scope in ("owned", "accessible"):
-        assert (await runs_of(api, BOB, access_scope=scope)).training_runs == []
+        assert (await list_runs(api, BOB, access_scope=scope)).training_runs == []
         response = await (await api.client(BOB)).get(
             f"/api/v1/training_runs/{run.run_id}", params={"access_scope": scope}
         )
@@ -87,14 +92,14 @@ async def test_a_run_with_a_public_checkpoint_is_accessible_and_shows_only_that(
     public = await api.save(run, "public")
     await api.save(run, "later")
     await api.services.checkpoints.set_public(public, True)
-    assert (await runs_of(api, BOB, access_scope="owned")).training_runs == []
-    (told,) = (await runs_of(api, BOB, access_scope="accessible")).training_runs
-    assert told.last_checkpoint is not None and told.last_checkpoint.checkpoint_id == "weights/public"
+    assert (await list_runs(api, BOB, access_scope="owned")).training_runs == []
+    (described,) = (await list_runs(api, BOB, access_scope="accessible")).training_runs
+    assert described.last_checkpoint is not None and described.last_checkpoint.checkpoint_id == "weights/public"
     response = await (await api.client(BOB)).get(f"/api/v1/training_runs/{run.run_id}/checkpoints")
     assert [one["checkpoint_id"] for one in response.json()["checkpoints"]] == ["weights/public"]
 
 
-async def test_of_a_published_checkpoint_others_see_neither_its_owner_nor_what_he_notes_or_does(api: Api) -> None:
+async def test_a_published_checkpoint_hides_its_owner_metadata_and_activity(api: Api) -> None:
     run = await api.run(ALICE, at=1_700_000_500.0)
     owner = await api.client(ALICE)
     await owner.put(f"/api/v1/sessions/{run.session_id}/project", json={"project_id": "secret-project"})
@@ -111,20 +116,20 @@ async def test_of_a_published_checkpoint_others_see_neither_its_owner_nor_what_h
         (await other.post("/api/v1/weights_info", json={"tinker_path": public.tinker_path})).raise_for_status(),
         (await other.get(f"{one}/checkpoints/weights/public/external_weights_urls")).raise_for_status(),
     ]
-    told = types.TrainingRun.model_validate(answers[0].json())
-    assert (told.model_owner, told.user_metadata) == ("another tenant", None)
-    assert told.last_request_time.timestamp() == public.created_at != run.last_request_at
+    described = types.TrainingRun.model_validate(answers[0].json())
+    assert (described.model_owner, described.user_metadata) == ("another tenant", None)
+    assert described.last_request_time.timestamp() == public.created_at != run.last_request_at
     tenant = await api.tenant(ALICE)
     for answer in answers:
         assert tenant.name not in answer.text and "purpose" not in answer.text and "private" not in answer.text
     by_project = params | {"project_id": "secret-project"}
     assert (await other.get("/api/v1/training_runs", params=by_project)).json()["training_runs"] == []
     (own,) = (await owner.get("/api/v1/training_runs", params=by_project)).json()["training_runs"]
-    assert (own["model_owner"], own["user_metadata"]) == (tenant.name, {"purpose": "test"}), "the control"
+    assert (own["model_owner"], own["user_metadata"]) == (tenant.name, {"purpose": "test"}), "the owner sees them"
     assert (await other.get(f"/api/v1/sessions/{run.session_id}")).status_code == 404
 
 
-async def test_a_session_tells_its_runs_and_samplers(api: Api) -> None:
+async def test_a_session_lists_its_runs_and_samplers(api: Api) -> None:
     run = await api.run()
     tenant = await api.tenant()
     sampler = SamplerRecord(f"{run.session_id}:sample:0", run.session_id, tenant.id, MODEL, 1.0)
@@ -137,7 +142,7 @@ async def test_a_session_tells_its_runs_and_samplers(api: Api) -> None:
     assert listed.sessions == [run.session_id]
 
 
-async def test_metadata_of_any_json_is_told_as_strings(api: Api) -> None:
+async def test_metadata_values_are_shown_as_strings(api: Api) -> None:
     client = await api.client()
     body = {"sdk_version": "0.38.0", "user_metadata": {"n": 1, "s": "x"}, "display_name": "named"}
     session_id = (await client.post("/api/v1/create_session", json=body)).json()["session_id"]
@@ -146,7 +151,7 @@ async def test_metadata_of_any_json_is_told_as_strings(api: Api) -> None:
     assert (session.user_metadata, session.display_name) == ({"n": "1", "s": "x"}, "named")
 
 
-async def test_restart_keeps_every_listing(tmp_path: Path) -> None:
+async def test_a_restart_keeps_every_listing(tmp_path: Path) -> None:
     async def listings(api: Api) -> list[object]:
         client = await api.client()
         paths = (
@@ -176,7 +181,7 @@ def model_directory(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_the_files_of_a_tokenizer_can_be_fetched(tmp_path: Path, model_directory: Path) -> None:
+async def test_tokenizer_files_can_be_fetched(tmp_path: Path, model_directory: Path) -> None:
     async with running_api(tmp_path / "state", str(model_directory)) as api:
         client = await api.client()
         files = (await client.get(f"/api/v1/models/{MODEL}/tokenizer")).json()["files"]
@@ -186,19 +191,21 @@ async def test_the_files_of_a_tokenizer_can_be_fetched(tmp_path: Path, model_dir
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "..%2Fmodel%2Ftokenizer.json", "vocab.json", "%2Fetc%2Fpasswd"])
-async def test_nothing_but_the_tokenizer_can_be_fetched(tmp_path: Path, model_directory: Path, file: str) -> None:
+async def test_only_tokenizer_files_can_be_fetched(tmp_path: Path, model_directory: Path, file: str) -> None:
     async with running_api(tmp_path / "state", str(model_directory)) as api:
         assert (await (await api.client()).get(f"/api/v1/models/{MODEL}/tokenizer/{file}")).status_code == 404
 
 
-async def test_a_tokenizer_that_is_not_here_is_said_to_be_elsewhere(api: Api) -> None:
+async def test_a_missing_tokenizer_is_refused_with_its_source(api: Api) -> None:
     response = await (await api.client()).get(f"/api/v1/models/{MODEL}/tokenizer")
     assert response.status_code == 404 and "tiny/source" in response.json()["detail"]
     response = await (await api.client()).get("/api/v1/models/other/tokenizer")
     assert response.status_code == 404 and MODEL in response.json()["detail"]
 
 
-async def test_a_model_in_the_hubs_cache_has_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tokenizer_of_a_model_in_the_hub_cache_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     snapshot = tmp_path / "models--tiny--source" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The API's description: every route says what it does and has an example, and every example works."""
+"""The OpenAPI document: every route has a description and an example, and every example works."""
 
 import json
 import shutil
@@ -18,35 +18,37 @@ pytestmark = pytest.mark.anyio
 
 FIRST = ("create_session", "create_model", "forward_backward", "optim_step", "save_weights", "create_sampling_session")
 LAST = ("publish", "{name}", "me", "finish")
-"""Of what deletes or ends things, the ends of the paths; `{name}` is a checkpoint, `me` a key."""
+"""Path endings of routes that delete or end things, in the order to call them; `{name}`: a checkpoint, `me`: a key."""
 FILES = ("post", "/api/v1/import_weights")
-"""Takes files, of which there is no example: see test_importing."""
-OF_DRAFTS = {("post", f"/api/v1/{name}") for name in ("set_target", "build_vocab_map", "capture", "release_features")}
-"""Take a draft model: see test_drafts."""
+"""Takes files, so it has no JSON example: see test_importing."""
+DRAFT_ROUTES = {
+    ("post", f"/api/v1/{name}") for name in ("set_target", "build_vocab_map", "capture", "release_features")
+}
+"""Routes of draft models: see test_drafts."""
 
 
 @pytest.fixture
 async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
-    """Its model has a tokenizer."""
+    """A server whose model has a tokenizer."""
     shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
     save_byte_tokenizer(tmp_path / "model")
     async with running_server(server_config(tmp_path / "model", tmp_path / "state"), dispatch) as running:
         yield running
 
 
-async def described(server: Server) -> dict[tuple[str, str], dict[str, Any]]:
-    """(method, path) -> operation, in an order in which their examples can be sent."""
+async def operations_in_order(server: Server) -> dict[tuple[str, str], dict[str, Any]]:
+    """Returns (method, path) -> operation, in an order in which the examples can be sent."""
     paths = (await server.clients[ALICE].get("http://test/openapi.json")).json()["paths"]
     operations = {(method, path): one for path, methods in paths.items() for method, one in methods.items()}
 
-    def turn(route: tuple[str, str]) -> int:
+    def position(route: tuple[str, str]) -> int:
         method, path = route
         end = path.rpartition("/")[2]
         if method == "delete" or end == "finish":
             return len(FIRST) + 1 + LAST.index(end)
         return FIRST.index(end) if end in FIRST else len(FIRST)
 
-    return {route: operations[route] for route in sorted(operations, key=turn)}
+    return {route: operations[route] for route in sorted(operations, key=position)}
 
 
 async def send(server: Server, method: str, path: str, operation: dict[str, Any], session_id: str) -> httpx.Response:
@@ -62,28 +64,28 @@ async def send(server: Server, method: str, path: str, operation: dict[str, Any]
 
 async def test_every_example_works(server: Server) -> None:
     session_id = await server.create_session()
-    for (method, path), operation in (await described(server)).items():
-        if (method, path) in {FILES, *OF_DRAFTS}:
+    for (method, path), operation in (await operations_in_order(server)).items():
+        if (method, path) in {FILES, *DRAFT_ROUTES}:
             continue
         answer = await send(server, method, path, operation, session_id)
         if (method, path) == ("delete", "/api/v1/auth/apikey/me"):
-            assert answer.status_code == 404 and "never made" in answer.json()["detail"], "an open server's key"
+            assert answer.status_code == 404 and "did not create the key" in answer.json()["detail"], "a made-up key"
         else:
             assert answer.is_success and '"error"' not in answer.text, (method, path, answer.text)
-            assert not answer.text.startswith('{"request_id"'), "Prefer: wait answers the result"
+            assert not answer.text.startswith('{"request_id"'), "Prefer: wait returns the result"
 
 
-async def test_every_route_says_what_it_does_and_shows_a_body(server: Server) -> None:
-    for route, operation in (await described(server)).items():
+async def test_every_route_has_a_description_and_an_example_body(server: Server) -> None:
+    for route, operation in (await operations_in_order(server)).items():
         assert operation.get("description"), route
         if "requestBody" in operation and route != FILES:
             assert operation["requestBody"]["content"]["application/json"]["example"], route
-    forward_backward = (await described(server))["post", "/api/v1/forward_backward"]
+    forward_backward = (await operations_in_order(server))["post", "/api/v1/forward_backward"]
     assert PROTOBUF in forward_backward["requestBody"]["content"]
 
 
 def unbounded(schema: object, document: dict[str, Any], place: str = "") -> Iterator[str]:
-    """The places of integers that may be of any size."""
+    """Yields the places of integers without both bounds."""
     if isinstance(schema, list):
         for entry in schema:
             yield from unbounded(entry, document, place)
@@ -103,7 +105,7 @@ async def test_every_integer_of_a_request_has_bounds(server: Server) -> None:
     document = (await server.clients[ALICE].get("http://test/openapi.json")).json()
     found = [
         place
-        for (method, path), operation in (await described(server)).items()
+        for (method, path), operation in (await operations_in_order(server)).items()
         for place in unbounded([operation.get("parameters", []), operation.get("requestBody", {})], document, path)
     ]
     assert not found
@@ -134,15 +136,17 @@ HUGE = 10**400
     ],
     ids=lambda value: value if isinstance(value, str) else next(str(at) for at in value),
 )
-async def test_an_integer_of_400_digits_is_refused_and_cut_short(server: Server, path: str, body: dict) -> None:
+async def test_an_integer_of_400_digits_is_refused_with_a_short_message(server: Server, path: str, body: dict) -> None:
     refused = await server.clients[ALICE].post(path, json=body)
     assert refused.status_code == 400, refused.text
     assert "00..." in refused.text and len(refused.text) < 400
 
 
-async def test_the_documentation_page_asks_for_the_key(server: Server) -> None:
+async def test_the_openapi_document_declares_the_key_header(server: Server) -> None:
     document = (await server.clients[ALICE].get("http://test/openapi.json")).json()
     (scheme,) = document["components"]["securitySchemes"].values()
     assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
-    open_routes = [route for route, operation in (await described(server)).items() if not operation.get("security")]
+    open_routes = [
+        route for route, operation in (await operations_in_order(server)).items() if not operation.get("security")
+    ]
     assert open_routes == [("get", "/api/v1/healthz"), ("get", "/api/v1/readyz")]

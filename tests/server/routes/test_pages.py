@@ -1,4 +1,4 @@
-"""What a browser sees: the page with where to go, and the API's documentation, without a network."""
+"""The pages for browsers: the start page and the API documentation, without resources from other hosts."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _ADDRESS = re.compile(r"""(?:src|href)="([^"]+)\"""")
 
 
 @pytest.mark.parametrize("page", ["/", "/docs"])
-async def test_all_that_a_page_is_made_of_comes_from_this_server(server: Server, page: str) -> None:
+async def test_pages_load_resources_only_from_this_server(server: Server, page: str) -> None:
     client = server.clients[ALICE]
     answer = await client.get(f"http://test{page}", headers={"Accept": "text/html,*/*;q=0.8"})
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
@@ -30,7 +30,7 @@ async def test_all_that_a_page_is_made_of_comes_from_this_server(server: Server,
         assert (await client.get(f"http://test/{each}")).status_code == 200, each
 
 
-async def test_the_documentation_is_a_page_of_swagger_ui_with_our_description(server: Server) -> None:
+async def test_the_documentation_is_swagger_ui_with_our_openapi_document(server: Server) -> None:
     client = server.clients[ALICE]
     script = await client.get("http://test/docs/swagger-ui-bundle.js")
     assert script.headers["content-type"].startswith("text/javascript") and "SwaggerUIBundle" in script.text
@@ -41,17 +41,17 @@ async def test_the_documentation_is_a_page_of_swagger_ui_with_our_description(se
         assert answer.status_code == 404 and len(answer.text) < 300
 
 
-async def test_the_first_page_says_where_to_go(server: Server) -> None:
+async def test_the_start_page_links_to_docs_and_health(server: Server) -> None:
     client = server.clients[ALICE]
     places = (await client.get("http://test/")).json()
     assert places["name"] == "trainhouse" and places["version"] == VERSION
     for name in ("docs", "openapi", "health", "ready"):
         assert (await client.get(f"http://test{places[name]}")).status_code == 200
     page = await client.get("http://test/", headers={"Accept": "text/html", "Host": 'a"><script>'})
-    assert "<script>" not in page.text, "what a client calls us is text"
+    assert "<script>" not in page.text, "the Host header is escaped"
 
 
-def test_the_twelve_lines_are_those_of_the_readme() -> None:
+def test_the_first_steps_match_the_readme() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     model = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert FIRST_STEPS.format(url="http://127.0.0.1:8000", key="tml-me", model=model) == code

@@ -25,7 +25,7 @@ async def trained_run(server: Server) -> Run:
     return run
 
 
-async def test_the_base_model_is_sampled(server: Server) -> None:
+async def test_the_base_model_can_be_sampled(server: Server) -> None:
     sampler_id = await base_sampler(server)
     assert sampler_id.endswith(":sample:0")
     submitted = await server.post("asample", sample_body(sampler_id, num_samples=3))
@@ -44,19 +44,19 @@ async def test_a_misspelt_parameter_is_refused_by_name(server: Server) -> None:
     assert "has no learning_rte: did you mean learning_rate?" in refused["detail"]
 
 
-async def test_a_repeated_request_is_drawn_once_and_a_seed_repeats(server: Server) -> None:
+async def test_a_repeated_request_is_sampled_once_and_a_seed_repeats(server: Server) -> None:
     sampler_id = await base_sampler(server)
     body = sample_body(sampler_id, sampling_params={"max_tokens": 8, "stop": []})
     first, again = await asyncio.gather(server.post("asample", body), server.post("asample", body))
     assert first == again
     drawn = await sample(server, body)
     other = await sample(server, body | {"seq_id": 1})
-    assert drawn.sequences[0].tokens != other.sequences[0].tokens, "absent seeds are drawn anew"
+    assert drawn.sequences[0].tokens != other.sequences[0].tokens, "a seed is drawn for each request without one"
     seeded = [await sample(server, sample_body(sampler_id, seq_id)) for seq_id in (2, 3)]
     assert seeded[0].sequences[0].tokens == seeded[1].sequences[0].tokens
 
 
-async def test_a_checkpoint_is_sampled_as_its_trainer_sees_it(server: Server) -> None:
+async def test_sample_logprobs_match_the_training_logprobs(server: Server) -> None:
     run = await trained_run(server)
     path = (await run.do("save_weights_for_sampler", path="trained"))["path"]
     body = {"session_id": run.session_id, "sampling_session_seq_id": 0, "model_path": path}
@@ -72,14 +72,14 @@ async def test_a_checkpoint_is_sampled_as_its_trainer_sees_it(server: Server) ->
     assert base.logprobs != pytest.approx(drawn.logprobs, abs=1e-2)
 
 
-async def test_a_prompt_that_is_a_text_is_refused_with_the_shape_of_tokens(server: Server) -> None:
+async def test_a_text_prompt_is_refused_with_the_expected_format(server: Server) -> None:
     sampler_id = await base_sampler(server)
     refused = await server.post("asample", sample_body(sampler_id, prompt="hello"), status=400)
     shape = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
     assert refused["detail"] == f"bad request: prompt is 'hello': send tokens, {shape}"
 
 
-async def test_prompt_logprobs_and_topk_come_when_asked_for(server: Server) -> None:
+async def test_prompt_logprobs_and_topk_are_returned_on_request(server: Server) -> None:
     sampler_id = await base_sampler(server)
     answer = await sample(
         server, sample_body(sampler_id, prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=3)
@@ -91,7 +91,7 @@ async def test_prompt_logprobs_and_topk_come_when_asked_for(server: Server) -> N
     assert plain.prompt_logprobs is None and plain.topk_prompt_logprobs is None
 
 
-async def test_target_prompt_logprobs_keep_the_layout_of_the_question(server: Server) -> None:
+async def test_target_prompt_logprobs_keep_the_layout_of_the_request(server: Server) -> None:
     sampler_id = await base_sampler(server)
     scored = await sample(server, sample_body(sampler_id, prompt_logprobs=True))
     dense = {"data": [6, 9, 7, -1], "dtype": "int64", "shape": [2, 2]}
@@ -102,7 +102,7 @@ async def test_target_prompt_logprobs_keep_the_layout_of_the_question(server: Se
     assert values[:, 0] == pytest.approx(np.asarray(scored.prompt_logprobs[1:], np.float32), abs=1e-4)
 
 
-async def test_absent_stop_means_the_models_end_token_and_ids_and_strings_are_told_apart(server: Server) -> None:
+async def test_a_stop_token_id_ends_the_sample(server: Server) -> None:
     sampler_id = await base_sampler(server)
     endless = await sample(server, sample_body(sampler_id, sampling_params={"max_tokens": 30, "seed": 3, "stop": []}))
     third = endless.sequences[0].tokens[2]
@@ -114,7 +114,7 @@ async def test_absent_stop_means_the_models_end_token_and_ids_and_strings_are_to
     assert stopped.sequences[0].stop_reason == "stop"
 
 
-async def test_the_numbers_of_the_plain_route_may_be_left_out(server: Server) -> None:
+async def test_seq_ids_of_the_plain_route_may_be_omitted(server: Server) -> None:
     sampler_id = await base_sampler(server)
     body = {"sampling_session_id": sampler_id, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}}
     body["sampling_params"] = {"max_tokens": 2, "stop": []}
@@ -123,14 +123,14 @@ async def test_the_numbers_of_the_plain_route_may_be_left_out(server: Server) ->
     assert len(waited["sequences"][0]["tokens"]) == 2
 
 
-async def test_a_single_request_names_weights_instead_of_a_sampler(server: Server) -> None:
+async def test_a_request_may_name_weights_instead_of_a_sampler(server: Server) -> None:
     run = await trained_run(server)
     path = (await run.do("save_weights_for_sampler", path="one-shot"))["path"]
     body = sample_body("") | {"sampling_session_id": None, "seq_id": None}
     trained = [await server.post("sample", body | {"model_path": path}) for _ in range(2)]
     assert trained[0]["request_id"] != trained[1]["request_id"]
     session_id = trained[0]["request_id"].partition(":")[0]
-    assert trained[1]["request_id"].startswith(session_id), "one sampler serves them all"
+    assert trained[1]["request_id"].startswith(session_id), "one sampler serves both requests"
     sampler = {"session_id": run.session_id, "sampling_session_seq_id": 3, "model_path": path}
     sampler_id = (await server.post("create_sampling_session", sampler))["sampling_session_id"]
     expected = await sample(server, sample_body(sampler_id))
@@ -141,7 +141,7 @@ async def test_a_single_request_names_weights_instead_of_a_sampler(server: Serve
     assert of_base["sequences"][0]["logprobs"] != pytest.approx(expected.sequences[0].logprobs, abs=1e-3)
     await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
     again = await server.post("sample", body | {"model_path": path}, Prefer="wait=20")
-    assert again["sequences"][0]["tokens"] == expected.sequences[0].tokens, "its session may end: a new one is made"
+    assert again["sequences"][0]["tokens"] == expected.sequences[0].tokens, "its session may end: a new one is created"
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,7 @@ async def test_a_single_request_names_weights_instead_of_a_sampler(server: Serve
         ({"base_model": MODEL, "model_path": "tinker://x"}, "'tinker://x' is not a checkpoint path"),
     ],
 )
-async def test_a_single_request_that_cannot_be_served_opens_no_session(
-    server: Server, fields: dict, reason: str
-) -> None:
+async def test_a_refused_request_for_weights_opens_no_session(server: Server, fields: dict, reason: str) -> None:
     before = (await server.clients["tml-alice"].get("sessions?limit=1000")).json()
     body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}} | fields
     assert reason in (await server.post("sample", body, status=400))["detail"]
@@ -168,7 +166,7 @@ async def test_joining_counts_the_clients(server: Server) -> None:
     assert counts == [{"client_counter": 1}, {"client_counter": 2}]
 
 
-async def test_a_cancelled_request_fails_and_others_go_on(server: Server) -> None:
+async def test_a_cancelled_request_fails_and_others_continue(server: Server) -> None:
     sampler_id = await base_sampler(server)
     params = {"max_tokens": 900, "stop": [], "seed": 1}
     long = [await server.post("asample", sample_body(sampler_id, seq_id, sampling_params=params)) for seq_id in (0, 1)]
@@ -200,7 +198,7 @@ async def test_a_cancelled_request_fails_and_others_go_on(server: Server) -> Non
         ({"seq_id": -4}, "seq_id"),
     ],
 )
-async def test_bad_requests_are_refused_with_the_value_and_the_next_one_works(
+async def test_bad_requests_name_the_value_and_the_next_request_works(
     server: Server, fields: dict, reason: str
 ) -> None:
     sampler_id = await base_sampler(server)
@@ -211,7 +209,7 @@ async def test_bad_requests_are_refused_with_the_value_and_the_next_one_works(
     assert len((await sample(server, sample_body(sampler_id))).sequences) == 1
 
 
-async def test_a_sampler_of_nothing_or_of_a_model_not_served_is_refused(server: Server) -> None:
+async def test_a_sampler_without_weights_or_of_an_unknown_model_is_refused(server: Server) -> None:
     session = {"session_id": await server.create_session(), "sampling_session_seq_id": 0}
     assert "base_model or model_path" in (await server.post("create_sampling_session", session, status=400))["detail"]
     unknown = await server.post("create_sampling_session", session | {"base_model": "gpt-5"}, status=400)
@@ -220,7 +218,7 @@ async def test_a_sampler_of_nothing_or_of_a_model_not_served_is_refused(server: 
     assert "checkpoint" in (await server.post("create_sampling_session", bad_path, status=404))["detail"]
 
 
-async def test_a_deleted_checkpoint_fails_the_sample_and_says_so(server: Server) -> None:
+async def test_sampling_a_deleted_checkpoint_fails_with_its_path(server: Server) -> None:
     run = await server.create_run()
     path = (await run.do("save_weights_for_sampler", path="soon-gone"))["path"]
     body = {"session_id": run.session_id, "sampling_session_seq_id": 9, "model_path": path}
@@ -249,7 +247,7 @@ async def test_checkpoint_and_base_samplers_work_after_a_restart(
         )
         kept = await server.result(f"{samplers[0]}:0")
     assert len({f"{samplers[0]}:0", unnumbered["request_id"], other["request_id"]}) == 3, (
-        "the first is an earlier one's"
+        "the first id belongs to an earlier request"
     )
     assert kept["sequences"][0]["tokens"] == before[0].sequences[0].tokens
     for old, new in zip(before, after, strict=True):
@@ -257,7 +255,7 @@ async def test_checkpoint_and_base_samplers_work_after_a_restart(
         assert old.sequences[0].logprobs == pytest.approx(new.sequences[0].logprobs, abs=1e-5)
 
 
-async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server: Server) -> None:
+async def test_one_poll_returns_all_finished_samples_in_order_and_once(server: Server) -> None:
     sampler_id = await base_sampler(server)
     target = {"sampling_session_id": sampler_id}
     nothing = await server.post("retrieve_futures", {"target": target, "timeout": 0})
@@ -268,7 +266,7 @@ async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server
     assert [one["request_id"] for one in first["completions"]] == [f"{sampler_id}:0"]
     assert first["completions"][0]["response_payload_uncompressed_size"] > 0
     repeated = await server.post("retrieve_futures", {"target": target, "timeout": 0})
-    assert repeated == first, "an answer that was lost is given again"
+    assert repeated == first, "a lost answer is sent again"
     no_tokenizer = sample_body(sampler_id, 1, sampling_params={"max_tokens": 4, "stop": ["x"]})
     await server.post("asample", no_tokenizer)
     second = await server.post("retrieve_futures", {"target": target, "prev_cursor": first["cursor"]})
@@ -282,7 +280,7 @@ async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server
     await server.post("retrieve_futures", {"target": target, "timeout": 0}, key=BOB, status=404)
 
 
-async def test_one_poll_tells_also_of_samples_that_ended_before_a_restart(
+async def test_one_poll_returns_samples_finished_before_a_restart(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path)
@@ -291,24 +289,24 @@ async def test_one_poll_tells_also_of_samples_that_ended_before_a_restart(
         target = {"sampling_session_id": sampler_id}
         for seq_id in (0, 1):
             await server.post("asample", sample_body(sampler_id, seq_id))
-        cursor, num_told = 0, 0
-        while num_told < 2:
-            told = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor})
-            cursor, num_told = told["cursor"], num_told + len(told["completions"])
+        cursor, num_reported = 0, 0
+        while num_reported < 2:
+            polled = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor})
+            cursor, num_reported = polled["cursor"], num_reported + len(polled["completions"])
         await sample(server, sample_body(sampler_id, 2))
         of_clone = await server.post("asample", sample_body(sampler_id, 1_000_000_000))
         await server.result(of_clone["request_id"])
     async with running_server(config, dispatch) as server:
-        told = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0})
-        assert f"{sampler_id}:2" in [one["request_id"] for one in told["completions"]]
-        assert of_clone["request_id"] not in [one["request_id"] for one in told["completions"]]
-        assert all(one["response_payload_uncompressed_size"] > 0 for one in told["completions"])
+        polled = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0})
+        assert f"{sampler_id}:2" in [one["request_id"] for one in polled["completions"]]
+        assert of_clone["request_id"] not in [one["request_id"] for one in polled["completions"]]
+        assert all(one["response_payload_uncompressed_size"] > 0 for one in polled["completions"])
         await server.post("asample", sample_body(sampler_id, 3))
-        later = await server.post("retrieve_futures", {"target": target, "prev_cursor": told["cursor"]})
+        later = await server.post("retrieve_futures", {"target": target, "prev_cursor": polled["cursor"]})
         assert [one["request_id"] for one in later["completions"]] == [f"{sampler_id}:3"]
 
 
-async def test_a_sample_that_workers_die_of_fails_at_the_third_time_also_over_a_restart(
+async def test_a_sample_that_crashes_workers_fails_at_the_third_crash_even_across_a_restart(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaths = asyncio.Semaphore(0)
@@ -337,7 +335,7 @@ async def test_a_sample_that_workers_die_of_fails_at_the_third_time_also_over_a_
         assert "died 3 times" in failed["error"] and num_deaths == 3
 
 
-async def test_an_adapter_that_workers_die_of_loading_is_given_up(
+async def test_a_sample_fails_if_loading_its_adapter_crashes_the_worker(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(*_: object) -> None:

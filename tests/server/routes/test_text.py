@@ -1,4 +1,5 @@
-"""Half a surrogate pair and NUL, which JSON can spell and no database or answer takes: 400 in every string there is."""
+"""Unpaired surrogates and NUL, which JSON can express but databases and answers cannot hold: refused in every
+string."""
 
 import copy
 import json
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.anyio
 
 HALVES = ("\ud800", "a\udfffb", "\ude00\ud83d")
 OPENAI = ("/v1/completions", "/v1/chat/completions")
-"""Text of prompts may have NUL: it is a token like others."""
+"""Routes whose prompts may contain NUL, which is a token like any other."""
 
 
 def spoiled(value: Any, by: str) -> Iterator[Any]:
-    """The same JSON with one string, or one key, replaced: each in turn."""
+    """Yields copies of the JSON value with one string, or one key, replaced: each in turn."""
     if isinstance(value, str):
         yield by
     elif isinstance(value, list):
@@ -41,7 +42,7 @@ def spoiled(value: Any, by: str) -> Iterator[Any]:
                 yield value | {key: other}
 
 
-async def test_no_route_takes_a_string_that_cannot_be_stored(app: FastAPI) -> None:
+async def test_no_route_accepts_a_string_that_cannot_be_stored(app: FastAPI) -> None:
     headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
     num_sent = 0
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
@@ -68,8 +69,8 @@ def wire_models() -> Iterator[type[BaseModel]]:
 
 
 @pytest.mark.parametrize("kind", list(wire_models()), ids=lambda kind: kind.__name__)
-def test_no_schema_takes_a_string_that_cannot_be_stored(kind: type[BaseModel]) -> None:
-    """In each of its fields, whatever their types, and inside of them."""
+def test_no_schema_accepts_a_string_that_cannot_be_stored(kind: type[BaseModel]) -> None:
+    """Every field is tried, with values at any depth, regardless of its type."""
     decode = json_decoder(kind)
     for name in kind.model_fields:
         for value in ("\ud800", "a\0b", ["\ud800"], {"\ud800": 1}, {"a": {"b": ["\0"]}}):
@@ -93,7 +94,7 @@ def test_no_schema_takes_a_string_that_cannot_be_stored(kind: type[BaseModel]) -
         ('"a"'.encode("utf-16"), False),
     ],
 )
-def test_pairs_and_escaped_backslashes_are_fine(body: bytes, is_fine: bool) -> None:
+def test_check_json_text_accepts_pairs_and_refuses_halves(body: bytes, is_fine: bool) -> None:
     if is_fine:
         check_json_text(body)
         return
@@ -101,7 +102,7 @@ def test_pairs_and_escaped_backslashes_are_fine(body: bytes, is_fine: bool) -> N
         check_json_text(body)
 
 
-def test_names_in_protobuf_have_no_nul() -> None:
+def test_nul_in_protobuf_names_is_refused() -> None:
     good = training.ForwardBackwardRequest("m", 1, (training.Datum(np.array([5], np.int32)),), "cross_entropy")
     assert decode_forward_backward(encode_forward_backward_request(good), PROTOBUF).model_id == "m"
     for name in ("model_id", "loss_fn", "capture_for"):
@@ -110,8 +111,8 @@ def test_names_in_protobuf_have_no_nul() -> None:
             decode_forward_backward(body, PROTOBUF)
 
 
-async def test_a_session_stored_with_half_a_pair_is_listed(api: Api) -> None:
-    """As earlier versions stored it."""
+async def test_a_session_stored_with_an_unpaired_surrogate_is_shown(api: Api) -> None:
+    """Earlier versions stored such sessions."""
     session_id = await api.session()
     store = api.services.store
     stored = json.dumps({"a\ud800": "\udfff", "c": "d"})

@@ -1,4 +1,4 @@
-"""Training over HTTP against a real worker: requests by the SDK's encoder, results by its decoder, and plain JSON."""
+"""Training over HTTP against a real worker, with the SDK's encoder and decoder and with plain JSON."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..real import (
 pytestmark = pytest.mark.anyio
 
 
-async def test_training_lowers_the_loss_and_answers_logprobs(server: Server) -> None:
+async def test_training_lowers_the_loss_and_returns_logprobs(server: Server) -> None:
     run = await server.create_run()
     output = await run.forward_backward(batch())
     logprobs = np.concatenate([one["logprobs"].to_numpy() for one in output.loss_fn_outputs])
@@ -43,7 +43,7 @@ async def test_training_lowers_the_loss_and_answers_logprobs(server: Server) -> 
     assert losses[-1] < 0.8 * output.metrics["loss:sum"]
 
 
-async def test_json_and_protobuf_say_the_same(server: Server) -> None:
+async def test_json_and_protobuf_give_the_same_results(server: Server) -> None:
     run = await server.create_run()
     data = {"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8], "weights": [0.0, 1.0, 2.0]}}
     as_json = await run.do("forward", data=[data], loss_fn="cross_entropy")
@@ -56,7 +56,7 @@ async def test_json_and_protobuf_say_the_same(server: Server) -> None:
     assert "error" in await run.optim_step(), "forward leaves no gradients"
 
 
-async def test_a_zstd_body_is_read(server: Server) -> None:
+async def test_a_zstd_body_is_accepted(server: Server) -> None:
     run = await server.create_run()
     body = zstandard.ZstdCompressor().compress(run.encode(batch(), next(run.numbers)))
     response = await run.send(body, **{"Content-Encoding": "zstd"})
@@ -65,8 +65,8 @@ async def test_a_zstd_body_is_read(server: Server) -> None:
     assert "metrics" in await run.optim_step()
 
 
-async def test_chunks_in_any_order_give_the_update_of_the_whole(server: Server) -> None:
-    """Chunk 1 is sent last, as the SDK does, and an optim_step waits behind them."""
+async def test_chunks_in_any_order_give_the_same_update_as_one_batch(server: Server) -> None:
+    """Chunk 1 is sent last, as the SDK does, and an optim_step waits for all of them."""
     whole, chunked = await server.create_run(), await server.create_run()
     data = batch(6)
     await whole.train(data, 1)
@@ -97,12 +97,12 @@ async def test_a_repeated_submit_is_not_applied_twice(server: Server) -> None:
 
 
 async def test_a_failure_in_a_pipeline_fails_its_own_step_and_no_other(server: Server) -> None:
-    """All is submitted before anything is answered: steps are handed to the workers before their batches fail."""
+    """Everything is submitted before anything is answered: the workers have the steps before their batches fail."""
     piped, plain = await server.create_run(), await server.create_run()
     unknown_token = datum([5, VOCAB, 7])
     infinite = datum([5, 6, 7], target_tokens=[6, 7], weights=[np.inf, 1.0])
     bodies = [
-        [batch(2, seed=1), [unknown_token]],  # the rest of a window must go with what failed
+        [batch(2, seed=1), [unknown_token]],  # the rest of a window is discarded with the part that failed
         [batch(2)],
         [[infinite], batch(2, seed=1)],
         [None, batch(2, seed=1)],  # a body that cannot be decoded
@@ -125,7 +125,7 @@ async def test_a_failure_in_a_pipeline_fails_its_own_step_and_no_other(server: S
     assert after[0] == pytest.approx(after[1], rel=1e-5)
 
 
-async def test_create_model_is_deduplicated_by_its_number(server: Server) -> None:
+async def test_create_model_is_deduplicated_by_model_seq_id(server: Server) -> None:
     session_id = await server.create_session()
     body = {"session_id": session_id, "model_seq_id": 3, "base_model": MODEL, "lora_config": {"rank": 4}}
     first, second = await server.post("create_model", body), await server.post("create_model", body)
@@ -172,10 +172,10 @@ async def test_save_state_leaves_pending_gradients_and_load_state_discards_them(
     await run.do("load_weights", path=path, optimizer=True)
     after = (await run.forward_backward(batch(), forward_only=True)).metrics["loss:sum"]
     assert after == pytest.approx(before, rel=1e-6)
-    assert "forward_backward" in (await run.optim_step())["error"], "nothing was left to step with"
+    assert "forward_backward" in (await run.optim_step())["error"], "no gradients were left"
 
 
-async def test_an_access_token_loads_anothers_checkpoint_and_is_nowhere_on_disk(server: Server) -> None:
+async def test_an_access_token_loads_another_tenants_checkpoint_and_is_not_stored(server: Server) -> None:
     run = await server.create_run()
     path = (await run.do("save_weights", path="shared"))["path"]
     body = {"path": path, "session_id": await server.create_session(BOB), "model_seq_id": 0}
@@ -187,13 +187,13 @@ async def test_an_access_token_loads_anothers_checkpoint_and_is_nowhere_on_disk(
     assert not any(ALICE.encode() in content for content in files)
 
 
-async def test_the_plain_names_of_saving_and_loading(server: Server) -> None:
+async def test_save_checkpoint_and_load_checkpoint_are_accepted(server: Server) -> None:
     run = await server.create_run()
     path = (await run.do("save_checkpoint", path="plain"))["path"]
     assert (await run.do("load_checkpoint", path=path))["path"] == path
 
 
-async def test_a_checkpoint_of_another_run_without_optimizer_is_refused_with_optimizer(server: Server) -> None:
+async def test_loading_the_optimizer_from_a_checkpoint_without_one_fails(server: Server) -> None:
     run = await server.create_run()
     path = (await run.do("save_weights_for_sampler", path="s"))["path"]
     assert path == f"tinker://{run.model_id}/sampler_weights/s"
@@ -202,7 +202,7 @@ async def test_a_checkpoint_of_another_run_without_optimizer_is_refused_with_opt
     assert "error" not in await run.do("load_weights", path=path, optimizer=False)
 
 
-async def test_an_ephemeral_sampler_has_the_weights_of_its_moment(server: Server) -> None:
+async def test_an_ephemeral_sampler_keeps_the_weights_of_its_save(server: Server) -> None:
     run = await server.create_run(train_unembed=False)
     await run.train(batch(), 2)
     first = await run.do("save_weights_for_sampler", sampling_session_seq_id=0, kind="snapshot")
@@ -218,7 +218,7 @@ async def test_an_ephemeral_sampler_has_the_weights_of_its_moment(server: Server
     assert moved.sequences[0].logprobs != pytest.approx(drawn.sequences[0].logprobs, abs=1e-3)
 
 
-async def test_a_repeated_ephemeral_save_with_another_number_answers_the_first(server: Server) -> None:
+async def test_a_repeated_ephemeral_save_returns_the_first_sampler(server: Server) -> None:
     """Protocol rule 10."""
     run = await server.create_run()
     for number in (0, 1, 2):
@@ -226,7 +226,7 @@ async def test_a_repeated_ephemeral_save_with_another_number_answers_the_first(s
     assert (await server.result(submitted["request_id"]))["sampling_session_id"] == f"{run.session_id}:sample:0"
 
 
-async def test_inflight_saves_move_the_earlier_inflight_samplers(server: Server) -> None:
+async def test_an_inflight_save_updates_earlier_inflight_samplers(server: Server) -> None:
     run = await server.create_run()
     samplers = []
     for number in (0, 1):
@@ -251,7 +251,7 @@ async def test_external_weights_can_be_downloaded(server: Server) -> None:
     assert downloaded.status_code == 200 and downloaded.json()["r"] == 4
 
 
-async def test_prefer_wait_answers_the_result_itself(server: Server) -> None:
+async def test_prefer_wait_returns_the_result_itself(server: Server) -> None:
     run = await server.create_run()
     data = [{"model_input": [5, 6], "loss_fn_inputs": {"target_tokens": [6, 7], "weights": [1.0, 1.0]}}]
     body = {"model_id": run.model_id, "data": data, "loss_fn": "cross_entropy"}
@@ -285,7 +285,7 @@ async def test_a_poll_without_a_result_ends_with_408_and_the_reason(
         assert "error" in answer.json()
 
 
-async def test_a_restart_goes_on_with_runs_results_and_samplers(
+async def test_runs_results_and_samplers_survive_a_restart(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, long_poll_seconds=1.0)
@@ -311,7 +311,7 @@ async def test_a_restart_goes_on_with_runs_results_and_samplers(
         assert resumed_loss["loss:sum"] == loss
 
 
-async def test_the_end_of_a_session_lets_go_of_its_runs_and_samplers(server: Server) -> None:
+async def test_finishing_a_session_releases_its_runs_and_samplers(server: Server) -> None:
     run = await server.create_run()
     sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
     memory = await server.services.dispatch.memory()
@@ -323,7 +323,7 @@ async def test_the_end_of_a_session_lets_go_of_its_runs_and_samplers(server: Ser
             await asyncio.sleep(0.05)
 
 
-async def test_silence_lets_go_of_runs_and_adapters_too(
+async def test_an_expired_session_releases_its_runs_and_adapters(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, session_expiry_seconds=1.0)
@@ -344,7 +344,7 @@ async def test_silence_lets_go_of_runs_and_adapters_too(
         await server.post("get_info", {"model_id": run.model_id}, status=410)
 
 
-async def test_a_long_training_leaves_no_more_than_its_last_journal_files(
+async def test_snapshots_let_old_journal_segments_be_deleted(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, journal_segment_bytes=4000, snapshot_steps=2)
@@ -352,14 +352,14 @@ async def test_a_long_training_leaves_no_more_than_its_last_journal_files(
         run = await server.create_run()
         await run.train(batch(), 30)
         async with asyncio.timeout(60):
-            # Snapshots come more slowly than these small steps: what lies between two of them is held.
+            # Snapshots take longer than these small steps, and the records between two of them are held.
             while len(files := sorted((tmp_path / "journal").iterdir())) > 2:
                 await run.train(batch(), 1)
                 await asyncio.sleep(0.3)
-        assert int(files[-1].stem) > 4, "there have been many"
+        assert int(files[-1].stem) > 4, "many segments were written"
 
 
-async def test_stable_reinforce_trains_on_what_was_recorded(server: Server) -> None:
+async def test_stable_reinforce_uses_the_recorded_samples(server: Server) -> None:
     run = await server.create_run()
     sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
     drawn = await sample(server, sample_body(sampler_id, record_stability_info=True))
@@ -383,7 +383,7 @@ async def test_stable_reinforce_trains_on_what_was_recorded(server: Server) -> N
     assert "metrics" in await run.optim_step()
 
 
-async def test_readiness_says_where_nothing_can_be_written(
+async def test_readyz_names_a_directory_that_cannot_be_written(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as server:

@@ -1,5 +1,7 @@
-"""Draft models: what is asked for, recorded and answered, moved to other targets, and made again. Their workers compute
-nothing, but tell in the metrics of a pass what they know of the draft."""
+"""Draft models: creation, targets, vocabularies, checkpoints and recovery.
+
+Most workers here compute nothing, but report the state of the draft in the metrics of a pass.
+"""
 
 import hashlib
 import json
@@ -28,7 +30,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.config import ServedModel
 
 from ...live import live_server
-from ..noting import NOTING, RESOLVED, noting
+from ..noting import NOTING, RESOLVED, with_noting_worker
 from ..real import (
     ALICE,
     BOB,
@@ -51,7 +53,7 @@ OTHER = "tiny/other"
 EAGLE = {"algorithm": "eagle3", "seed": 5}
 DATA = [{"model_input": [5, 6, 7], "loss_fn_inputs": {}}]
 BARE = -1
-"""The seed of the target of a draft that guesses the bare base model."""
+"""Target seed of a draft whose target is the bare base model."""
 
 
 @pytest.fixture
@@ -68,7 +70,9 @@ def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
 async def dispatch(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(config_of(tiny_models, tmp_path_factory.mktemp("unused")), noting) as dispatch:
+    async with started_dispatch(
+        config_of(tiny_models, tmp_path_factory.mktemp("unused")), with_noting_worker
+    ) as dispatch:
         yield dispatch
 
 
@@ -99,14 +103,14 @@ async def saved_policy(server: Server, seed: int, name: str = "a", key: str = AL
 
 
 async def load(server: Server, path: str, key: str = ALICE) -> Run:
-    """As SDKs make a model of a checkpoint."""
+    """Creates a run from a checkpoint as SDKs do."""
     session_id = await server.create_session(key)
     body = {"session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": True}
     created = await server.result((await server.post("load_weights", body, key))["request_id"], key)
     return Run(server, created["model_id"], session_id, key)
 
 
-async def told(draft: Run, **fields: Any) -> dict[str, float]:
+async def draft_metrics(draft: Run, **fields: Any) -> dict[str, float]:
     answer = await draft.do("forward", **({"data": DATA, "loss_fn": "eagle3"} | fields))
     return {name.partition(":")[0]: value for name, value in answer["metrics"].items()}
 
@@ -116,13 +120,13 @@ async def info(run: Run) -> dict[str, Any]:
 
 
 async def kill_worker(server: Server) -> None:
-    """It is noticed by what is asked next."""
+    """Kills the worker; the next request notices it."""
     (pid,) = server.services.dispatch.pids(MODEL)
     os.kill(pid, signal.SIGKILL)
 
 
-def kept(server: Server, run: Run) -> list[str]:
-    """Names of what the run has loaded, and may have to load again."""
+def pinned_names(server: Server, run: Run) -> list[str]:
+    """Returns the names of the checkpoints that are pinned for the run."""
     directory = server.services.config.state_dir / "loaded" / run.model_id.replace(":", "_")
     return sorted(path.name for path in directory.glob("[0-9]*"))
 
@@ -141,7 +145,7 @@ async def remove(server: Server, path: str) -> None:
 # Creating
 
 
-async def test_a_draft_is_what_the_workers_made_of_what_was_asked_for(server: Server) -> None:
+async def test_a_draft_is_recorded_with_the_config_that_the_workers_resolved(server: Server) -> None:
     target = await saved_policy(server, 3)
     session_id = await server.create_session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft"}
@@ -157,12 +161,12 @@ async def test_a_draft_is_what_the_workers_made_of_what_was_asked_for(server: Se
     assert (described["draft"], described["target_path"], described["model_role"]) == (wanted, target, "draft")
     assert (described["is_lora"], described["lora_rank"], described["target_modules"]) == (False, 0, [])
     types.GetInfoResponse.model_validate(described)
-    told_of = (await server.clients[ALICE].get(f"training_runs/{draft.model_id}")).json()
-    assert (told_of["is_lora"], told_of.get("lora_rank"), told_of["model_role"]) == (False, None, "draft")
-    types.TrainingRun.model_validate(told_of)
+    listed = (await server.clients[ALICE].get(f"training_runs/{draft.model_id}")).json()
+    assert (listed["is_lora"], listed.get("lora_rank"), listed["model_role"]) == (False, None, "draft")
+    types.TrainingRun.model_validate(listed)
 
 
-async def test_nothing_of_drafts_is_said_of_other_models(server: Server) -> None:
+async def test_get_info_of_a_policy_has_no_draft_fields(server: Server) -> None:
     policy = await create_policy(server, 3)
     assert not {"draft", "target_path"} & (await info(policy)).keys()
 
@@ -178,7 +182,7 @@ async def test_nothing_of_drafts_is_said_of_other_models(server: Server) -> None
         ({"model_role": "draft", "draft": EAGLE, "training": "full"}, "leave out training"),
         (
             {"model_role": "draft", "draft": EAGLE, "seed": 3},
-            "seed 3 is of a full model: a draft model's is draft.seed",
+            "seed 3 is only for full models: for a draft model set draft.seed",
         ),
         ({"model_role": "draft", "draft": {}}, "draft.algorithm is missing"),
         ({"model_role": "draft", "draft": {"algorithm": "some"}}, "draft.algorithm is 'some'"),
@@ -186,19 +190,19 @@ async def test_nothing_of_drafts_is_said_of_other_models(server: Server) -> None
         ({"model_role": "draft", "draft": EAGLE, "target_path": "nothing"}, "is not a checkpoint path"),
     ],
 )
-async def test_what_contradicts_itself_is_refused_and_not_journaled(server: Server, fields: dict, reason: str) -> None:
+async def test_contradictory_fields_are_refused_and_not_journaled(server: Server, fields: dict, reason: str) -> None:
     body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
     assert reason in (await server.post("create_model", body | fields, status=400))["detail"]
     assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
 
 
-async def test_what_the_algorithm_has_not_is_said_by_the_workers(server: Server) -> None:
+async def test_the_workers_refuse_options_of_another_algorithm(server: Server) -> None:
     body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL, "model_role": "draft"}
     submitted = await server.post("create_model", body | {"draft": EAGLE | {"block_size": 4}})
     assert "block_size is of dflash" in (await server.result(submitted["request_id"]))["error"]
 
 
-async def test_a_target_is_a_policys_checkpoint_of_the_base_model_that_the_tenant_may_read(server: Server) -> None:
+async def test_a_target_must_be_a_readable_policy_checkpoint_of_the_base_model(server: Server) -> None:
     critic = await create_policy(server, 3, model_role="critic")
     of_critic = (await critic.do("save_weights", path="a"))["path"]
     of_draft = (await (await create_draft(server)).do("save_weights", path="a"))["path"]
@@ -207,8 +211,8 @@ async def test_a_target_is_a_policys_checkpoint_of_the_base_model_that_the_tenan
     body = {"model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
     live = await create_draft(server)
     for path, reason, status in (
-        (of_critic, "was saved by a critic: the target of a draft is a policy's checkpoint", 400),
-        (of_draft, "was saved by a draft: the target of a draft is a policy's checkpoint", 400),
+        (of_critic, "was saved by a critic: the target of a draft must be a policy's checkpoint", 400),
+        (of_draft, "was saved by a draft: the target of a draft must be a policy's checkpoint", 400),
         (elsewhere, f"was trained on {OTHER}, and the draft is of {MODEL}", 400),
         (of_bob, "or it is not yours to read", 404),
         (elsewhere.replace("/a", "/none"), "there is no checkpoint", 404),
@@ -217,15 +221,15 @@ async def test_a_target_is_a_policys_checkpoint_of_the_base_model_that_the_tenan
         assert reason in (await server.post("create_model", body | session, status=status))["detail"]
         failed = await live.do("set_target", path=path)
         assert (reason in failed["error"], failed["category"]) == (True, "user")
-    assert (await told(live))["target_seed"] == BARE
+    assert (await draft_metrics(live))["target_seed"] == BARE
     state = (await (await create_policy(server, 7)).do("save_weights", path="a"))["path"]
-    assert (await told(await create_draft(server, target_path=state)))["target_seed"] == 7
+    assert (await draft_metrics(await create_draft(server, target_path=state)))["target_seed"] == 7
     bobs = await create_draft(server, BOB)
     assert "or it is not yours to read" in (await bobs.do("set_target", path=state))["error"]
     await publish(server, state)
     assert (await bobs.do("set_target", path=state))["target_path"] == state
     for each in (bobs, await create_draft(server, BOB, target_path=state)):
-        assert (await told(each))["target_seed"] == 7
+        assert (await draft_metrics(each))["target_seed"] == 7
 
 
 async def test_a_drawn_seed_is_journaled(server: Server) -> None:
@@ -237,7 +241,7 @@ async def test_a_drawn_seed_is_journaled(server: Server) -> None:
     assert seeds[0] != seeds[1]
 
 
-async def test_what_a_server_accepted_and_did_not_do_the_next_one_does(
+async def test_the_next_server_runs_what_the_last_one_only_accepted(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
     async with running_server(config, dispatch) as former:
@@ -264,72 +268,70 @@ async def test_what_a_server_accepted_and_did_not_do_the_next_one_does(
 # Targets
 
 
-async def test_a_draft_is_moved_to_another_target_and_back_to_the_base_model(server: Server) -> None:
+async def test_a_draft_moves_to_another_target_and_back_to_the_base_model(server: Server) -> None:
     policy = await create_policy(server, 3)
     path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
     draft = await create_draft(server)
-    assert (await told(draft))["target_seed"] == BARE
+    assert (await draft_metrics(draft))["target_seed"] == BARE
     assert await draft.do("set_target", path=path) == {"target_path": path, "type": "set_target"}
-    assert ((await told(draft))["target_seed"], (await info(draft))["target_path"]) == (3, path)
+    assert ((await draft_metrics(draft))["target_seed"], (await info(draft))["target_path"]) == (3, path)
     assert await draft.do("set_target", path=None) == {"type": "set_target"}
-    assert (await told(draft))["target_seed"] == BARE and "target_path" not in await info(draft)
+    assert (await draft_metrics(draft))["target_seed"] == BARE and "target_path" not in await info(draft)
     failed = await policy.do("set_target", path=path)
-    assert failed["error"] == "a policy has no target: set_target is of draft models"
+    assert failed["error"] == "a policy has no target: set_target is only for draft models"
 
 
-async def test_a_move_sent_twice_is_done_once(server: Server) -> None:
+async def test_a_repeated_set_target_is_applied_once(server: Server) -> None:
     first, second = [await saved_policy(server, seed) for seed in (3, 4)]
     draft = await create_draft(server)
     for path in (first, second):
         await draft.do("set_target", path=path)
     again = await draft.submit("set_target", seq_id=1, path=first)
-    assert (await server.result(again["request_id"]))["target_path"] == first, "as it was answered then"
-    assert (await told(draft))["target_seed"] == 4
+    assert (await server.result(again["request_id"]))["target_path"] == first, "the first answer is repeated"
+    assert (await draft_metrics(draft))["target_seed"] == 4
 
 
 @pytest.mark.parametrize("dies", ["worker", "server"])
-async def test_a_draft_is_made_again_with_its_newest_target(
+async def test_a_draft_is_rebuilt_with_its_newest_target(
     config: ServerConfig, dispatch: WorkerDispatch, dies: str
 ) -> None:
-    """Whatever has become of the checkpoints."""
+    """The checkpoints of the targets are deleted before."""
     async with running_server(config, dispatch) as server:
         paths = [await saved_policy(server, seed) for seed in (3, 4, 6)]
         draft = await create_draft(server, target_path=paths[0])
         for path in paths[1:]:
             await draft.do("set_target", path=path)
-        assert "2-target" in kept(server, draft)
+        assert "2-target" in pinned_names(server, draft)
         for path in paths:
             await remove(server, path)
         if dies == "worker":
             await kill_worker(server)
-            assert ((await told(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
+            assert ((await draft_metrics(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
     async with running_server(config, dispatch) as server:
         draft.server = server
-        assert ((await told(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
+        assert ((await draft_metrics(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
 
 
-async def test_a_target_that_snapshots_hold_is_not_kept_and_one_behind_them_is(
-    config: ServerConfig, dispatch: WorkerDispatch
-) -> None:
+async def test_a_target_is_pinned_until_a_snapshot_holds_it(config: ServerConfig, dispatch: WorkerDispatch) -> None:
     async with running_server(config, dispatch) as server:
         first, second = [await saved_policy(server, seed) for seed in (3, 4)]
         draft = await create_draft(server, target_path=first)
         await server.services.runs.settle(held_seconds=0)
-        await until(lambda: not kept(server, draft))
+        await until(lambda: not pinned_names(server, draft))
         await remove(server, first)
         await kill_worker(server)
-        assert (await told(draft))["target_seed"] == 3, "the snapshot has it"
+        assert (await draft_metrics(draft))["target_seed"] == 3, "the snapshot has it"
         await draft.do("set_target", path=second)
         await remove(server, second)
         await kill_worker(server)
-        assert (await told(draft))["target_seed"] == 4
+        assert (await draft_metrics(draft))["target_seed"] == 4
 
 
 @pytest.mark.parametrize("lost", ["2", "02"])
-async def test_a_target_that_was_moved_to_behind_the_last_snapshot_is_moved_to_again(
+async def test_a_target_set_after_the_last_snapshot_is_set_again(
     config: ServerConfig, dispatch: WorkerDispatch, lost: str
 ) -> None:
-    """Also among operations that are repeated, of which some were before it."""
+    """Some of the repeated operations were submitted before the set_target."""
     async with running_server(config, dispatch) as server:
         first, second = [await saved_policy(server, seed) for seed in (3, 4)]
         draft = await create_draft(server, target_path=first)
@@ -340,15 +342,15 @@ async def test_a_target_that_was_moved_to_behind_the_last_snapshot_is_moved_to_a
         snapshots = config.state_dir / "snapshots" / draft.model_id.replace(":", "_")
         await until(lambda: (snapshots / "2").exists())
     for snapshot in lost:
-        if (snapshots / snapshot).exists():  # a later one has taken its place
+        if (snapshots / snapshot).exists():  # a later snapshot has replaced it
             (snapshots / snapshot / "draft.json").write_text("{}")
     async with running_server(config, dispatch) as server:
         draft.server = server
-        found = await told(draft)
+        found = await draft_metrics(draft)
         assert (found["target_seed"], found["steps"]) == (4, 1)
 
 
-async def test_what_a_draft_guesses_and_says_is_as_it_was_after_many_deaths(server: Server) -> None:
+async def test_target_and_vocabulary_of_a_draft_survive_many_crashes(server: Server) -> None:
     path = await saved_policy(server, 3)
     draft = await create_draft(server, draft_vocab_size=2)
     await draft.do("build_vocab_map", tokens=[[9, 9, 7, 5, 7]])
@@ -357,14 +359,15 @@ async def test_what_a_draft_guesses_and_says_is_as_it_was_after_many_deaths(serv
         await draft.do("forward_backward", data=DATA, loss_fn="eagle3")
         await draft.do("optim_step")
         await kill_worker(server)
-        found = await told(draft)
+        found = await draft_metrics(draft)
         assert (found["target_seed"], found["first_token"], found["tokens_said"]) == (seed, 7, 2)
     assert found["steps"] == 3
 
 
 @pytest.mark.full
-def test_after_kill_9_a_draft_goes_on_with_its_newest_target(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """A move that waited for its turn is done by the next process; of those before it nothing is left but here."""
+def test_after_kill_9_a_draft_continues_with_its_newest_target(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The next process applies a set_target that was still queued; the checkpoints of the earlier targets are
+    deleted."""
     models = {MODEL: tiny_models["qwen3"]}
     with live_server(models, tmp_path, module=NOTING) as live:
         client = Client(live)
@@ -393,16 +396,16 @@ def test_after_kill_9_a_draft_goes_on_with_its_newest_target(tiny_models: dict[s
         before = client.post("forward", loss | {"seq_id": 5})["metrics"]
         assert client.post("retrieve_future", waits)["target_path"] == paths[2]
         behind = client.post("forward", loss | {"seq_id": 7})["metrics"]
-        told_by = ("target_seed:last", "steps:last", "first_token:last")
-        assert [[metrics[name] for name in told_by] for metrics in (before, behind)] == [[4, 1, 0], [6, 1, 0]]
+        names = ("target_seed:last", "steps:last", "first_token:last")
+        assert [[metrics[name] for name in names] for metrics in (before, behind)] == [[4, 1, 0], [6, 1, 0]]
         assert client.post("get_info", draft)["target_path"] == paths[2]
 
 
 @pytest.mark.full
-async def test_a_draft_that_learns_is_as_it_was_after_a_death_and_of_its_checkpoint(
+async def test_a_trained_draft_is_the_same_after_a_crash_and_from_its_checkpoint(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """By workers that compute."""
+    """Uses workers that compute."""
     config = server_config(tiny_models["qwen3"], tmp_path)
     async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
         policy = await server.create_run()
@@ -427,15 +430,17 @@ async def test_a_draft_that_learns_is_as_it_was_after_a_death_and_of_its_checkpo
         assert (await again.do("forward", **losses))["metrics"]["loss:sum"] == pytest.approx(of_base, rel=1e-5)
         assert learned["loss:sum"] < at_first and abs(of_base / learned["loss:sum"] - 1) > 1e-3
         failed = await draft.do("build_vocab_map", tokens=[tokens])
-        assert failed["category"] == "user" and "has learned with its vocabulary" in failed["error"]
+        assert failed["category"] == "user" and "was already trained with its vocabulary" in failed["error"]
 
 
 @pytest.mark.full
-async def test_a_draft_of_some_tokens_learns_once_these_are_chosen(
+async def test_a_draft_with_a_smaller_vocabulary_trains_after_build_vocab_map(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """By workers that compute. Without a map it learns nothing, and what was refused is no harm once there is one,
-    whatever restarts come between."""
+    """Uses workers that compute.
+
+    The draft cannot train without a vocabulary; the refused passes do no harm after one is built, even across restarts.
+    """
     config = server_config(tiny_models["qwen3"], tmp_path)
     tokens = np.random.default_rng(1).integers(3, 60, 12).tolist()
     losses = {"data": [{"model_input": tokens, "loss_fn_inputs": {}}], "loss_fn": "eagle3"}
@@ -471,7 +476,7 @@ def naive_vocabulary(counts: dict[int, int], size: int, vocab_size: int) -> list
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_most_frequent_tokens_are_said(weighted: bool) -> None:
+def test_the_vocabulary_is_the_most_frequent_tokens(weighted: bool) -> None:
     random = np.random.default_rng(1)
     for size in (1, 5, 13, 40):
         tokens = [random.integers(0, 20, length).tolist() for length in (30, 0, 7)]
@@ -496,21 +501,21 @@ def test_the_most_frequent_tokens_are_said(weighted: bool) -> None:
         assert most_frequent(unweighted, 5, 40).num_tokens != len(counted), "weights matter"
 
 
-async def test_a_vocabulary_is_built_before_the_first_step(server: Server) -> None:
+async def test_a_vocabulary_can_be_built_only_before_the_first_step(server: Server) -> None:
     draft = await create_draft(server, draft_vocab_size=3)
     answer = await draft.do("build_vocab_map", tokens=[[9, 9, 7], [4, 8]], weights=[[1, 0.5, 1], [0, 1]])
     wanted = hashlib.sha256(np.array([7, 8, 9], "<i8").tobytes()).hexdigest()[:16]
     assert answer == {"num_tokens": 4, "covered": 1.0, "size": 3, "hash": wanted, "type": "build_vocab_map"}
     answer = await draft.do("build_vocab_map", counts={"9": 5, "100": 3, "0": 2, "1": 2})
     assert (answer["num_tokens"], answer["covered"]) == (12, 10 / 12)
-    found = await told(draft)
+    found = await draft_metrics(draft)
     assert (found["first_token"], found["tokens_said"]) == (0, 3)
     await draft.do("optim_step")
     failed = await draft.do("build_vocab_map", counts={"9": 5})
     assert "before its first step" in failed["error"]
     policy = await create_policy(server, 3)
     failed = await policy.do("build_vocab_map", counts={"9": 5})
-    assert failed["error"] == "a policy says all tokens of its base model: build_vocab_map is of draft models"
+    assert failed["error"] == "a policy uses the full vocabulary: build_vocab_map is only for draft models"
 
 
 @pytest.mark.parametrize(
@@ -518,16 +523,16 @@ async def test_a_vocabulary_is_built_before_the_first_step(server: Server) -> No
     [
         ({}, "give either tokens or counts"),
         ({"tokens": [[1]], "counts": {"1": 1}}, "give either tokens or counts"),
-        ({"tokens": [[1, 2]], "weights": [[1]]}, "weights differ from tokens in their lengths"),
-        ({"counts": {"1": 1}, "weights": [[1]]}, "weights are of tokens"),
+        ({"tokens": [[1, 2]], "weights": [[1]]}, "weights and tokens have different lengths"),
+        ({"counts": {"1": 1}, "weights": [[1]]}, "weights need tokens"),
         ({"tokens": [[-1]]}, "tokens.0.0 is -1"),
         ({"counts": {"1": -1}}, "counts.1 is -1"),
     ],
 )
-async def test_what_cannot_be_counted_is_refused(server: Server, fields: dict, reason: str) -> None:
+async def test_invalid_token_counts_are_refused(server: Server, fields: dict, reason: str) -> None:
     draft = await create_draft(server)
     assert reason in (await draft.submit("build_vocab_map", status=400, **fields))["detail"]
-    assert "error" not in await draft.do("build_vocab_map", tokens=[[1]]), "the refused one counts as done"
+    assert "error" not in await draft.do("build_vocab_map", tokens=[[1]]), "the refused request used its seq_id"
 
 
 @pytest.mark.parametrize(
@@ -540,7 +545,7 @@ async def test_what_cannot_be_counted_is_refused(server: Server, fields: dict, r
         ({"counts": {}}, "no token was counted"),
     ],
 )
-async def test_what_is_not_there_to_be_counted_fails(server: Server, fields: dict, reason: str) -> None:
+async def test_unknown_tokens_and_empty_counts_fail(server: Server, fields: dict, reason: str) -> None:
     failed = await (await create_draft(server)).do("build_vocab_map", **fields)
     assert (reason in failed["error"], failed["category"]) == (True, "user")
 
@@ -548,10 +553,10 @@ async def test_what_is_not_there_to_be_counted_fails(server: Server, fields: dic
 # Losses
 
 
-async def test_a_config_with_words_and_numbers_reaches_the_workers(server: Server) -> None:
+async def test_a_loss_config_with_strings_and_numbers_reaches_the_workers(server: Server) -> None:
     draft = await create_draft(server)
     config = {"objective": "lk_alpha", "ttt_length": 7}
-    assert (await told(draft, loss_fn_config=config))["objective_letters"] == 8
+    assert (await draft_metrics(draft, loss_fn_config=config))["objective_letters"] == 8
     output = await draft.forward_backward([datum([5, 6, 7])], loss_fn="eagle3", config=config)
     assert output.metrics["objective_letters:last"] == 8
     nested = {"data": DATA, "loss_fn": "eagle3", "loss_fn_config": config}
@@ -559,13 +564,16 @@ async def test_a_config_with_words_and_numbers_reaches_the_workers(server: Serve
     assert answer["metrics"]["objective_letters:last"] == 8
 
 
-async def test_anchors_are_drawn_by_a_seed_that_is_journaled(server: Server) -> None:
+async def test_the_seed_for_anchors_is_journaled(server: Server) -> None:
     draft = await create_draft(server, algorithm="dflash")
-    seeds = [(await told(draft, loss_fn="dflash", loss_fn_config=each))["seed"] for each in ({}, {"objective": "ce"})]
+    seeds = [
+        (await draft_metrics(draft, loss_fn="dflash", loss_fn_config=each))["seed"]
+        for each in ({}, {"objective": "ce"})
+    ]
     output = await draft.forward_backward([datum([5, 6, 7])], loss_fn="dflash", config={"gamma": 7.0})
     seeds.append(output.metrics["seed:last"])
-    assert (await told(draft, loss_fn="dflash", loss_fn_config={"seed": 12}))["seed"] == 12
-    assert (await told(draft, loss_fn="eagle3"))["seed"] == -1
+    assert (await draft_metrics(draft, loss_fn="dflash", loss_fn_config={"seed": 12}))["seed"] == 12
+    assert (await draft_metrics(draft, loss_fn="eagle3"))["seed"] == -1
     (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
     drawn = {entry.header.seq_id: dict(entry.header.drawn) for entry in read_journal(segment) if entry.header.seq_id}
     assert [drawn[seq_id] for seq_id in (1, 2, 3)] == [{"seed": int(seed)} for seed in seeds]
@@ -575,7 +583,7 @@ async def test_anchors_are_drawn_by_a_seed_that_is_journaled(server: Server) -> 
 # Checkpoints
 
 
-async def test_a_draft_of_a_checkpoint_is_what_was_saved_with_its_target(server: Server) -> None:
+async def test_a_draft_from_a_checkpoint_has_the_saved_config_and_target(server: Server) -> None:
     target = await saved_policy(server, 3)
     draft = await create_draft(server, capture_layers=(1, 2))
     await draft.do("set_target", path=target)
@@ -596,59 +604,59 @@ async def test_a_draft_of_a_checkpoint_is_what_was_saved_with_its_target(server:
     copy = (await server.post("copy_weights", {"source_path": saved}))["tinker_path"]
     for source in (saved, copy):
         again = await load(server, source)
-        assert (await told(again))["target_seed"] == 3
+        assert (await draft_metrics(again))["target_seed"] == 3
         described = await info(again)
         assert (described["draft"], described["target_path"]) == ((await info(draft))["draft"], target)
     weights = types.WeightsInfoResponse.model_validate(await server.post("weights_info", {"tinker_path": saved}))
     assert (weights.is_lora, weights.lora_rank) == (False, None)
     await remove(server, target)
     again = await load(server, saved)
-    assert (await told(again))["target_seed"] == BARE and "target_path" not in await info(again)
+    assert (await draft_metrics(again))["target_seed"] == BARE and "target_path" not in await info(again)
 
 
-async def test_a_draft_of_anothers_checkpoint_guesses_what_its_tenant_may_read(server: Server) -> None:
+async def test_a_draft_from_another_tenants_checkpoint_has_its_target_only_if_readable(server: Server) -> None:
     target = await saved_policy(server, 3)
     saved = (await (await create_draft(server, target_path=target)).do("save_weights", path="a"))["path"]
     await publish(server, saved)
     theirs = await load(server, saved, BOB)
-    assert (await told(theirs))["target_seed"] == BARE
-    assert "target_path" not in await info(theirs), "nothing is shown of it"
+    assert (await draft_metrics(theirs))["target_seed"] == BARE
+    assert "target_path" not in await info(theirs), "the path is not shown"
     await publish(server, target)
-    assert (await told(await load(server, saved, BOB)))["target_seed"] == 3
+    assert (await draft_metrics(await load(server, saved, BOB)))["target_seed"] == 3
 
 
-async def test_a_load_leaves_the_target_where_it_is(server: Server) -> None:
+async def test_loading_weights_keeps_the_target(server: Server) -> None:
     first, second = [await saved_policy(server, seed) for seed in (3, 4)]
     draft = await create_draft(server, target_path=first)
     saved = (await draft.do("save_weights", path="a"))["path"]
     await draft.do("set_target", path=second)
     assert "error" not in await draft.do("load_weights", path=saved, optimizer=True)
-    found = await told(draft)
+    found = await draft_metrics(draft)
     assert (found["target_seed"], found["loads"]) == (4, 1)
 
 
-async def test_a_draft_that_was_made_of_a_checkpoint_is_made_again_without_it(
+async def test_a_draft_from_a_checkpoint_is_rebuilt_after_its_deletion(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
-    """Neither what it was loaded from nor what it guesses is there any more, and no snapshot."""
+    """The draft's checkpoint, target and snapshots no longer exist."""
     async with running_server(config, dispatch) as server:
         target = await saved_policy(server, 3)
         source = await create_draft(server, target_path=target)
         saved = (await source.do("save_weights", path="a"))["path"]
         draft = await load(server, saved)
-        assert kept(server, draft) == ["0", "0-target"]
+        assert pinned_names(server, draft) == ["0", "0-target"]
         for path in (target, saved):
             await remove(server, path)
-        await told(draft)
+        await draft_metrics(draft)
     for snapshots in (config.state_dir / "snapshots").glob("*/*"):
         (snapshots / "manifest.json").unlink()
     async with running_server(config, dispatch) as server:
         draft.server = server
-        found = await told(draft)
+        found = await draft_metrics(draft)
         assert (found["target_seed"], found["loads"]) == (3, 1)
 
 
-async def test_checkpoints_of_drafts_go_into_drafts_and_no_others_do(server: Server) -> None:
+async def test_drafts_load_draft_checkpoints_and_only_those(server: Server) -> None:
     draft, policy = await create_draft(server), await create_policy(server, 3)
     of_draft, of_policy = [(await run.do("save_weights", path="a"))["path"] for run in (draft, policy)]
     for run, path, ours, theirs in ((draft, of_policy, "draft", "policy"), (policy, of_draft, "policy", "draft")):
@@ -659,25 +667,25 @@ async def test_checkpoints_of_drafts_go_into_drafts_and_no_others_do(server: Ser
     body = {"session_id": draft.session_id, "model_seq_id": 1}
     for path, role in ((of_policy, "draft"), (of_draft, "reference"), (of_draft, "policy"), (of_draft, "critic")):
         refused = await server.post("load_weights", body | {"path": path, "model_role": role}, status=400)
-        assert f"no {role} can be made of it, since" in refused["detail"]
+        assert f"no {role} can be created from it, since" in refused["detail"]
     assert "error" not in await draft.do("load_weights", path=of_draft, optimizer=True)
 
 
-async def test_a_draft_draws_no_tokens_itself(server: Server) -> None:
+async def test_a_draft_cannot_be_sampled_by_itself(server: Server) -> None:
     draft = await create_draft(server)
     failed = await draft.do("save_weights_for_sampler")
-    assert failed["error"].startswith("a draft draws no tokens by itself: give a path")
+    assert failed["error"].startswith("a draft cannot be sampled by itself: give a path")
     saved = (await draft.do("save_weights_for_sampler", path="a"))["path"]
     asked = sample_body("") | {"sampling_session_id": None, "seq_id": None, "model_path": saved}
     refused = await server.post("asample", asked, status=400)
-    assert "was saved by a draft, which draws no tokens" in refused["detail"]
+    assert "was saved by a draft, which cannot sample" in refused["detail"]
 
 
 # The rest
 
 
-async def test_the_examples_of_its_routes_work(server: Server) -> None:
-    """test_openapi tries all others."""
+async def test_the_examples_of_draft_routes_work(server: Server) -> None:
+    """test_openapi tests the examples of all other routes."""
     path = await saved_policy(server, 3)
     draft = await create_draft(server)
     paths = (await server.clients[ALICE].get("http://test/openapi.json")).json()["paths"]
@@ -689,11 +697,11 @@ async def test_the_examples_of_its_routes_work(server: Server) -> None:
         assert answer["type"] == name
 
 
-async def test_drafts_may_live_in_a_group_of_their_own(
+async def test_drafts_can_run_in_a_separate_rank_group(
     config: ServerConfig, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = replace(server_config(tiny_models["qwen3"], tmp_path), role_groups=(parse_role_group("draft=single"),))
-    dispatch = WorkerDispatch(noting(config.dispatch_config()))
+    dispatch = WorkerDispatch(with_noting_worker(config.dispatch_config()))
     await dispatch.start(lambda message: None)
     try:
         async with running_server(config, dispatch) as server:
@@ -702,6 +710,6 @@ async def test_drafts_may_live_in_a_group_of_their_own(
             groups = await dispatch.memory()
             assert policy.model_id in groups[MODEL] and draft.model_id not in groups[MODEL]
             assert draft.model_id in groups[f"{MODEL} (draft)"]
-            assert (await told(draft))["target_seed"] == 3
+            assert (await draft_metrics(draft))["target_seed"] == 3
     finally:
         await dispatch.close()

@@ -1,4 +1,4 @@
-"""Models all of whose weights are trained, beside LoRA: what is asked for, recorded, answered, and made again."""
+"""Models with all weights trained (full), next to LoRA: creation, recording, answers and recovery."""
 
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..noting import NO_ROOM, NO_ROOM_FOR_COPIES, TARGETS, noting
+from ..noting import NO_ROOM, NO_ROOM_FOR_COPIES, TARGETS, with_noting_worker
 from ..real import ALICE, BOB, MODEL, Run, Server, running_server, sample_body, server_config
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +29,7 @@ async def dispatch(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[WorkerDispatch]:
     config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))
-    dispatch = WorkerDispatch(noting(config.dispatch_config()))
+    dispatch = WorkerDispatch(with_noting_worker(config.dispatch_config()))
     await dispatch.start(lambda message: None)
     yield dispatch
     await dispatch.close()
@@ -48,14 +48,14 @@ async def create(server: Server, session_id: str | None = None, number: int = 0,
     return Run(server, created["model_id"], session_id)
 
 
-async def recorded(server: Server, run: Run) -> TrainingConfig:
+async def recorded_config(server: Server, run: Run) -> TrainingConfig:
     record = await server.services.store.get_run(run.model_id)
     assert record is not None
     return record.training
 
 
 async def load(server: Server, path: str, **fields: Any) -> Run:
-    """As SDKs make a model of a checkpoint."""
+    """Creates a run from a checkpoint as SDKs do."""
     session_id = await server.create_session()
     request = types.LoadWeightsRequest(session_id=session_id, model_seq_id=0, path=path, optimizer=True)
     body = request.model_dump(exclude_none=True) | fields
@@ -74,25 +74,27 @@ async def load(server: Server, path: str, **fields: Any) -> Run:
         ({"lora_config": {"rank": 4, "seed": 5}, "seed": None}, LoraConfig(rank=4, seed=5)),
     ],
 )
-async def test_what_is_trained_is_what_was_asked_for(server: Server, fields: dict, trained: TrainingConfig) -> None:
+async def test_the_recorded_training_config_is_the_requested_one(
+    server: Server, fields: dict, trained: TrainingConfig
+) -> None:
     run = await create(server, **{"seed": 5, **fields})
-    kept = await recorded(server, run)
+    kept = await recorded_config(server, run)
     assert kept == (trained if trained.seed is not None else trained.model_copy(update={"seed": kept.seed}))
     assert kept.seed is not None
 
 
-async def test_a_full_model_is_described_as_one_to_the_sdk(server: Server) -> None:
-    run, beside = await create(server), await create(server, lora_config={"rank": 4})
-    described, other = [await server.post("get_info", {"model_id": each.model_id}) for each in (run, beside)]
+async def test_a_full_model_is_described_to_the_sdk_as_not_lora(server: Server) -> None:
+    run, lora_run = await create(server), await create(server, lora_config={"rank": 4})
+    described, other = [await server.post("get_info", {"model_id": each.model_id}) for each in (run, lora_run)]
     assert (described["lora_alpha"], described["target_modules"], other["target_modules"]) == (0, [], list(TARGETS))
     for answer, is_lora, rank in ((described, False, 0), (other, True, 4)):
         info = types.GetInfoResponse.model_validate(answer)
         assert (info.is_lora, info.lora_rank, info.model_name) == (is_lora, rank, MODEL)
     path = (await run.do("save_weights", path="a"))["path"]
-    for each, is_lora, rank in ((run, False, None), (beside, True, 4)):
+    for each, is_lora, rank in ((run, False, None), (lora_run, True, 4)):
         response = await server.clients[ALICE].get(f"training_runs/{each.model_id}")
-        told = types.TrainingRun.model_validate(response.json())
-        assert (told.is_lora, told.lora_rank) == (is_lora, rank)
+        listed = types.TrainingRun.model_validate(response.json())
+        assert (listed.is_lora, listed.lora_rank) == (is_lora, rank)
     weights = types.WeightsInfoResponse.model_validate(await server.post("weights_info", {"tinker_path": path}))
     assert (weights.base_model, weights.is_lora, weights.lora_rank) == (MODEL, False, None)
     assert (weights.train_attn, weights.train_mlp, weights.train_unembed) == (None, None, None)
@@ -102,13 +104,13 @@ async def test_a_full_model_is_described_as_one_to_the_sdk(server: Server) -> No
     ("fields", "reason"),
     [
         ({"training": "full", "lora_config": {"rank": 4}}, "training is 'full' and there is a lora_config: leave out"),
-        ({"lora_config": {"rank": 4}, "seed": 3}, "seed 3 is of a full model: a LoRA's is lora_config.seed"),
-        ({"training": "lora", "seed": 3}, "seed 3 is of a full model"),
+        ({"lora_config": {"rank": 4}, "seed": 3}, "seed 3 is only for full models: for LoRA set lora_config.seed"),
+        ({"training": "lora", "seed": 3}, "seed 3 is only for full models"),
         ({"training": "some"}, "training is 'some'"),
         ({"training": "lora", "lora_config": {"rank": 65}}, "rank 65 exceeds max_lora_rank 64"),
     ],
 )
-async def test_what_contradicts_itself_is_refused_and_not_journaled(server: Server, fields: dict, reason: str) -> None:
+async def test_contradictory_fields_are_refused_and_not_journaled(server: Server, fields: dict, reason: str) -> None:
     body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
     assert reason in (await server.post("create_model", body | fields, status=400))["detail"]
     assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
@@ -118,7 +120,7 @@ async def test_a_drawn_seed_is_journaled(server: Server) -> None:
     first, second = await create(server), await create(server)
     (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
     drawn = {entry.header.run_id: dict(entry.header.drawn) for entry in read_journal(segment)}
-    seeds = [(await recorded(server, run)).seed for run in (first, second)]
+    seeds = [(await recorded_config(server, run)).seed for run in (first, second)]
     assert [drawn[run.model_id] for run in (first, second)] == [{"full_seed": seed} for seed in seeds]
     assert seeds[0] != seeds[1]
 
@@ -126,7 +128,7 @@ async def test_a_drawn_seed_is_journaled(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fields", "drawn", "trained"),
     [
-        # Without lora_config: LoRA by an earlier version, which drew lora_seed.
+        # Without lora_config, an earlier version created LoRA and drew lora_seed.
         ({}, {"lora_seed": 5}, LoraConfig(seed=5)),
         ({"lora_config": {"rank": 4}}, {"lora_seed": 5}, LoraConfig(rank=4, seed=5)),
         ({"lora_config": {"rank": 4, "seed": 7}}, {}, LoraConfig(rank=4, seed=7)),
@@ -136,7 +138,7 @@ async def test_a_drawn_seed_is_journaled(server: Server) -> None:
         ({"seed": 7}, {}, FullConfig(seed=7)),
     ],
 )
-async def test_what_a_server_accepted_and_did_not_do_is_what_it_was_for_the_next(
+async def test_the_next_server_creates_the_journaled_kind_of_model(
     config: ServerConfig, dispatch: WorkerDispatch, fields: dict, drawn: dict[str, int], trained: TrainingConfig
 ) -> None:
     async with running_server(config, dispatch) as former:
@@ -150,28 +152,28 @@ async def test_what_a_server_accepted_and_did_not_do_is_what_it_was_for_the_next
     async with running_server(config, dispatch) as latter:
         assert (await latter.result(f"{run_id}:0"))["model_id"] == run_id
         run = Run(latter, run_id, body["session_id"])
-        assert await recorded(latter, run) == trained
+        assert await recorded_config(latter, run) == trained
         info = await latter.post("get_info", {"model_id": run_id})
         assert info["is_lora"] == isinstance(trained, LoraConfig)
 
 
-async def test_a_model_of_a_checkpoint_is_what_the_checkpoint_is(server: Server) -> None:
+async def test_a_model_from_a_checkpoint_has_the_kind_of_the_checkpoint(server: Server) -> None:
     for made, is_lora in ((await create(server), False), (await create(server, lora_config={"rank": 4}), True)):
         path = (await made.do("save_weights", path="a"))["path"]
         copy = (await server.post("copy_weights", {"source_path": path}))["tinker_path"]
         for source in (path, copy):
-            loaded = await load(server, source, lora_config={"rank": 2}, training="lora")  # which loads know nothing of
+            loaded = await load(server, source, lora_config={"rank": 2}, training="lora")  # loads ignore these fields
             assert (await server.post("get_info", {"model_id": loaded.model_id}))["is_lora"] == is_lora
-            assert await recorded(server, loaded) == await recorded(server, made)
+            assert await recorded_config(server, loaded) == await recorded_config(server, made)
             assert "error" not in await loaded.do("load_weights", path=path, optimizer=True)
 
 
-async def test_a_checkpoint_of_the_other_kind_goes_into_no_live_model(server: Server) -> None:
+async def test_a_checkpoint_of_the_other_kind_cannot_be_loaded(server: Server) -> None:
     full, lora = await create(server), await create(server, lora_config={"rank": 4})
     of_full, of_lora = [(await run.do("save_weights", path="a"))["path"] for run in (full, lora)]
     for run, path, reason in (
-        (lora, of_full, "is of a full model, and run {} is a LoRA adapter: create a model of it"),
-        (full, of_lora, "is of a LoRA adapter, and run {} is a full model: create a model of it"),
+        (lora, of_full, "is of a full model, and run {} is a LoRA adapter: create a model from it"),
+        (full, of_lora, "is of a LoRA adapter, and run {} is a full model: create a model from it"),
     ):
         failed = await run.do("load_weights", path=path)
         assert failed["category"] == "user" and reason.format(run.model_id) in failed["error"]
@@ -179,7 +181,7 @@ async def test_a_checkpoint_of_the_other_kind_goes_into_no_live_model(server: Se
         assert "error" not in await run.do("load_weights", path=own)
 
 
-async def test_a_full_model_is_sampled_by_its_paths_and_live(server: Server) -> None:
+async def test_a_full_model_can_be_sampled_by_path_and_live(server: Server) -> None:
     run = await create(server)
     saved = (await run.do("save_weights_for_sampler", path="a"))["path"]
     live = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
@@ -190,8 +192,8 @@ async def test_a_full_model_is_sampled_by_its_paths_and_live(server: Server) -> 
 
 async def test_full_models_are_limited_and_only_live_ones_count(config: ServerConfig, dispatch: WorkerDispatch) -> None:
     async with running_server(replace(config, max_full_models=2), dispatch) as server:
-        beside = await create(server, lora_config={"rank": 4})
-        failed = {"session_id": beside.session_id, "model_seq_id": 1, "base_model": MODEL, "seed": NO_ROOM}
+        lora_run = await create(server, lora_config={"rank": 4})
+        failed = {"session_id": lora_run.session_id, "model_seq_id": 1, "base_model": MODEL, "seed": NO_ROOM}
         answer = await server.result((await server.post("create_model", failed))["request_id"])
         assert answer["error"] == "there is no room for it"
         first, second = await create(server), await create(server)
@@ -203,14 +205,14 @@ async def test_full_models_are_limited_and_only_live_ones_count(config: ServerCo
             refused = await server.post(verb, own | fields, key, status=400)
             assert "max_full_models 2" in refused["detail"] and "--max-full-models 3" in refused["detail"]
         again = {"session_id": second.session_id, "model_seq_id": 0, "base_model": MODEL}
-        assert (await server.post("create_model", again))["request_id"] == f"{second.model_id}:0", "it is there already"
+        assert (await server.post("create_model", again))["request_id"] == f"{second.model_id}:0", "it already exists"
         await create(server, lora_config={"rank": 4})
         await server.post(f"sessions/{first.session_id}/finish", {"reason": {"type": "success"}}, status=204)
         created = await server.post("create_model", third | {"base_model": MODEL}, BOB)
         assert "error" not in await server.result(created["request_id"], BOB)
 
 
-async def test_weights_of_a_sampler_that_found_no_room_do_not_stay_on_disk(server: Server) -> None:
+async def test_weights_of_a_sampler_that_failed_are_deleted_from_disk(server: Server) -> None:
     kept, refused = await create(server), await create(server, seed=NO_ROOM_FOR_COPIES)
     await kept.do("save_weights_for_sampler")
     failed = await refused.do("save_weights_for_sampler")
@@ -219,14 +221,14 @@ async def test_weights_of_a_sampler_that_found_no_room_do_not_stay_on_disk(serve
     assert kept.session_id in left.name
 
 
-async def test_without_room_for_full_models_there_is_lora_alone(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+async def test_max_full_models_0_allows_only_lora(config: ServerConfig, dispatch: WorkerDispatch) -> None:
     async with running_server(replace(config, max_full_models=0), dispatch) as server:
         body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
         assert "max_full_models 0" in (await server.post("create_model", body, status=400))["detail"]
         await create(server, training="lora")
 
 
-async def test_what_could_not_be_loaded_leaves_nothing_in_the_workers(server: Server, dispatch: WorkerDispatch) -> None:
+async def test_a_failed_load_leaves_nothing_in_the_workers(server: Server, dispatch: WorkerDispatch) -> None:
     made = await create(server)
     path = (await made.do("save_weights_for_sampler", path="a"))["path"]  # without optimizer
     body = {"session_id": made.session_id, "model_seq_id": 1, "path": path, "optimizer": True}

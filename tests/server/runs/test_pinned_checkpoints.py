@@ -1,4 +1,5 @@
-"""What runs have loaded stays as it was then for as long as it may have to be loaded again, whatever its owner does."""
+"""Checkpoints that runs have loaded stay pinned while they may have to be loaded again, even if their owner deletes
+them."""
 
 import asyncio
 import shutil
@@ -52,13 +53,13 @@ async def create_from_checkpoint(server: Server, path: str) -> Run:
 
 @pytest.mark.parametrize("load", [load_into_a_live_run, create_from_checkpoint])
 @pytest.mark.parametrize("lose", [save_over, delete])
-async def test_after_a_crash_that_is_loaded_again_which_was_loaded_then(
+async def test_recovery_loads_the_pinned_checkpoint(
     load: Callable[[Server, str], Awaitable[Run]],
     lose: Callable[[Run, str], Awaitable[None]],
     config: ServerConfig,
     dispatch: WorkerDispatch,
 ) -> None:
-    """Also where no snapshot is there any more."""
+    """The snapshots are removed before."""
     async with running_server(config, dispatch) as server:
         source = await server.create_run()
         await source.train(batch(), 2)
@@ -75,7 +76,7 @@ async def test_after_a_crash_that_is_loaded_again_which_was_loaded_then(
     assert found == pytest.approx(expected, rel=1e-5) != other
 
 
-async def test_it_is_kept_until_snapshots_hold_it_and_no_longer_than_the_session(
+async def test_a_pin_is_removed_by_a_snapshot_or_at_the_end_of_the_session(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
     async with running_server(config, dispatch) as server:
@@ -92,7 +93,7 @@ async def test_it_is_kept_until_snapshots_hold_it_and_no_longer_than_the_session
         await until(lambda: not any(kept.parent.glob("*/3")))
 
 
-async def test_a_load_by_access_token_that_had_not_begun_is_carried_out_by_the_next_process(
+async def test_a_queued_load_by_access_token_is_done_after_a_restart(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
     async with running_server(config, dispatch) as server:
@@ -123,7 +124,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-async def test_what_is_kept_outlives_the_checkpoint(checkpoint: Path, tmp_path: Path, sync: bool) -> None:
+async def test_a_pinned_copy_outlives_the_checkpoint(checkpoint: Path, tmp_path: Path, sync: bool) -> None:
     loaded = Loaded(tmp_path / "loaded", sync)
     assert await loaded.find(RUN_ID, 3) is None
     kept = await loaded.keep(RUN_ID, 3, checkpoint)
@@ -137,7 +138,7 @@ async def test_what_is_kept_outlives_the_checkpoint(checkpoint: Path, tmp_path: 
     assert await loaded.find(RUN_ID, 3) is None
 
 
-async def test_weights_and_target_of_one_operation_are_kept_beside_each_other(checkpoint: Path, tmp_path: Path) -> None:
+async def test_weights_and_target_of_one_operation_are_pinned_separately(checkpoint: Path, tmp_path: Path) -> None:
     loaded = Loaded(tmp_path / "loaded", sync=False)
     weights = await loaded.keep(RUN_ID, 3, checkpoint)
     assert await loaded.find(RUN_ID, 3, "target") is None
@@ -150,38 +151,38 @@ async def test_weights_and_target_of_one_operation_are_kept_beside_each_other(ch
     assert not target.exists() and not weights.exists()
 
 
-async def test_a_kept_copy_that_is_damaged_is_told_of_and_replaced(checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_damaged_pinned_copy_is_reported_and_replaced(checkpoint: Path, tmp_path: Path) -> None:
     loaded = Loaded(tmp_path / "loaded", sync=True)
     kept = await loaded.keep(RUN_ID, 3, checkpoint) / "adapter_model.safetensors"
     kept.unlink()
-    with pytest.raises(ValueError, match="not whole"):
+    with pytest.raises(ValueError, match="is incomplete or damaged"):
         await loaded.find(RUN_ID, 3)
     assert await loaded.keep(RUN_ID, 3, checkpoint) == kept.parent
     assert await loaded.find(RUN_ID, 3) == kept.parent
     assert kept.read_bytes() == b"weights"
 
 
-async def test_a_checkpoint_that_is_deleted_meanwhile_is_no_full_disk(checkpoint: Path, tmp_path: Path) -> None:
+async def test_pinning_a_checkpoint_deleted_meanwhile_is_a_user_error(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "adapter_model.safetensors").unlink()
     with pytest.raises(OperationError, match="deleted meanwhile") as raised:
         await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
     assert raised.value.category == "user"
 
 
-async def test_what_cannot_be_kept_tells_why_and_the_log_where(
+async def test_a_failed_pin_reports_the_reason_and_logs_the_path(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "loaded").write_text("no directory")
-    with pytest.raises(OperationError, match=r"cannot keep it for a crash \(Not a directory\)") as raised:
+    with pytest.raises(OperationError, match=r"cannot keep a copy of it \(Not a directory\)") as raised:
         await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
     assert raised.value.category == "server" and str(tmp_path) not in raised.value.message
     assert str(tmp_path / "loaded") in caplog.text
 
 
-async def test_a_load_that_was_never_answered_is_tried_with_a_new_copy(
+async def test_a_damaged_copy_is_replaced_before_but_not_after_the_load(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
-    """What an earlier try had kept is damaged; the run that has loaded it may not go on from something else."""
+    """A run that has loaded a checkpoint must not continue from another one."""
     async with running_server(config, dispatch) as server:
         source = await server.create_run()
         path = (await source.do("save_weights", path="a"))["path"]
@@ -193,28 +194,26 @@ async def test_a_load_that_was_never_answered_is_tried_with_a_new_copy(
     shutil.rmtree(config.state_dir / "snapshots")
     async with running_server(config, dispatch) as server:
         run.server = server
-        told = (await run.optim_step())["error"]
-        assert "what was loaded is damaged" in told and str(config.state_dir) not in told
+        error = (await run.optim_step())["error"]
+        assert "the loaded checkpoint is damaged" in error and str(config.state_dir) not in error
 
 
-async def test_what_the_journal_has_lost_was_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    """The next operation of that seq_id may be another one."""
+async def test_a_pin_without_a_journal_record_is_dropped(checkpoint: Path, tmp_path: Path) -> None:
+    """The next operation with that seq_id may be a different one."""
     loaded = Loaded(tmp_path / "loaded", sync=False)
     await loaded.keep(RUN_ID, 3, checkpoint)
     await loaded.retain(RUN_ID, {2})
     assert await loaded.find(RUN_ID, 3) is None
 
 
-async def test_what_cannot_be_kept_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
+async def test_a_failed_pin_is_a_server_error(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "loaded").write_bytes(b"not a directory")
     with pytest.raises(OperationError, match="free space") as failed:
         await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
     assert failed.value.category == "server"
 
 
-async def test_a_start_removes_what_was_never_finished_and_what_is_of_runs_that_are_over(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+async def test_sweep_removes_unfinished_pins_and_those_of_ended_runs(checkpoint: Path, tmp_path: Path) -> None:
     loaded = Loaded(tmp_path / "loaded", sync=False)
     kept = await loaded.keep(RUN_ID, 3, checkpoint)
     await loaded.keep("session:train:1", 3, checkpoint)

@@ -1,4 +1,4 @@
-"""A run whose worker dies: it is made again, and what was under way goes on in its order, once."""
+"""A run whose worker crashes is rebuilt, and its queued operations continue in order, each applied once."""
 
 import asyncio
 import contextlib
@@ -30,8 +30,8 @@ from ..bench import FORWARD_BACKWARD, RUN_ID, Bench, MakeBench
 pytestmark = pytest.mark.anyio
 
 
-class Dying:
-    """Fails as a worker's death does, so many times; `failing` asks anew at each try."""
+class CrashingOperations:
+    """Makes the given operations fail `times` times as if the worker had crashed."""
 
     def __init__(self, bench: Bench, seq_ids: tuple[int, ...], times: int = 1, alone: bool = False) -> None:
         self.left = dict.fromkeys(seq_ids, times)
@@ -47,56 +47,56 @@ class Dying:
         bench.operations.perform = dying  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def trained(bench: Bench) -> list:
-    """What the workers did since they lost the run."""
+def performed_since_rebuild(bench: Bench) -> list:
+    """Returns what the workers have done since the last rebuild began."""
     performed = bench.operations.performed
     return performed[len(performed) - 1 - performed[::-1].index("make") :]
 
 
-async def test_it_is_made_again_from_its_beginning_and_goes_on(make_bench: MakeBench) -> None:
+async def test_a_lost_run_is_rebuilt_from_its_beginning_and_continues(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
     await bench.optim_step(2)
     await bench.result(2)
-    Dying(bench, (3, 4))
+    CrashingOperations(bench, (3, 4))
     await bench.forward_backward(3)
     await bench.optim_step(4)
     assert await bench.result(3) == {"seq_id": 3} and await bench.result(4) == {"seq_id": 4}
-    assert trained(bench) == ["make", 1, 2, 3, 4]
+    assert performed_since_rebuild(bench) == ["make", 1, 2, 3, 4]
     await bench.forward_backward(5)
     assert await bench.result(5) == {"seq_id": 5}
 
 
-async def test_what_a_snapshot_holds_is_not_repeated(make_bench: MakeBench) -> None:
+async def test_operations_covered_by_a_snapshot_are_not_repeated(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 3):
         await bench.forward_backward(seq_id)
         await bench.optim_step(seq_id + 1)
         await bench.result(seq_id + 1)
-        await snapshotted(bench, seq_id + 1)
-    Dying(bench, (5,))
+        await wait_for_snapshot(bench, seq_id + 1)
+    CrashingOperations(bench, (5,))
     await bench.forward_backward(5)
     await bench.result(5)
-    assert trained(bench) == ["make", "restore 4", 5]
+    assert performed_since_rebuild(bench) == ["make", "restore 4", 5]
 
 
-async def test_a_damaged_snapshot_falls_back_to_the_one_before(make_bench: MakeBench) -> None:
+async def test_recovery_falls_back_from_a_damaged_snapshot_to_the_one_before(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 2, 3):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await snapshotted(bench, seq_id)
+        await wait_for_snapshot(bench, seq_id)
     (bench.snapshots / "3" / "state").write_bytes(b"STATE")
-    Dying(bench, (4,))
+    CrashingOperations(bench, (4,))
     await bench.optim_step(4)
     await bench.result(4)
-    assert trained(bench)[:4] == ["make", "restore 2", 3, 4]
+    assert performed_since_rebuild(bench)[:4] == ["make", "restore 2", 3, 4]
 
 
-async def test_an_operation_that_workers_die_of_fails_at_the_third_time(make_bench: MakeBench) -> None:
+async def test_an_operation_that_crashes_workers_fails_at_the_third_crash(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
-    Dying(bench, (2,), times=10, alone=True)
+    CrashingOperations(bench, (2,), times=10, alone=True)
     await bench.forward_backward(2)
     failed = await bench.result(2)
     assert "died 3 times" in failed["error"] and failed["category"] == "user"
@@ -106,51 +106,51 @@ async def test_an_operation_that_workers_die_of_fails_at_the_third_time(make_ben
     assert await bench.result(4) == {"seq_id": 4}
 
 
-async def test_without_a_whole_snapshot_it_does_not_begin_anew_in_silence(make_bench: MakeBench) -> None:
+async def test_a_run_with_only_damaged_snapshots_fails(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await snapshotted(bench, seq_id)
-    await until(bench, lambda: not any(past.seq_id <= 1 for past in bench.run._state.history._pasts))
+        await wait_for_snapshot(bench, seq_id)
+    await wait_until(bench, lambda: not any(past.seq_id <= 1 for past in bench.run._state.history._pasts))
     for seq_id in (1, 2):
         (bench.snapshots / str(seq_id) / "state").write_bytes(b"STATE")
-    Dying(bench, (3,))
+    CrashingOperations(bench, (3,))
     await bench.optim_step(3)
     assert "snapshots are damaged" in (await bench.result(3))["error"]
 
 
-async def test_a_step_that_workers_die_of_is_not_repeated(make_bench: MakeBench) -> None:
+async def test_a_step_that_crashes_workers_is_not_repeated(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
-    Dying(bench, (2,), times=3, alone=True)
+    CrashingOperations(bench, (2,), times=3, alone=True)
     await bench.optim_step(2)
     assert "died 3 times" in (await bench.result(2))["error"]
     await bench.forward_backward(3)
     assert await bench.result(3) == {"seq_id": 3}
-    assert trained(bench) == ["make", 1, "clear", 3]
+    assert performed_since_rebuild(bench) == ["make", 1, "clear", 3]
 
 
-async def test_a_refused_step_is_nothing_to_repeat_and_leaves_the_window_as_it_is(make_bench: MakeBench) -> None:
+async def test_a_refused_step_is_not_repeated_and_keeps_the_window(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.run.refuse(1, Refused("forward_backward", "bad", taints=True))
     await bench.run.refuse(2, Refused("optim_step", "bad", taints=False))
     await bench.forward_backward(3)
     await bench.optim_step(4)
     assert "not taken" in (await bench.result(4))["error"]
-    Dying(bench, (5,))
+    CrashingOperations(bench, (5,))
     await bench.forward_backward(5)
     assert await bench.result(5) == {"seq_id": 5}
-    assert trained(bench) == ["make", 3, "clear", 5]
+    assert performed_since_rebuild(bench) == ["make", 3, "clear", 5]
 
 
-async def test_after_a_restart_nothing_is_done_again_that_a_snapshot_holds(make_bench: MakeBench) -> None:
-    """Although nobody has its result any more."""
+async def test_a_restart_repeats_nothing_that_a_snapshot_covers(make_bench: MakeBench) -> None:
+    """Even if its result is no longer stored."""
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await snapshotted(bench, seq_id)
+        await wait_for_snapshot(bench, seq_id)
     place = await bench.services.journal.append(Header("optim_step", "alice", RUN_ID, 2, f"{RUN_ID}:2"))
     num_performed = len(bench.operations.performed)
     async with resumed(bench, {2: Earlier("optim_step", place)}):
@@ -160,7 +160,7 @@ async def test_after_a_restart_nothing_is_done_again_that_a_snapshot_holds(make_
 
 
 async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeBench) -> None:
-    """Although what came before it has no answer any more, and is done once more."""
+    """Even if the operation before it has lost its answer and is repeated."""
     bench = await make_bench()
     await bench.result(0)
     contents = {
@@ -168,38 +168,39 @@ async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeB
         2: SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2),
         3: SaveWeightsRequest(model_id=RUN_ID, path="b", seq_id=3),
     }
-    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
     for seq_id, content in contents.items():
-        place = await bench.journaled(content.type, seq_id, content.model_dump_json().encode())
+        place = await bench.append_to_journal(content.type, seq_id, content.model_dump_json().encode())
         found[seq_id] = Earlier(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
     async with resumed(bench, found):
         assert await bench.result(3) == {"seq_id": 3}
     assert bench.operations.performed == [0, "discard", "make", 1, 3]
 
 
-async def test_a_gap_where_the_journal_is_damaged_is_not_taken_for_what_changed_nothing(make_bench: MakeBench) -> None:
+async def test_a_gap_in_a_damaged_journal_stops_recovery(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
     kinds = {0: "create_model", 1: "forward_backward", 3: "optim_step"}
     found = {
-        seq_id: Earlier(kind, await bench.journaled(kind, 1), outcome=Outcome.DONE) for seq_id, kind in kinds.items()
+        seq_id: Earlier(kind, await bench.append_to_journal(kind, 1), outcome=Outcome.DONE)
+        for seq_id, kind in kinds.items()
     }
     async with resumed(bench, found):
         assert bench.run.standing(0).num_operations == 0
     bench.services.journal.unreadable.add(found[3].place.segment)
-    with pytest.raises(ValueError, match="operation 2 may be what is damaged"):
+    with pytest.raises(ValueError, match="operation 2 may be in the damaged part"):
         async with resumed(bench, found):
             pass
 
 
-async def test_a_run_ends_that_is_just_about_to_be_made_again(make_bench: MakeBench) -> None:
+async def test_a_run_can_end_just_before_its_rebuild(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
     ending: list[asyncio.Task[None]] = []
 
     async def dying(*_: object) -> None:
         await asyncio.sleep(0)
-        # Its first step comes before that of the task that is to make the run again.
+        # This task runs before the one that rebuilds the run.
         ending.append(asyncio.create_task(bench.run.end("the session has ended")))
         raise WorkerLost("the worker died")
 
@@ -210,14 +211,14 @@ async def test_a_run_ends_that_is_just_about_to_be_made_again(make_bench: MakeBe
     assert not bench.run.is_busy
 
 
-async def test_an_operation_waits_until_the_database_can_be_used_again(
+async def test_an_operation_waits_until_the_database_is_available_again(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainhouse.server.runs.run._OUTAGE_SECONDS", 0.2)
     bench = await make_bench(hold=True)
     bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
-    bench.operations.may_go_on.set()
-    await until(bench, lambda: bench.operations.performed == [0])
+    bench.operations.may_proceed.set()
+    await wait_until(bench, lambda: bench.operations.performed == [0])
     pending = await bench.futures.wait(bench.run.request_id(0), "alice", 0)
     assert isinstance(pending, Pending) and "database or disk is full" in (pending.queue_state_reason or "")
     await bench.forward_backward(1)
@@ -226,26 +227,26 @@ async def test_an_operation_waits_until_the_database_can_be_used_again(
     assert bench.operations.performed == [0, 0, 1]
 
 
-async def test_a_gap_behind_which_something_was_refused_is_still_waited_for(make_bench: MakeBench) -> None:
+async def test_a_gap_before_a_refused_operation_is_still_waited_for(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
     bad = Refused("forward_backward", "bad", taints=True)
     found = {
-        0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE),
-        2: Earlier("forward_backward", await bench.journaled("forward_backward", 2), bad, Outcome.FAILED),
+        0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE),
+        2: Earlier("forward_backward", await bench.append_to_journal("forward_backward", 2), bad, Outcome.FAILED),
     }
     async with resumed(bench, found):
         await bench.forward_backward(1)
         assert await bench.result(1) == {"seq_id": 1}
 
 
-async def test_a_run_that_cannot_be_taken_up_leaves_no_future_behind(make_bench: MakeBench) -> None:
+async def test_a_run_that_cannot_be_recovered_leaves_no_futures(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
     step = OptimStepRequest(model_id=RUN_ID).model_dump_json().encode()
     for seq_id in range(1, 100):
         body = step if seq_id < 99 else b"not JSON"
-        found[seq_id] = Earlier("optim_step", await bench.journaled("optim_step", seq_id, body))
+        found[seq_id] = Earlier("optim_step", await bench.append_to_journal("optim_step", seq_id, body))
     with pytest.raises(RequestError):
         async with resumed(bench, found):
             pass
@@ -253,41 +254,41 @@ async def test_a_run_that_cannot_be_taken_up_leaves_no_future_behind(make_bench:
         await bench.futures.wait(bench.run.request_id(1), "alice", 0)
 
 
-async def test_a_beginning_with_a_hole_behind_it_is_no_beginning(make_bench: MakeBench) -> None:
+async def test_a_run_is_not_rebuilt_from_its_beginning_across_a_hole(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await snapshotted(bench, seq_id)
+        await wait_for_snapshot(bench, seq_id)
     (bench.snapshots / "1" / "manifest.json").unlink()
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
-    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
     async with resumed(bench, found):
         await bench.optim_step(3)
         assert "snapshots are damaged" in (await bench.result(3))["error"]
 
 
-# --- Snapshots elsewhere than behind steps ---
+# --- Snapshots at other places than after steps ---
 
 
-async def test_where_no_step_comes_a_snapshot_holds_what_waits_for_it(make_bench: MakeBench) -> None:
+async def test_without_steps_snapshots_are_taken_after_enough_bytes(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_bytes=100)
     for seq_id in range(1, 8):
         await bench.forward_backward(seq_id)
         await bench.result(seq_id)
         await asyncio.sleep(0.1)
-    await until(bench, lambda: len(list(bench.snapshots.glob("[0-9]*"))) == 2)
-    Dying(bench, (8,))
+    await wait_until(bench, lambda: len(list(bench.snapshots.glob("[0-9]*"))) == 2)
+    CrashingOperations(bench, (8,))
     await bench.forward_backward(8)
     await bench.result(8)
-    restored = trained(bench)
+    restored = performed_since_rebuild(bench)
     assert restored[1].startswith("restore ") and len(restored) < 8
 
 
-async def test_what_was_loaded_is_in_a_snapshot_of_that_moment_although_another_is_being_written(
+async def test_a_load_is_snapshotted_at_once_while_another_snapshot_is_written(
     make_bench: MakeBench,
 ) -> None:
-    """Else what came behind it would be repeated upon itself."""
+    """Otherwise the operations after it would be applied twice."""
     bench = await make_bench(snapshot_steps=1)
     is_written, take = asyncio.Event(), bench.operations.snapshot
 
@@ -303,12 +304,12 @@ async def test_what_was_loaded_is_in_a_snapshot_of_that_moment_although_another_
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
     is_written.set()
-    await until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
+    await wait_until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
     assert (bench.snapshots / "2" / "state").read_text() == "[0, 1, 'snapshot', 2, 'snapshot']"
 
 
-async def test_snapshots_that_are_done_while_a_run_is_made_again_take_nothing_from_it(make_bench: MakeBench) -> None:
-    """What they hold is not needed any more, but by who began with an earlier state."""
+async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(make_bench: MakeBench) -> None:
+    """The rebuild began with an earlier state, so it still needs the operations that they cover."""
     bench = await make_bench()
     is_written, take, make = asyncio.Event(), bench.operations.snapshot, bench.operations.make
 
@@ -322,9 +323,9 @@ async def test_snapshots_that_are_done_while_a_run_is_made_again_take_nothing_fr
     async def make_meanwhile(run, operation, *, again: bool) -> None:
         await make(run, operation, again=again)
         is_written.set()
-        with contextlib.suppress(TimeoutError):  # they may not be yet
+        with contextlib.suppress(TimeoutError):  # they need not be published yet
             async with asyncio.timeout(1):
-                await until(bench, are_published)
+                await wait_until(bench, are_published)
 
     bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     bench.operations.make = make_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
@@ -332,85 +333,85 @@ async def test_snapshots_that_are_done_while_a_run_is_made_again_take_nothing_fr
     for seq_id in (1, 2):
         await bench.submit(seq_id, LoadWeights("tinker://a/weights/b", optimizer=False), body)
         await bench.result(seq_id)
-    Dying(bench, (3,))
+    CrashingOperations(bench, (3,))
     await bench.optim_step(3)
     await bench.result(3)
-    assert trained(bench) == ["make", 1, 2, 3]
-    await until(bench, are_published)
+    assert performed_since_rebuild(bench) == ["make", 1, 2, 3]
+    await wait_until(bench, are_published)
 
 
-async def test_a_run_that_rests_needs_nothing_of_the_journal_once_it_is_settled(make_bench: MakeBench) -> None:
+async def test_a_settled_idle_run_needs_nothing_from_the_journal(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
     await bench.run.refuse(2, Refused("forward_backward", "bad", taints=True))
     await bench.result(1)
     await bench.run.settle(held_seconds=100)
     assert not bench.snapshots.exists(), "nothing is that old"
-    await until(bench, lambda: len(bench.run._state.history._pasts) == 3)
+    await wait_until(bench, lambda: len(bench.run._state.history._pasts) == 3)
     await bench.run.settle(held_seconds=0)
     assert {path.name for path in bench.snapshots.iterdir()} == {"2", "2-copy"}
     assert not bench.run._state.history._pasts
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
-    # The step over the window of which a part was refused is refused, also by who knows the snapshot alone.
+    # The step over the tainted window is refused even if the run is recovered from the snapshot alone.
     async with resumed(bench, {}):
         await bench.optim_step(3)
         assert "(bad)" in (await bench.result(3))["error"]
         await bench.forward_backward(4)
         await bench.optim_step(5)
         assert await bench.result(5) == {"seq_id": 5}
-    assert trained(bench) == ["make", "restore 2-copy", "clear", 4, 5]
+    assert performed_since_rebuild(bench) == ["make", "restore 2-copy", "clear", 4, 5]
 
 
 @pytest.mark.parametrize("kind", ["strike", "rebuild_strike"])
-async def test_a_run_that_rests_is_settled_whatever_struck_it(make_bench: MakeBench, kind: str) -> None:
+async def test_an_idle_run_is_settled_despite_strikes(make_bench: MakeBench, kind: str) -> None:
     bench = await make_bench()
     await bench.optim_step(1)
     await bench.result(1)
-    await bench.journaled(kind, 1)
-    await bench._all_stored()
+    await bench.append_to_journal(kind, 1)
+    await bench.wait_until_stored()
     await bench.run.settle(held_seconds=0)
     await bench.restart()
     bench.operations.performed.clear()
     await bench.run.settle(held_seconds=0)
     assert bench.operations.performed == []
-    is_held = kind == "rebuild_strike"  # it counts until there is another snapshot
+    is_held = kind == "rebuild_strike"  # it counts until the next snapshot
     assert any(bench.services.journal._held.values()) == is_held
 
 
-async def test_a_run_that_is_at_work_is_settled_behind_its_next_operation(make_bench: MakeBench) -> None:
+async def test_a_busy_run_is_settled_after_its_next_operation(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    bench.operations.may_go_on.clear()
+    bench.operations.may_proceed.clear()
     await bench.forward_backward(1)
-    await until(bench, lambda: bench.operations.begun == [0, 1])
+    await wait_until(bench, lambda: bench.operations.begun == [0, 1])
     await bench.run.settle(held_seconds=0)
     await bench.forward_backward(2)
-    bench.operations.may_go_on.set()
-    await until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
+    bench.operations.may_proceed.set()
+    await wait_until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
 
 
-async def test_a_run_that_rests_since_a_restart_is_made_again_to_be_settled(make_bench: MakeBench) -> None:
+async def test_an_idle_run_is_rebuilt_after_a_restart_to_be_settled(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
     async with resumed(bench, found):
         await bench.run.settle(held_seconds=0)
         assert (bench.snapshots / "0-copy" / "manifest.json").exists()
     assert bench.operations.performed == [0, "discard", "make", "snapshot"]
 
 
-async def test_a_run_that_rests_when_its_worker_dies_is_rebuilt_to_be_settled_and_nobody_is_alarmed(
+async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await make_bench()
     await bench.optim_step(1)
     await bench.result(1)
-    await until(bench, lambda: len(bench.run._state.history._pasts) == 2)
+    await wait_until(bench, lambda: len(bench.run._state.history._pasts) == 2)
     snapshot, bench.operations.performed = bench.operations.snapshot, []
 
     async def lost(run: RunRecord, directory: Path) -> None:
         if "make" not in bench.operations.performed:
-            raise WorkerLost(f"{run.run_id} was lost when the worker died: create it anew")
+            raise WorkerLost(f"{run.run_id} was lost when the worker died: create it again")
         await snapshot(run, directory)
 
     bench.operations.snapshot = lost  # pyright: ignore[reportAttributeAccessIssue]
@@ -423,7 +424,7 @@ async def test_a_run_that_rests_when_its_worker_dies_is_rebuilt_to_be_settled_an
 
 @asynccontextmanager
 async def resumed(bench: Bench, found: dict[int, Earlier]) -> AsyncIterator[None]:
-    """The bench's run as another process takes it up."""
+    """Recovers the bench's run as another process would."""
     bench.run = Run(bench.run.record, bench.services)
     await bench.run.resume(Inherited(found))
     try:
@@ -433,22 +434,22 @@ async def resumed(bench: Bench, found: dict[int, Earlier]) -> AsyncIterator[None
 
 
 @pytest.mark.parametrize("num_strikes", [2, 3])
-async def test_what_was_struck_out_before_a_restart_is_not_tried_again(make_bench: MakeBench, num_strikes: int) -> None:
-    """Although nobody was answered yet."""
+async def test_an_operation_given_up_before_a_restart_is_not_retried(make_bench: MakeBench, num_strikes: int) -> None:
+    """Even if it was not answered yet."""
     bench = await make_bench()
     await bench.result(0)
     await bench.run.stop()
     step = OptimStepRequest(model_id=RUN_ID).model_dump_json().encode()
-    await bench.journaled("optim_step", 1, step)
+    await bench.append_to_journal("optim_step", 1, step)
     for _ in range(num_strikes):
-        await bench.journaled("strike", 1)
+        await bench.append_to_journal("strike", 1)
     await bench.restart()
     assert ("died 3 times" in str(await bench.result(1))) == (num_strikes == 3)
     assert (1 in bench.operations.performed) == (num_strikes < 3)
 
 
-class Once:
-    """Until the end of this process the second operation does not end, and those in `breaking` fail at once."""
+class HangingOperations:
+    """Makes operation 2 hang, and the operations in `breaking` fail at once, until `restart`."""
 
     def __init__(self, bench: Bench, breaking: tuple[int, ...]) -> None:
         self.bench = bench
@@ -468,184 +469,184 @@ class Once:
         await self.bench.restart()
 
 
-async def test_what_has_failed_before_a_restart_does_not_count_behind_it(make_bench: MakeBench) -> None:
-    """Although what comes before it is done again, and it could be done now."""
+async def test_a_failure_before_a_restart_stays_a_failure(make_bench: MakeBench) -> None:
+    """Even if the operations before it are repeated and it could succeed now."""
     bench = await make_bench()
-    once = Once(bench, breaking=(3,))
+    hanging = HangingOperations(bench, breaking=(3,))
     for seq_id in (1, 2, 3):
         await bench.forward_backward(seq_id)
     failed = await bench.result(3)
     assert "internal error" in failed["error"]
-    await once.restart()
+    await hanging.restart()
     assert await bench.result(2) == {"seq_id": 2} and await bench.result(3) == failed
     await bench.optim_step(4)
     assert "forward_backward with seq_id 3 failed" in (await bench.result(4))["error"]
-    assert trained(bench) == ["make", 1, 2, "clear"]
+    assert performed_since_rebuild(bench) == ["make", 1, 2, "clear"]
     await bench.optim_step(5)
     assert await bench.result(5) == {"seq_id": 5}
 
 
-async def test_a_step_that_has_failed_before_a_restart_leaves_the_gradients_as_they_are(make_bench: MakeBench) -> None:
+async def test_a_step_that_failed_before_a_restart_keeps_the_gradients(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    once = Once(bench, breaking=(3,))
+    hanging = HangingOperations(bench, breaking=(3,))
     await bench.forward_backward(1)
     await bench.forward_backward(2)
     await bench.optim_step(3)
     assert "internal error" in (await bench.result(3))["error"]
-    await once.restart()
+    await hanging.restart()
     await bench.optim_step(4)
     assert await bench.result(4) == {"seq_id": 4}
-    assert trained(bench) == ["make", 1, 2, 4]
+    assert performed_since_rebuild(bench) == ["make", 1, 2, 4]
 
 
-async def test_a_step_that_was_struck_out_before_a_restart_takes_the_gradients_along(make_bench: MakeBench) -> None:
-    """As it has where it is struck out in one process: they are not those of the next step."""
+async def test_a_step_given_up_before_a_restart_clears_the_gradients(make_bench: MakeBench) -> None:
+    """A step given up without a restart clears them too: they must not reach the next step."""
     bench = await make_bench()
     await bench.result(0)
     await bench.run.stop()
-    await bench.journaled("forward_backward", 1, FORWARD_BACKWARD)
-    await bench.journaled("optim_step", 2, OptimStepRequest(model_id=RUN_ID).model_dump_json().encode())
+    await bench.append_to_journal("forward_backward", 1, FORWARD_BACKWARD)
+    await bench.append_to_journal("optim_step", 2, OptimStepRequest(model_id=RUN_ID).model_dump_json().encode())
     for _ in range(3):
-        await bench.journaled("strike", 2)
+        await bench.append_to_journal("strike", 2)
     await bench.restart()
     assert "died 3 times" in (await bench.result(2))["error"]
     await bench.forward_backward(3)
     assert await bench.result(3) == {"seq_id": 3}
-    assert trained(bench) == ["make", 1, "clear", 3]
+    assert performed_since_rebuild(bench) == ["make", 1, "clear", 3]
 
 
-async def test_one_that_was_not_alone_is_tried_as_often_as_it_takes(make_bench: MakeBench) -> None:
+async def test_an_operation_that_was_not_alone_is_retried_without_limit(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    Dying(bench, (1,), times=4)
+    CrashingOperations(bench, (1,), times=4)
     await bench.forward_backward(1)
     assert await bench.result(1) == {"seq_id": 1}
 
 
-async def test_a_run_that_cannot_be_made_again_says_so(make_bench: MakeBench) -> None:
+async def test_a_failed_rebuild_is_reported(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    Dying(bench, (1,))
+    CrashingOperations(bench, (1,))
 
     async def make(run, operation, *, again: bool) -> None:
         raise OperationError("no memory", "server")
 
     bench.operations.make = make  # pyright: ignore[reportAttributeAccessIssue]
     await bench.forward_backward(1)
-    assert "cannot be made again: no memory" in (await bench.result(1))["error"]
+    assert "cannot be rebuilt: no memory" in (await bench.result(1))["error"]
 
 
-# --- Making it again kills the worker ---
+# --- Rebuilds that crash the worker ---
 
 
-class Killing:
-    """Tries to make the run again kill the worker, `left` times; the next one waits until it may go on."""
+class CrashingRebuilds:
+    """Makes the next `left` rebuilds crash the worker; the one after them waits for `may_proceed`."""
 
     def __init__(self, bench: Bench) -> None:
         self.num_tries = self.left = 0
-        self.may_go_on = asyncio.Event()
+        self.may_proceed = asyncio.Event()
         make = bench.operations.make
 
-        async def killing(run: RunRecord, operation: CreateRun, *, again: bool) -> None:
+        async def crashing(run: RunRecord, operation: CreateRun, *, again: bool) -> None:
             self.num_tries += 1
             if self.left > 0:
                 self.left -= 1
                 raise WorkerLost("the worker died", alone=True)
-            await self.may_go_on.wait()
+            await self.may_proceed.wait()
             await make(run, operation, again=again)
 
-        bench.operations.make = killing  # pyright: ignore[reportAttributeAccessIssue]
+        bench.operations.make = crashing  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_a_run_whose_rebuild_kills_workers_is_given_up_at_the_third_time_in_all_processes_together(
+async def test_a_rebuild_that_crashes_workers_fails_at_the_third_crash_across_processes(
     make_bench: MakeBench,
 ) -> None:
     bench = await make_bench()
     await bench.result(0)
-    killing = Killing(bench)
-    killing.left = 2
+    crashing = CrashingRebuilds(bench)
+    crashing.left = 2
     await bench.restart()
     asking = asyncio.create_task(bench.run.info())
-    await until(bench, lambda: killing.num_tries == 3)
-    killing.left = 100
+    await wait_until(bench, lambda: crashing.num_tries == 3)
+    crashing.left = 100
     await bench.restart()
     await asyncio.gather(asking, return_exceptions=True)
     for seq_id in (1, 2):
         await bench.forward_backward(seq_id)
-        assert "cannot be made again: the worker died 3 times" in (await bench.result(seq_id))["error"]
+        assert "cannot be rebuilt: the worker died 3 times" in (await bench.result(seq_id))["error"]
         await bench.restart()
-    assert killing.num_tries == 4, "the third process has not even tried"
+    assert crashing.num_tries == 4, "the third process does not try"
 
 
-async def test_strikes_against_making_a_run_again_are_forgotten_with_the_next_snapshot(make_bench: MakeBench) -> None:
+async def test_a_snapshot_clears_the_strikes_of_rebuilds(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    killing = Killing(bench)
-    killing.may_go_on.set()
+    crashing = CrashingRebuilds(bench)
+    crashing.may_proceed.set()
     for seq_id in (1, 3):
-        killing.left = 2
+        crashing.left = 2
         await bench.restart()
         await bench.forward_backward(seq_id)
         assert await bench.result(seq_id) == {"seq_id": seq_id}
         await bench.forward_backward(seq_id + 1)
-        await snapshotted(bench, seq_id + 1)
-    assert killing.num_tries == 6
-    killing.left = 1
+        await wait_for_snapshot(bench, seq_id + 1)
+    assert crashing.num_tries == 6
+    crashing.left = 1
     await bench.restart()
     await bench.forward_backward(5)
     assert await bench.result(5) == {"seq_id": 5}
 
 
-async def until(bench: Bench, condition) -> None:
+async def wait_until(bench: Bench, condition) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def snapshotted(bench: Bench, seq_id: int) -> None:
+async def wait_for_snapshot(bench: Bench, seq_id: int) -> None:
     state = bench.run._state
-    await until(bench, lambda: state.covers(seq_id) and not state._snapshotting)
+    await wait_until(bench, lambda: state.covers(seq_id) and not state._snapshotting)
 
 
-# Put back
+# Restored from a copy
 
 
-async def restarted_on_a_copy(bench: Bench) -> None:
-    """As by a server that starts on a directory that `backup` has made."""
+async def restart_on_a_copy(bench: Bench) -> None:
+    """Restarts as a server on a directory that `backup` has made."""
     mark_copy(bench.journal_directory.parent, bench.journal_directory.parent, 0.0)
-    await restarted_again(bench)
+    await restart_again(bench)
 
 
-async def restarted_again(bench: Bench) -> None:
+async def restart_again(bench: Bench) -> None:
     bench.services = replace(bench.services, copied=Copied(bench.journal_directory.parent))
     bench.services.copied.begin([RUN_ID])
     await bench.restart()
 
 
-async def test_a_run_of_a_copy_whose_client_is_ahead_is_refused_for_good(
+async def test_a_restored_run_whose_client_is_ahead_is_refused_permanently(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await make_bench(gap_seconds=0.1)
     await bench.forward_backward(1)
     await bench.optim_step(2)
     await bench.result(2)
-    await restarted_on_a_copy(bench)
+    await restart_on_a_copy(bench)
     await bench.forward_backward(5)
     await bench.optim_step(6)
     for seq_id in (5, 6):
         error = (await bench.result(seq_id))["error"]
-        assert "put back to a copy of its state of 1970-01-01 00:00:00 UTC" in error and "create a new run" in error
+        assert "restored from a copy of its state of 1970-01-01 00:00:00 UTC" in error and "create a new run" in error
     assert 5 not in bench.operations.performed and "seq_id 3 did not arrive within 0.1 s" in caplog.text
     for _ in range(2):
-        with pytest.raises(RequestError, match="is over: the server was put back") as refused:
+        with pytest.raises(RequestError, match="is over: the server was restored") as refused:
             await bench.forward_backward(7)
         assert refused.value.status == 410
-        await restarted_again(bench)
+        await restart_again(bench)
 
 
-async def test_a_run_of_a_copy_that_goes_on_without_a_gap_is_as_any_other(make_bench: MakeBench) -> None:
+async def test_a_restored_run_without_a_gap_continues_normally(make_bench: MakeBench) -> None:
     bench = await make_bench(gap_seconds=0.1)
     await bench.result(0)
-    await restarted_on_a_copy(bench)
-    await restarted_again(bench)
+    await restart_on_a_copy(bench)
+    await restart_again(bench)
     await bench.forward_backward(2)
     await bench.forward_backward(1)
     assert await bench.result(2) == {"seq_id": 2}
@@ -654,7 +655,7 @@ async def test_a_run_of_a_copy_that_goes_on_without_a_gap_is_as_any_other(make_b
     assert await bench.result(4) == {"seq_id": 4}
 
 
-async def test_without_a_mark_the_refusal_says_that_the_state_may_be_older(
+async def test_without_a_restore_marker_the_error_mentions_an_older_state(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await make_bench(gap_seconds=0.1)
@@ -664,7 +665,7 @@ async def test_without_a_mark_the_refusal_says_that_the_state_may_be_older(
         await bench.forward_backward(first)
         await bench.optim_step(first + 1)
         error = (await bench.result(first + 1))["error"]
-        assert ("if it was put back to an older state, steps are missing" in error) == doubts
+        assert ("if it was restored from an older state, steps are missing" in error) == doubts
         await bench.forward_backward(first + 2)
     assert "seq_id 1 to 2 given up: they did not arrive within 0.1 s, nor" in caplog.text
     assert "seq_id 6 given up: it did not arrive within 0.1 s\n" in caplog.text

@@ -1,5 +1,8 @@
-"""A number that a client has given to a model or a sampler: the same request again answers the same one, as clients
-send it when an answer was lost; another request with it is refused."""
+"""Sequence numbers that clients give to models and samplers.
+
+The same request sent again, as clients do after a lost answer, returns the same model or sampler. A different request
+with that number is refused.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +17,7 @@ from trainhouse.server.journal.journal import Journal
 from trainhouse.server.store.tables import runs
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..noting import noting
+from ..noting import with_noting_worker
 from ..real import ALICE, MODEL, Server, running_server, started_dispatch
 from .test_drafts import OTHER, config_of
 
@@ -29,12 +32,14 @@ DRAFT = {"model_role": "draft", "draft": EAGLE}
 async def dispatch(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(config_of(tiny_models, tmp_path_factory.mktemp("unused")), noting) as dispatch:
+    async with started_dispatch(
+        config_of(tiny_models, tmp_path_factory.mktemp("unused")), with_noting_worker
+    ) as dispatch:
         yield dispatch
 
 
 class Restarting:
-    """A server that can be started anew."""
+    """A server that can be restarted."""
 
     def __init__(self, config: ServerConfig, dispatch: WorkerDispatch) -> None:
         self._config, self._dispatch, self._stack = config, dispatch, AsyncExitStack()
@@ -56,7 +61,7 @@ async def restarting(
     await restarting.stop()
 
 
-async def created(server: Server, body: dict[str, Any], route: str = "create_model") -> str:
+async def create_model(server: Server, body: dict[str, Any], route: str = "create_model") -> str:
     return (await server.result((await server.post(route, body))["request_id"]))["model_id"]
 
 
@@ -73,7 +78,7 @@ async def created(server: Server, body: dict[str, Any], route: str = "create_mod
         (DRAFT, {"target_path": "PATH"}),
     ],
 )
-async def test_a_number_of_a_model_is_that_of_one_request(
+async def test_a_model_seq_id_belongs_to_one_request(
     restarting: Restarting, asked: dict[str, Any], other: dict[str, Any]
 ) -> None:
     server = await restarting.start()
@@ -81,59 +86,61 @@ async def test_a_number_of_a_model_is_that_of_one_request(
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL} | asked
     if "target_path" in other:
         policy = {
-            "model_id": await created(server, body | LORA | {"model_role": "policy", "draft": None, "model_seq_id": 9})
+            "model_id": await create_model(
+                server, body | LORA | {"model_role": "policy", "draft": None, "model_seq_id": 9}
+            )
         }
         saved = await server.post("save_weights_for_sampler", policy | {"path": "a"})
         other = {"target_path": (await server.result(saved["request_id"]))["path"]}
-    model_id = await created(server, body)
+    model_id = await create_model(server, body)
     for _ in range(2):
         reordered = dict(reversed([*body.items(), ("type", "create_model"), ("target_path", None)]))
-        assert await created(server, reordered) == model_id
+        assert await create_model(server, reordered) == model_id
         refused = await server.post("create_model", body | other, status=400)
         assert refused["detail"] == (
-            f"model_seq_id 0 of session {session_id} is the number of {model_id}, for which something else was asked:"
-            " give a new model the next number, or send the request as it was"
+            f"model_seq_id 0 of session {session_id} is taken by {model_id}, which was created by a different request:"
+            " give a new model the next number, or resend the original request"
         )
         server = await restarting.start()
-    assert await created(server, body | other | {"model_seq_id": 1}) == f"{session_id}:train:1"
+    assert await create_model(server, body | other | {"model_seq_id": 1}) == f"{session_id}:train:1"
 
 
-async def test_a_number_of_a_model_that_is_made_of_a_checkpoint_is_that_of_one_request(restarting: Restarting) -> None:
+async def test_a_model_seq_id_of_a_load_belongs_to_one_request(restarting: Restarting) -> None:
     server = await restarting.start()
     session_id = await server.create_session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL} | LORA
-    model_id = await created(server, body)
+    model_id = await create_model(server, body)
     paths = []
     for name in ("a", "b"):
         saved = await server.post("save_weights", {"model_id": model_id, "path": name})
         paths.append((await server.result(saved["request_id"]))["path"])
     load = {"session_id": session_id, "model_seq_id": 1, "path": paths[0], "optimizer": True}
-    loaded = await created(server, load, "load_weights")
+    loaded = await create_model(server, load, "load_weights")
     for _ in range(2):
-        assert await created(server, load, "load_weights") == loaded
+        assert await create_model(server, load, "load_weights") == loaded
         for other in ({"path": paths[1]}, {"optimizer": False}, {"model_seq_id": 0}):
             refused = await server.post("load_weights", load | other, status=400)
-            assert "for which something else was asked" in refused["detail"]
+            assert "which was created by a different request" in refused["detail"]
         refused = await server.post("create_model", body | {"model_seq_id": 1}, status=400)
         assert "model_seq_id 1" in refused["detail"]
         server = await restarting.start()
 
 
-async def test_a_model_that_an_earlier_version_made_answers_whatever_is_asked(restarting: Restarting) -> None:
+async def test_a_model_of_an_earlier_version_is_returned_for_any_request(restarting: Restarting) -> None:
     server = await restarting.start()
     body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL} | LORA
-    model_id = await created(server, body)
+    model_id = await create_model(server, body)
     await server.services.store._update(runs, runs.c.run_id == model_id, {"asked": None})  # pyright: ignore[reportAttributeAccessIssue]
     server = await restarting.start()
-    assert await created(server, body | {"lora_config": {"rank": 8}}) == model_id
+    assert await create_model(server, body | {"lora_config": {"rank": 8}}) == model_id
 
 
-async def test_a_number_of_a_sampler_is_that_of_one_request(restarting: Restarting) -> None:
+async def test_a_sampler_seq_id_belongs_to_one_request(restarting: Restarting) -> None:
     server = await restarting.start()
     session_id = await server.create_session()
     model = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
-    policy = {"model_id": await created(server, model | LORA)}
-    draft = {"model_id": await created(server, model | DRAFT | {"model_seq_id": 1})}
+    policy = {"model_id": await create_model(server, model | LORA)}
+    draft = {"model_id": await create_model(server, model | DRAFT | {"model_seq_id": 1})}
     paths = []
     for each in (policy, draft):
         saved = await server.post("save_weights_for_sampler", each | {"path": "a"})
@@ -162,7 +169,9 @@ async def test_a_number_of_a_sampler_is_that_of_one_request(restarting: Restarti
 
 
 @pytest.mark.parametrize("route", ["create_model", "create_sampling_session"])
-async def test_of_two_requests_at_once_with_one_number_one_is_refused(restarting: Restarting, route: str) -> None:
+async def test_one_of_two_concurrent_requests_with_the_same_seq_id_is_refused(
+    restarting: Restarting, route: str
+) -> None:
     server = await restarting.start()
     numbers = {"session_id": await server.create_session(), "model_seq_id": 0, "sampling_session_seq_id": 0}
     number = {"create_model": "model_seq_id", "create_sampling_session": "sampling_session_seq_id"}[route]
@@ -171,7 +180,7 @@ async def test_of_two_requests_at_once_with_one_number_one_is_refused(restarting
     assert sorted(answer.status_code for answer in await asyncio.gather(*posts)) == [200, 400]
 
 
-async def test_a_number_is_free_where_its_request_was_not_accepted(
+async def test_a_seq_id_stays_free_if_its_request_was_not_accepted(
     restarting: Restarting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await restarting.start()
@@ -186,4 +195,4 @@ async def test_a_number_is_free_where_its_request_was_not_accepted(
         patch.setattr(Journal, "append", full)
         both = [server.post("create_model", body | {"lora_config": {"rank": 4}}, status=503) for _ in range(2)]
         await asyncio.gather(*both)
-    assert await created(server, body | {"lora_config": {"rank": 8}})
+    assert await create_model(server, body | {"lora_config": {"rank": 8}})

@@ -1,4 +1,4 @@
-"""What has to be repeated to make a run again, and when the journal may let go of it."""
+"""The replay log: which operations must be repeated to rebuild a run, and when the journal may release them."""
 
 import pytest
 from trainhouse.schemas.errors import OperationError
@@ -11,7 +11,8 @@ AGAIN, CLEAR = Repeat.AGAIN, Repeat.CLEAR
 
 
 def history(*ended: tuple[str, Outcome | None]) -> tuple[History, list[int]]:
-    """Operations 1, 2, 3, ... by kind and outcome; and the seq_ids that the journal may let go of."""
+    """Returns a history of operations 1, 2, 3, ... by kind and outcome, and the seq_ids that the journal may
+    release."""
     released: list[int] = []
     made = History(lambda place: released.append(place.offset))
     for seq_id, (kind, outcome) in enumerate(ended, 1):
@@ -26,7 +27,7 @@ def repeats(made: History, after: int = 0, is_tainted: bool = False) -> list[tup
 FB, STEP, FORWARD = "forward_backward", "optim_step", "forward"
 
 
-def test_what_changed_the_state_is_repeated_in_order() -> None:
+def test_operations_that_changed_the_state_are_repeated_in_order() -> None:
     made, released = history((FB, DONE), (FORWARD, DONE), (STEP, DONE), ("save_weights", DONE), (FB, DONE), (FB, None))
     assert repeats(made) == [(1, AGAIN), (3, AGAIN), (5, AGAIN)]
     assert repeats(made, after=3) == [(5, AGAIN)]
@@ -34,21 +35,21 @@ def test_what_changed_the_state_is_repeated_in_order() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "step"), [(DONE, AGAIN), (FAILED, CLEAR), (BROKE, CLEAR)])
-def test_a_step_over_a_part_of_its_batch_clears(outcome: Outcome, step: Repeat) -> None:
+def test_a_step_over_an_incomplete_batch_clears_the_gradients(outcome: Outcome, step: Repeat) -> None:
     made, _ = history((FB, DONE), (FB, outcome), (STEP, DONE if step is AGAIN else FAILED), (FB, DONE), (STEP, DONE))
     wanted = [(1, AGAIN), *([(2, AGAIN)] if outcome is DONE else []), (3, step), (4, AGAIN), (5, AGAIN)]
     assert repeats(made) == wanted
 
 
 @pytest.mark.parametrize(("outcome", "repeated"), [(FAILED, [(2, AGAIN)]), (STRUCK, [(2, CLEAR)]), (BROKE, [])])
-def test_a_step_that_failed_by_itself_does_to_its_gradients_what_it_did(
+def test_a_failed_step_affects_the_gradients_as_it_did_before(
     outcome: Outcome, repeated: list[tuple[int, Repeat]]
 ) -> None:
     made, _ = history((FB, DONE), (STEP, outcome), (STEP, DONE))
     assert repeats(made) == [(1, AGAIN), *repeated, (3, AGAIN)]
 
 
-def test_a_refusal_that_may_have_been_a_part_of_the_batch_taints_the_step_and_loading_heals() -> None:
+def test_a_refused_part_taints_the_step_and_a_load_clears_the_taint() -> None:
     made, _ = history((FB, DONE))
     made.add(Past(2, REFUSED, Place(0, 2), outcome=FAILED, taints=True, is_answered=True))
     made.add(Past(3, STEP, Place(0, 3), outcome=FAILED, is_answered=True))
@@ -59,29 +60,29 @@ def test_a_refusal_that_may_have_been_a_part_of_the_batch_taints_the_step_and_lo
     assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
 
 
-def test_a_new_target_and_a_vocabulary_are_repeated_in_order_and_a_target_heals_nothing() -> None:
+def test_targets_and_vocabularies_are_repeated_and_a_target_keeps_the_taint() -> None:
     made, _ = history(("build_vocab_map", DONE), (FB, DONE), ("set_target", DONE), ("set_target", FAILED), (STEP, DONE))
     assert repeats(made) == [(1, AGAIN), (2, AGAIN), (3, AGAIN), (5, AGAIN)]
     assert repeats(made, after=3) == [(5, AGAIN)]
     assert repeats(made, after=2, is_tainted=True) == [(3, AGAIN), (5, CLEAR)]
 
 
-def test_what_was_refused_for_want_of_a_vocabulary_is_no_part_of_the_step_behind_it() -> None:
+def test_passes_refused_for_a_missing_vocabulary_do_not_taint_the_next_step() -> None:
     made, _ = history((FB, FAILED), ("build_vocab_map", DONE), (FB, DONE), (STEP, DONE))
     assert repeats(made) == [(2, AGAIN), (3, AGAIN), (4, AGAIN)]
     made, _ = history((FB, FAILED), ("build_vocab_map", FAILED), (FB, DONE), (STEP, FAILED))
     assert repeats(made) == [(3, AGAIN), (4, CLEAR)]
 
 
-def test_what_nobody_knows_the_end_of_cannot_be_repeated() -> None:
+def test_an_operation_of_unknown_outcome_cannot_be_repeated() -> None:
     made, _ = history((FB, DONE))
     made.add(Past(2, STEP, Place(0, 2), is_answered=True))
     assert repeats(made, after=2) == []
-    with pytest.raises(OperationError, match="how optim_step with seq_id 2 ended"):
+    with pytest.raises(OperationError, match="the outcome of optim_step with seq_id 2 is not known"):
         repeats(made)
 
 
-def test_the_journal_lets_go_of_what_is_answered_and_covered() -> None:
+def test_the_journal_releases_what_is_answered_and_covered() -> None:
     made, released = history((FB, DONE), (STEP, DONE), (STRIKE, FAILED), (FB, None), (STEP, DONE))
     made.cover(4)
     assert released == [1, 2, 3]
@@ -94,7 +95,7 @@ def test_the_journal_lets_go_of_what_is_answered_and_covered() -> None:
     assert released == [1, 2, 3, 4, 5]
 
 
-def test_a_snapshot_is_due_after_so_many_steps_or_bytes() -> None:
+def test_a_snapshot_is_due_after_enough_steps_or_bytes() -> None:
     made, _ = history((STEP, DONE), (STEP, DONE))
     assert not made.is_due(3, 1000) and made.is_due(2, 1000) and not made.is_due(2, 1000)
     made.add(Past(3, FB, Place(0, 3), num_bytes=1000))

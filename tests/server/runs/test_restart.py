@@ -1,4 +1,4 @@
-"""A server that is killed and started again on the same state directory."""
+"""A server that is killed and restarted on the same state directory."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ DATA = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]
 
 @dataclass(frozen=True)
 class Client:
-    """Plain REST, waiting for each result."""
+    """A plain REST client that waits for each result."""
 
     server: LiveServer
 
@@ -29,14 +29,14 @@ class Client:
         return response.json() | {"status": response.status_code}
 
     def wait(self, request_id: str) -> dict:
-        """The answer of a future, however often it must be polled."""
+        """Polls a future until it answers."""
         while (answer := self.post("retrieve_future", {"request_id": request_id}))["status"] == 408:
             pass
         return answer
 
 
 @pytest.mark.full
-def test_after_kill_9_everything_goes_on(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_after_kill_9_everything_continues(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
         client = Client(server)
         session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
@@ -65,7 +65,9 @@ def test_after_kill_9_everything_goes_on(tiny_models: dict[str, Path], tmp_path:
 
 
 @pytest.mark.full
-def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_operations_of_a_model_no_longer_served_are_reported_as_lost(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
         client = Client(server)
         session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
@@ -81,7 +83,7 @@ def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], 
         assert client.post("optim_step", {"model_id": model_id})["status"] == 410
 
 
-def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repeat(
+def test_sigterm_finishes_accepted_operations_and_leaves_nothing_to_repeat(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = tmp_path / "gate"

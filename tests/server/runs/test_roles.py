@@ -20,23 +20,23 @@ IN_TURN = APART | {"shared_devices": "turns", "idle_device_seconds": 0.5}
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("before_it", "behind_it"),
+    ("options_before", "options_after"),
     [({}, {}), (APART, APART), (APART, {}), ({}, {"role_group": "critic+reference=fsdp=2"}), (IN_TURN, IN_TURN)],
     ids=["in one group", "apart", "apart, then in one group", "in one group, then apart", "in turn"],
 )
-def test_critics_and_references_are_as_they_were_after_kill_9(
-    before_it: dict[str, Any], behind_it: dict[str, Any], tiny_models: dict[str, Path], tmp_path: Path
+def test_critics_and_references_are_unchanged_after_kill_9(
+    options_before: dict[str, Any], options_after: dict[str, Any], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **before_it) as server:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **options_before) as server:
         client = Client(server)
         session = {"session_id": client.post("create_session", {"sdk_version": "0"})["session_id"]}
 
-        def created(number: int, role: str) -> str:
-            of_role = {"model_seq_id": number, "base_model": MODEL, "lora_config": {"rank": 4}, "model_role": role}
-            return client.post("create_model", session | of_role)["model_id"]
+        def create_run(number: int, role: str) -> str:
+            body = {"model_seq_id": number, "base_model": MODEL, "lora_config": {"rank": 4}, "model_role": role}
+            return client.post("create_model", session | body)["model_id"]
 
         critic, reference, policy = (
-            created(number, role) for number, role in enumerate(("critic", "reference", "policy"))
+            create_run(number, role) for number, role in enumerate(("critic", "reference", "policy"))
         )
         at_first = outputs(client.post("forward", {"model_id": critic, "data": VALUES, "loss_fn": "value_mse"}))
         for model_id, data, loss_fn in ((critic, VALUES, "value_mse"), (policy, DATA, "cross_entropy")):
@@ -56,7 +56,7 @@ def test_critics_and_references_are_as_they_were_after_kill_9(
         assert before[0]["values"] != pytest.approx(at_first["values"], rel=1e-4), "two steps show"
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(20)
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **behind_it) as server:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **options_after) as server:
         client = Client(server)
         for each, wanted in zip(forwards, before, strict=True):
             found = outputs(client.post("forward", each))
@@ -70,6 +70,6 @@ def test_critics_and_references_are_as_they_were_after_kill_9(
 
 
 def outputs(answer: dict[str, Any]) -> dict[str, list[float]]:
-    """Of the only datum."""
+    """Returns the outputs of the only datum."""
     (output,) = answer["loss_fn_outputs"]
     return {name: tensor["data"] for name, tensor in output.items()}

@@ -1,6 +1,6 @@
 """Run: the order of operations, duplicates, refusals, gaps and the end, over a real journal and real futures.
 
-What operations do is no matter here; these note that they were performed, and fail when told to.
+The operations only record that they were performed, and fail if the test says so.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ async def test_a_submit_is_answered_before_its_turn(make_bench: MakeBench) -> No
         await bench.forward_backward(2)
         await bench.forward_backward(1)
     assert bench.operations.performed == []
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     assert await bench.result(2) == {"seq_id": 2}
 
 
@@ -47,7 +47,7 @@ async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench: M
     bench = await make_bench(hold=True)
     assert len({await bench.optim_step(1) for _ in range(3)}) == 1
     assert len(set(await asyncio.gather(*(bench.optim_step(2) for _ in range(5))))) == 1
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     await bench.result(2)
     assert await bench.optim_step(1) == f"{RUN_ID}:1"
     assert await bench.forward_backward(2) == f"{RUN_ID}:2", "body differences are ignored"
@@ -81,7 +81,7 @@ async def test_a_refused_seq_id_counts_as_done(make_bench: MakeBench) -> None:
     assert await bench.result(3) == {"seq_id": 3}, "an accepted operation cannot be refused afterwards"
 
 
-async def test_a_failure_does_not_wedge_the_next_operations(
+async def test_a_failure_does_not_block_the_next_operations(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await make_bench()
@@ -108,7 +108,7 @@ async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench: 
     if how == "failed":
         bench.operations.failing = {2: OperationError("loss is NaN")}
         await bench.forward_backward(2)
-        await bench.result(2)  # a step that is handed on before is refused by the worker
+        await bench.result(2)  # a step dispatched before the failure would be refused by the worker
     else:
         await bench.run.refuse(2, Refused("forward_backward", "loss is NaN", taints=True))
     await bench.optim_step(3)
@@ -121,12 +121,12 @@ async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench: 
     assert await bench.result(5) == {"seq_id": 5}
 
 
-async def test_a_step_that_was_handed_on_before_its_batch_failed_is_the_workers_to_refuse_once(
+async def test_the_worker_refuses_a_step_dispatched_before_its_batch_failed(
     make_bench: MakeBench,
 ) -> None:
     bench = await make_bench()
     await bench.result(0)
-    bench.operations.may_go_on.clear()
+    bench.operations.may_proceed.clear()
     bench.operations.failing = {1: OperationError("loss is NaN"), 2: OperationError("the window is incomplete")}
     await bench.forward_backward(1)
     await bench.optim_step(2)
@@ -134,7 +134,7 @@ async def test_a_step_that_was_handed_on_before_its_batch_failed_is_the_workers_
     await bench.optim_step(4)
     await asyncio.sleep(0.05)
     assert bench.operations.begun == [0, 1, 2, 3, 4]
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     failed = await bench.result(2)
     assert "forward_backward with seq_id 1 failed (loss is NaN)" in failed["error"] and failed["category"] == "user"
     assert await bench.result(4) == {"seq_id": 4}
@@ -143,7 +143,7 @@ async def test_a_step_that_was_handed_on_before_its_batch_failed_is_the_workers_
     assert bench.operations.performed == [0, 1, 2, 3, 4, 5], "the worker has cleared the window already"
 
 
-async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench: MakeBench) -> None:
+async def test_failed_forwards_and_saves_do_not_taint_and_a_load_clears_the_taint(make_bench: MakeBench) -> None:
     bench = await make_bench()
     bench.operations.failing = {number: OperationError("no") for number in (1, 2, 4)}
     await bench.forward_backward(1, forward_only=True)
@@ -160,7 +160,7 @@ def batch(seq_id: int, loss_fn: str = "cross_entropy", num_tokens: int = 1) -> F
     return ForwardBackwardRequest(RUN_ID, seq_id, (Datum(np.broadcast_to(np.int32(1), num_tokens)),), loss_fn)
 
 
-async def test_training_is_handed_on_ahead_and_what_else_there_is_begins_and_ends_alone(make_bench: MakeBench) -> None:
+async def test_training_is_dispatched_ahead_and_other_operations_run_alone(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     operations = [
         batch(1),
@@ -177,47 +177,47 @@ async def test_training_is_handed_on_ahead_and_what_else_there_is_begins_and_end
     while len(bench.operations.performed) < 8:
         await asyncio.sleep(0.02)
         begun.append(bench.operations.begun[len(bench.operations.performed) :])
-        bench.operations.may_go_on.set()
+        bench.operations.may_proceed.set()
         await asyncio.sleep(0)
-        bench.operations.may_go_on.clear()
+        bench.operations.may_proceed.clear()
     assert begun == [[0], [1, 2, 3], [4], [5], [6], [7]]
     assert bench.operations.performed == list(range(8))
 
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(1, 64), (3 << 20, 5), (17 << 20, 1)])
-async def test_no_more_than_some_operations_and_some_bytes_are_handed_on_ahead(
+async def test_operations_dispatched_ahead_are_bounded_in_number_and_bytes(
     make_bench: MakeBench, num_tokens: int, most: int
 ) -> None:
-    """64 operations and 64 MiB; what is larger goes alone."""
+    """At most 64 operations and 64 MiB; a larger operation is dispatched alone."""
     bench = await make_bench()
     await bench.result(0)
-    bench.operations.may_go_on.clear()
+    bench.operations.may_proceed.clear()
     for seq_id in range(1, 71):
         await bench.submit(seq_id, batch(seq_id, num_tokens=num_tokens))
     await asyncio.sleep(0.05)
     assert bench.operations.begun == list(range(most + 1))
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     await bench.result(70)
     assert bench.operations.performed == list(range(71))
 
 
-async def test_the_end_takes_back_what_was_handed_on_but_may_not_have_begun(make_bench: MakeBench) -> None:
+async def test_ending_a_run_cancels_what_was_dispatched_ahead(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    bench.operations.may_go_on.clear()
+    bench.operations.may_proceed.clear()
     for seq_id in (1, 2, 3):
         await bench.forward_backward(seq_id)
     await asyncio.sleep(0.05)
     ending = asyncio.create_task(bench.run.end("the session has ended"))
     await asyncio.sleep(0.05)
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     await ending
     assert await bench.result(1) == {"seq_id": 1}
     assert [(await bench.result(seq_id))["error"] for seq_id in (2, 3)] == ["the session has ended"] * 2
     assert bench.operations.performed == [0, 1, "drop"]
 
 
-async def test_a_gap_is_explained_and_given_up_in_time(make_bench: MakeBench) -> None:
+async def test_a_gap_is_explained_and_given_up_after_a_timeout(make_bench: MakeBench) -> None:
     bench = await make_bench(gap_seconds=0.5)
     await bench.forward_backward(3)
     await bench.result(0)
@@ -229,10 +229,10 @@ async def test_a_gap_is_explained_and_given_up_in_time(make_bench: MakeBench) ->
     with pytest.raises(RequestError, match=r"within 0\.5 s"):
         await bench.forward_backward(1)
     await bench.optim_step(4)
-    assert "seq_id 1" in (await bench.result(4))["error"], "what never came may have been a part of the batch"
+    assert "seq_id 1" in (await bench.result(4))["error"], "the missing operation may have been part of the batch"
 
 
-async def test_a_gap_that_is_filled_in_time_is_none(make_bench: MakeBench) -> None:
+async def test_a_gap_filled_in_time_has_no_effect(make_bench: MakeBench) -> None:
     bench = await make_bench(gap_seconds=0.3)
     await bench.forward_backward(2)
     await asyncio.sleep(0.15)
@@ -244,7 +244,7 @@ async def test_a_gap_that_is_filled_in_time_is_none(make_bench: MakeBench) -> No
     assert bench.operations.performed == [0, 1, 2, 3]
 
 
-async def test_arrivals_do_not_put_off_that_a_gap_is_given_up_while_the_journal_cannot_be_written(
+async def test_arrivals_do_not_delay_giving_up_a_gap_while_the_journal_fails(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainhouse.server.runs.missing_seq._RETRY_SECONDS", 0.5)
@@ -263,7 +263,7 @@ async def test_arrivals_do_not_put_off_that_a_gap_is_given_up_while_the_journal_
     assert await bench.result(2) == {"seq_id": 2}
 
 
-async def test_there_is_no_gap_before_what_was_not_accepted(
+async def test_an_operation_that_was_not_accepted_starts_no_gap(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = await make_bench(gap_seconds=0.1)
@@ -281,17 +281,17 @@ async def test_there_is_no_gap_before_what_was_not_accepted(
     assert "seq_id 1 given up" in caplog.text
 
 
-async def test_pollers_hear_how_many_operations_come_first(make_bench: MakeBench) -> None:
+async def test_polls_report_how_many_operations_are_ahead(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.forward_backward(1)
     await bench.optim_step(2)
-    reasons = ["busy: tiny", "1 operation of this run comes first", "2 operations of this run come first"]
+    reasons = ["busy: tiny", "1 operation of this run is ahead", "2 operations of this run are ahead"]
     for seq_id, reason in enumerate(reasons):
         waiting = await bench.futures.wait(f"{RUN_ID}:{seq_id}", "alice", 0.01)
         assert waiting == Pending(queue_state_reason=reason)
 
 
-async def test_left_out_seq_ids_are_given_in_order(make_bench: MakeBench) -> None:
+async def test_omitted_seq_ids_are_assigned_in_order(make_bench: MakeBench) -> None:
     bench = await make_bench()
     seq_ids = [
         (await bench.submit(0, OptimStepRequest(model_id=RUN_ID))).seq_id,
@@ -312,11 +312,11 @@ async def test_impossible_seq_ids_are_refused(make_bench: MakeBench, seq_id: int
     assert await bench.result(1) == {"seq_id": 1}
 
 
-async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench: MakeBench) -> None:
+async def test_a_run_that_could_not_be_created_keeps_reporting_the_reason(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     bench.operations.failing = {0: OperationError("no room for rank 4")}
     await bench.optim_step(1)
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     assert (await bench.result(0))["error"] == "no room for rank 4"
     assert "could not be created: no room for rank 4" in (await bench.result(1))["error"]
     with pytest.raises(RequestError, match="no room") as refusal:
@@ -324,7 +324,7 @@ async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench: Ma
     assert refusal.value.status == 410
 
 
-async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench: MakeBench) -> None:
+async def test_ending_a_run_finishes_the_current_operation_and_fails_queued_ones(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.optim_step(1)
     await bench.optim_step(4)
@@ -332,14 +332,14 @@ async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench: Ma
     ending = asyncio.create_task(bench.run.end("the session has ended"))
     await asyncio.sleep(0.05)
     assert not ending.done()
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     await ending
     assert await bench.result(0) == {"seq_id": 0}
     assert [(await bench.result(seq_id))["error"] for seq_id in (1, 4)] == ["the session has ended"] * 2
     assert bench.operations.performed == [0, "drop"]
 
 
-async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try_works(make_bench: MakeBench) -> None:
+async def test_a_failed_journal_accepts_nothing_and_a_retry_works(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
     aside = bench.journal_directory.with_name("aside")
@@ -352,7 +352,7 @@ async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try
     assert await bench.result(1) == {"seq_id": 1}
 
 
-async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_bench: MakeBench) -> None:
+async def test_a_finished_operation_is_released_while_its_result_is_kept(make_bench: MakeBench) -> None:
     """Requests are far larger than results."""
     bench = await make_bench()
     operation = OptimStepRequest(model_id=RUN_ID, seq_id=1)
@@ -364,8 +364,8 @@ async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_benc
     assert watched() is None
 
 
-async def test_a_thousand_operations_take_a_moment(make_bench: MakeBench) -> None:
-    """Half a millisecond each where nothing else runs; the bound is for a busy machine."""
+async def test_a_thousand_operations_are_fast(make_bench: MakeBench) -> None:
+    """Each takes half a millisecond on an idle machine; the bound allows for a busy one."""
     bench = await make_bench()
     started = time.perf_counter()
     for seq_id in range(1, 1001):

@@ -1,4 +1,4 @@
-"""Samplers that share the weights of a live full run, and what becomes of them with it."""
+"""Samplers that share the weights of a live full run, and what happens to them when the run is lost."""
 
 import asyncio
 import os
@@ -15,11 +15,11 @@ from ..real import MODEL, Run, Server, batch, running_server, sample, sample_bod
 pytestmark = pytest.mark.anyio
 
 
-def inflight(model: Path, state_dir: Path, **options: object) -> ServerConfig:
+def inflight_config(model: Path, state_dir: Path, **options: object) -> ServerConfig:
     return server_config(model, state_dir, full_sampling="inflight", snapshot_steps=1, **options)
 
 
-async def created(server: Server) -> Run:
+async def create_full_run(server: Server) -> Run:
     session_id = await server.create_session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "training": "full"}
     made = await server.result((await server.post("create_model", body))["request_id"])
@@ -37,12 +37,10 @@ async def kill_worker(dispatch: WorkerDispatch) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_without_its_run_a_sampler_is_a_copy_of_its_last_save(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    config = inflight(tiny_models["qwen3"], tmp_path)
+async def test_a_sampler_whose_run_is_lost_uses_its_last_save(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config = inflight_config(tiny_models["qwen3"], tmp_path)
     async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
-        run = await created(server)
+        run = await create_full_run(server)
         await run.train(batch(), 1)
         sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
         saved = await logprobs(server, sampler_id)
@@ -58,29 +56,29 @@ async def test_without_its_run_a_sampler_is_a_copy_of_its_last_save(
             path.write_bytes(b"damaged")
         await kill_worker(dispatch)
         np.testing.assert_allclose(await logprobs(server, sampler_id), saved, atol=1e-4)
-        assert "cannot be made again" in (await run.submit("optim_step", status=410))["detail"]
+        assert "cannot be rebuilt" in (await run.submit("optim_step", status=410))["detail"]
         np.testing.assert_allclose(await logprobs(server, sampler_id), saved, atol=1e-4)
 
 
-async def test_a_snapshot_stays_what_it_was_when_the_worker_died(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """Of a server whose samplers have copies."""
+async def test_a_snapshot_sampler_is_unchanged_after_a_crash(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The samplers of this server have copies of the weights."""
     config = server_config(tiny_models["qwen3"], tmp_path)
     async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
-        run = await created(server)
+        run = await create_full_run(server)
         await run.train(batch(), 1)
         sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
         saved = await logprobs(server, sampler_id)
         await run.train(batch(), 2)
         await kill_worker(dispatch)
         np.testing.assert_allclose(await logprobs(server, sampler_id), saved, atol=1e-4)
-        assert (await dispatch.memory())[MODEL]["num_full_models_on_device"] == 1, "nobody has asked for the run"
+        assert (await dispatch.memory())[MODEL]["num_full_models_on_device"] == 1, "no request needs the run"
 
 
-async def test_many_requests_make_the_run_again_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """With operations of the run among them."""
-    config = inflight(tiny_models["qwen3"], tmp_path)
+async def test_many_requests_rebuild_the_run_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Operations of the run are among them."""
+    config = inflight_config(tiny_models["qwen3"], tmp_path)
     async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
-        run = await created(server)
+        run = await create_full_run(server)
         await run.train(batch(), 2)
         sampler_ids = [(await run.do("save_weights_for_sampler"))["sampling_session_id"] for _ in range(2)]
         live = await logprobs(server, sampler_ids[0])

@@ -1,4 +1,4 @@
-"""Two names of one source are one base model with one worker, whose runs and checkpoints have the name asked for."""
+"""Two names of one source share one worker, and every run and checkpoint keeps the name that was requested."""
 
 import json
 from pathlib import Path
@@ -18,20 +18,20 @@ def names_served(server: LiveServer) -> list[str]:
     return [model["model_name"] for model in answer["supported_models"]]
 
 
-def created(client: Client, name: str) -> str:
+def create_run(client: Client, name: str) -> str:
     session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": name, "lora_config": {"rank": 4, "seed": 7}}
     return client.post("create_model", create)["model_id"]
 
 
-def trained(client: Client, model_id: str) -> float:
+def train_step(client: Client, model_id: str) -> float:
     losses = {"model_id": model_id, "data": DATA, "loss_fn": "cross_entropy"}
     loss = client.post("forward_backward", losses)["metrics"]["loss:sum"]
     assert client.post("optim_step", {"model_id": model_id})["metrics"]
     return loss
 
 
-def sampled(client: Client, name: str) -> list[int]:
+def sample_tokens(client: Client, name: str) -> list[int]:
     session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
     asked = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": name}
     sampler = client.post("create_sampling_session", asked)["sampling_session_id"]
@@ -40,17 +40,17 @@ def sampled(client: Client, name: str) -> list[int]:
     return client.post("sample", sample)["sequences"][0]["tokens"]
 
 
-def test_both_names_train_and_sample_on_one_worker_and_come_back_after_a_restart(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_both_names_share_one_worker_and_survive_a_restart(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tiny_models["qwen3"])
     models: dict[str, Path | str] = dict(zip(NAMES, (tiny_models["qwen3"], tmp_path / "link"), strict=True))
     with live_server(models, tmp_path / "state") as server:
         client = Client(server)
         assert len(worker_pids(server.process.pid)) == 1 and names_served(server) == list(NAMES)
-        runs = {name: created(client, name) for name in NAMES}
-        losses = {name: trained(client, runs[name]) for name in NAMES}
-        assert losses[NAMES[0]] == losses[NAMES[1]] and sampled(client, NAMES[0]) == sampled(client, NAMES[1])
+        runs = {name: create_run(client, name) for name in NAMES}
+        losses = {name: train_step(client, runs[name]) for name in NAMES}
+        assert losses[NAMES[0]] == losses[NAMES[1]] and sample_tokens(client, NAMES[0]) == sample_tokens(
+            client, NAMES[1]
+        )
         for name in NAMES:
             info = client.post("get_info", {"model_id": runs[name]})
             assert info["model_data"]["model_name"] == name, info
@@ -60,7 +60,7 @@ def test_both_names_train_and_sample_on_one_worker_and_come_back_after_a_restart
     with live_server(models, tmp_path / "state") as server:
         client = Client(server)
         assert len(worker_pids(server.process.pid)) == 1 and names_served(server) == list(NAMES)
-        again = [trained(client, runs[name]) for name in NAMES]
+        again = [train_step(client, runs[name]) for name in NAMES]
         assert again[0] == again[1] < losses[NAMES[0]]
         for name in NAMES:
             assert client.post("get_info", {"model_id": runs[name]})["model_data"]["model_name"] == name

@@ -1,4 +1,4 @@
-"""Answers as they leave a connection, in one piece or whole in several; and how long a client may take."""
+"""HTTP connections: how answers are written, in one piece or in several, and how long a client may take."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,14 @@ pytestmark = pytest.mark.anyio
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """/pieces answers in three, with time between them; /early before it reads, /late reads after a while, /whole all;
-    /long with 64 MiB; everything else with the first piece of the body."""
+    """Serves the test paths; any path not listed answers with the first piece of the request body.
+
+    /pieces: answers in three pieces with pauses between them.
+    /early: answers before it reads the body.
+    /late: reads the body after a while.
+    /whole: reads the whole body.
+    /long: answers with 64 MiB.
+    """
     path = scope["path"]
     if path == "/late":
         await asyncio.sleep(3)
@@ -71,7 +77,7 @@ async def read(reader: asyncio.StreamReader) -> bytes:
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
-    """Until the other side ends it, or breaks it off because more was sent than it would read."""
+    """Reads until the server closes the connection, or resets it because more was sent than it would read."""
     pieces = []
     with contextlib.suppress(ConnectionResetError):
         while piece := await read(reader):
@@ -84,7 +90,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-async def test_head_and_body_arrive_together_again_and_again() -> None:
+async def test_head_and_body_arrive_together_on_a_reused_connection() -> None:
     async with connected() as (reader, writer):
         for body in (b"first", b"second", b""):
             writer.write(post("/", body))
@@ -93,7 +99,7 @@ async def test_head_and_body_arrive_together_again_and_again() -> None:
             assert body in answer
 
 
-async def test_an_answer_in_pieces_arrives_as_they_come() -> None:
+async def test_an_answer_in_pieces_is_sent_piece_by_piece() -> None:
     async with connected() as (reader, writer):
         writer.write(post("/pieces", b"three"))
         answer = await read(reader)
@@ -103,7 +109,7 @@ async def test_an_answer_in_pieces_arrives_as_they_come() -> None:
         assert answer.endswith(b"3\r\none\r\nc\r\nHTTP/1.1 two\r\n5\r\nthree\r\n0\r\n\r\n")
 
 
-async def test_an_answer_to_head_arrives_without_a_body() -> None:
+async def test_an_answer_to_a_head_request_has_no_body() -> None:
     async with connected() as (reader, writer):
         for _ in range(2):
             writer.write(b"HEAD / HTTP/1.1\r\nhost: here\r\n\r\n")
@@ -111,7 +117,7 @@ async def test_an_answer_to_head_arrives_without_a_body() -> None:
             assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and answer.endswith(b"\r\n\r\n")
 
 
-async def test_a_client_that_asks_whether_to_go_on_is_told_so_before_the_answer() -> None:
+async def test_expect_100_continue_is_answered_before_the_body() -> None:
     async with connected() as (reader, writer):
         head, body = post("/", b"body", "expect: 100-continue")[:-4], b"body"
         writer.write(head)
@@ -120,7 +126,7 @@ async def test_a_client_that_asks_whether_to_go_on_is_told_so_before_the_answer(
         assert b"body" in await read(reader)
 
 
-async def test_what_is_no_http_is_refused() -> None:
+async def test_a_request_that_is_not_http_is_refused() -> None:
     async with connected() as (reader, writer):
         writer.write(b"what is this\r\n\r\n")
         answer = await read(reader)
@@ -128,8 +134,8 @@ async def test_what_is_no_http_is_refused() -> None:
         assert await read(reader) == b""
 
 
-async def test_a_request_that_comes_a_byte_at_a_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its head and in its body, also when it was answered before its end."""
+async def test_a_request_that_arrives_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is slow in its head, in its body, or in a body that was answered before its end."""
     monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.2)
     monkeypatch.setattr(connections, "BYTES_PER_SECOND", 10_000)
     for path, beginning in (("/whole", 30), ("/whole", -100), ("/early", -100)):
@@ -140,7 +146,7 @@ async def test_a_request_that_comes_a_byte_at_a_time_is_given_up(monkeypatch: py
             answer = await read_all(reader)
             dripping.cancel()
             assert (b" 408 Request Timeout" in answer) == (path == "/whole"), answer
-            assert (b"early" in answer) == (path == "/early"), "one answer alone"
+            assert (b"early" in answer) == (path == "/early"), "only one answer"
             assert answer.count(b"HTTP/1.1") == 1
 
 
@@ -151,7 +157,7 @@ async def drip(writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_request_that_keeps_coming_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_but_steady_request_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.1)
     monkeypatch.setattr(connections, "BYTES_PER_SECOND", 100)
     async with connected() as (reader, writer):
@@ -171,12 +177,12 @@ async def test_a_request_that_the_server_does_not_read_is_not_given_up(monkeypat
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
 
 
-async def test_a_connection_that_says_nothing_is_closed() -> None:
+async def test_an_idle_connection_is_closed() -> None:
     async with connected(timeout_keep_alive=1) as (reader, _):
         assert await asyncio.wait_for(reader.read(), 30) == b""
 
 
-async def test_a_head_has_a_limit() -> None:
+async def test_the_head_of_a_request_has_a_size_limit() -> None:
     async with connected() as (reader, writer):
         within = b"GET / HTTP/1.1\r\nx: " + b"b" * (connections.MOST_HEAD_BYTES - 100)
         writer.write(within)
@@ -188,8 +194,8 @@ async def test_a_head_has_a_limit() -> None:
         assert answer.startswith(b"HTTP/1.1 431 ") and b"more than 65536 bytes" in answer
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux gives up who does not read")
-async def test_who_takes_nothing_of_an_answer_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="TCP_USER_TIMEOUT exists only on Linux")
+async def test_a_client_that_reads_nothing_of_its_answer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "STALLED_SECONDS", 0.5)
     async with serving() as server, connection_to(server) as (_, writer):
         writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,10 +207,10 @@ async def test_who_takes_nothing_of_an_answer_loses_the_connection(monkeypatch: 
                 await asyncio.sleep(0.1)
 
 
-async def test_a_request_that_begins_before_the_last_answer_has_ended_is_answered(
+async def test_a_request_that_begins_before_the_previous_answer_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its body is none of the answered one's, which would be dropped."""
+    """The body must not be dropped as the rest of the request that was answered."""
     monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
     async with connected() as (reader, writer):
         second = post("/whole", b"second")
@@ -216,7 +222,7 @@ async def test_a_request_that_begins_before_the_last_answer_has_ended_is_answere
             assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def test_what_is_not_read_of_an_answered_request_is_dropped_within_bounds(
+async def test_the_unread_rest_of_an_answered_request_is_dropped_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "DRAIN_BYTES", 1 << 20)

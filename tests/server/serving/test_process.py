@@ -1,4 +1,4 @@
-"""A server's process: what it asks of the system."""
+"""The server's process: open files, cleanup after a failed start, and exit."""
 
 import os
 import resource
@@ -31,10 +31,10 @@ def test_a_low_limit_of_open_files_is_raised_and_a_high_one_left_alone() -> None
 
 
 @pytest.mark.anyio
-async def test_a_server_that_cannot_open_its_parts_leaves_no_store_open(tmp_path: Path) -> None:
-    """A standby tries that again, in the same process."""
+async def test_a_failed_start_leaves_no_store_open(tmp_path: Path) -> None:
+    """A standby retries in the same process."""
 
-    def left() -> list[str]:
+    def store_handles() -> list[str]:
         open_files = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("store-")]
         return threads + [name for name in open_files if DATABASE_NAME in name]
@@ -42,17 +42,17 @@ async def test_a_server_that_cannot_open_its_parts_leaves_no_store_open(tmp_path
     config = server_config(tmp_path, tmp_path / "state")
     config.state_dir.mkdir()
     (config.state_dir / "journal").write_text("no directory can be here")
-    app, before = create_app(config, WorkerDispatch(config.dispatch_config())), left()
+    app, before = create_app(config, WorkerDispatch(config.dispatch_config())), store_handles()
     with pytest.raises(FileExistsError):
         async with app.router.lifespan_context(app):
             pass
-    assert (config.state_dir / DATABASE_NAME).exists() and left() == before
+    assert (config.state_dir / DATABASE_NAME).exists() and store_handles() == before
 
 
-def test_a_database_that_is_away_may_come_back_and_is_told_of_in_one_line(
+def test_an_unreachable_database_is_an_outage_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server that waits for its turn tries again then; ValueError would end it."""
+    """A standby retries after an outage; a ValueError would end it."""
     url = "postgresql+psycopg://me:geheim@127.0.0.1:1/d"
     with pytest.raises(DatabaseUnreachable, match="cannot be used: ") as away:
         open_store(StoreConfig(tmp_path, url))
@@ -73,6 +73,6 @@ with process.left_soon():
 """
 
 
-def test_a_thread_that_hangs_does_not_keep_a_process_that_failed() -> None:
+def test_a_hanging_thread_does_not_keep_a_failed_process_alive() -> None:
     ended = subprocess.run([sys.executable, "-c", _HANGING], timeout=60, check=False, capture_output=True, text=True)
     assert ended.returncode == 1 and "it led once" in ended.stderr

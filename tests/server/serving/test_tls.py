@@ -1,4 +1,5 @@
-"""HTTPS by the server itself: by an authority that the test makes, for httpx, our client and the SDK."""
+"""HTTPS served by the server itself, with a certificate authority that the test creates, for httpx, our client and the
+SDK."""
 
 import shutil
 import ssl
@@ -18,7 +19,7 @@ from trainhouse.server.serving.process import check_certificate
 from ...live import LiveServer, live_server, save_byte_tokenizer
 from ..real import MODEL, server_config
 
-ASKS_BY_SDK = """
+SDK_SCRIPT = """
 import sys, tinker
 rest = tinker.RestClient(base_url=sys.argv[1], api_key="tml-me")
 print(*(model.model_name for model in rest.get_server_capabilities().result(30).supported_models))
@@ -27,7 +28,7 @@ print(*(model.model_name for model in rest.get_server_capabilities().result(30).
 
 @dataclass(frozen=True)
 class Files:
-    """authority: what clients trust."""
+    """A certificate and its key, and the authority that clients trust."""
 
     authority: Path
     certificate: Path
@@ -40,7 +41,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def made(directory: Path, *options: str) -> Files:
-    """An authority, and a certificate of it for this machine. options: of the certificate's key."""
+    """Creates an authority, and a certificate by it for this machine.
+
+    options: openssl options for the certificate's key.
+    """
     directory.mkdir(exist_ok=True)
     authority, its_key = directory / "authority.pem", directory / "authority.key"
     certificate, key = directory / "server.pem", directory / "server.key"
@@ -65,13 +69,13 @@ def server(
         yield running
 
 
-def test_who_trusts_the_certificate_is_served(server: LiveServer, files: Files) -> None:
+def test_clients_that_trust_the_certificate_are_served(server: LiveServer, files: Files) -> None:
     assert server.url.startswith("https://127.0.0.1:")
     trusting = ssl.create_default_context(cafile=str(files.authority))
     with httpx.Client(base_url=server.url, verify=trusting) as client:
         assert client.get("/api/v1/healthz").status_code == 200
         listed = client.get(f"/api/v1/models/{MODEL}/tokenizer", headers={"X-API-Key": "tml-me"}).json()["files"]
-        assert listed["tokenizer.json"].startswith(server.url), "what it says of itself is https, too"
+        assert listed["tokenizer.json"].startswith(server.url), "URLs in answers are https, too"
     with (
         httpx.Client(base_url=server.url) as stranger,
         pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
@@ -79,7 +83,7 @@ def test_who_trusts_the_certificate_is_served(server: LiveServer, files: Files) 
         stranger.get("/api/v1/healthz")
 
 
-def test_old_versions_of_tls_and_plain_http_are_not_spoken(server: LiveServer, files: Files) -> None:
+def test_plain_http_and_old_tls_versions_are_refused(server: LiveServer, files: Files) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https", "http") + "/api/v1/healthz")
     old = ssl.create_default_context(cafile=str(files.authority))
@@ -89,7 +93,7 @@ def test_old_versions_of_tls_and_plain_http_are_not_spoken(server: LiveServer, f
         client.get("/api/v1/healthz")
 
 
-def test_our_client_says_at_once_that_it_does_not_trust_the_certificate(server: LiveServer) -> None:
+def test_our_client_reports_an_untrusted_certificate_at_once(server: LiveServer) -> None:
     with (
         trainhouse.ServiceClient(server.url, "tml-me", retry_seconds=3600) as service,
         pytest.raises(trainhouse.APIConnectionError, match=r"is not trusted \(.*SSL_CERT_FILE"),
@@ -97,22 +101,20 @@ def test_our_client_says_at_once_that_it_does_not_trust_the_certificate(server: 
         service.get_server_capabilities()
 
 
-def test_our_client_and_the_sdk_trust_what_the_environment_names(
+def test_our_client_and_the_sdk_trust_ssl_cert_file(
     server: LiveServer, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(files.authority))
     with trainhouse.ServiceClient(server.url, "tml-me") as service:
         assert service.get_server_capabilities()
-    # In an interpreter of its own, to whose end the SDK leaves connections.
+    # In a separate interpreter, because the SDK keeps connections open until the process ends.
     by_sdk = subprocess.run(
-        [sys.executable, "-c", ASKS_BY_SDK, server.url], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SDK_SCRIPT, server.url], capture_output=True, text=True, timeout=60, check=False
     )
     assert by_sdk.stdout.strip() == MODEL, by_sdk.stderr
 
 
-def test_a_certificate_that_cannot_be_served_with_stops_the_start(
-    files: Files, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_unusable_certificate_stops_the_start(files: Files, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     other, encrypted = made(tmp_path / "other"), made(tmp_path / "encrypted", "-passout", "pass:secret")
     missing = tmp_path / "none.pem"
     for certificate, key in (

@@ -1,4 +1,4 @@
-"""What only a database on its own can do to the store: restarts, cut connections, other servers on the same rows."""
+"""The store on PostgreSQL: restarts of the database, cut connections, other servers on the same rows."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def stores(postgres_url: str) -> Iterator[tuple[PostgresStore, PostgresStore]]:
-    """Of two servers on one database."""
+    """The stores of two servers on one database."""
     opened = PostgresStore(postgres_url), PostgresStore(postgres_url)
     yield opened
     for store in opened:
@@ -32,9 +32,9 @@ def stores(postgres_url: str) -> Iterator[tuple[PostgresStore, PostgresStore]]:
 
 @pytest.fixture
 def server(postgres: Databases) -> Iterator[PostgresServer]:
-    """Running again afterwards."""
+    """A PostgreSQL server that the test may stop; it is restarted afterwards."""
     if postgres.server is None:
-        pytest.skip("another's PostgreSQL is not stopped")
+        pytest.skip("an external PostgreSQL is not stopped")
     yield postgres.server
     postgres.server.stop()
     postgres.server.start()
@@ -48,25 +48,25 @@ def add_tenant(name: str, before: Callable[[Connection], object] = lambda _: Non
     return statements
 
 
-def sleep_there(seconds: float) -> Callable[[Connection], object]:
+def sleep_in_database(seconds: float) -> Callable[[Connection], object]:
     return lambda connection: connection.execute(text(f"SELECT pg_sleep({seconds})"))
 
 
-async def names(store: PostgresStore) -> list[str]:
+async def tenant_names(store: PostgresStore) -> list[str]:
     return sorted(tenant.name for tenant in await store.list_tenants())
 
 
-async def test_servers_may_be_started_at_once_on_an_empty_database(postgres_url: str) -> None:
+async def test_several_servers_can_start_at_once_on_an_empty_database(postgres_url: str) -> None:
     with ThreadPoolExecutor(4) as threads:
         opened = list(threads.map(lambda _: PostgresStore(postgres_url), range(4)))
     await opened[0].ensure_tenant(TenantRecord("t", "t", 1.0))
-    assert [await names(store) for store in opened] == [["t"]] * 4
+    assert [await tenant_names(store) for store in opened] == [["t"]] * 4
     for store in opened:
         store.close()
 
 
 async def test_format_2_is_migrated(postgres_url: str) -> None:
-    """The oldest that there is on PostgreSQL."""
+    """Format 2 is the oldest that exists on PostgreSQL."""
     store = PostgresStore(postgres_url)
     for back in (
         "ALTER TABLE samplers ADD COLUMN directory VARCHAR",
@@ -95,7 +95,7 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
     store.close()
 
 
-async def test_servers_that_insert_the_same_at_once_agree(stores: tuple[PostgresStore, PostgresStore]) -> None:
+async def test_servers_that_insert_the_same_rows_at_once_agree(stores: tuple[PostgresStore, PostgresStore]) -> None:
     for number in range(20):
         tenant = TenantRecord(f"t{number}", f"t{number}", 1.0)
         await asyncio.gather(*(store.ensure_tenant(tenant) for store in stores))
@@ -107,7 +107,7 @@ async def test_servers_that_insert_the_same_at_once_agree(stores: tuple[Postgres
         assert await stores[0].get_result("r") == put[0]
 
 
-async def test_of_two_servers_in_a_deadlock_both_get_through(stores: tuple[PostgresStore, PostgresStore]) -> None:
+async def test_both_servers_in_a_deadlock_succeed(stores: tuple[PostgresStore, PostgresStore]) -> None:
     for name in ("x", "y"):
         await stores[0].ensure_tenant(TenantRecord(name, name, 1.0))
 
@@ -122,38 +122,38 @@ async def test_of_two_servers_in_a_deadlock_both_get_through(stores: tuple[Postg
 
     writes = [stores[0].write(rename("x", "y")), stores[1].write(rename("y", "x"))]
     await asyncio.gather(*map(asyncio.wrap_future, writes))
-    assert await names(stores[0]) == ["x!!", "y!!"]
+    assert await tenant_names(stores[0]) == ["x!!", "y!!"]
 
 
-async def test_cut_connections_are_not_noticed(postgres: Databases, postgres_url: str) -> None:
+async def test_cut_connections_cause_no_error(postgres: Databases, postgres_url: str) -> None:
     store = open_store(StoreConfig(Path("unused"), postgres_url))
     assert isinstance(store, PostgresStore)
     for number in range(3):
         await store.ensure_tenant(TenantRecord(f"{number}", f"{number}", 1.0))
         postgres.cut_connections(postgres_url)
-        assert len(await names(store)) == number + 1
+        assert len(await tenant_names(store)) == number + 1
         postgres.cut_connections(postgres_url)
     store.close()
 
 
-async def test_a_transaction_that_is_cut_is_repeated_as_a_whole(
+async def test_a_transaction_that_is_cut_off_is_repeated_as_a_whole(
     postgres: Databases, postgres_url: str, stores: tuple[PostgresStore, PostgresStore]
 ) -> None:
     store = stores[0]
-    slow = sleep_there(0.6)
+    slow = sleep_in_database(0.6)
     writes = [store.write(add_tenant("first", slow)), *(store.write(add_tenant(name)) for name in "abc")]
     read = store.read(lambda connection: slow(connection) and 7)
     await asyncio.sleep(0.3)
     postgres.cut_connections(postgres_url)
     await asyncio.gather(*map(asyncio.wrap_future, writes))
     assert read.result(30) == 7
-    assert await names(store) == ["a", "b", "c", "first"]
+    assert await tenant_names(store) == ["a", "b", "c", "first"]
 
 
-async def test_a_commit_of_which_the_answer_was_lost_is_not_repeated(
+async def test_a_commit_whose_answer_was_lost_is_not_repeated(
     stores: tuple[PostgresStore, PostgresStore],
 ) -> None:
-    """Repeated, it would find its own rows in the way."""
+    """A repeated commit would conflict with its own rows."""
     store = stores[0]
     num_lost = 0
 
@@ -168,7 +168,7 @@ async def test_a_commit_of_which_the_answer_was_lost_is_not_repeated(
 
     event.listen(store._writing, "commit", commit_and_hear_nothing)
     await asyncio.wrap_future(store.write(add_tenant("once")))
-    assert num_lost == 1 and await names(store) == ["once"]
+    assert num_lost == 1 and await tenant_names(store) == ["once"]
 
 
 _SLOW_COMMIT = (
@@ -178,7 +178,7 @@ _SLOW_COMMIT = (
 )
 
 
-async def test_a_commit_that_failed_for_lack_of_a_connection_is_repeated(
+async def test_a_commit_that_lost_its_connection_is_repeated(
     postgres: Databases, postgres_url: str, stores: tuple[PostgresStore, PostgresStore]
 ) -> None:
     with stores[0]._writing.begin() as connection:
@@ -188,18 +188,16 @@ async def test_a_commit_that_failed_for_lack_of_a_connection_is_repeated(
     await asyncio.sleep(0.3)
     postgres.cut_connections(postgres_url)
     await asyncio.wrap_future(write)
-    assert await names(stores[1]) == ["late"]
+    assert await tenant_names(stores[1]) == ["late"]
 
 
-async def test_the_database_gives_up_on_a_server_that_fell_asleep(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that its locks hinder nobody; what it was about is repeated."""
+async def test_the_database_ends_idle_transactions(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their locks would block other servers; the transaction is repeated."""
     monkeypatch.setattr(postgres_module, "_IDLE_MILLISECONDS", 200)
     store = PostgresStore(postgres_url)
     naps = iter([0.6, 0.0])
     await asyncio.wrap_future(store.write(add_tenant("slept", lambda _: time.sleep(next(naps)))))
-    assert await names(store) == ["slept"] and next(naps, None) is None
+    assert await tenant_names(store) == ["slept"] and next(naps, None) is None
     store.close()
 
 
@@ -217,10 +215,10 @@ async def test_a_restart_of_the_database_is_waited_for(
     server.start()
     await asyncio.gather(*map(asyncio.wrap_future, meanwhile))
     assert len(seen.result(30)) >= 1
-    assert await names(store) == ["a", "b", "before"]
+    assert await tenant_names(store) == ["a", "b", "before"]
 
 
-async def test_a_database_that_stays_away_is_told_of_and_does_not_need_us_to_come_back(
+async def test_an_unreachable_database_is_reported_and_used_again_when_it_returns(
     server: PostgresServer,
     stores: tuple[PostgresStore, PostgresStore],
     postgres_url: str,
@@ -240,7 +238,7 @@ async def test_a_database_that_stays_away_is_told_of_and_does_not_need_us_to_com
     assert secret not in caplog.text
     server.start()
     await store.ensure_tenant(TenantRecord("t", "t", 1.0))
-    assert await names(store) == ["t"]
+    assert await tenant_names(store) == ["t"]
 
 
 @pytest.mark.parametrize(
@@ -261,13 +259,13 @@ async def test_a_database_that_cannot_be_used_is_named_without_its_password(post
     assert url.password and url.password not in str(refused.value)
 
 
-async def test_a_malformed_url_is_not_shown() -> None:
+async def test_a_malformed_url_is_not_shown_in_the_error() -> None:
     with pytest.raises(ValueError, match="database_url cannot be parsed") as refused:
         PostgresStore("postgresql://me:geheim@host:port/d")
     assert "geheim" not in repr(refused.value)
 
 
-async def test_times_are_as_exact_as_in_python(stores: tuple[PostgresStore, PostgresStore]) -> None:
+async def test_times_keep_their_full_precision(stores: tuple[PostgresStore, PostgresStore]) -> None:
     exact = 1_700_000_000.1234567
     await stores[0].ensure_tenant(TenantRecord("t", "t", exact))
     await stores[0].put_results([ResultRecord("r", "t", "p", 1 << 40, "json", exact)])
@@ -276,10 +274,10 @@ async def test_times_are_as_exact_as_in_python(stores: tuple[PostgresStore, Post
     assert (await stores[1].newest_result()) == ResultRecord("r", "t", "p", 1 << 40, "json", exact)
 
 
-async def test_text_is_compared_by_its_characters_whatever_the_language_of_the_database(
+async def test_text_columns_use_the_c_collation(
     stores: tuple[PostgresStore, PostgresStore],
 ) -> None:
-    """In most languages `run:2` comes behind `run1`, and what begins with `run:` does not lie together."""
+    """Most locales sort `run:2` after `run1`, so that ids with the prefix `run:` are not contiguous."""
     columns = text(
         "SELECT table_name || '.' || column_name, collation_name FROM information_schema.columns "
         "WHERE table_schema = 'public' AND data_type = 'character varying'"
@@ -288,8 +286,8 @@ async def test_text_is_compared_by_its_characters_whatever_the_language_of_the_d
     assert len(found) > 30 and {collation for _, collation in found} == {"C"}
 
 
-async def test_leases_go_by_the_clock_of_the_database(stores: tuple[PostgresStore, PostgresStore]) -> None:
-    """The one server's clock is a day ahead, the other's a day behind."""
+async def test_leases_use_the_clock_of_the_database(stores: tuple[PostgresStore, PostgresStore]) -> None:
+    """One server's clock is a day ahead, the other's a day behind."""
     day = 86400.0
     ahead, behind = time.time() + day, time.time() - day
     taken = await stores[0].acquire_leases(["a"], "ahead", "http://a", ahead, 60)

@@ -1,4 +1,4 @@
-"""Whole servers, and the command line, on a PostgreSQL."""
+"""Whole servers and the command line on PostgreSQL."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ from ..real import Run, batch, running_server, server_config
 pytestmark = pytest.mark.anyio
 
 
-async def test_training_goes_on_through_restarts_of_the_server_and_of_its_database(
+async def test_training_continues_through_restarts_of_server_and_database(
     dispatch: WorkerDispatch,
     tiny_models: dict[str, Path],
     tmp_path: Path,
@@ -51,7 +51,7 @@ async def test_training_goes_on_through_restarts_of_the_server_and_of_its_databa
     assert str(make_url(postgres_url).password) not in caplog.text
 
 
-async def test_an_outage_that_outlasts_our_patience_is_not_the_end(
+async def test_a_server_survives_a_long_database_outage(
     dispatch: WorkerDispatch,
     tiny_models: dict[str, Path],
     tmp_path: Path,
@@ -60,7 +60,7 @@ async def test_an_outage_that_outlasts_our_patience_is_not_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if postgres.server is None:
-        pytest.skip("another's PostgreSQL is not stopped")
+        pytest.skip("an external PostgreSQL is not stopped")
     monkeypatch.setattr(postgres_module, "_PATIENCE_SECONDS", 0.3)
     async with running_server(
         server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url), dispatch
@@ -86,11 +86,11 @@ async def checkpoints_of(server, run: Run):
 def test_keys_of_a_database_are_created_listed_and_revoked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, postgres_url: str
 ) -> None:
-    there = f"--database-url={postgres_url}"
-    assert main(["keys", "create", "alice", there, f"--state-dir={tmp_path}"]) == 0
+    database_option = f"--database-url={postgres_url}"
+    assert main(["keys", "create", "alice", database_option, f"--state-dir={tmp_path}"]) == 0
     said = capsys.readouterr()
     key = said.out.strip()
-    assert "it is the first: on this database made-up" in said.err
+    assert "it is the first key: on this database made-up" in said.err
     monkeypatch.setenv("TRAINHOUSE_DATABASE_URL", postgres_url)
     assert main(["keys", "list"]) == 0
     listed = capsys.readouterr().out
@@ -108,20 +108,20 @@ def test_the_live_state_of_another_database_is_not_repaired(
     weights.mkdir(parents=True)
     command = ["verify", "--repair", f"--state-dir={tmp_path}", f"--database-url={postgres_url}"]
     assert main(command) == 1
-    assert "has live-3, but the database is at epoch 0: it is another database's" in capsys.readouterr().err
+    assert "has live-3, but the database is at epoch 0: it belongs to another database" in capsys.readouterr().err
     assert weights.exists()
     (tmp_path / "live-3").rename(tmp_path / "live-0")
     assert main(command) == 0
     assert "ephemeral/one: left over: " in capsys.readouterr().out
 
 
-def test_a_database_that_is_not_there_is_said_in_one_line(
+def test_a_missing_database_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_models: dict[str, Path]
 ) -> None:
-    there = f"--database-url=postgresql://me:geheim@/d?host={tmp_path}"
+    database_option = f"--database-url=postgresql://me:geheim@/d?host={tmp_path}"
     serve = ["serve", f"--base-model=a={tiny_models['qwen3']}", f"--state-dir={tmp_path / 'state'}", "--port=0"]
     for command in (["keys", "list"], serve):
-        assert main([*command, there]) == 1
+        assert main([*command, database_option]) == 1
         said = capsys.readouterr()
         assert said.out == "" and len(said.err.splitlines()) == 1
         assert "postgresql+psycopg://me:***@/d cannot be used: connection" in said.err

@@ -41,7 +41,7 @@ OpenStore = Callable[[], Store]
 
 @pytest.fixture(params=STORES)
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
-    """Opens the same database each time."""
+    """Returns a function that opens the same database each time."""
     opened: list[Store] = []
     url = request.getfixturevalue("postgres_url") if request.param == "postgresql" else None
 
@@ -187,7 +187,7 @@ async def filled(store: Store) -> Store:
     return store
 
 
-async def test_what_was_written_is_there_after_a_restart(open_store: OpenStore) -> None:
+async def test_rows_survive_a_restart(open_store: OpenStore) -> None:
     store = await filled(open_store())
     path = "tinker://s:train:0/weights/a"
     sampler = SamplerRecord("s:sample:0", "s", "t", "base", 2.0, "checkpoint", path, draft_path="tinker://s:train:1/b")
@@ -207,7 +207,7 @@ async def test_what_was_written_is_there_after_a_restart(open_store: OpenStore) 
     assert await again.get_result("s:train:0:1") == result
 
 
-async def test_what_is_not_there_is_none(open_store: OpenStore) -> None:
+async def test_missing_rows_are_none(open_store: OpenStore) -> None:
     store = open_store()
     assert await store.get_session("s") is None
     assert await store.get_run("r") is None
@@ -217,7 +217,7 @@ async def test_what_is_not_there_is_none(open_store: OpenStore) -> None:
     assert await store.find_key("hash") is None
 
 
-async def test_one_failing_write_leaves_those_of_its_commit_alone(open_store: OpenStore) -> None:
+async def test_a_failing_write_does_not_affect_the_others_of_its_commit(open_store: OpenStore) -> None:
     store = await filled(open_store())
     await store.put_results([ResultRecord("0", "t", "first", 1, "json", 1.0)])
     writes = [store.put_results([ResultRecord(str(number), "t", "again", 1, "json", 1.0)]) for number in range(50)]
@@ -243,7 +243,7 @@ async def test_a_session_ends_once(open_store: OpenStore) -> None:
     assert await store.list_open_sessions() == ()
 
 
-async def test_a_request_sent_twice_makes_one_session(open_store: OpenStore) -> None:
+async def test_a_request_sent_twice_creates_one_session(open_store: OpenStore) -> None:
     store = await filled(open_store())
     sent = [session_record(f"s{number}", "t", idempotency_key="same") for number in range(5)]
     made = await asyncio.gather(*(store.insert_session(one) for one in sent))
@@ -252,7 +252,7 @@ async def test_a_request_sent_twice_makes_one_session(open_store: OpenStore) -> 
     assert [await store.insert_session(one) for one in without] == without
 
 
-async def test_a_checkpoint_is_replaced_only_where_that_is_asked_for(open_store: OpenStore) -> None:
+async def test_a_checkpoint_is_replaced_only_with_overwrite(open_store: OpenStore) -> None:
     store = await filled(open_store())
     await store.put_checkpoint(checkpoint(directory="/old"), overwrite=False)
     with pytest.raises(IntegrityError):
@@ -357,7 +357,7 @@ async def test_an_expired_lease_is_free_and_is_not_renewed(open_store: OpenStore
     assert yours is not None and yours[0].epoch == 2
 
 
-async def test_of_servers_that_want_a_lease_at_once_one_has_it(open_store: OpenStore) -> None:
+async def test_only_one_of_several_servers_gets_a_lease(open_store: OpenStore) -> None:
     stores = [open_store() for _ in range(3)]
     wanted = [
         store.acquire_leases(["b", "a"] if number % 2 else ["a", "b"], f"server {number}", "http://x", time.time(), 60)
@@ -367,7 +367,7 @@ async def test_of_servers_that_want_a_lease_at_once_one_has_it(open_store: OpenS
     assert len(taken) == 1 and {lease.epoch for lease in taken[0]} == {1}
 
 
-async def test_results_go_by_age(open_store: OpenStore) -> None:
+async def test_results_are_found_and_deleted_by_age(open_store: OpenStore) -> None:
     store = await filled(open_store())
     assert await store.newest_result() is None
     await store.put_results([ResultRecord(str(age), "t", f"place {age}", 1, "json", float(age)) for age in range(4)])
@@ -376,7 +376,7 @@ async def test_results_go_by_age(open_store: OpenStore) -> None:
     assert [await store.get_result(str(age)) is not None for age in range(4)] == [False, False, True, True]
 
 
-async def test_what_of_a_model_is_trained_is_kept(open_store: OpenStore) -> None:
+async def test_training_configs_are_stored(open_store: OpenStore) -> None:
     store = await filled(open_store())
     full = dataclasses.replace(RUN, run_id="s:train:1", training=FullConfig(seed=7))
     config = DraftConfig(algorithm="eagle3", capture_layers=(0, 2), seed=7)
@@ -439,13 +439,13 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
     store.close()
     SqliteStore(tmp_path / "fresh.db").close()
     migrated = schema(path)
-    migrated["samplers"].remove(("directory", "VARCHAR", 0, 0))  # old SQLite cannot drop what is not used any more
+    migrated["samplers"].remove(("directory", "VARCHAR", 0, 0))  # old SQLite cannot drop columns
     assert migrated == schema(tmp_path / "fresh.db")
     SqliteStore(path).close()  # nothing is migrated twice
 
 
 def schema(path: Path) -> dict[str, list[tuple]]:
-    """Columns and indexes of each table, in their order."""
+    """Returns the columns and indexes of each table, in order."""
     with sqlite3.connect(path) as connection:
         tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         described = {
@@ -461,12 +461,12 @@ def schema(path: Path) -> dict[str, list[tuple]]:
     return described
 
 
-async def test_a_failed_migration_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+async def test_a_failed_migration_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with sqlite3.connect(path) as connection:
         connection.executescript(FORMAT_1)
         connection.execute("INSERT INTO format VALUES (1)")
-        connection.execute("CREATE TABLE leases (odd INTEGER)")  # in the way of a later statement
+        connection.execute("CREATE TABLE leases (odd INTEGER)")  # conflicts with a later statement
     connection.close()
     before = schema(path)
     with pytest.raises(OperationalError, match="leases already exists"):
@@ -475,7 +475,7 @@ async def test_a_failed_migration_leaves_the_file_as_it_was(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("durability", "synchronous"), [("process", 1), ("power", 2)])
-async def test_sqlite_waits_for_the_disk_where_power_may_fail(
+async def test_durability_sets_the_synchronous_mode_of_sqlite(
     tmp_path: Path, durability: Literal["process", "power"], synchronous: int
 ) -> None:
     store = open_configured(StoreConfig(tmp_path, durability=durability))
@@ -485,7 +485,7 @@ async def test_sqlite_waits_for_the_disk_where_power_may_fail(
     store.close()
 
 
-async def test_text_that_databases_cannot_hold_is_no_error(open_store: OpenStore) -> None:
+async def test_text_that_databases_cannot_store_is_replaced(open_store: OpenStore) -> None:
     store = await filled(open_store())
     for number, odd in enumerate(("a\0b", "a\ud800b")):
         names = {"display_name": odd, "idempotency_key": odd + str(number)}
@@ -499,8 +499,8 @@ async def test_text_that_databases_cannot_hold_is_no_error(open_store: OpenStore
         assert await store.get_run(odd) is None
 
 
-async def test_two_processes_may_write_one_database(open_store: OpenStore) -> None:
-    """As `trainhouse keys` does beside a server: neither sees a locked database."""
+async def test_two_processes_can_write_one_database(open_store: OpenStore) -> None:
+    """`trainhouse keys` does so while a server runs: neither sees a locked database."""
     stores = [open_store() for _ in range(2)]
     await filled(stores[0])
     puts = [
@@ -520,8 +520,8 @@ def test_metadata_values_become_strings() -> None:
     assert string_metadata(None) is None
 
 
-async def test_of_a_commit_in_the_midst_of_which_the_disk_is_full_nothing_is_said_to_be_there(tmp_path: Path) -> None:
-    """SQLite undoes the whole transaction then, whoever's statement it was."""
+async def test_a_commit_on_a_full_disk_fails_all_of_its_writes(tmp_path: Path) -> None:
+    """SQLite then rolls back the whole transaction, not only the statement that failed."""
     store = SqliteStore(tmp_path / "a.db")
 
     def fill(connection: Connection) -> None:
@@ -542,7 +542,7 @@ async def test_of_a_commit_in_the_midst_of_which_the_disk_is_full_nothing_is_sai
     store.close()
 
 
-async def test_sessions_that_saved_nothing_are_forgotten_with_all_that_was_theirs(open_store: OpenStore) -> None:
+async def test_sessions_without_checkpoints_are_deleted_with_their_runs_and_samplers(open_store: OpenStore) -> None:
     store = open_store()
     for tenant in ("t", "u"):
         await store.ensure_tenant(TenantRecord(tenant, tenant, 1.0))
@@ -563,7 +563,9 @@ async def test_sessions_that_saved_nothing_are_forgotten_with_all_that_was_their
     assert await store.list_forgettable_sessions(100.5, 0.0, most=10) == ["ended-0"]
     assert await store.list_forgettable_sessions(0.0, 1000.0, most=4) == []
     assert await store.list_forgettable_sessions(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
-    assert await store.list_forgettable_sessions(0.0, 100.5, most=2) == ["ended-0"], "what ended just now stays"
+    assert await store.list_forgettable_sessions(0.0, 100.5, most=2) == ["ended-0"], (
+        "sessions that ended recently are kept"
+    )
     await store.delete_sessions(["ended-0", "saved", "open"])
     kept = {session.session_id for session in await store.list_sessions("t", 0, 100)}
     assert kept == {"saved", "open", *ended[1:]}
@@ -574,7 +576,7 @@ async def test_sessions_that_saved_nothing_are_forgotten_with_all_that_was_their
     assert await store.get_session("saved") is None and await store.get_run("saved:train:0") is None
 
 
-async def test_what_an_older_version_let_in_of_any_length_is_shortened(open_store: OpenStore) -> None:
+async def test_long_fields_stored_by_older_versions_are_shortened(open_store: OpenStore) -> None:
     store = open_store()
     await store.ensure_tenant(TenantRecord("t", "t", 1.0))
     long = {"display_name": "x" * 9000, "user_metadata": {"a": "\u00fc" * 9000}, "tags": ("y" * 70_000,)}

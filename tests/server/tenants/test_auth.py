@@ -1,4 +1,4 @@
-"""Keys: made, shown, revoked; and who is let in without."""
+"""API keys: creating, listing and revoking them, and access without one."""
 
 import asyncio
 import re
@@ -36,7 +36,7 @@ async def ask(api: Api, headers: dict[str, str]) -> httpx.Response:
     return await (await api.client(None)).post("/api/v1/client/config", headers=headers, json={})
 
 
-async def test_no_key_is_refused_with_the_remedy(api: Api) -> None:
+async def test_a_missing_key_is_refused_with_the_remedy(api: Api) -> None:
     response = await ask(api, {})
     assert response.status_code == 401
     assert "TINKER_API_KEY" in response.json()["detail"]
@@ -47,10 +47,12 @@ async def test_a_key_of_another_kind_is_refused(api: Api) -> None:
     assert response.status_code == 401
     detail = response.json()["detail"]
     assert "sk-123" not in detail
-    assert detail.index("any that does, such as tml-me") < detail.index("trainhouse keys create"), "the easy one first"
+    assert detail.index("any that does, such as tml-me") < detail.index("trainhouse keys create"), (
+        "the easy remedy first"
+    )
 
 
-async def test_who_cannot_make_up_a_key_is_not_told_to(tmp_path: Path, api: Api) -> None:
+async def test_made_up_keys_are_not_suggested_where_they_do_not_work(tmp_path: Path, api: Api) -> None:
     await create_key(api.services.store, "team")
     async with running_api(tmp_path / "public", host="0.0.0.0") as public:
         for server in (api, public):
@@ -70,7 +72,7 @@ async def test_on_loopback_each_key_is_its_own_tenant(api: Api) -> None:
     assert ALICE not in alice.id + alice.name
 
 
-async def test_once_a_key_was_made_loopback_is_closed_to_others(api: Api) -> None:
+async def test_after_the_first_created_key_made_up_keys_are_refused(api: Api) -> None:
     key = await create_key(api.services.store, "team")
     (info,) = await list_keys(api.services.store)
     await revoke_key(api.services.store, info.key_id)
@@ -81,7 +83,7 @@ async def test_once_a_key_was_made_loopback_is_closed_to_others(api: Api) -> Non
 
 
 @pytest.mark.parametrize("name", ["", " ", "a,b", "a=b", " alice", "alice ", "alice\n"])
-async def test_a_name_that_tenant_weights_cannot_say_is_refused(api: Api, name: str) -> None:
+async def test_a_name_that_tenant_weights_cannot_express_is_refused(api: Api, name: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(name)) + ".*without ',' and '='.*--tenant-weights"):
         await create_key(api.services.store, name)
     assert await list_keys(api.services.store) == ()
@@ -105,9 +107,9 @@ async def test_a_key_revoked_by_another_process_is_refused_soon(tmp_path: Path) 
     key = await create_key(store, "team")
     assert (await auth.authenticate(key)).name == "team"
 
-    beside = SqliteStore(tmp_path / "store.db")
-    await revoke_key(beside, (await list_keys(beside))[0].key_id)
-    beside.close()
+    other_store = SqliteStore(tmp_path / "store.db")
+    await revoke_key(other_store, (await list_keys(other_store))[0].key_id)
+    other_store.close()
     assert (await auth.authenticate(key)).name == "team"
     clock.now += CACHE_SECONDS
     with pytest.raises(RequestError, match="revoked"):
@@ -115,41 +117,41 @@ async def test_a_key_revoked_by_another_process_is_refused_soon(tmp_path: Path) 
     store.close()
 
 
-async def test_a_key_made_by_another_process_is_let_in_soon(tmp_path: Path) -> None:
+async def test_a_key_created_by_another_process_is_accepted_soon(tmp_path: Path) -> None:
     store, clock = SqliteStore(tmp_path / "store.db"), Clock()
     auth = Auth(store, loopback=True, clock=clock)
     assert (await auth.authenticate(ALICE)).name.startswith("local-")
 
-    beside = SqliteStore(tmp_path / "store.db")
-    key = await create_key(beside, "team")
-    beside.close()
+    other_store = SqliteStore(tmp_path / "store.db")
+    key = await create_key(other_store, "team")
+    other_store.close()
     clock.now += CACHE_SECONDS
     assert (await auth.authenticate(key)).name == "team"
-    with pytest.raises(RequestError, match="unknown or revoked"):  # the server is open no longer
+    with pytest.raises(RequestError, match="unknown or revoked"):  # made-up keys no longer work
         await auth.authenticate(ALICE)
     store.close()
 
 
 class WatchedStore(SqliteStore):
-    """asked: how often for each key. may_go_on: look-ups wait for it between the key and its tenant."""
+    """Counts the look-ups of each key, and stops them between the key and its tenant until `may_proceed` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.asked: Counter[str] = Counter()
+        self.num_lookups: Counter[str] = Counter()
         self.is_between = asyncio.Event()
-        self.may_go_on = asyncio.Event()
+        self.may_proceed = asyncio.Event()
 
     async def find_key(self, key_hash: str) -> ApiKeyRecord | None:
-        self.asked[key_hash] += 1
+        self.num_lookups[key_hash] += 1
         return await super().find_key(key_hash)
 
     async def get_tenant(self, tenant_id: str) -> TenantRecord | None:
         self.is_between.set()
-        await self.may_go_on.wait()
+        await self.may_proceed.wait()
         return await super().get_tenant(tenant_id)
 
 
-async def test_a_look_up_that_began_before_its_key_was_revoked_lets_nobody_in_later(tmp_path: Path) -> None:
+async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(tmp_path: Path) -> None:
     with closing(WatchedStore(tmp_path / "store.db")) as store:
         auth = Auth(store, loopback=False, clock=Clock())
         key = await create_key(store, "team")
@@ -158,16 +160,18 @@ async def test_a_look_up_that_began_before_its_key_was_revoked_lets_nobody_in_la
         record = await store.find_key(hash_key(key))
         assert record is not None
         await auth.revoke(record)
-        store.may_go_on.set()
-        assert (await looking).name == "team", "this request came before"
+        store.may_proceed.set()
+        assert (await looking).name == "team", "this request was earlier"
         with pytest.raises(RequestError, match="revoked"):
             await auth.authenticate(key)
 
 
-async def test_made_up_keys_push_none_out_that_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_made_up_keys_do_not_evict_valid_keys_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainhouse.server.tenants.auth._MOST_CACHED", 50)
     with closing(WatchedStore(tmp_path / "store.db")) as store:
-        store.may_go_on.set()
+        store.may_proceed.set()
         auth = Auth(store, loopback=False, clock=Clock())
         key = await create_key(store, "team")
         await auth.authenticate(key)
@@ -177,17 +181,17 @@ async def test_made_up_keys_push_none_out_that_is_in_force(tmp_path: Path, monke
         with pytest.raises(RequestError, match="unknown"):
             await auth.authenticate("tml-made-up-119")
         assert (await auth.authenticate(key)).name == "team"
-        assert store.asked[hash_key(key)] == 1
-        assert store.asked[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
+        assert store.num_lookups[hash_key(key)] == 1
+        assert store.num_lookups[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
         assert len(auth._known) + len(auth._refused) == 51
 
 
-async def test_revoking_what_is_not_in_force_says_so(api: Api) -> None:
+async def test_revoking_an_unknown_key_fails(api: Api) -> None:
     with pytest.raises(ValueError, match="no key 7 in force"):
         await revoke_key(api.services.store, 7)
 
 
-async def test_other_addresses_need_keys(tmp_path: Path) -> None:
+async def test_listening_beyond_loopback_requires_keys(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     here, everywhere = (
         ServerConfig(base_models=(ServedModel("m", "m/m"),), host=host) for host in ("127.0.0.1", "0.0.0.0")
@@ -210,7 +214,7 @@ async def test_beyond_loopback_an_unknown_key_is_refused(tmp_path: Path) -> None
         assert (await ask(api, {"X-API-Key": ALICE})).status_code == 401
 
 
-async def test_a_key_sees_itself_and_revokes_itself(api: Api) -> None:
+async def test_a_key_can_read_and_revoke_itself(api: Api) -> None:
     open_key = await (await api.client(ALICE)).get("/api/v1/auth/apikey/me")
     assert SelfApiKeyResponse.model_validate(open_key.json()).key_id == 0
     key = await create_key(api.services.store, "team")
@@ -221,7 +225,7 @@ async def test_a_key_sees_itself_and_revokes_itself(api: Api) -> None:
     assert (await client.get("/api/v1/auth/apikey/me")).status_code == 401
 
 
-async def test_a_key_that_was_never_made_cannot_be_revoked(api: Api) -> None:
+async def test_a_made_up_key_cannot_be_revoked(api: Api) -> None:
     assert (await (await api.client(ALICE)).delete("/api/v1/auth/apikey/me")).status_code == 404
 
 
@@ -230,7 +234,7 @@ async def token_for(api: Api, key: str) -> str:
     return AuthTokenResponse.model_validate((await client.post("/api/v1/auth/token", json={})).json()).jwt
 
 
-async def test_a_token_stands_for_its_key(api: Api) -> None:
+async def test_a_token_authenticates_as_its_key(api: Api) -> None:
     key = await create_key(api.services.store, "team")
     token = await token_for(api, key)
     assert await api.tenant(token) == await api.tenant(key)
@@ -239,21 +243,21 @@ async def test_a_token_stands_for_its_key(api: Api) -> None:
     again = await token_for(api, token)
     assert await api.tenant(again) == await api.tenant(key)
     await (await api.client(token)).delete("/api/v1/auth/apikey/me")
-    assert (await ask(api, {"X-API-Key": token})).status_code == 401, "it goes with its key"
+    assert (await ask(api, {"X-API-Key": token})).status_code == 401, "it is revoked with its key"
 
 
-async def test_on_an_open_server_a_token_stands_for_its_key_too(api: Api) -> None:
+async def test_a_token_of_a_made_up_key_authenticates_as_that_key(api: Api) -> None:
     assert await api.tenant(await token_for(api, ALICE)) == await api.tenant(ALICE)
 
 
-async def test_a_token_that_was_tampered_with_or_is_another_servers_is_refused(api: Api) -> None:
+async def test_forged_tokens_and_tokens_of_other_servers_are_refused(api: Api) -> None:
     token = await token_for(api, ALICE)
     head, claims, signature = token.split(".")
     forged = Tokens().issue("0" * 64, "somebody", "somebody")
     for wrong in (f"{head}.{claims[:-2]}AA.{signature}", f"{head}.{claims}.", f"{head}.{claims}", forged, "eyJ.eyJ.x"):
         refused = await ask(api, {"X-API-Key": wrong})
-        assert refused.status_code == 401 and "no token in force" in refused.json()["detail"]
-        assert 'error="invalid_token"' in refused.headers["WWW-Authenticate"], "the SDK asks for a new one then"
+        assert refused.status_code == 401 and "not a valid token" in refused.json()["detail"]
+        assert 'error="invalid_token"' in refused.headers["WWW-Authenticate"], "the SDK then requests a new one"
 
 
 def test_a_token_expires() -> None:

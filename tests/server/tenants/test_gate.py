@@ -1,4 +1,5 @@
-"""Who may not come in is answered before a byte of the body is read; and how many bytes a route reads."""
+"""Requests without access are answered before a byte of their body is read, and every route limits the bytes that it
+reads."""
 
 import asyncio
 import contextlib
@@ -40,7 +41,6 @@ PLACES = {
 
 
 def target_of(route: str) -> tuple[str, str]:
-    """Method and path."""
     method, path = route.split(" ")
     for place, value in PLACES.items():
         path = path.replace(place, value)
@@ -55,14 +55,16 @@ def head(route: str, *headers: str, body_bytes: int | None = 1000) -> bytes:
 
 
 async def answer_to(server: uvicorn.Server, request: bytes) -> bytes:
-    """All that comes until the server closes the connection, without a byte of the body being sent."""
+    """Returns all that arrives until the server closes the connection, without sending a byte of the body."""
     async with connection_to(server) as (reader, writer):
         writer.write(request)
         return await asyncio.wait_for(read_all(reader), 20)
 
 
-async def test_each_route_refuses_a_stranger_before_the_body_comes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the size is not said, and where a client waits to be told to go on."""
+async def test_every_route_refuses_a_request_without_a_key_before_its_body(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size may be known or unknown, and the client may wait for 100 Continue."""
     monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
     async with serving(api.app) as server:
         for route in ROUTE_SCOPES:
@@ -73,7 +75,7 @@ async def test_each_route_refuses_a_stranger_before_the_body_comes(api: Api, mon
                 assert b"connection: close" in answer.lower() and answer.count(b"HTTP/1.1") == 1, (route, answer)
 
 
-async def test_each_route_refuses_a_key_without_the_scope_before_the_body_comes(
+async def test_every_route_refuses_a_key_without_the_scope_before_its_body(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
@@ -86,8 +88,7 @@ async def test_each_route_refuses_a_key_without_the_scope_before_the_body_comes(
                     assert answer.startswith(b"HTTP/1.1 403 "), (route, answer)
 
 
-async def test_each_route_of_the_application_that_takes_a_key_is_found(api: Api) -> None:
-    """By the gate as by the application, which has the last word."""
+async def test_find_route_finds_every_route_that_takes_a_key(api: Api) -> None:
     for route in ROUTE_SCOPES:
         found = find_route(*target_of(route))
         assert found is not None and ROUTE_SCOPES[found] == ROUTE_SCOPES[route], route
@@ -107,8 +108,8 @@ async def test_no_spelling_of_a_path_opens_a_route_to_strangers(api: Api, suffix
         assert answer.status_code in (401, 404, 405, 307), (route, answer.text)
 
 
-async def test_a_refused_client_may_send_on_for_a_while(api: Api) -> None:
-    """It reads the answer all the same: the connection is not reset below it."""
+async def test_a_refused_client_may_finish_sending_a_small_body(api: Api) -> None:
+    """The connection is not reset before the client has read the answer."""
     body = bytes(connections.DRAIN_BYTES // 2)
     async with serving(api.app) as server, connection_to(server) as (reader, writer):
         writer.write(head("POST /api/v1/create_session", body_bytes=len(body)) + body)
@@ -116,7 +117,7 @@ async def test_a_refused_client_may_send_on_for_a_while(api: Api) -> None:
         assert (await read_all(reader)).startswith(b"HTTP/1.1 401 ")
 
 
-async def test_a_refused_client_that_sends_without_end_is_cut_off(api: Api) -> None:
+async def test_a_refused_client_that_sends_endlessly_is_disconnected(api: Api) -> None:
     async with serving(api.app) as server, connection_to(server) as (_, writer):
         writer.write(head("POST /api/v1/create_session", body_bytes=1 << 40))
         num_sent, piece = 0, bytes(1 << 16)
@@ -129,7 +130,7 @@ async def test_a_refused_client_that_sends_without_end_is_cut_off(api: Api) -> N
 
 
 @pytest.mark.parametrize("path", ["/api/v1/nothing", "/api/v1/healthz"])
-async def test_who_sends_to_no_route_without_end_is_cut_off(api: Api, path: str) -> None:
+async def test_endless_bodies_to_unknown_and_open_routes_are_cut_off(api: Api, path: str) -> None:
     async with serving(api.app) as server, connection_to(server) as (_, writer):
         writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {1 << 40}\r\n\r\n".encode())
         num_sent, piece = 0, bytes(1 << 16)
@@ -141,8 +142,8 @@ async def test_who_sends_to_no_route_without_end_is_cut_off(api: Api, path: str)
         assert num_sent < 64 * connections.DRAIN_BYTES
 
 
-async def test_routes_without_data_read_a_mebibyte(app: FastAPI) -> None:
-    """JSON of spaces: of the size that is allowed it is refused for what it says, and for its size beyond."""
+async def test_routes_without_data_limit_bodies_to_one_mebibyte(app: FastAPI) -> None:
+    """The body is spaces: at the limit it is refused for its content, beyond the limit for its size."""
     headers = {"Content-Type": "application/json", "X-API-Key": ALICE}
     for route in ROUTE_SCOPES:
         method, path = target_of(route)
@@ -155,10 +156,10 @@ async def test_routes_without_data_read_a_mebibyte(app: FastAPI) -> None:
 
 
 NO_BODY = ("/token", "/publish", "/config", "/dynamic_config", "/ttl")
-"""What the paths of routes end with that read no body, or look for a checkpoint before."""
+"""Path endings of the routes that read no body, or that look up a checkpoint first."""
 
 
-async def test_a_compressed_body_of_a_route_without_data_is_small_too(api: Api) -> None:
+async def test_routes_without_data_limit_the_decompressed_size_too(api: Api) -> None:
     client = await api.client()
     body = zstandard.compress(json.dumps({"model_id": "m", "seq_id": 1, "x": " " * CONTROL_BODY_BYTES}).encode())
     assert len(body) < 10_000
@@ -166,10 +167,10 @@ async def test_a_compressed_body_of_a_route_without_data_is_small_too(api: Api) 
     assert answer.status_code == 413 and str(CONTROL_BODY_BYTES) in answer.text
 
 
-# Strangers
+# Requests without a valid key
 
 
-def test_strangers_of_an_address_send_a_minutes_worth_and_then_as_time_passes() -> None:
+def test_each_address_has_a_budget_per_minute_that_refills() -> None:
     clock = Clock()
     strangers = Strangers(60, clock)
     for _ in range(60):
@@ -184,7 +185,7 @@ def test_strangers_of_an_address_send_a_minutes_worth_and_then_as_time_passes() 
         strangers.take("10.0.0.1")
 
 
-def test_strangers_of_all_addresses_together_are_limited_too() -> None:
+def test_all_addresses_together_are_limited_too() -> None:
     clock = Clock()
     strangers = Strangers(6, clock)
     for index in range(60):
@@ -195,7 +196,7 @@ def test_strangers_of_all_addresses_together_are_limited_too() -> None:
     strangers.take("10.0.1.1")
 
 
-def test_no_more_addresses_are_kept_than_a_limit() -> None:
+def test_the_number_of_tracked_addresses_is_bounded() -> None:
     clock = Clock()
     strangers = Strangers(10**9, clock)
     for index in range(3 * rate_limits._MOST_ADDRESSES):
@@ -217,7 +218,7 @@ def test_an_ipv6_network_counts_as_one_address(address: str, network: str) -> No
     assert network_of(address) == network
 
 
-async def test_beyond_the_limit_no_unknown_key_is_looked_up_and_known_ones_work(tmp_path: Path) -> None:
+async def test_over_the_limit_unknown_keys_are_not_looked_up_and_known_ones_work(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     clock = Clock()
     auth = Auth(store, loopback=False, clock=clock, strangers_per_minute=5)
@@ -239,7 +240,7 @@ async def test_beyond_the_limit_no_unknown_key_is_looked_up_and_known_ones_work(
     ] * 2
     assert hash_key("tml-c") not in auth._refused, "the store was not asked"
     assert await status(key) == 200
-    # A new key has the others asked for again, beside which strangers go on.
+    # A new key clears the cache, so that unknown keys are looked up again, within the limit.
     await create_key(store, "another team")
     clock.now += 1.5
     assert [await status(None), await status("tml-d"), await status("tml-e")][-1] == 429
@@ -249,7 +250,7 @@ async def test_beyond_the_limit_no_unknown_key_is_looked_up_and_known_ones_work(
     store.close()
 
 
-async def test_a_server_tells_strangers_beyond_its_limit_when_to_come_again(tmp_path: Path) -> None:
+async def test_requests_without_a_key_over_the_limit_get_retry_after(tmp_path: Path) -> None:
     config = ServerConfig(
         base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path, unauthenticated_per_minute=2
     )

@@ -1,4 +1,7 @@
-"""Every route, as the API describes them: none without a key, and none that shows, uses or changes another's things."""
+"""No route works without a key, and none shows, uses or changes anything of another tenant.
+
+This is checked for every route of the OpenAPI document.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,18 +16,18 @@ from ..real import ALICE, BOB, MODEL, Run, Server, batch, sample_body
 pytestmark = pytest.mark.anyio
 
 PUBLIC = {
-    ("GET", "healthz"): "load balancers have no key, and it tells nothing but that the process answers",
+    ("GET", "healthz"): "load balancers have no key, and it shows only that the process answers",
     ("GET", "readyz"): "the same, and how far the server is with its start, in numbers",
 }
 OPEN_PAGES = {
-    "/": "where to go",
-    "/docs": "what the API is, tells nothing of anybody",
-    "/docs/{file}": "of the page above",
-    "/docs/start.js": "of the page above",
-    "/openapi.json": "what it reads",
-    "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs, which say themselves what they are good for",
+    "/": "links to the pages below",
+    "/docs": "describes the API, shows nothing of any tenant",
+    "/docs/{file}": "part of the page above",
+    "/docs/start.js": "part of the page above",
+    "/openapi.json": "read by the pages above",
+    "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs: the signature grants the access",
 }
-"""What is not in the OpenAPI."""
+"""Paths that are not in the OpenAPI document, and why they need no key."""
 
 OWN = {
     ("POST", "client/config"),
@@ -42,7 +45,7 @@ OWN = {
     ("DELETE", "auth/apikey/me"),
     ("GET", "/v1/models"),
 }
-"""Routes that name nothing that belongs to anybody."""
+"""Routes that name nothing that belongs to a tenant."""
 LISTINGS = {("GET", "training_runs"), ("GET", "checkpoints"), ("GET", "sessions")}
 NOTE = "written-by-alice"
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -50,7 +53,7 @@ CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 @dataclass
 class Things:
-    """What Alice has."""
+    """The things that Alice owns."""
 
     run: Run
     checkpoint: str
@@ -60,7 +63,7 @@ class Things:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What nobody else is shown: the ids of what she has, and what she wrote about it."""
+        """Returns what no other tenant may see: ids of Alice's things and what she wrote about them."""
         return (self.run.session_id, "mine", NOTE)
 
 
@@ -82,7 +85,7 @@ async def described_routes(server: Server) -> set[tuple[str, str]]:
 
 
 def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
-    """Method, route and body, which name things of Alice in every place that can name one."""
+    """Yields method, route and body of requests that name Alice's things wherever one can be named."""
     model_id, session_id = things.run.model_id, things.run.session_id
     model = {"model_id": model_id}
     data = {"loss_fn": "cross_entropy", "data": [{"model_input": [1], "loss_fn_inputs": {"target_tokens": [2]}}]}
@@ -148,8 +151,8 @@ async def ask(client: httpx.AsyncClient, method: str, route: str, things: Things
     return await client.request(method, f"http://test{path}" if path.startswith("/") else path, json=body)
 
 
-def shown_beyond(sent: tuple[str, object], answer: httpx.Response, things: Things) -> list[str]:
-    """What of Alice's the answer shows that its question did not name."""
+def leaked_secrets(sent: tuple[str, object], answer: httpx.Response, things: Things) -> list[str]:
+    """Returns the secrets of Alice that the answer shows and the request did not name."""
     asked = f"{answer.request.url}{json.dumps(sent)}"
     headers = " ".join(answer.headers.values())
     return [secret for secret in things.secrets if secret in f"{answer.text}{headers}" and secret not in asked]
@@ -161,27 +164,28 @@ async def test_everything_of_another_tenant_is_not_found(server: Server, things:
         answer = await ask(server.clients[BOB], method, route, things, body)
         reason = "error" if route.startswith("/v1/") else "detail"
         assert (answer.status_code, reason in answer.json()) == (404, True), (method, route, body, answer.text)
-        assert not shown_beyond((route, body), answer, things), (method, route, answer.text)
+        assert not leaked_secrets((route, body), answer, things), (method, route, answer.text)
     asked = {(method, route) for method, route, _ in requests}
     described = await described_routes(server)
     untried = described - asked - OWN - LISTINGS - PUBLIC.keys()
-    assert not untried, f"ask for another's things by {untried} in requests_of_bob, or say why there are none"
+    assert not untried, (
+        f"request things of another tenant through {untried} in requests_of_bob, or list these routes in OWN"
+    )
     assert asked | OWN | LISTINGS | PUBLIC.keys() == described, "there are no such routes"
     print(f"{len(requests)} requests to {len(asked)} routes for things of another tenant")
-    assert "metrics" in await server.result(f"{things.run.model_id}:2"), "nothing of all that did anything"
+    assert "metrics" in await server.result(f"{things.run.model_id}:2"), "none of these requests had an effect"
     assert (await server.clients[ALICE].get(f"samplers/{things.sampler_id}")).status_code == 200
     assert await things.run.submit("forward", loss_fn="cross_entropy", data=[{"model_input": [1]}])
 
 
-async def test_what_is_not_described_is_known(server: Server) -> None:
-    """Every path that the application answers is in the OpenAPI, or in OPEN_PAGES with its reason."""
+async def test_paths_outside_the_openapi_document_are_listed_with_a_reason(server: Server) -> None:
     described = server.app.openapi()["paths"]
     undescribed = {path for path in paths_of(server.app.routes) if path.replace(":path}", "}") not in described}
     assert undescribed == OPEN_PAGES.keys()
 
 
 def paths_of(routes: Iterable[Any]) -> Iterator[str]:
-    """Of routers within routers, too."""
+    """Yields the paths of all routes, including those of nested routers."""
     for route in routes:
         if hasattr(route, "endpoint"):
             yield route.path
@@ -192,25 +196,25 @@ def paths_of(routes: Iterable[Any]) -> Iterator[str]:
 async def test_routes_that_name_nothing_show_nothing_of_another_tenant(server: Server, things: Things) -> None:
     for method, route in OWN - {("DELETE", "auth/apikey/me")}:
         answer = await ask(server.clients[BOB], method, route, things, {} if method == "POST" else None)
-        assert answer.status_code < 500 and not shown_beyond((route, None), answer, things), (route, answer.text)
+        assert answer.status_code < 500 and not leaked_secrets((route, None), answer, things), (route, answer.text)
 
 
 async def test_listings_show_nothing_of_another_tenant(server: Server, things: Things) -> None:
     for _, route in LISTINGS:
         for parameters in ({}, {"access_scope": "accessible"}):
             seen = await server.clients[BOB].get(route, params=parameters)
-            assert not shown_beyond((route, None), seen, things), route
+            assert not leaked_secrets((route, None), seen, things), route
         assert things.run.session_id in (await server.clients[ALICE].get(route)).text, "its owner sees it"
 
 
-async def test_a_refused_body_spends_nobody_elses_seq_id(server: Server, things: Things) -> None:
+async def test_a_refused_body_uses_no_seq_id_of_another_tenant(server: Server, things: Things) -> None:
     seq_id = next(things.run.numbers)
     broken = b'{"model_id": "%s", "seq_id": %d, broken' % (things.run.model_id.encode(), seq_id)
     assert (await server.clients[BOB].post("optim_step", content=broken)).status_code == 400
     assert (await things.run.submit("optim_step", seq_id=seq_id))["seq_id"] == seq_id
 
 
-async def test_without_a_key_every_route_says_401(server: Server, things: Things) -> None:
+async def test_without_a_key_every_route_answers_401(server: Server, things: Things) -> None:
     routes = await described_routes(server) - PUBLIC.keys()
     client = server.clients[ALICE]
     key = client.headers.pop("X-API-Key")

@@ -1,5 +1,5 @@
-"""Limits: what is beyond them is put off and never lost, what was accepted always comes to its end, and others notice
-nothing."""
+"""Limits: requests over them are throttled and never lost, and accepted operations finish; other tenants are
+unaffected."""
 
 import asyncio
 import json
@@ -39,8 +39,8 @@ def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
     return Quotas(config, clock or Clock())
 
 
-def accepted(quotas: Quotas, num_bytes: int, standing: Standing = UNORDERED, tenant: str = "alice") -> Admission:
-    """As a route does it. Raises RequestError 429."""
+def accept(quotas: Quotas, num_bytes: int, standing: Standing = UNORDERED, tenant: str = "alice") -> Admission:
+    """Admits an operation as a route does; raises RequestError with status 429 if it is over a limit."""
     with quotas.admission(tenant) as admission:
         if not admission.try_claim(num_bytes):
             admission.claim(num_bytes, standing)
@@ -53,151 +53,153 @@ def used(quotas: Quotas, tenant: str = "alice") -> tuple[int, int, int]:
     return limits.queued_operations.used, limits.queued_bytes.used, limits.server_queued_bytes.used
 
 
-def test_a_tenant_at_a_limit_is_put_off_and_another_is_not() -> None:
-    of_all = quotas(tenant_queued_operations=2, tenant_queued_bytes=150)
-    first = accepted(of_all, 100)
-    with pytest.raises(RequestError, match=r"with 100 bytes are queued, this one has 60.*limit is 150") as refusal:
-        accepted(of_all, 60)
+def test_a_tenant_at_a_limit_is_throttled_and_another_is_not() -> None:
+    server_quotas = quotas(tenant_queued_operations=2, tenant_queued_bytes=150)
+    first = accept(server_quotas, 100)
+    with pytest.raises(RequestError, match=r"operations have 100 bytes, this one has 60.*limit is 150") as refusal:
+        accept(server_quotas, 60)
     assert (refusal.value.status, refusal.value.retry_after_seconds) == (429, 5.0)
-    accepted(of_all, 50)
-    with pytest.raises(RequestError, match=r"2 operations.*limit is 2 \(the server's --tenant-queued-operations\)"):
-        accepted(of_all, 0)
-    accepted(of_all, 100, tenant="bob")
+    accept(server_quotas, 50)
+    with pytest.raises(RequestError, match=r"2 of your operations.*limit is 2 .*--tenant-queued-operations"):
+        accept(server_quotas, 0)
+    accept(server_quotas, 100, tenant="bob")
     first.release()
-    accepted(of_all, 60)
-    assert (used(of_all), used(of_all, "bob")) == ((2, 110, 210), (1, 100, 210))
+    accept(server_quotas, 60)
+    assert (used(server_quotas), used(server_quotas, "bob")) == ((2, 110, 210), (1, 100, 210))
 
 
-def test_what_was_claimed_is_given_back_once() -> None:
-    of_all = quotas()
-    admission = accepted(of_all, 50)
+def test_a_reservation_is_released_once() -> None:
+    server_quotas = quotas()
+    admission = accept(server_quotas, 50)
     admission.release()
     admission.release()
-    with pytest.raises(ValueError), of_all.admission("alice") as broken:
+    with pytest.raises(ValueError), server_quotas.admission("alice") as broken:
         broken.try_claim(70)
-        assert used(of_all) == (1, 70, 70)
+        assert used(server_quotas) == (1, 70, 70)
         raise ValueError
-    with of_all.admission("alice") as duplicate:
+    with server_quotas.admission("alice") as duplicate:
         duplicate.try_claim(70)
-    assert used(of_all) == (0, 0, 0)
+    assert used(server_quotas) == (0, 0, 0)
 
 
-def test_an_operation_may_hold_more_or_less_than_its_body_had() -> None:
-    of_all = quotas()
-    with of_all.admission("alice") as admission:
+def test_an_operation_may_hold_another_size_than_its_body() -> None:
+    server_quotas = quotas()
+    with server_quotas.admission("alice") as admission:
         admission.try_claim(50)
         admission.keep(80, 0)
-    assert used(of_all) == (1, 80, 80)
+    assert used(server_quotas) == (1, 80, 80)
     admission.release()
-    assert used(of_all) == (0, 0, 0)
+    assert used(server_quotas) == (0, 0, 0)
 
 
-def test_tokens_per_minute_are_a_debt_that_passes_with_time() -> None:
+def test_tokens_per_minute_refill_over_time() -> None:
     clock = Clock()
-    of_all = quotas(clock, tenant_tokens_per_minute=60)
-    admission = accepted(of_all, 1)
+    server_quotas = quotas(clock, tenant_tokens_per_minute=60)
+    admission = accept(server_quotas, 1)
     admission.charge(90)
     with pytest.raises(RequestError, match=r"used 100 tokens.*limit is 60 .*40 s") as refusal:
-        accepted(of_all, 1)
+        accept(server_quotas, 1)
     assert refusal.value.retry_after_seconds == pytest.approx(40)
-    assert of_all.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 100
-    assert accepted(of_all, 1, NEEDED) and accepted(of_all, 1, tenant="bob")
+    assert server_quotas.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 100
+    assert accept(server_quotas, 1, NEEDED) and accept(server_quotas, 1, tenant="bob")
     clock.now += 51
-    accepted(of_all, 1)
+    accept(server_quotas, 1)
     clock.now += 3600
-    assert of_all.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 0, "unused minutes are not saved up"
+    assert server_quotas.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 0, (
+        "unused minutes are not saved up"
+    )
 
 
-def test_the_time_to_come_again_follows_how_fast_work_is_done() -> None:
+def test_retry_after_follows_the_throughput() -> None:
     clock = Clock()
-    of_all = quotas(clock, tenant_queued_operations=20)
-    queue = [accepted(of_all, 1) for _ in range(20)]
+    server_quotas = quotas(clock, tenant_queued_operations=20)
+    queue = [accept(server_quotas, 1) for _ in range(20)]
     for admission in queue[:10]:
         clock.now += 2
         admission.release()
-        accepted(of_all, 1)
+        accept(server_quotas, 1)
     with pytest.raises(RequestError) as refusal:
-        accepted(of_all, 1)
+        accept(server_quotas, 1)
     assert refusal.value.retry_after_seconds == pytest.approx(2, rel=0.5)
 
 
-def test_a_refusal_is_told_to_who_waits_for_it_for_a_while() -> None:
+def test_polls_report_a_recent_refusal() -> None:
     clock = Clock()
-    of_all = quotas(clock, tenant_queued_operations=1)
-    assert of_all.pending("alice") is None
-    accepted(of_all, 1).release()
-    accepted(of_all, 1)
+    server_quotas = quotas(clock, tenant_queued_operations=1)
+    assert server_quotas.pending("alice") is None
+    accept(server_quotas, 1).release()
+    accept(server_quotas, 1)
     with pytest.raises(RequestError):
-        accepted(of_all, 1)
-    pending = of_all.pending("alice")
+        accept(server_quotas, 1)
+    pending = server_quotas.pending("alice")
     assert pending is not None and pending.queue_state == "paused_rate_limit"
     assert "--tenant-queued-operations" in (pending.queue_state_reason or "")
     clock.now += 120
-    assert of_all.pending("alice") is None and of_all.pending("bob") is None
+    assert server_quotas.pending("alice") is None and server_quotas.pending("bob") is None
 
 
 def test_idle_tenants_are_forgotten_and_busy_ones_are_not() -> None:
-    of_all = quotas(tenant_tokens_per_minute=100)
+    server_quotas = quotas(tenant_tokens_per_minute=100)
     for tenant in ("alice", "bob"):
-        accepted(of_all, 1, tenant=tenant).release()
-    accepted(of_all, 1, tenant="alice")
-    of_all.forget_idle()
-    assert set(of_all._usages) == {"alice", "bob"}, "both have used tokens"
-    of_all._clock.now += 60  # type: ignore[attr-defined]
-    of_all.forget_idle()
-    assert set(of_all._usages) == {"alice"}
+        accept(server_quotas, 1, tenant=tenant).release()
+    accept(server_quotas, 1, tenant="alice")
+    server_quotas.forget_idle()
+    assert set(server_quotas._usages) == {"alice", "bob"}, "both have used tokens"
+    server_quotas._clock.now += 60  # type: ignore[attr-defined]
+    server_quotas.forget_idle()
+    assert set(server_quotas._usages) == {"alice"}
 
 
-def test_half_of_the_memory_is_kept_for_what_can_be_done_now() -> None:
-    """And room for the largest body is kept from all but those."""
-    of_all = quotas(queued_bytes=400, tenant_queued_bytes=1000)
+def test_half_of_the_memory_is_kept_for_operations_that_can_run() -> None:
+    """Even the run that has been stalled longest must leave room for the largest such operation."""
+    server_quotas = quotas(queued_bytes=400, tenant_queued_bytes=1000)
     for _ in range(2):
-        accepted(of_all, 100, EARLY, "bob")
+        accept(server_quotas, 100, EARLY, "bob")
     other = Standing("other run", ready=False, needed=True)
     with pytest.raises(RequestError, match="queued operations of all tenants") as refusal:
-        accepted(of_all, 100, Standing("run", ready=False))
+        accept(server_quotas, 100, Standing("run", ready=False))
     assert refusal.value.status == 429
-    accepted(of_all, 100, EARLY, "bob")  # the run that has stood still longest
+    accept(server_quotas, 100, EARLY, "bob")  # the run that has been stalled longest
     with pytest.raises(RequestError):
-        accepted(of_all, 1, EARLY, "bob")
+        accept(server_quotas, 1, EARLY, "bob")
     with pytest.raises(RequestError):
-        accepted(of_all, 1, other, "bob")
-    ready = accepted(of_all, 100)
+        accept(server_quotas, 1, other, "bob")
+    ready = accept(server_quotas, 100)
     with pytest.raises(RequestError):
-        accepted(of_all, 1)
+        accept(server_quotas, 1)
     ready.release()
-    accepted(of_all, 100)
+    accept(server_quotas, 100)
 
 
-def test_precedence_goes_on_when_the_first_run_moves_or_falls_silent() -> None:
+def test_precedence_passes_on_when_the_first_run_moves_or_goes_silent() -> None:
     clock = Clock()
-    of_all = quotas(clock, queued_bytes=400, tenant_queued_bytes=1000)
+    server_quotas = quotas(clock, queued_bytes=400, tenant_queued_bytes=1000)
     runs = [Standing(f"run {number}", ready=False, needed=True) for number in range(3)]
-    held = [accepted(of_all, 100) for _ in range(4)]
+    held = [accept(server_quotas, 100) for _ in range(4)]
     for run in runs:
         with pytest.raises(RequestError):
-            accepted(of_all, 10, run)
+            accept(server_quotas, 10, run)
     for admission in held[2:]:
         admission.release()
     with pytest.raises(RequestError):
-        accepted(of_all, 10, runs[1])
-    of_all.moves("alice", "run 0")
-    accepted(of_all, 10, runs[1])
+        accept(server_quotas, 10, runs[1])
+    server_quotas.moves("alice", "run 0")
+    accept(server_quotas, 10, runs[1])
     clock.now += 61
-    accepted(of_all, 10, runs[2])
+    accept(server_quotas, 10, runs[2])
 
 
-# Runs: whatever the order of arrival, everything comes to its end
+# Runs: everything finishes in any order of arrival
 
 
 class Client:
-    """Sends operations of a run as a route and an SDK do it: it comes again until each is accepted."""
+    """Sends operations of a run as a route and an SDK do, retrying each until it is accepted."""
 
     def __init__(self, run: Run, quotas: Quotas, random: random.Random) -> None:
         self.run = run
         self.quotas = quotas
         self.random = random
-        self.num_put_off = 0
+        self.num_throttled = 0
         self.most_bytes = 0
 
     async def send(self, seq_id: int, num_bytes: int) -> None:
@@ -209,7 +211,7 @@ class Client:
                         admission.claim(num_bytes, self.run.standing(seq_id))
                 except RequestError as error:
                     assert error.status == 429
-                    self.num_put_off += 1
+                    self.num_throttled += 1
                     continue
                 self.most_bytes = max(self.most_bytes, used(self.quotas)[2])
                 operation = OptimStepRequest(model_id=self.run.record.run_id, seq_id=seq_id)
@@ -220,8 +222,8 @@ class Client:
 @pytest.fixture
 async def benches(make_bench: MakeBench) -> AsyncIterator:
     async def make(num_runs: int, **limits: int) -> list[Bench]:
-        of_all = quotas(**limits)
-        made = [await make_bench(number=number, quotas=of_all) for number in range(num_runs)]
+        server_quotas = quotas(**limits)
+        made = [await make_bench(number=number, quotas=server_quotas) for number in range(num_runs)]
         await asyncio.gather(*(bench.result(0) for bench in made))
         return made
 
@@ -229,8 +231,8 @@ async def benches(make_bench: MakeBench) -> AsyncIterator:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, seed: int) -> None:
-    """One operation at a time would be enough for the smallest of these limits, were they sent in order."""
+async def test_any_order_of_arrival_finishes_under_any_limit(benches, seed: int) -> None:
+    """The smallest of these limits allows one operation at a time."""
     chance = random.Random(seed)
     runs = await benches(3, tenant_queued_operations=1, tenant_queued_bytes=50, queued_bytes=400)
     clients = [Client(bench.run, bench.quotas, chance) for bench in runs]
@@ -241,15 +243,15 @@ async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, se
         await asyncio.gather(*(bench.result(30) for bench in runs))
     assert [bench.operations.performed for bench in runs] == [list(range(31))] * 3
     assert max(client.most_bytes for client in clients) <= 400
-    assert all(client.num_put_off for client in clients)
+    assert all(client.num_throttled for client in clients)
     assert used(runs[0].quotas) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("of_tenant", [{"tenant_queued_operations": 4}, {"tenant_queued_bytes": 320}, {}])
-async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches, of_tenant: dict[str, int]) -> None:
-    """The SDK sends it only once all others were accepted; together these are more than the memory takes.
+async def test_chunks_are_all_accepted_if_the_first_is_sent_last(benches, of_tenant: dict[str, int]) -> None:
+    """The SDK sends the first chunk after all others were accepted; together they exceed the memory limit.
 
-    The tenant's limits have room for one run's chunks, not for those of four that stand still.
+    The tenant's limits have room for the chunks of one run, not for those of four stalled runs.
     """
     runs = await benches(4, queued_bytes=1000, **of_tenant)
     clients = [Client(bench.run, bench.quotas, random.Random(0)) for bench in runs]
@@ -265,10 +267,10 @@ async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches, of
     assert max(client.most_bytes for client in clients) <= 1000
 
 
-async def test_what_stands_before_a_gap_does_not_let_others_past_the_limit(benches) -> None:
-    """The negative control: where the run goes on by itself, the limit holds."""
+async def test_operations_before_a_gap_let_no_others_past_the_limit(benches) -> None:
+    """Negative control: if the run can continue by itself, the limit holds."""
     (bench,) = await benches(1, tenant_queued_operations=2)
-    bench.operations.may_go_on.clear()
+    bench.operations.may_proceed.clear()
     await bench.optim_step(1)
     standing = bench.run.standing(2)
     assert standing.ready and not standing.alone and not standing.needed
@@ -276,26 +278,26 @@ async def test_what_stands_before_a_gap_does_not_let_others_past_the_limit(bench
     assert not bench.run.standing(4).needed and not bench.run.standing(4).ready
     assert bench.run.standing(2).needed, "it fills the gap"
     assert bench.run.standing(1).needed, "it only needs its answer"
-    bench.operations.may_go_on.set()
+    bench.operations.may_proceed.set()
     await bench.result(1)
-    assert bench.run.standing(4).needed, "the client may send 2 only once this one is accepted"
+    assert bench.run.standing(4).needed, "the client may send 2 only after this one is accepted"
 
 
 @pytest.mark.parametrize("order", [range(2, 1001), range(1000, 1, -1)])
 async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(benches, order: range) -> None:
     (bench,) = await benches(1, tenant_queued_operations=20, tenant_tokens_per_minute=60)
-    num_put_off = 0
+    num_throttled = 0
     for seq_id in order:
         with bench.quotas.admission("alice") as admission:
             try:
                 if not admission.try_claim(1):
                     admission.claim(1, bench.run.standing(seq_id))
             except RequestError:
-                num_put_off += 1
+                num_throttled += 1
                 continue
             operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
             await bench.run.submit(seq_id, operation, Received(b"x"), admission)
-    assert (used(bench.quotas)[0], num_put_off) == (20, 999 - 20)
+    assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
     bench.quotas.charge("alice", 100)
     with pytest.raises(RequestError, match="40 s"), bench.quotas.admission("alice") as admission:
         admission.claim(1, bench.run.standing(500))
@@ -303,8 +305,8 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
         admission.claim(1, bench.run.standing(1))
 
 
-async def test_a_run_sent_at_once_stays_within_the_limits(benches) -> None:
-    """Also while none of its uploads has been accepted."""
+async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> None:
+    """No upload has been accepted yet."""
     (bench,) = await benches(1, tenant_queued_operations=20)
     await bench.optim_step(2)
     async with AsyncExitStack() as stack:
@@ -317,27 +319,27 @@ async def test_a_run_sent_at_once_stays_within_the_limits(benches) -> None:
         assert used(bench.quotas)[0] == 20
 
 
-async def test_pollers_hear_that_what_they_wait_for_was_put_off(benches) -> None:
+async def test_polls_report_that_the_missing_operation_was_throttled(benches) -> None:
     (bench,) = await benches(1, tenant_queued_operations=1)
     await bench.optim_step(2)
     with pytest.raises(RequestError):
-        accepted(bench.quotas, 1)
+        accept(bench.quotas, 1)
     waiting = await bench.futures.wait(bench.run.request_id(2), "alice", 0.01)
     assert waiting.queue_state == "paused_rate_limit"
     assert "seq_id 1, which has not arrived" in waiting.queue_state_reason
     assert "--tenant-queued-operations" in waiting.queue_state_reason
 
 
-async def test_everything_is_given_back_whatever_becomes_of_it(benches) -> None:
+async def test_reservations_are_released_at_the_end_of_a_run_and_at_a_stop(benches) -> None:
     ended, stopped = await benches(2)
     for bench in (ended, stopped):
-        bench.operations.may_go_on.clear()
+        bench.operations.may_proceed.clear()
         for seq_id in (1, 2, 5):
             await bench.optim_step(seq_id)
     assert used(ended.quotas)[0] == 6
     ending = asyncio.create_task(ended.run.end("its session has ended"))
     await asyncio.sleep(0.01)
-    ended.operations.may_go_on.set()
+    ended.operations.may_proceed.set()
     await ending
     assert used(ended.quotas)[0] == 3
     await stopped.run.stop()
@@ -366,19 +368,19 @@ async def limits_of(server: Server, key: str = ALICE) -> dict[str, Any]:
     return (await server.clients[key].get("limits")).raise_for_status().json()
 
 
-async def test_a_refused_operation_spends_no_seq_id_and_is_sent_again(limited: Server) -> None:
+async def test_a_throttled_operation_uses_no_seq_id_and_can_be_retried(limited: Server) -> None:
     run, bobs = await limited.create_run(), await limited.create_run(BOB)
-    for seq_id in (2, 3, 4):  # nothing of it can be done before 1 is there
+    for seq_id in (2, 3, 4):  # none of these can run before 1 arrives
         await run.submit("optim_step", seq_id=seq_id, adam_params=ADAM)
     assert (await limits_of(limited))["queued_operations"] == {"limit": 3, "used": 3}
     sampler = await limited.post(
         "create_sampling_session",
         {"session_id": run.session_id, "sampling_session_seq_id": 0, "base_model": "tiny/qwen3"},
     )
-    put_off = await limited.clients[ALICE].post("asample", json=sample_body(sampler["sampling_session_id"]))
-    assert put_off.status_code == 429 and "3 operations of yours are queued" in put_off.json()["detail"]
-    assert 0 < int(put_off.headers["Retry-After"]) <= 60
-    assert 0 < int(put_off.headers["Retry-After-Ms"]) <= 60_000
+    throttled = await limited.clients[ALICE].post("asample", json=sample_body(sampler["sampling_session_id"]))
+    assert throttled.status_code == 429 and "3 of your operations are queued" in throttled.json()["detail"]
+    assert 0 < int(throttled.headers["Retry-After"]) <= 60
+    assert 0 < int(throttled.headers["Retry-After-Ms"]) <= 60_000
     assert "metrics" in await bobs.do(
         "forward", loss_fn="cross_entropy", data=[{"model_input": [1], "loss_fn_inputs": {"target_tokens": [2]}}]
     )
@@ -392,7 +394,7 @@ async def test_a_refused_operation_spends_no_seq_id_and_is_sent_again(limited: S
     assert (used["queued_operations"]["used"], used["server_queued_bytes"]["used"]) == (0, 0)
 
 
-async def test_trained_and_sampled_tokens_count(limited: Server) -> None:
+async def test_trained_and_sampled_tokens_count_against_the_limit(limited: Server) -> None:
     run = await limited.create_run()
     before = (await limits_of(limited))["tokens_per_minute"]
     assert before == {"limit": 600, "used": 0}
@@ -421,16 +423,16 @@ async def test_runs_are_limited_and_those_of_ended_sessions_do_not_count(limited
         refused = await limited.clients[ALICE].post("create_model", json=body | other)
         assert refused.status_code == 429 and "2 live runs" in refused.json()["detail"]
     again = body | {"session_id": second.session_id, "lora_config": {"rank": 4, "seed": 1}}
-    assert await limited.post("create_model", again) == {"request_id": f"{second.model_id}:0"}, "it is there already"
+    assert await limited.post("create_model", again) == {"request_id": f"{second.model_id}:0"}, "it already exists"
     await limited.create_run(BOB)
     await limited.post(f"sessions/{first.session_id}/finish", {"reason": {"type": "success"}}, status=204)
     assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 1}
     await limited.post("create_model", body | draft)
-    assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 2}, "drafts are runs as others are"
+    assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 2}, "drafts count like other runs"
 
 
-async def test_memory_is_claimed_before_a_body_is_read(limited: Server) -> None:
-    """Four uploads of 80 kB into 200 kB, all begun before any ends."""
+async def test_memory_is_reserved_before_a_body_is_read(limited: Server) -> None:
+    """Four uploads of 80 kB compete for 200 kB; all begin before any ends."""
     may_end = asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:
@@ -457,8 +459,8 @@ async def test_memory_is_claimed_before_a_body_is_read(limited: Server) -> None:
     assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
 
 
-async def test_memory_is_claimed_before_a_body_is_decompressed(limited: Server) -> None:
-    """Sizes that are declared and sizes that are not; what does not fit spends no seq_id."""
+async def test_memory_is_reserved_before_a_body_is_decompressed(limited: Server) -> None:
+    """A body that does not fit uses no seq_id, with and without a declared size."""
     run = await limited.create_run()
     services = limited.services
     tenant = await services.auth.authenticate(ALICE)
@@ -468,17 +470,17 @@ async def test_memory_is_claimed_before_a_body_is_decompressed(limited: Server) 
         for declares in (True, False):
             body = zstandard.ZstdCompressor(write_content_size=declares).compress(text)
             assert len(body) < 500
-            put_off = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
-            assert put_off.status_code == 429 and "Retry-After" in put_off.headers, put_off.text
-            assert "this one has 90" in put_off.json()["detail"]
+            throttled = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+            assert throttled.status_code == 429 and "Retry-After" in throttled.headers, throttled.text
+            assert "this one has 90" in throttled.json()["detail"]
         assert services.quotas.limits(tenant, 0).queued_bytes.used == 0
-    accepted = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
-    assert accepted.status_code == 200, "the seq_id was not spent"
-    assert "error" in await limited.result(accepted.json()["request_id"]), "there are no gradients"
+    answer = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+    assert answer.status_code == 200, "the seq_id was not used"
+    assert "error" in await limited.result(answer.json()["request_id"]), "there are no gradients"
     assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
 
 
-async def test_what_could_never_find_room_once_decompressed_is_refused(limited: Server) -> None:
+async def test_a_body_that_is_too_large_when_decompressed_is_refused(limited: Server) -> None:
     run = await limited.create_run()
     text = json.dumps({"model_id": run.model_id, "seq_id": 1, "x": "y" * 110_000}).encode()
     for declares in (True, False):
@@ -487,23 +489,25 @@ async def test_what_could_never_find_room_once_decompressed_is_refused(limited: 
         assert refused.status_code == 413 and "100000 bytes once decompressed" in refused.json()["detail"]
 
 
-async def test_a_tenant_sees_nothing_of_what_others_use_unless_its_key_is_an_operators(limited: Server) -> None:
+async def test_only_operators_see_the_usage_of_other_tenants(limited: Server) -> None:
     run, services = await limited.create_run(BOB), limited.services
     await run.do("save_weights", path="a")
     carol, operator = limited.clients[ALICE], limited.clients[BOB]
     carol.headers["X-API-Key"] = await create_key(services.store, "carol")
     operator.headers["X-API-Key"] = await create_key(services.store, "olga", ("operator",))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited.app), base_url="http://test/api/v1/") as nobody:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(limited.app), base_url="http://test/api/v1/"
+    ) as anonymous:
         with services.quotas.admission("bob") as held:
             held.claim(150_000, UNORDERED)
             assert (await limits_of(limited))["server_queued_bytes"] == {"limit": 200_000, "used": 0}
             assert (await limits_of(limited, BOB))["server_queued_bytes"]["used"] == 150_000
-            put_off = await carol.post("optim_step", content=bytes(90_000))
-            assert put_off.status_code == 429 and "150000" not in put_off.json()["detail"]
+            throttled = await carol.post("optim_step", content=bytes(90_000))
+            assert throttled.status_code == 429 and "150000" not in throttled.json()["detail"]
         refused = await carol.get("workers")
         assert refused.status_code == 403 and "needs operator" in refused.json()["detail"]
         assert (await operator.get("workers")).json()["groups"]
-        counts = [(await client.get("readyz")).json()["runs"] for client in (nobody, carol, operator)]
+        counts = [(await client.get("readyz")).json()["runs"] for client in (anonymous, carol, operator)]
         assert counts == [None, None, 1]
     own = (await carol.get("auth/apikey/me")).json()
     assert own["scopes"] == ["train", "sample", "read", "admin"]
@@ -512,10 +516,10 @@ async def test_a_tenant_sees_nothing_of_what_others_use_unless_its_key_is_an_ope
 # Weights
 
 
-async def test_weights_are_given_by_the_names_of_keys(
+async def test_tenant_weights_are_matched_by_the_names_of_keys(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The dispatch's tenants are these names; a name that nobody has may be misspelt."""
+    """The dispatch gets these names as tenants; a name without a key may be misspelt, so it is logged."""
     weights = (TenantWeight("carol", 2.0), TenantWeight("crol", 2.0))
     config = server_config(tiny_models["qwen3"], tmp_path, tenant_weights=weights)
     store = SqliteStore(tmp_path / DATABASE_NAME)
@@ -523,7 +527,7 @@ async def test_weights_are_given_by_the_names_of_keys(
     store.close()
     async with running_server(config, dispatch) as server:
         assert [record.message for record in caplog.records if "tenant_weights" in record.message] == [
-            "tenant_weights names crol, of whom there is no key yet: see `trainhouse keys list`"
+            "tenant_weights names crol, which has no key yet: see `trainhouse keys list`"
         ]
         server.clients[ALICE].headers["X-API-Key"] = key
         run = await server.create_run()
@@ -532,7 +536,7 @@ async def test_weights_are_given_by_the_names_of_keys(
         assert (await limits_of(server))["tenant"] == "carol", "what to write into --tenant-weights"
 
 
-async def test_a_base_url_that_ends_in_the_api_is_named(server: Server) -> None:
+async def test_a_base_url_that_includes_the_api_path_gets_a_hint(server: Server) -> None:
     answer = await server.clients[ALICE].post("http://test/api/v1/api/v1/client/config", json={})
     assert answer.status_code == 404
-    assert answer.json()["detail"] == "the base URL is http://test/, without /api/v1: clients add that themselves"
+    assert answer.json()["detail"] == "the base URL is http://test/, without /api/v1: clients append that themselves"

@@ -1,4 +1,4 @@
-"""What a key may do: one scope or more for every route, and how many requests a minute."""
+"""Scopes and rates of keys: every route needs a scope, and a key may have a limit of requests per minute."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 def described_routes(api: Api) -> set[str]:
-    """Those that take a key."""
+    """Returns the routes of the OpenAPI document that take a key."""
     paths = api.app.openapi()["paths"]
     described = {(method, path): one for path, methods in paths.items() for method, one in methods.items()}
     return {f"{method.upper()} {path}" for (method, path), one in described.items() if one.get("security")}
@@ -28,14 +28,14 @@ def described_routes(api: Api) -> set[str]:
 
 async def test_every_route_has_a_scope(api: Api) -> None:
     named = {route.replace(":path}", "}") for route in ROUTE_SCOPES}
-    assert not described_routes(api) - named, "say in ROUTE_SCOPES what opens them"
+    assert not described_routes(api) - named, "add their scopes to ROUTE_SCOPES"
     assert not named - described_routes(api), "there are no such routes"
     assert {scope for scopes in ROUTE_SCOPES.values() for scope in scopes} == set(SCOPES)
     assert set(ROUTE_SCOPES) >= UNCOUNTED
 
 
 async def test_a_key_opens_the_routes_of_its_scopes_and_no_other(api: Api) -> None:
-    """Sent for each scope to each route: 403 or anything else."""
+    """Every route is requested with every scope; any answer but 403 means that the key was let in."""
     for scope in SCOPES:
         client = await api.client(await create_key(api.services.store, "team", (scope,)))
         for route, needed in ROUTE_SCOPES.items():
@@ -44,7 +44,7 @@ async def test_a_key_opens_the_routes_of_its_scopes_and_no_other(api: Api) -> No
             method, path = route.replace("{name:path}", "nothing").split()
             try:
                 answer = await client.request(method, path.format(session_id="s", run_id="r", sampler_id="m", **NAMES))
-            except AttributeError:  # parts that this server does not have: it was let in
+            except AttributeError:  # the request was let in and needs a part that this server lacks
                 assert scope in needed
                 continue
             assert (answer.status_code == 403) == (scope not in needed), (scope, route, answer.text)
@@ -53,15 +53,15 @@ async def test_a_key_opens_the_routes_of_its_scopes_and_no_other(api: Api) -> No
 NAMES = {"kind": "weights", "name": "n", "file": "config.json"}
 
 
-async def test_a_key_without_the_scope_is_told_which_and_what_to_do(api: Api) -> None:
+async def test_a_refusal_names_the_missing_scope_and_the_remedy(api: Api) -> None:
     key = await create_key(api.services.store, "team", ("sample", "read"))
     client = await api.client(key)
     for send in (client, await api.client(await token_for(client))):
         refused = await send.post("/api/v1/forward_backward", content=b"")
         assert refused.status_code == 403
         assert refused.json()["detail"] == (
-            "this key has the scope sample, read, and POST /api/v1/forward_backward needs train: use a key that has "
-            "it, made by `trainhouse keys create NAME --scopes sample,read,train`"
+            "this key has the scope sample, read, and POST /api/v1/forward_backward needs train: use a key with that "
+            "scope, made by `trainhouse keys create NAME --scopes sample,read,train`"
         )
         assert (await send.get("/api/v1/sessions")).status_code == 200
     refused = await client.delete("/api/v1/training_runs/r/checkpoints/weights/n")
@@ -75,7 +75,7 @@ async def token_for(client: httpx.AsyncClient) -> str:
     return (await client.post("/api/v1/auth/token", json={})).json()["jwt"]
 
 
-async def test_a_key_without_scopes_may_everything(api: Api) -> None:
+async def test_a_key_without_scopes_is_not_restricted(api: Api) -> None:
     await create_key(api.services.store, "team")
     (info,) = await list_keys(api.services.store)
     assert (info.scopes, info.requests_per_minute) == (None, None)
@@ -84,7 +84,7 @@ async def test_a_key_without_scopes_may_everything(api: Api) -> None:
             check_scopes(set(SCOPES) - set(needed) or {"none"}, route)
 
 
-async def test_weights_are_read_by_access_tokens_that_may_read(api: Api) -> None:
+async def test_an_access_token_for_weights_needs_the_read_scope(api: Api) -> None:
     store = api.services.store
     owner = await create_key(store, "owner")
     checkpoint = await api.save(await api.run(owner))
@@ -96,13 +96,13 @@ async def test_weights_are_read_by_access_tokens_that_may_read(api: Api) -> None
 
 
 @pytest.mark.parametrize("text", ["train", "admin,read", " sample , train "])
-def test_scopes_are_read_in_one_order(text: str) -> None:
+def test_parsed_scopes_have_a_fixed_order(text: str) -> None:
     names = parse_scopes(text)
     assert set(names) == {name.strip() for name in text.split(",")}
     assert list(names) == sorted(names, key=SCOPES.index)
 
 
-def test_keys_are_made_with_scopes_and_rates_and_listed_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_created_and_listed_with_scopes_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--state-dir", str(tmp_path)]
     assert main(["keys", "create", "alice", "--scopes", "read,sample", "--requests-per-minute", "90", *place]) == 0
     assert main(["keys", "create", "bob", *place]) == 0
@@ -124,7 +124,7 @@ def test_keys_are_made_with_scopes_and_rates_and_listed_so(tmp_path: Path, capsy
 # Rates
 
 
-def test_a_minutes_worth_may_be_sent_at_once_and_then_as_time_passes() -> None:
+def test_a_rate_allows_one_minute_at_once_and_then_refills() -> None:
     clock = Clock()
     limits = RateLimits(clock)
     for _ in range(120):
@@ -142,7 +142,7 @@ def test_a_minutes_worth_may_be_sent_at_once_and_then_as_time_passes() -> None:
         limits.take(1, 120)
 
 
-async def test_a_key_beyond_its_rate_is_told_when_to_come_again(api: Api) -> None:
+async def test_a_key_over_its_rate_gets_retry_after(api: Api) -> None:
     client = await api.client(await create_key(api.services.store, "team", requests_per_minute=3))
     other = await api.client(await create_key(api.services.store, "team"))
     statuses = [(await client.get("/api/v1/sessions")).status_code for _ in range(4)]
@@ -155,10 +155,10 @@ async def test_a_key_beyond_its_rate_is_told_when_to_come_again(api: Api) -> Non
     assert (await client.post("/api/v1/session_heartbeat", json=session)).status_code == 404, "not counted"
 
 
-async def test_training_and_sampling_go_on_beyond_the_rate_of_polls(
+async def test_polls_do_not_count_against_the_rate(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Polls are not counted, and go past FastAPI as submits do."""
+    """Polls bypass FastAPI, as submits do."""
     config = server_config(tiny_models["qwen3"], tmp_path)
     async with running_server(config, dispatch) as server:
         key = await create_key(server.services.store, "team", ("train", "sample"), requests_per_minute=8)

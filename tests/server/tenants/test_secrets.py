@@ -1,4 +1,4 @@
-"""Keys, tokens, access tokens and signatures of URLs: in no log line, at any level, and in no file of the server."""
+"""Keys, tokens and URL signatures appear in no log line, at any level, and in no file of the server."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Lines(logging.Handler):
-    """Everything that is logged, tracebacks and arguments with it."""
+    """Collects everything that is logged, with tracebacks and arguments."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -49,9 +49,9 @@ async def test_no_secret_is_logged_or_stored(
     state_dir = tmp_path / "state"
     async with running_server(server_config(tiny_models["qwen3"], state_dir), dispatch) as server:
         secrets = await use(server)
-        await ask_wrongly(server, secrets)
-        await break_off(server, secrets[0])
-        assert "broke off in the midst of POST /api/v1/optim_step" in lines.text, "what is logged is seen"
+        await send_wrong_keys(server, secrets)
+        await disconnect(server, secrets[0])
+        assert "a client disconnected during POST /api/v1/optim_step" in lines.text, "the handler sees what is logged"
         printed = "".join(capfd.readouterr())
         stored = b"".join(path.read_bytes() for path in state_dir.rglob("*") if path.is_file())
     for secret in secrets:
@@ -61,7 +61,7 @@ async def test_no_secret_is_logged_or_stored(
 
 
 async def use(server: Server) -> list[str]:
-    """What an ordinary client does, with what it sends in secret."""
+    """Does what an ordinary client does, and returns the secrets that it sent."""
     key, other = [await create_key(server.services.store, name) for name in ("alice", "bob")]
     for name, made in ((ALICE, key), (BOB, other)):
         server.clients[name].headers["X-API-Key"] = made
@@ -86,21 +86,21 @@ async def use(server: Server) -> list[str]:
     return [key, other, token, parse_qs(urlsplit(signed).query)["signature"][0]]
 
 
-async def break_off(server: Server, key: str) -> None:
-    """A client that leaves in the midst of a request, of which the log tells."""
+async def disconnect(server: Server, key: str) -> None:
+    """Sends a request whose client disconnects before its end, which is logged."""
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
-        """Nobody is there."""
+        """Drops the message: the client is gone."""
 
     address = {"type": "http", "method": "POST", "path": "/api/v1/optim_step", "query_string": b""}
     await server.app(address | {"headers": [(b"x-api-key", key.encode())]}, receive, send)  # pyright: ignore
 
 
-async def ask_wrongly(server: Server, secrets: list[str]) -> None:
-    """With keys that are not in force, and right ones in wrong places; all of it is secret, too."""
+async def send_wrong_keys(server: Server, secrets: list[str]) -> None:
+    """Sends invalid keys, and valid ones in wrong places, and adds them to the secrets."""
     wrong = ["tml-" + "w" * 40, "sk-" + "x" * 40, secrets[2][:-4] + "AAAA", "a.b." + "c" * 40]
     client = server.clients[ALICE]
     for key in wrong:

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: made once, kept alive, ended by word or by silence."""
+"""Sessions over HTTP: created once, kept alive by heartbeats, ended by a request or by silence."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 EXPIRY_SECONDS = 300.0
 
 
-async def beat(api: Api, session_id: str, key: str = ALICE) -> int:
+async def heartbeat(api: Api, session_id: str, key: str = ALICE) -> int:
     return (
         await (await api.client(key)).post("/api/v1/session_heartbeat", json={"session_id": session_id})
     ).status_code
@@ -56,7 +56,7 @@ async def test_capabilities_are_those_of_the_dispatch(api: Api) -> None:
     assert (model.model_name, model.max_context_length, model.trainable) == (MODEL, 1024, True)
 
 
-async def test_a_retried_create_answers_the_same_session(api: Api) -> None:
+async def test_a_retried_create_returns_the_same_session(api: Api) -> None:
     body = {"sdk_version": "0.38.0", "tags": ["a"], "user_metadata": {"n": 1}, "display_name": "mine"}
 
     async def create(key: str, idempotency_key: str) -> str:
@@ -70,7 +70,7 @@ async def test_a_retried_create_answers_the_same_session(api: Api) -> None:
     assert await create(BOB, "one") != first
 
 
-async def test_heartbeats_keep_a_session_and_silence_ends_it(api: Api) -> None:
+async def test_heartbeats_keep_a_session_alive_and_silence_ends_it(api: Api) -> None:
     ended: list[str] = []
 
     async def on_end(session_id: str) -> None:
@@ -80,19 +80,19 @@ async def test_heartbeats_keep_a_session_and_silence_ends_it(api: Api) -> None:
     kept, silent = await api.session(), await api.session()
     for _ in range(3):
         api.clock.now += EXPIRY_SECONDS / 2
-        assert await beat(api, kept) == 200
+        assert await heartbeat(api, kept) == 200
         await api.services.sessions.expire()
     assert ended == [silent]
-    assert await beat(api, silent) == 410
+    assert await heartbeat(api, silent) == 410
 
 
-async def test_any_request_in_its_name_keeps_a_session(api: Api) -> None:
+async def test_any_request_of_a_session_keeps_it_alive(api: Api) -> None:
     session_id = await api.session()
     api.clock.now += EXPIRY_SECONDS
     api.services.sessions.heard_of(session_id)
     api.clock.now += EXPIRY_SECONDS
     await api.services.sessions.expire()
-    assert await beat(api, session_id) == 200
+    assert await heartbeat(api, session_id) == 200
 
 
 async def test_the_first_end_wins(api: Api) -> None:
@@ -100,7 +100,7 @@ async def test_the_first_end_wins(api: Api) -> None:
 
     async def failing(session_id: str) -> None:
         calls.append(session_id)
-        raise RuntimeError("cannot let go")
+        raise RuntimeError("cannot release")
 
     async def second(session_id: str) -> None:
         calls.append(session_id)
@@ -111,19 +111,19 @@ async def test_the_first_end_wins(api: Api) -> None:
     assert await finish(api, session_id, "errored") == 204
     assert calls == [session_id, session_id]
     assert (await api.services.store.get_session(session_id)).end == "success"
-    assert await beat(api, session_id) == 410
+    assert await heartbeat(api, session_id) == 410
 
 
-async def test_a_session_is_its_tenants_alone(api: Api) -> None:
+async def test_a_session_belongs_to_one_tenant(api: Api) -> None:
     session_id = await api.session(ALICE)
     client = await api.client(BOB)
-    assert await beat(api, session_id, BOB) == 404
+    assert await heartbeat(api, session_id, BOB) == 404
     assert await finish(api, session_id, "success", BOB) == 404
     assert (await client.get(f"/api/v1/sessions/{session_id}")).status_code == 404
     moved = await client.put(f"/api/v1/sessions/{session_id}/project", json={"project_id": "mine"})
     assert moved.status_code == 404
     assert (await client.get("/api/v1/sessions")).json() == {"sessions": []}
-    assert await beat(api, session_id, ALICE) == 200
+    assert await heartbeat(api, session_id, ALICE) == 200
 
 
 async def test_the_expiry_clock_stops_while_the_server_is_down(tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ async def test_the_expiry_clock_stops_while_the_server_is_down(tmp_path: Path) -
     async with running_api(tmp_path) as api:
         api.clock.now += EXPIRY_SECONDS
         await api.services.sessions.expire()
-        assert await beat(api, session_id) == 200
-        assert await beat(api, finished) == 410
+        assert await heartbeat(api, session_id) == 200
+        assert await heartbeat(api, finished) == 410
         api.clock.now += EXPIRY_SECONDS + 1
         await api.services.sessions.expire()
-        assert await beat(api, session_id) == 410
+        assert await heartbeat(api, session_id) == 410
 
 
 async def test_telemetry_is_accepted_and_dropped(api: Api) -> None:
@@ -147,7 +147,7 @@ async def test_telemetry_is_accepted_and_dropped(api: Api) -> None:
     assert types.TelemetryResponse.model_validate(response.json()).status == "accepted"
 
 
-async def test_a_session_moves_into_a_project(api: Api) -> None:
+async def test_a_session_can_be_moved_into_a_project(api: Api) -> None:
     run = await api.run()
     client = await api.client()
     moved = await client.put(f"/api/v1/sessions/{run.session_id}/project", json={"project_id": "p"})
@@ -160,7 +160,7 @@ async def create(server: Server, key: str = ALICE, **headers: str) -> httpx.Resp
     return await server.clients[key].post("create_session", json={"sdk_version": "1"}, headers=headers)
 
 
-async def test_open_sessions_are_bounded_and_more_are_put_off(
+async def test_open_sessions_are_limited_and_more_are_throttled(
     tiny_models: dict[str, Path], tmp_path: Path, dispatch: WorkerDispatch
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, tenant_sessions=2)
@@ -173,17 +173,17 @@ async def test_open_sessions_are_bounded_and_more_are_put_off(
         assert (await create(server, BOB, **{"X-Idempotency-Key": "one"})).status_code == 200
         assert (await create(server, BOB)).status_code == 200
         again = await create(server, BOB, **{"X-Idempotency-Key": "one"})
-        assert again.status_code == 200, "a session that is there already"
+        assert again.status_code == 200, "a session that already exists"
         limits = (await server.clients[ALICE].get("limits")).json()
         assert limits["sessions"] == {"limit": 2, "used": 2}
         session_id = next(answer.json()["session_id"] for answer in answers if answer.status_code == 200)
         await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
         assert (await create(server)).status_code == 200
     async with running_server(config, dispatch) as server:
-        assert (await create(server)).status_code == 429, "those of before the start count"
+        assert (await create(server)).status_code == 429, "sessions from before the restart count"
 
 
-async def test_what_ended_is_forgotten_in_time_and_what_was_saved_stays(
+async def test_ended_sessions_are_deleted_unless_they_have_checkpoints(
     tiny_models: dict[str, Path], tmp_path: Path, dispatch: WorkerDispatch
 ) -> None:
     async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as server:
@@ -200,7 +200,7 @@ async def test_what_ended_is_forgotten_in_time_and_what_was_saved_stays(
         await forget(0.0, 100, ())
         assert (await client.get(f"sessions/{unsaved.session_id}")).status_code == 404
         assert (await client.get(f"training_runs/{unsaved.model_id}")).status_code == 404
-        assert await beats(server, unsaved.session_id) == 404
+        assert await server_heartbeat(server, unsaved.session_id) == 404
         runs = (await client.get("training_runs")).json()["training_runs"]
         assert {run["training_run_id"] for run in runs} == {saved.model_id, live.model_id}
         assert (await client.get(f"sessions/{saved.session_id}")).json()["training_run_ids"] == [saved.model_id]
@@ -211,11 +211,11 @@ async def test_what_ended_is_forgotten_in_time_and_what_was_saved_stays(
         assert "error" not in (await live.do("save_weights", path="b"))
 
 
-async def beats(server: Server, session_id: str) -> int:
+async def server_heartbeat(server: Server, session_id: str) -> int:
     return (await server.clients[ALICE].post("session_heartbeat", json={"session_id": session_id})).status_code
 
 
-async def test_a_session_takes_a_key_that_trains_or_samples(api: Api) -> None:
+async def test_creating_a_session_needs_the_train_or_sample_scope(api: Api) -> None:
     for scopes, status in (("read", 403), ("admin", 403), ("sample", 200), ("train", 200)):
         client = await api.client(await create_key(api.services.store, "team", (scopes,)))
         response = await client.post("/api/v1/create_session", json={"sdk_version": "1"})
@@ -228,6 +228,6 @@ async def test_an_old_database_with_large_sessions_opens_and_is_cleaned(tmp_path
     with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as database, database:
         database.execute("UPDATE sessions SET user_metadata = ?", [json.dumps({"a": "x" * 20_000_000})])
     async with running_api(tmp_path) as api:
-        assert await beat(api, session_id) == 200
+        assert await heartbeat(api, session_id) == 200
         info = (await (await api.client()).get(f"/api/v1/sessions/{session_id}")).json()
         assert info["user_metadata"] is None

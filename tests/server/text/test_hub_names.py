@@ -1,4 +1,4 @@
-"""Names under which the official SDK looks for tokenizers."""
+"""The names under which the official SDK looks up tokenizers."""
 
 from pathlib import Path
 
@@ -20,18 +20,18 @@ from trainhouse.workers.protocol.config import ServedModel
         ("/", True),
     ],
 )
-def test_a_warning_names_what_the_sdk_does_not_find(name: str, is_found: bool, tmp_path: Path) -> None:
+def test_names_that_the_sdk_cannot_find_are_reported(name: str, is_found: bool, tmp_path: Path) -> None:
     assert len(list(unresolved([ServedModel(name, str(tmp_path))], True))) == (not is_found)
 
 
-def test_a_directory_is_a_name_on_this_machine_alone(tmp_path: Path) -> None:
+def test_a_directory_name_works_only_on_this_machine(tmp_path: Path) -> None:
     model = ServedModel(str(tmp_path), str(tmp_path))
     assert not list(unresolved([model], True)) and len(list(unresolved([model], False))) == 1
     assert tokenizer_id(model, True) == str(tmp_path)
 
 
-def test_what_the_sdk_makes_of_a_name_is_what_the_sdk_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own function, asked with a loader that tells what it was given."""
+def test_looked_up_names_match_those_of_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares with the SDK's own function, with a loader that returns the name it was given."""
     from tinker.lib.public_interfaces import sampling_client
     from trainhouse.server.text.hub_names import _looked_up
     from transformers.models.auto import tokenization_auto

@@ -1,4 +1,4 @@
-"""The text of a sample as its tokens come: whole characters, nothing of a stop string, and the same in any pieces."""
+"""The text of a sample as its tokens arrive: whole characters, and no stop string, for any split into pieces."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def spelled(text: str) -> list[int]:
-    """Byte for byte, so that every character but ASCII is several tokens."""
+    """Encodes byte by byte, so that every character outside ASCII is several tokens."""
     alphabet = {TOKENIZER.token_bytes(token): token for token in range(len(SPECIAL), VOCAB)}
     return [alphabet[bytes([byte])] for byte in text.encode()]
 
@@ -40,7 +40,7 @@ def deltas(tokens: Sequence[int], stops: Sequence[str] = (), size: int = 1, min_
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """As SentencePiece's, of Llama 2 and Mistral: words with their space, bytes for what is no word."""
+    """A tokenizer like SentencePiece's of Llama 2 and Mistral: words with their space, bytes for anything else."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "a"]
     backend = Backend(models.BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -57,13 +57,13 @@ def test_the_pieces_of_any_tokens_join_to_what_the_tokenizer_decodes(tokens: lis
 
 
 @given(st.text(max_size=30), st.integers(1, 5))
-def test_no_character_is_ever_half_there(text: str, size: int) -> None:
+def test_no_partial_character_is_returned(text: str, size: int) -> None:
     taken = deltas(spelled(text), size=size)
     assert "".join(taken) == text
     assert INCOMPLETE in text or not any(INCOMPLETE in one for one in taken)
 
 
-def test_an_emoji_comes_with_its_last_byte() -> None:
+def test_an_emoji_is_returned_with_its_last_byte() -> None:
     assert deltas(spelled("a😀b")) == ["a", "", "", "", "😀", "b", ""]
     family = "👩‍👩‍👧"
     assert "".join(deltas(spelled(family), size=3)) == family
@@ -73,7 +73,7 @@ def test_a_character_that_stays_incomplete_is_replaced_at_the_end() -> None:
     assert deltas(spelled("a😀")[:3]) == ["a", "", "", INCOMPLETE]
 
 
-def test_a_stop_string_and_what_follows_is_cut_wherever_tokens_end() -> None:
+def test_a_stop_string_is_cut_for_any_split_into_tokens() -> None:
     tokens = spelled("one two STOP three")
     for size in range(1, len(tokens) + 1):
         text = sample_text(["STOP"])
@@ -85,24 +85,24 @@ def test_a_stop_string_and_what_follows_is_cut_wherever_tokens_end() -> None:
         assert text.stopped and num_offsets == len(tokens)
 
 
-def test_what_may_begin_a_stop_string_is_held_back_and_released() -> None:
+def test_a_possible_beginning_of_a_stop_string_is_held_back_and_released() -> None:
     assert deltas(spelled("abSTxSTO"), ["STOP"]) == ["a", "b", "", "", "STx", "", "", "", "STO"]
     assert deltas(spelled("aaab"), ["aab"]) == ["", "", "a", "", ""]
     assert deltas(spelled("é¿"), ["é!"]) == ["", "", "", "é¿", ""], "a beginning may be more than a byte"
 
 
-def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
+def test_the_first_complete_stop_string_counts() -> None:
     assert "".join(deltas(spelled("xabcd"), ["abcd", "bc"])) == "xa"
     assert "".join(deltas(spelled("xabcd"), ["bc", "abc"])) == "x"
 
 
-def test_the_text_of_the_tokens_that_nothing_stops_is_not_cut() -> None:
+def test_the_text_of_the_first_min_tokens_is_not_cut() -> None:
     tokens = spelled("STOP and STOP it")
     for size in (1, 3, len(tokens)):
         assert "".join(deltas(tokens, ["STOP"], size, min_tokens=6)) == "STOP and "
 
 
-def test_a_stop_string_that_begins_in_tokens_that_nothing_stops_counts_where_it_ends() -> None:
+def test_a_stop_string_counts_if_it_ends_after_min_tokens() -> None:
     tokens = spelled("abCDe")
     for size in (1, 2, 3, len(tokens)):
         cut = ["".join(deltas(tokens, ["CD"], size, min_tokens)) for min_tokens in (3, 4, 5, 6)]
@@ -113,7 +113,7 @@ STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), min_size=1, max_size
 
 
 @given(st.text("ab😀", max_size=12), STOPS, st.integers(1, 9))
-def test_any_pieces_are_cut_as_the_letters_one_by_one(text: str, stops: list[str], size: int) -> None:
+def test_the_cut_does_not_depend_on_the_piece_size(text: str, stops: list[str], size: int) -> None:
     expected = text
     for end in range(len(text) + 1):
         matched = [stop for stop in stops if text[:end].endswith(stop)]
@@ -124,9 +124,7 @@ def test_any_pieces_are_cut_as_the_letters_one_by_one(text: str, stops: list[str
 
 
 @given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=5), st.integers(0, 9), st.integers(1, 12))
-def test_a_search_finds_the_ends_and_beginnings_that_looking_at_each_place_finds(
-    text: str, stop: str, num_unstopped: int, size: int
-) -> None:
+def test_stop_search_agrees_with_a_naive_search(text: str, stop: str, num_unstopped: int, size: int) -> None:
     search = StopSearch(StopString(stop))
     for start in range(0, len(text), size):
         piece = text[start : start + size]
@@ -139,7 +137,7 @@ def test_a_search_finds_the_ends_and_beginnings_that_looking_at_each_place_finds
         assert search.num_begun == max(begun)
 
 
-def test_searching_what_may_begin_a_stop_string_takes_time_in_proportion_to_the_text() -> None:
+def test_stop_search_takes_linear_time() -> None:
     def seconds(length: int) -> float:
         times = []
         for _ in range(3):
@@ -153,7 +151,7 @@ def test_searching_what_may_begin_a_stop_string_takes_time_in_proportion_to_the_
     assert seconds(80_000) < 20 * seconds(8_000), "ten times as much, where a search from the start takes a hundred"
 
 
-def test_end_and_special_tokens_are_no_text_also_within_a_stop_string() -> None:
+def test_end_and_special_tokens_add_no_text() -> None:
     pad, tool = 0, SPECIAL.index("<tool>")
     assert "".join(deltas([*spelled("hi"), pad, *spelled("!"), END])) == "hi!"
     assert "".join(deltas([*spelled("hi"), tool, *spelled(" x")], ["i x"])) == "h"

@@ -1,4 +1,4 @@
-"""Tokens of texts and chats are those of transformers' AutoTokenizer, in a process that loads neither it nor torch."""
+"""Texts and chats get the same tokens as from transformers' AutoTokenizer, without loading transformers or torch."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ LOOPS = """{% for message in messages %}{% if loop.index > 2 %}{% break %}{% end
 
 
 def plain(tokenizer: PreTrainedTokenizerFast) -> None:
-    """As it is."""
+    """Leaves the tokenizer unchanged."""
 
 
 def loops(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -102,12 +102,12 @@ async def test_a_text_has_the_tokens_that_transformers_gives_it(saved: Path, tex
     assert Tokenizer(read(str(saved))).encode(text, CONTEXT) == AutoTokenizer.from_pretrained(saved).encode(text)
 
 
-async def test_a_template_that_refuses_is_told_of_with_its_reason(tmp_path: Path) -> None:
+async def test_a_refusal_by_the_chat_template_is_reported_with_its_reason(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
     with pytest.raises(RequestError, match="no role judge"):
         tokenizer.encode_chat(Chat([{"role": "judge", "content": "x"}]), CONTEXT)
-    with pytest.raises(RequestError, match="does not take these messages"):
+    with pytest.raises(RequestError, match="does not accept these messages"):
         tokenizer.encode_chat(Chat([{"role": "assistant", "tool_calls": 5}]), CONTEXT)
 
 
@@ -121,15 +121,15 @@ async def test_a_template_that_refuses_is_told_of_with_its_reason(tmp_path: Path
         "{{ dict.__call__.__globals__ }}",
     ],
 )
-async def test_a_template_does_not_leave_its_sandbox(tmp_path: Path, template: str) -> None:
+async def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, template: str) -> None:
     saved = letter_tokenizer()
     saved.chat_template = template
     saved.save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match="does not take these messages"):
+    with pytest.raises(RequestError, match="does not accept these messages"):
         Tokenizer(read(str(tmp_path))).encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
-async def test_without_a_chat_template_texts_remain(tmp_path: Path) -> None:
+async def test_without_a_chat_template_only_texts_work(tmp_path: Path) -> None:
     saved = letter_tokenizer()
     saved.chat_template = None
     saved.save_pretrained(tmp_path)
@@ -139,7 +139,7 @@ async def test_without_a_chat_template_texts_remain(tmp_path: Path) -> None:
         tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
-async def test_a_model_without_a_tokenizer_is_told_of_and_asked_again_after_a_minute(
+async def test_a_missing_tokenizer_is_reported_and_retried_after_a_minute(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     clock = Clock()
@@ -157,7 +157,7 @@ async def test_a_model_without_a_tokenizer_is_told_of_and_asked_again_after_a_mi
     assert tokenizer is await tokenizers.get("tiny")
 
 
-async def test_a_tokenizer_that_is_not_read_in_time_is_a_failure_of_the_server(
+async def test_a_tokenizer_that_is_not_read_in_time_is_a_server_error(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "_READ_SECONDS", 0.01)
@@ -166,18 +166,18 @@ async def test_a_tokenizer_that_is_not_read_in_time_is_a_failure_of_the_server(
     assert failed.value.category == "server"
 
 
-async def test_a_reader_that_is_ended_is_a_failure_of_the_server(saved: Path) -> None:
-    """Ctrl-C reaches it, too, and the system kills it when memory runs out: the model has a tokenizer all the same."""
+async def test_a_killed_tokenizer_reader_is_a_server_error(saved: Path) -> None:
+    """Ctrl-C or the out-of-memory killer may end the reader; that does not mean that the model has no tokenizer."""
     getting = asyncio.create_task(Tokenizers([ServedModel("tiny", str(saved))]).get("tiny"))
     while not (readers := [one for one in Process().children() if str(saved) in one.cmdline()]):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     readers[0].kill()
-    with pytest.raises(OperationError, match="SIGKILL ended that: try again") as failed:
+    with pytest.raises(OperationError, match="ended by SIGKILL: try again") as failed:
         await getting
     assert failed.value.category == "server"
 
 
-async def test_others_have_their_turn_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+async def test_tokenizing_a_long_text_does_not_block_the_event_loop(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer, tokenizers = Tokenizer(read(str(tmp_path))), Tokenizers([])
     text = "the model is here and " * 40_000
@@ -186,11 +186,11 @@ async def test_others_have_their_turn_while_a_long_text_is_tokenized(tmp_path: P
     while not tokenizing.done():
         await asyncio.sleep(0.001)
         num_turns += 1
-    assert num_turns > 10, "or it keeps the interpreter to itself"
+    assert num_turns > 10, "tokenizing must release the interpreter lock"
     assert len(await tokenizing) > 100_000
 
 
-async def test_what_cannot_fit_the_context_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+async def test_text_that_cannot_fit_the_context_is_refused_before_tokenizing(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
     longest = max(letter_tokenizer().get_vocab(), key=len)

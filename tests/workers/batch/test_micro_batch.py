@@ -1,4 +1,4 @@
-"""Operations to micro-batches and back: packing without padding, outputs in the client's order."""
+"""Packing of operations into micro-batches without padding, and outputs in the client's order."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from ..requests import read, sampled, supervised
 CPU = torch.device("cpu")
 
 
-def in_turn(lanes: list[Lane]) -> list[MicroBatch]:
+def batches_of(lanes: list[Lane]) -> list[MicroBatch]:
     return [micro_batch for lane in lanes for micro_batch in lane.micro_batches]
 
 
@@ -22,7 +22,7 @@ def in_turn(lanes: list[Lane]) -> list[MicroBatch]:
 def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
     lengths = (3, 9, 3, 1, 5, 9, 2)
     operation = read(*map(supervised, lengths))
-    batches = in_turn(pack([operation], budget, CPU))
+    batches = batches_of(pack([operation], budget, CPU))
     assert sum(len(batch.tokens) for batch in batches) == sum(lengths)
     assert all(len(batch.tokens) <= max(budget, 9) for batch in batches)
     assert budget < 1000 or len(batches) == 1
@@ -38,12 +38,12 @@ def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
 
 
 def test_equal_lengths_attend_as_one_group() -> None:
-    (batch,) = in_turn(pack([read(*map(supervised, (3, 9, 3, 9, 3)))], 1000, CPU))
+    (batch,) = batches_of(pack([read(*map(supervised, (3, 9, 3, 9, 3)))], 1000, CPU))
     assert [(group.count, group.length) for group in batch.packing.groups] == [(2, 9), (3, 3)]
 
 
 def outputs_of(batches: list[MicroBatch], operations: list[Operation]) -> list[list[np.ndarray | None]]:
-    """As the outputs, the targets themselves."""
+    """Returns the targets as outputs, in the order of the operations' data."""
     collected: list[list[np.ndarray | None]] = [[None] * len(operation.rows) for operation in operations]
     for batch in batches:
         for segment in batch.segments:
@@ -54,13 +54,13 @@ def outputs_of(batches: list[MicroBatch], operations: list[Operation]) -> list[l
     return collected
 
 
-def test_outputs_come_back_in_the_order_and_shape_of_the_data() -> None:
+def test_outputs_have_the_order_and_shape_of_the_data() -> None:
     two_dimensional = [
         supervised(n, target_tokens=np.arange(n * k).reshape(n, k), weights=np.ones((n, k)))
         for n, k in ((2, 3), (5, 1))
     ]
     operations = [read(*map(supervised, (3, 9, 4))), read(two_dimensional[0], supervised(4), two_dimensional[1])]
-    collected = outputs_of(in_turn(pack(operations, 8, CPU)), operations)
+    collected = outputs_of(batches_of(pack(operations, 8, CPU)), operations)
     for operation, outputs in zip(operations, collected, strict=True):
         for row, output in zip(operation.rows, outputs, strict=True):
             assert output is not None
@@ -69,16 +69,16 @@ def test_outputs_come_back_in_the_order_and_shape_of_the_data() -> None:
 
 def test_several_operations_share_a_micro_batch_in_segments() -> None:
     operations = [read(*map(supervised, (3, 5))), read(sampled(4), sampled(4), loss_fn="ppo"), read(supervised(2))]
-    (batch,) = in_turn(pack(operations, 1000, CPU))
+    (batch,) = batches_of(pack(operations, 1000, CPU))
     spans = [(segment.operation, segment.start, segment.stop) for segment in batch.segments]
     assert spans == [(0, 0, 8), (1, 8, 16), (2, 16, 18)]
     assert [set(objective.inputs) >= {"weights"} for objective in batch.objectives] == [True, False, True]
     assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 8), (8, 16), (16, 18)]
 
 
-def test_neighbours_with_one_loss_are_one_objective() -> None:
+def test_adjacent_rows_with_one_loss_are_one_objective() -> None:
     operations = [read(*map(supervised, (3, 5))), read(supervised(4)), read(supervised(4), weight=0.5)]
-    (batch,) = in_turn(pack(operations, 1000, CPU))
+    (batch,) = batches_of(pack(operations, 1000, CPU))
     assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 12), (12, 16)]
     assert batch.objectives[0].bounds == (0, 5, 8, 12)
     assert batch.objectives[0].targets.tolist() == [
@@ -88,12 +88,12 @@ def test_neighbours_with_one_loss_are_one_objective() -> None:
 
 
 def unused(bins: list[list[int]], lengths: np.ndarray, budget: int) -> float:
-    """Of the token budgets of all micro-batches, the share that nothing fills."""
+    """Returns the share of all micro-batches' token budgets that is not filled."""
     return 1 - lengths.sum() / (len(bins) * budget)
 
 
 def next_fit(lengths: np.ndarray, budget: int) -> list[list[int]]:
-    """The simplest packing: the longest first, a new bin whenever the last has no room."""
+    """Packs the longest first and opens a new bin whenever the last has no room: the simplest packing."""
     bins: list[list[int]] = [[]]
     for i in np.argsort(-lengths):
         if lengths[bins[-1]].sum() + lengths[i] > budget:
@@ -120,7 +120,7 @@ def test_mixed_lengths_leave_less_than_a_tenth_of_the_budget_unused(mix: str, bu
     assert unused(bins, lengths, budget) < 0.1
 
 
-def test_the_simplest_packing_wastes_more_than_that() -> None:
+def test_next_fit_packing_leaves_more_unused() -> None:
     lengths = np.minimum(MIXES["chats"](np.random.default_rng(1)), 1024)
     assert unused(next_fit(lengths, 1024), lengths, 1024) > 0.1
 
@@ -131,7 +131,7 @@ def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("most_lanes", [2, 4])
-def test_lanes_have_about_the_same_and_share_the_budget(mix: str, most_lanes: int) -> None:
+def test_lanes_get_equal_work_and_share_the_budget(mix: str, most_lanes: int) -> None:
     budget = 8192
     lengths = MIXES[mix](np.random.default_rng(1)).tolist()
     lanes = deal(lengths, budget, most_lanes)
@@ -143,7 +143,7 @@ def test_lanes_have_about_the_same_and_share_the_budget(mix: str, most_lanes: in
     assert all(len(each) <= 1.1 * sum(lengths) / budget + 1 for each in tokens)
 
 
-def test_what_is_short_or_cannot_be_parted_has_one_lane() -> None:
+def test_short_or_indivisible_work_has_fewer_lanes() -> None:
     assert deal([100, 100], 4096, 2) == [[[0, 1]]]
     assert deal([4000], 4096, 2) == [[[0]]]
     assert len(deal([2000, 2000], 4096, 2)) == 2
@@ -152,14 +152,14 @@ def test_what_is_short_or_cannot_be_parted_has_one_lane() -> None:
     assert deal([], 4096, 4) == [[]]
 
 
-def test_a_lane_knows_whose_rows_it_has() -> None:
+def test_lanes_list_the_operations_of_their_rows() -> None:
     limits = ModelLimits(vocab_size=1000, max_context_length=300)
     operations = [read(supervised(300), limits=limits), read(supervised(140), supervised(150), limits=limits)]
     lanes = pack(operations, 4096, CPU, most_lanes=2)
     assert [lane.operations for lane in lanes] == [{0}, {1}]
 
 
-def test_for_want_of_memory_micro_batches_halve_down_to_the_longest_row() -> None:
+def test_out_of_memory_budgets_halve_down_to_the_longest_row() -> None:
     operation = read(*map(supervised, (5, 16, 9, 2)))
     budgets = [4096]
     while smaller := smaller_budget(operation, budgets[-1]):
@@ -167,6 +167,6 @@ def test_for_want_of_memory_micro_batches_halve_down_to_the_longest_row() -> Non
     assert budgets == [4096, 16]
     assert smaller_budget(read(*[supervised(4)] * 16), 4096) == 32
     assert smaller_budget(read(supervised(4)), 4096) is None
-    of_no_row = replace(read(supervised(4)), rows=(), numbers=())
-    assert smaller_budget(of_no_row, 4096) is None
-    assert "no room for gradients" in out_of_memory_message(of_no_row, 4096, 4096, torch.device("cpu"))
+    without_rows = replace(read(supervised(4)), rows=(), numbers=())
+    assert smaller_budget(without_rows, 4096) is None
+    assert "no room for gradients" in out_of_memory_message(without_rows, 4096, 4096, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Requests that are read and checked: what is refused and how, and what is filled in."""
+"""Validation of requests: what is refused and how, and which defaults are filled in."""
 
 import numpy as np
 import pytest
@@ -106,7 +106,7 @@ def test_bad_data_is_refused_with_the_value_and_the_remedy(case: str) -> None:
         assert fragment in refusal.value.message
 
 
-def test_sampler_logprobs_may_be_anything_where_nothing_reads_them() -> None:
+def test_unused_sampler_logprobs_need_not_be_finite() -> None:
     operation = read(
         sampled(4, logprobs=np.array([-np.inf, np.nan, -1, -1]), advantages=np.array([0, 0, 1, 1])), loss_fn="ppo"
     )
@@ -126,7 +126,7 @@ def test_absent_optional_inputs_are_filled() -> None:
     assert given.rows[1].inputs["clip_low_threshold"].tolist() == np.float32([0.8, 0.8]).tolist()
 
 
-def test_integer_weights_are_taken_as_numbers() -> None:
+def test_integer_weights_become_float32() -> None:
     operation = read(supervised(3, weights=np.array([0, 1, -2])))
     assert operation.rows[0].inputs["weights"].dtype == np.float32
     assert (operation.num_tokens, operation.denominator) == (2, -1.0)
@@ -142,7 +142,7 @@ def test_integer_weights_are_taken_as_numbers() -> None:
         supervised(4, weights=nan_at_two),
     ],
 )
-def test_the_datum_named_is_that_of_the_whole_operation(bad: Datum) -> None:
+def test_errors_number_data_within_the_whole_operation(bad: Datum) -> None:
     part = ForwardBackwardRequest("run", 1, (supervised(4), bad), "cross_entropy")
     with pytest.raises(OperationError, match="datum 8:"):
         read_operation(part, LIMITS, Share(range(7, 7 + len(part.data)), len(part.data)))

@@ -1,4 +1,4 @@
-"""Adapters of every type of model that is served: what they adapt, and that peft loads all of it."""
+"""Adapters of every served model type: which layers they adapt, and that peft loads all of them."""
 
 import json
 import warnings
@@ -24,11 +24,11 @@ from ..adapted import Adapted, in_peft, peft_gradients, peft_logits, probe, quie
 from ..models.tiny_types import tiny_config_of
 
 SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
-# In every run of the tests: dense, sparse in each of the ways that peft tells apart, and with names of their own.
+# In every run of the tests: dense, sparse in each way that peft distinguishes, and with unusual names.
 CORE = ("dots1", "gpt_neox", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe", "starcoder2")
 EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
 
-# Of log-probabilities, by the farthest that the adapter moves one.
+# Relative to the largest change of a log-probability by the adapter.
 TOLERANCE = 1e-4
 
 
@@ -60,14 +60,14 @@ def in_peft_from(model: Path, directory: Path) -> PeftModel:
 
 @torch.no_grad()
 def distance(adapted: Adapted, adapter: Adapter | None, tuned: torch.nn.Module) -> float:
-    """Returns how far apart the farthest log-probabilities are."""
+    """Returns the largest difference of log-probabilities."""
     data = sequences(vocab_size=adapted.base.vocab_size)
     ours, theirs = adapted.logits(data, adapter), peft_logits(tuned, data)
     return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
 
 
 def numbers(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns all that are not zero, in order of their size: peft arranges those of experts in another way."""
+    """Returns all nonzero numbers, sorted, because peft arranges those of experts differently."""
     flat = torch.cat([each.detach().flatten() for each in tensors])
     return flat[flat != 0].sort().values
 
@@ -82,13 +82,13 @@ def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -
     assert distance(adapted, adapter, tuned) < TOLERANCE * moved
     in_files = load_file(directory / "adapter_model.safetensors")
     parameters = {name: each for name, each in tuned.named_parameters() if ".lora_" in name}
-    assert torch.equal(numbers([*in_files.values()]), numbers([*parameters.values()])), "none was dropped, none made up"
-    assert_each_is_seen(adapted, adapter, tuned, moved)
-    assert_comes_back(adapted, directory, tmp_path / "back")
+    assert torch.equal(numbers([*in_files.values()]), numbers([*parameters.values()])), "none was dropped or added"
+    assert_each_kind_matters(adapted, adapter, tuned, moved)
+    assert_reimported_unchanged(adapted, directory, tmp_path / "back")
 
 
-def assert_each_is_seen(adapted: Adapted, adapter: Adapter, tuned: PeftModel, moved: float) -> None:
-    """Without the matrices of any one layer the comparison would fail: of one kind each."""
+def assert_each_kind_matters(adapted: Adapted, adapter: Adapter, tuned: PeftModel, moved: float) -> None:
+    """Checks that the comparison would fail without the matrices of a kind of layer, for each kind."""
     kinds = {name.split(".", 5)[-1]: each for name, each in tuned.named_parameters() if ".lora_B." in name}
     for name, parameter in kinds.items():
         value = parameter.data.clone()
@@ -97,8 +97,7 @@ def assert_each_is_seen(adapted: Adapted, adapter: Adapter, tuned: PeftModel, mo
         parameter.data.copy_(value)
 
 
-def assert_comes_back(adapted: Adapted, directory: Path, target: Path) -> None:
-    """As it was, by the import of adapters."""
+def assert_reimported_unchanged(adapted: Adapted, directory: Path, target: Path) -> None:
     config = PeftConfig.read(json.loads((directory / "adapter_config.json").read_text()))
     target.mkdir()
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
@@ -124,7 +123,7 @@ def test_peft_adapts_no_more_than_was_trained(model_type: str, part: str, tmp_pa
 
 
 @pytest.mark.parametrize("model_type", ["olmoe", "phimoe", "qwen2_moe", "starcoder2"])
-def test_what_transformers_layers_learn_is_what_peft_learns(model_type: str, tmp_path: Path) -> None:
+def test_gradients_of_transformers_layers_equal_peft(model_type: str, tmp_path: Path) -> None:
     adapted = adapted_tiny(model_type, tmp_path)
     assert not adapted.base.is_fused
     adapter = adapted.create("run")
@@ -145,7 +144,7 @@ def test_what_transformers_layers_learn_is_what_peft_learns(model_type: str, tmp
     assert relative_error(gradients[some] * 1.001, theirs[some]) > 5e-4
 
 
-# What is said of it
+# Adapted layers
 
 
 ADAPTED = {
@@ -173,7 +172,7 @@ def test_all_parts_of_feed_forward_layers_are_adapted(model_type: str, tmp_path:
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_a_group_of_which_nothing_can_be_adapted_is_refused(model_type: str, tmp_path: Path) -> None:
+def test_group_without_adaptable_layers_is_refused(model_type: str, tmp_path: Path) -> None:
     adapted = adapted_tiny(model_type, tmp_path)
     adapters, found = adapted.adapters, adapted.base.config.model_type
     for flag, group in (("train_attn", "attention"), ("train_mlp", "mlp")):
@@ -185,11 +184,11 @@ def test_a_group_of_which_nothing_can_be_adapted_is_refused(model_type: str, tmp
             adapters.check_groups(lora)
 
 
-# What earlier versions saved
+# Checkpoints of earlier versions
 
 
-def test_an_adapter_of_fewer_layers_is_loaded_as_the_same_function(tmp_path: Path) -> None:
-    """Earlier versions left experts in transformers' layers as they are."""
+def test_adapter_saved_without_experts_loads_as_the_same_function(tmp_path: Path) -> None:
+    """Earlier versions did not adapt experts in transformers' layers."""
     adapted = adapted_tiny("dots1", tmp_path / "model")
     adapter = adapted.create("run")
     for name, pair in adapter.pairs.items():
@@ -216,8 +215,8 @@ def test_an_adapter_of_fewer_layers_is_loaded_as_the_same_function(tmp_path: Pat
         read_saved(other, directory, optimizer=True)
 
 
-def test_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Laguna's shared experts are called otherwise in its files, and peft renames the name of their modules."""
+def test_tensor_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Laguna's shared experts have another name in its files, and peft renames their modules."""
     adapted = adapted_tiny("laguna", tmp_path / "model")
     adapter = adapted.create("run")
     directory = exported(adapter, tmp_path / "here")

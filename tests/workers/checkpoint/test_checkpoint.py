@@ -1,4 +1,4 @@
-"""Adapters in a directory: exact round trips, PEFT's layout, and refusals that leave the adapter alone."""
+"""Checkpoints of adapters: exact round trips, PEFT's layout, and refusals that leave the adapter alone."""
 
 import json
 import warnings
@@ -46,11 +46,11 @@ def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
 
 
 def matrices(adapter: Adapter, vector: torch.Tensor) -> torch.Tensor:
-    """Without the gaps between the views, which hold whatever the test filled in."""
+    """Joins the views without the gaps between them, which the test fills, too."""
     return torch.cat([view.flatten() for view in adapter.layout.named_views(vector).values()])
 
 
-def test_a_round_trip_with_optimizer_is_bit_exact_and_goes_on_as_before(
+def test_round_trip_with_optimizer_is_bit_exact_and_training_continues(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     adapted = Adapted(tiny_models["qwen3"])
@@ -102,7 +102,7 @@ def test_peft_loads_the_export_with_the_same_logits(kind: str, tiny_models: dict
     assert_peft_loads_the_export(tiny_models[kind], tmp_path)
 
 
-def test_peft_loads_dense_layers_beside_experts(tmp_path: Path) -> None:
+def test_peft_loads_dense_layers_next_to_experts(tmp_path: Path) -> None:
     assert_peft_loads_the_export(tiny_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0]), tmp_path)
 
 
@@ -120,7 +120,7 @@ def assert_peft_loads_the_export(model_directory: Path, tmp_path: Path) -> None:
     assert relative_error(logits, bare) > 1e-1
 
 
-def test_a_checkpoint_becomes_a_sampler_adapter_of_weights_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoint_loads_as_a_sampler_adapter_without_optimizer(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     adapted = Adapted(tiny_models["qwen2"])
     adapter = trained(adapted, rank=3)
     directory = saved(adapter, tmp_path / "checkpoint")
@@ -148,7 +148,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown tensor": (
         lambda d: rewrite(d / "adapter_model.safetensors", lambda tensors: tensors.update(more=torch.zeros(1))),
-        "has more beyond it",
+        "has more in addition",
     ),
     "other shape": (
         lambda d: rewrite(d / "adapter_model.safetensors", lambda t: t.update({A_NAME: torch.zeros(4, 32)})),
@@ -164,7 +164,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_checkpoint_that_is_not_whole_is_refused_untouched(
+def test_damaged_checkpoint_is_refused_and_the_adapter_unchanged(
     damage: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     adapter = trained(Adapted(tiny_models["llama"]))
@@ -201,16 +201,16 @@ def test_a_checkpoint_of_another_adapter_is_refused(
 def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     directory = saved(Adapted(tiny_models["llama"]).create("run"), tmp_path / "checkpoint")
     wider = Adapted(tiny_model("llama", tmp_path / "wider", hidden_size=128))
-    with pytest.raises(OperationError, match="the checkpoint is of another base model"):
+    with pytest.raises(OperationError, match="the checkpoint belongs to another base model"):
         read_new(wider.adapters, directory)
 
 
-def test_without_room_on_the_disk_a_save_says_so(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_save_on_a_full_disk_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     adapter = trained(Adapted(tiny_models["qwen3"]))
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         saved(adapter, disk / "first")
         (disk / "second").mkdir()
         with filled(disk):
-            with pytest.raises(OperationError, match=r"the server's disk is full.*try again when there") as failed:
+            with pytest.raises(OperationError, match=r"the server's disk is full.*try again") as failed:
                 save(Learned.by(adapter, Mesh()), disk / "second", base_name="tiny/model")
             assert failed.value.category == "server"

@@ -1,4 +1,4 @@
-"""Adapters that peft has made: imported they compute what they do in peft, and come out as they went in."""
+"""Import of peft's adapters: they compute the same as in peft, and their export equals what was imported."""
 
 import json
 import math
@@ -34,7 +34,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def made_by_peft(model: Path, directory: Path, **config: Any) -> PeftModel:
-    """Saved in the directory, with random matrices."""
+    """Creates an adapter with random matrices, and saves it in the directory."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with warnings.catch_warnings():
         quieten_peft()
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_computes_what_it_does_in_peft(case: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_imported_adapter_computes_the_same_as_in_peft(case: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     kind, config = CASES[case]
     tuned = made_by_peft(tiny_models[kind], tmp_path / "peft", **config)
     adapted = Adapted(tiny_models[kind])
@@ -86,12 +86,12 @@ def test_an_adapter_computes_what_it_does_in_peft(case: str, tiny_models: dict[s
     other = imported(adapted, tmp_path / "peft", tmp_path / "other", alpha=6.1 if "rslora" not in case else 6.0)
     changed = read_new(adapted.models, other)
     assert (logprobs(adapted.logits(sequences(), changed)) - wanted).abs().max() > TOLERANCE, (
-        "a scale that is off shows"
+        "a wrong scale is detected"
     )
 
 
 @pytest.mark.parametrize("case", ["two of attention", "everything", "one layer"])
-def test_what_was_imported_comes_out_as_it_was(case: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_export_of_an_imported_adapter_is_unchanged(case: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     kind, config = CASES[case]
     made_by_peft(tiny_models[kind], tmp_path / "peft", **config)
     before = load_file(tmp_path / "peft" / "adapter_model.safetensors")
@@ -105,7 +105,7 @@ def test_what_was_imported_comes_out_as_it_was(case: str, tiny_models: dict[str,
     assert bool(added) == (case != "everything")
 
 
-def test_our_own_exports_are_imported_as_they_are(tmp_path: Path) -> None:
+def test_own_exports_are_imported_unchanged(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0])
     made_by_peft(model, tmp_path / "peft", target_modules=ATTENTION, target_parameters=EXPERTS)
     adapted = Adapted(model)
@@ -115,7 +115,7 @@ def test_our_own_exports_are_imported_as_they_are(tmp_path: Path) -> None:
         assert (twice / file).read_bytes() == (once / file).read_bytes()
 
 
-def test_in_bfloat16_it_is_read_as_it_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_bfloat16_adapter_is_imported_exactly(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     made_by_peft(tiny_models["qwen3"], tmp_path / "peft", target_modules=ATTENTION)
     path = tmp_path / "peft" / "adapter_model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
@@ -137,8 +137,8 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "no B": (drop(B_NAME), r"lora_A.weight is there without its lora_B: send both"),
-    "no A": (drop(A_NAME), r"lora_B.weight is there without its lora_A: send both"),
+    "no B": (drop(B_NAME), r"lora_A.weight has no matching lora_B: send both"),
+    "no A": (drop(A_NAME), r"lora_B.weight has no matching lora_A: send both"),
     "another width": (put(A_NAME, torch.ones(4, 65)), r"q_proj.lora_A.weight has shape \[4, 65\], .* needs \[4, 64\]"),
     "another rank": (put(A_NAME, torch.ones(5, 64)), r"has shape \[5, 64\], .* needs \[4, 64\] at rank 4"),
     "not a number": (
@@ -146,10 +146,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
         "q_proj.lora_A.weight has numbers that are not finite",
     ),
     "too large": (put(A_NAME, torch.full((4, 64), 1e300, dtype=torch.float64)), "not finite in float32"),
-    "whole numbers": (put(A_NAME, torch.ones(4, 64, dtype=torch.int64)), "is of torch.int64"),
+    "whole numbers": (put(A_NAME, torch.ones(4, 64, dtype=torch.int64)), "has dtype torch.int64"),
     "a router": (
         put(ROUTER, torch.ones(4, 64)),
-        r"mlp.gate.lora_A.weight is of no layer that adapters adapt here: .*q_proj",
+        r"mlp.gate.lora_A.weight is of a layer that cannot be adapted here: .*q_proj",
     ),
     "an embedding": (
         put("base_model.model.model.embed_tokens.weight", torch.ones(2, 2)),
@@ -160,7 +160,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_no_adapter_of_the_base_model_is_refused(
+def test_adapter_that_does_not_fit_the_base_model_is_refused(
     damage: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     made_by_peft(tiny_models["qwen3"], tmp_path / "peft", target_modules=ATTENTION)
@@ -214,7 +214,7 @@ def test_a_rank_beyond_the_limit_is_refused(tiny_models: dict[str, Path], tmp_pa
         ("lora_alpha", math.inf),
     ],
 )
-def test_a_setting_that_changes_what_is_computed_is_refused_by_name(key: str, value: object) -> None:
+def test_settings_that_change_the_computation_are_refused_by_name(key: str, value: object) -> None:
     config = PeftConfig(r=4, target_modules=["q_proj"]).to_dict()
     assert peft_config.PeftConfig.read(config) == peft_config.PeftConfig(4, 8.0, None), "peft's own defaults pass"
     with pytest.raises(RequestError, match=f"adapter_config.json has {key} "):
@@ -223,7 +223,7 @@ def test_a_setting_that_changes_what_is_computed_is_refused_by_name(key: str, va
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "spec"), [("qwen3", "tp=2"), ("qwen3_moe", "ep=2"), ("qwen3_moe", "tp=2")])
-def test_an_adapter_of_peft_runs_and_comes_out_of_a_layout_as_of_peft(
+def test_imported_adapter_runs_and_exports_on_a_layout(
     kind: str, spec: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     experts = {"target_parameters": EXPERTS} if kind == "qwen3_moe" else {}
@@ -242,9 +242,9 @@ def test_an_adapter_of_peft_runs_and_comes_out_of_a_layout_as_of_peft(
         exported = load_file(where.saved("a") / source.name)
         refused = tmp_path / "refused"
         refused.mkdir()
-        with pytest.raises(OperationError, match=r"(of|at) rank 5"):
+        with pytest.raises(OperationError, match=r"(fit|at) rank 5"):
             where.call("convert_adapter", str(source), LoraConfig(rank=5, seed=0), str(refused))
-        assert where.run_pass(request)[0] is not None, "no rank is left behind"
+        assert where.run_pass(request)[0] is not None, "the ranks still work after a refusal"
 
     assert not isinstance(output, Failure) and output is not None, output
     tuned = in_peft(tiny_models[kind], source.parent)
@@ -257,4 +257,4 @@ def test_an_adapter_of_peft_runs_and_comes_out_of_a_layout_as_of_peft(
     with torch.no_grad():
         for parameter in peft_parameters(tuned).values():
             parameter.mul_(1.003)
-    assert abs(found[1] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE, "matrices that are off show"
+    assert abs(found[1] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE, "wrong matrices are detected"

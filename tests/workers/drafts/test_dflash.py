@@ -553,7 +553,7 @@ def test_the_mask_is_no_token_that_ends_texts(ends: int | list[int], mask: int) 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"draft_vocab_size": 11}, "draft_vocab_size is 11: a draft of dflash says all 23 tokens"),
+        ({"draft_vocab_size": 11}, "draft_vocab_size is 11: a dflash draft predicts all 23 tokens"),
         ({"mask_token_id": 23}, "mask_token_id is 23: the target has tokens 0 to 22"),
         ({"capture_layers": (1, 9)}, "capture_layers has 9: the target has layers 0 to 8"),
     ],

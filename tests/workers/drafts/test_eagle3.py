@@ -484,9 +484,9 @@ def test_what_is_asked_for_is_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 2}, "num_layers is 2: a draft of eagle3 has 1 layer"),
-        ({"block_size": 8}, "block_size is of dflash: a draft of eagle3 has none, leave it out"),
-        ({"mask_token_id": 0}, "mask_token_id is of dflash: a draft of eagle3 has none, leave it out"),
+        ({"num_layers": 2}, "num_layers is 2: an eagle3 draft has 1 layer"),
+        ({"block_size": 8}, "block_size is a setting of dflash, not of eagle3: leave it out"),
+        ({"mask_token_id": 0}, "mask_token_id is a setting of dflash, not of eagle3: leave it out"),
         ({"capture_layers": (1, 8)}, "capture_layers has 8: the target has layers 0 to 7, counted from 0"),
         (
             {"draft_vocab_size": 513},

@@ -221,21 +221,21 @@ def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Pa
     def referring(run_id: str = "draft", addresses: Sequence[str] = addresses, loss_fn: str = "eagle3") -> str:
         return refused(worker, stored(request(with_features(data, addresses), run_id, loss_fn=loss_fn), features))
 
-    assert "datum 0: its feature_ref is of features of layers" in referring("layers")
-    assert "hidden_state, and the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
-    assert "of other tokens than its model_input" in referring(addresses=addresses[::-1])
+    assert "datum 0: its feature_ref names features captured from layers" in referring("layers")
+    assert "hidden_state, but the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
+    assert "captured from other tokens than its model_input" in referring(addresses=addresses[::-1])
     earlier = {"target": "a", "layers": "0,1,last", "dtype": "float32"}
     save_file(load(path_of(features, addresses[0]).read_bytes()), path_of(features, "0" * 32), earlier)
-    assert "of an earlier version of the server: capture" in referring(addresses=["0" * 32, addresses[1]])
+    assert "captured by an earlier version of the server: capture" in referring(addresses=["0" * 32, addresses[1]])
     version = worker._models.drafts.get("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
-    assert f"of features of target {version}, and the draft is aimed at" in referring()
+    assert f"names features captured from target {version}, but the draft's target is" in referring()
     worker.set_target("draft", None)
     learned(worker, stored(request(with_features(data, addresses)), features))
     halved = a_worker(tiny_models["llama"], dtype="bfloat16")
     created(halved)
     message = refused(halved, stored(request(with_features(data, addresses)), features))
-    assert "of features float32, and the draft's target runs in bfloat16" in message
+    assert "names features captured in float32, but the draft's target runs in bfloat16" in message
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "short"])
@@ -403,7 +403,7 @@ def test_one_forward_of_a_policy_serves_its_draft(
         assert relative_error(other_gradient, found) > 1e-3
         assert moved.metrics["loss:sum"] != pytest.approx(online.metrics["loss:sum"], rel=1e-4), "a step is seen"
         message = refused(worker, pair.of_draft(data, output))
-        assert "datum 0: its feature_ref is of features of target" in message
+        assert "datum 0: its feature_ref names features captured from target" in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -425,7 +425,7 @@ def test_what_draws_no_tokens_captures_nothing_beside(tiny_models: dict[str, Pat
     pair.worker.create_run(RunSpec("critic", LORA, "critic"))
     data = [replace(each, loss_fn_inputs={"returns": _ones(each)}) for each in pair.of_policy(some_data(1)).data]
     asked = replace(pair.of_policy(()), model_id="critic", loss_fn="value_mse", data=tuple(data))
-    assert refused(pair.worker, asked) == "capture_for is of policies, and this is a critic: leave it out"
+    assert refused(pair.worker, asked) == "capture_for is only for policies, and this is a critic: leave it out"
 
 
 def test_a_policy_goes_on_where_nothing_can_be_written(
@@ -439,4 +439,4 @@ def test_a_policy_goes_on_where_nothing_can_be_written(
         output, found = learned(pair.worker, pair.of_policy(data), "policy")
         assert output.metrics == wanted.metrics and torch.equal(found, gradient)
         assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)
-        assert caplog.text.count("goes on without what it was to capture") == number, "once for an operation"
+        assert caplog.text.count("continues without the features") == number, "once for an operation"

@@ -231,10 +231,10 @@ def test_the_target_is_the_policy_as_it_was_saved(worker: Worker, tmp_path: Path
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 2}, "num_layers is 2: a draft of eagle3 has 1 layer"),
+        ({"num_layers": 2}, "num_layers is 2: an eagle3 draft has 1 layer"),
         ({"capture_layers": (0, 9)}, "capture_layers has 9: the target has layers 0 to 1"),
         ({"draft_vocab_size": 1000}, "draft_vocab_size 1000 exceeds the target's vocabulary of 512"),
-        ({"block_size": 4}, "block_size is of dflash"),
+        ({"block_size": 4}, "block_size is a setting of dflash"),
     ],
 )
 def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: str) -> None:
@@ -245,11 +245,11 @@ def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("loss_fn", "config", "inputs", "message"),
     [
-        ("cross_entropy", {}, {}, "of another kind of model: this one takes eagle3"),
+        ("cross_entropy", {}, {}, "for another kind of model: this one takes eagle3"),
         ("eagle3", {"objective": "mse"}, {}, "objective is 'mse': it must be one of kl, lk_alpha, lk_lambda"),
-        ("eagle3", {"ttt_length": 0}, {}, "ttt_length is 0: it is a number of tokens, at least 1"),
-        ("eagle3", {"ttt_length": 33}, {}, "ttt_length is 33: at most 32 guesses are made from a token"),
-        ("eagle3", {"decay": 1e200}, {}, "decay is 1e+200: it lies between 0 and 1"),
+        ("eagle3", {"ttt_length": 0}, {}, "ttt_length is 0: it must be a whole number, at least 1"),
+        ("eagle3", {"ttt_length": 33}, {}, "ttt_length is 33: a draft predicts at most 32 tokens ahead"),
+        ("eagle3", {"decay": 1e200}, {}, "decay is 1e+200: it must be between 0 and 1"),
         ("eagle3", {"decay": "x"}, {}, "decay is 'x': it must be a finite number"),
         ("eagle3", {}, {"advantages": [1.0] * 4}, "eagle3 has no input advantages"),
         (
@@ -290,7 +290,7 @@ def test_a_draft_of_some_tokens_learns_once_these_are_chosen(worker: Worker, for
     created(worker, draft_vocab_size=200)
     asked = request(some_data(1), forward_only=forward_only)
     assert refused(worker, asked) == Failure(
-        "draft_vocab_size is 200, the target's vocabulary 512, and which of it the draft says was not chosen: call"
+        "draft_vocab_size is 200 of the target's 512 tokens, and the draft's vocabulary was not chosen: call"
         " build_vocab_map with your corpus first, or create a draft without draft_vocab_size",
         "user",
     )
@@ -352,11 +352,11 @@ def loaded_again(worker: Worker, directory: Path, path: Path, is_snapshot: bool,
 
 def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker, tmp_path: Path) -> None:
     created(worker, draft_vocab_size=10)
-    with pytest.raises(OperationError, match="12 tokens for a draft_vocab_size of 10"):
+    with pytest.raises(OperationError, match="12 tokens do not fit a draft_vocab_size of 10"):
         worker.set_vocabulary("draft", np.arange(12))
     worker.set_vocabulary("draft", np.arange(20, 30))
     losses_of(worker, 1)
-    with pytest.raises(OperationError, match="the draft has learned with its vocabulary, for 1 steps"):
+    with pytest.raises(OperationError, match="the draft was already trained with its vocabulary, for 1 steps"):
         worker.set_vocabulary("draft", np.arange(10))
     worker.save_run("draft", str(tmp_path), optimizer=False)
     created(worker, "other", draft_vocab_size=10)

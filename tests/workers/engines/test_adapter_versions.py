@@ -1,4 +1,6 @@
-"""Full models in workers that only sample: who begins with weights ends with them, and new ones come in place."""
+"""Full models on workers that only sample: a request keeps the weights that it began with, and new weights replace old
+ones in place.
+"""
 
 import asyncio
 import itertools
@@ -25,14 +27,14 @@ from trainhouse.workers.worker.worker import Worker
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
 from ..training.test_full import a_worker, sampled, trained
-from .test_sampler_groups import assert_same, job, running, tiny, train, until_all_are_back
+from .test_sampler_groups import assert_same, job, running, tiny, train, wait_until_all_are_up
 
 LONG = 600
 
 
 @asynccontextmanager
 async def one_sampler(model: Path, parallel: str = "single", **knobs: Any) -> AsyncIterator[WorkerDispatch]:
-    """Of which a full run `run` is sampled as `moving`."""
+    """Yields a dispatch with one sampler, on which the full run `run` is sampled as `moving`."""
     config = replace(tiny(model), **knobs)
     sampling = SamplingConfig(1, ParallelSpec.parse(parallel))
     async with running(DispatchConfig((config,), sampling=sampling, slice_milliseconds=5.0)) as dispatch:
@@ -47,37 +49,37 @@ async def step_and_push(dispatch: WorkerDispatch) -> None:
 
 
 async def drawn(dispatch: WorkerDispatch, number: int, max_tokens: int = LONG) -> SampleResponse:
-    """By the newest weights, with nothing else under way where nothing else was begun."""
+    """Samples with the newest weights."""
     return await dispatch.sample("tiny", job(f"drawn-{number}", "moving", max_tokens))
 
 
 @dataclass
 class Begun:
-    """A request that has some tokens, and goes on."""
+    """A request that has some tokens and is still running."""
 
     answer: asyncio.Task[SampleResponse]
-    told: list[SampledPart]
+    streamed: list[SampledPart]
 
 
 async def begin(dispatch: WorkerDispatch, name: str, adapter_id: str = "moving") -> Begun:
-    told: list[SampledPart] = []
+    streamed: list[SampledPart] = []
     request = job(name, adapter_id, LONG, streams=True)
-    answer = asyncio.create_task(dispatch.sample("tiny", request, told.extend))
-    while not told:  # noqa: ASYNC110
+    answer = asyncio.create_task(dispatch.sample("tiny", request, streamed.extend))
+    while not streamed:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert not answer.done()
-    return Begun(answer, told)
+    return Begun(answer, streamed)
 
 
-async def held(dispatch: WorkerDispatch) -> dict[str, int]:
+async def sampler_memory(dispatch: WorkerDispatch) -> dict[str, int]:
     return (await dispatch.memory())["tiny (sampler 1)"]
 
 
 async def num_versions(dispatch: WorkerDispatch) -> int:
-    return (await held(dispatch))["num_full_models_on_device"]
+    return (await sampler_memory(dispatch))["num_full_models_on_device"]
 
 
-async def until_one_is_left(dispatch: WorkerDispatch) -> None:
+async def wait_until_one_version_is_left(dispatch: WorkerDispatch) -> None:
     while await num_versions(dispatch) != 1:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
@@ -94,29 +96,29 @@ LAYOUTS = ["single", pytest.param("tp=2", marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
-def test_a_request_ends_on_the_weights_with_which_it_began(parallel: str, tiny_models: dict[str, Path]) -> None:
+def test_request_ends_with_the_weights_it_began_with(parallel: str, tiny_models: dict[str, Path]) -> None:
     async def test() -> None:
         async with one_sampler(tiny_models["qwen3"], parallel) as dispatch:
             first = await drawn(dispatch, 1)
-            alone = await held(dispatch)
+            alone = await sampler_memory(dispatch)
             old = await begin(dispatch, "old")
             await step_and_push(dispatch)
             assert not old.answer.done() and await num_versions(dispatch) == 2
-            beside = await drawn(dispatch, 2, 12)
+            meanwhile = await drawn(dispatch, 2, 12)
             assert not old.answer.done(), "the new one did not wait for it"
             assert_same(await old.answer, first)
-            await until_one_is_left(dispatch)
+            await wait_until_one_version_is_left(dispatch)
             second = await drawn(dispatch, 3)
-            assert differ(first, second), "else this shows nothing"
-            np.testing.assert_array_equal(beside.sequences[0].tokens, second.sequences[0].tokens[:12])
-            np.testing.assert_allclose(beside.sequences[0].logprobs, second.sequences[0].logprobs[:12], atol=1e-4)
-            assert not np.allclose(beside.sequences[0].logprobs, first.sequences[0].logprobs[:12], atol=1e-4)
-            assert (await held(dispatch))["full_models"] == alone["full_models"]
+            assert differ(first, second), "otherwise this test shows nothing"
+            np.testing.assert_array_equal(meanwhile.sequences[0].tokens, second.sequences[0].tokens[:12])
+            np.testing.assert_allclose(meanwhile.sequences[0].logprobs, second.sequences[0].logprobs[:12], atol=1e-4)
+            assert not np.allclose(meanwhile.sequences[0].logprobs, first.sequences[0].logprobs[:12], atol=1e-4)
+            assert (await sampler_memory(dispatch))["full_models"] == alone["full_models"]
 
     check(test)
 
 
-def test_new_weights_come_in_place_where_nothing_is_under_way(
+def test_new_weights_replace_unused_ones_in_place(
     tiny_models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "trainhouse.workers.engines")
@@ -126,7 +128,7 @@ def test_new_weights_come_in_place_where_nothing_is_under_way(
             await dispatch.copy_adapter("run", "other")
             found = []
             for number in range(3):
-                found.append((await drawn(dispatch, number, 12), await held(dispatch)))
+                found.append((await drawn(dispatch, number, 12), await sampler_memory(dispatch)))
                 await step_and_push(dispatch)
             answers, memory = zip(*found, strict=True)
             assert differ(answers[0], answers[1]) and differ(answers[1], answers[2])
@@ -139,12 +141,12 @@ def test_new_weights_come_in_place_where_nothing_is_under_way(
             assert "num_pushes" not in (await dispatch.memory())["tiny"]
 
     check(test)
-    told = [record.getMessage() for record in caplog.records if record.name.endswith("adapter_versions")]
-    assert len(told) == 4 and all(f"tiny (sampler 1) has version {n}" in told[i] for i, n in enumerate((1, 3, 4, 5)))
-    assert all("of the weights of moving" in line and " bytes in " in line for line in told)
+    logs = [record.getMessage() for record in caplog.records if record.name.endswith("adapter_versions")]
+    assert len(logs) == 4 and all(f"tiny (sampler 1) has version {n}" in logs[i] for i, n in enumerate((1, 3, 4, 5)))
+    assert all("of the weights of moving" in line and " bytes in " in line for line in logs)
 
 
-def test_no_more_than_two_versions_are_there_and_the_one_between_is_left_out(tiny_models: dict[str, Path]) -> None:
+def test_at_most_two_versions_are_held_and_those_between_are_skipped(tiny_models: dict[str, Path]) -> None:
     async def test() -> None:
         async with one_sampler(tiny_models["qwen3"]) as dispatch:
             first = await drawn(dispatch, 1)
@@ -152,16 +154,16 @@ def test_no_more_than_two_versions_are_there_and_the_one_between_is_left_out(tin
             await step_and_push(dispatch)
             second = await begin(dispatch, "second")
             for _ in range(2):
-                await step_and_push(dispatch)  # which nobody waits for
+                await step_and_push(dispatch)  # no request waits for these
             assert not old.answer.done() and await num_versions(dispatch) == 2
             behind = await drawn(dispatch, 2, 12)
             # Both are as long, and take turns.
             assert (old.answer.done() or second.answer.done()) and await num_versions(dispatch) <= 2
             assert_same(await old.answer, first)
             between = await second.answer
-            await until_one_is_left(dispatch)
+            await wait_until_one_version_is_left(dispatch)
             newest = await drawn(dispatch, 3)
-            assert (await held(dispatch))["num_pushes"] == 3, "the third of four was left out"
+            assert (await sampler_memory(dispatch))["num_pushes"] == 3, "the third of four was left out"
             assert differ(first, between) and differ(between, newest)
             np.testing.assert_array_equal(behind.sequences[0].tokens, newest.sequences[0].tokens[:12])
             assert not np.array_equal(behind.sequences[0].tokens, between.sequences[0].tokens[:12])
@@ -170,7 +172,7 @@ def test_no_more_than_two_versions_are_there_and_the_one_between_is_left_out(tin
 
 
 @pytest.mark.full
-def test_without_room_for_two_versions_requests_wait_for_the_end_of_the_old_ones(
+def test_without_room_for_two_versions_new_requests_wait_for_old_ones(
     tiny_models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -185,10 +187,10 @@ def test_without_room_for_two_versions_requests_wait_for_the_end_of_the_old_ones
             assert_same(await drawn(dispatch, 3), behind)
 
     check(test)
-    assert "has no room for version 2 of the weights of moving beside those that requests are on" in caplog.text
+    assert "has no room for version 2 of the weights of moving next to the versions in use" in caplog.text
 
 
-def test_who_gives_up_leaves_its_version(tiny_models: dict[str, Path]) -> None:
+def test_cancelled_request_releases_its_version(tiny_models: dict[str, Path]) -> None:
     async def test() -> None:
         async with one_sampler(tiny_models["qwen3"]) as dispatch:
             old = await begin(dispatch, "old")
@@ -204,13 +206,13 @@ def test_who_gives_up_leaves_its_version(tiny_models: dict[str, Path]) -> None:
                 with pytest.raises(OperationError, match="was cancelled"):
                     await each
             await new.answer
-            await until_one_is_left(dispatch)
-            assert (await held(dispatch))["num_pushes"] == 3
+            await wait_until_one_version_is_left(dispatch)
+            assert (await sampler_memory(dispatch))["num_pushes"] == 3
 
     check(test)
 
 
-def test_a_dropped_model_leaves_the_worker_in_all_its_versions(tiny_models: dict[str, Path]) -> None:
+def test_dropped_model_leaves_the_worker_in_all_versions(tiny_models: dict[str, Path]) -> None:
     async def test() -> None:
         async with one_sampler(tiny_models["qwen3"]) as dispatch:
             begun = []
@@ -223,15 +225,15 @@ def test_a_dropped_model_leaves_the_worker_in_all_its_versions(tiny_models: dict
             for answer in (*(each.answer for each in begun), waiting):
                 with pytest.raises(OperationError, match="is gone"):
                     await answer
-            assert (await held(dispatch))["full_models"] == 0
+            assert (await sampler_memory(dispatch))["full_models"] == 0
 
     check(test)
 
 
-def test_after_the_death_of_the_worker_requests_are_run_again_on_the_newest_weights(
+def test_requests_of_a_dead_worker_are_rerun_with_the_newest_weights(
     tiny_models: dict[str, Path],
 ) -> None:
-    """But for a stream that has told of the old ones."""
+    """A stream of the old weights fails instead."""
 
     async def test() -> None:
         async with one_sampler(tiny_models["qwen3"]) as dispatch:
@@ -246,28 +248,28 @@ def test_after_the_death_of_the_worker_requests_are_run_again_on_the_newest_weig
             with pytest.raises(OperationError, match=r"began with weights that .* send the request again") as failed:
                 await stream.answer
             assert failed.value.category == "server"
-            again, goes_on = await whole, await of_new.answer
-            await until_all_are_back(dispatch)
+            again, continued = await whole, await of_new.answer
+            await wait_until_all_are_up(dispatch)
             assert differ(again, first) and await num_versions(dispatch) == 1
-            for each in (again, goes_on):
+            for each in (again, continued):
                 assert_same(each, await drawn(dispatch, 2))
-            told = np.concatenate([part.tokens for part in of_new.told])
-            np.testing.assert_array_equal(told, goes_on.sequences[0].tokens[: len(told)])
+            streamed = np.concatenate([part.tokens for part in of_new.streamed])
+            np.testing.assert_array_equal(streamed, continued.sequences[0].tokens[: len(streamed)])
 
     check(test)
 
 
-def test_adapters_move_on_under_a_request(tiny_models: dict[str, Path]) -> None:
+def test_running_request_continues_with_a_newer_adapter(tiny_models: dict[str, Path]) -> None:
     async def test() -> None:
         async with one_sampler(tiny_models["qwen3"]) as dispatch:
             await dispatch.create_run("tiny", RunSpec("lora", LoraConfig(rank=4, seed=0)), "tenant")
             await dispatch.copy_adapter("lora", "adapter")
             whole = await dispatch.sample("tiny", job("whole", "adapter", LONG))
-            pushed = (await held(dispatch))["num_pushes"]
+            pushed = (await sampler_memory(dispatch))["num_pushes"]
             under_way = await begin(dispatch, "under-way", "adapter")
             await train(dispatch, "lora", 3)
             await dispatch.copy_adapter("lora", "adapter")
-            memory = await held(dispatch)
+            memory = await sampler_memory(dispatch)
             assert not under_way.answer.done() and memory["num_adapters_on_device"] == 1
             assert differ(await under_way.answer, whole) and memory["num_pushes"] == pushed
 
@@ -276,8 +278,8 @@ def test_adapters_move_on_under_a_request(tiny_models: dict[str, Path]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("num_deaths", [0, 2])
-def test_whatever_comes_and_goes_each_request_is_of_one_version(num_deaths: int, tiny_models: dict[str, Path]) -> None:
-    """None older than the last that had come when it was asked for; the control is that versions differ."""
+def test_every_request_is_of_one_version_despite_deaths(num_deaths: int, tiny_models: dict[str, Path]) -> None:
+    """The version is at least the newest one at submission. Control: versions differ."""
     random = np.random.default_rng(num_deaths)
     found: list[tuple[int, SampleResponse]] = []
 
@@ -303,7 +305,7 @@ def test_whatever_comes_and_goes_each_request_is_of_one_version(num_deaths: int,
             ended = await asyncio.gather(*asked, return_exceptions=True)
             failed = [task for task, error in zip(asked, ended, strict=True) if error is not None]
             assert all(task in cancelled for task in failed) and len(found) >= len(asked) - len(cancelled)
-            await until_one_is_left(dispatch)
+            await wait_until_one_version_is_left(dispatch)
             versions = [
                 await dispatch.sample("tiny", job(f"version-{n}", f"version-{n}", LONG)) for n in range(newest + 2)
             ]
@@ -316,7 +318,7 @@ def test_whatever_comes_and_goes_each_request_is_of_one_version(num_deaths: int,
 
 
 def _version_of(response: SampleResponse, versions: list[SampleResponse]) -> int:
-    """The only one whose log-probabilities it has throughout."""
+    """Returns the only version that has all of the response's log-probabilities."""
     ours = response.sequences[0].logprobs
     [number] = [
         n for n, each in enumerate(versions) if np.allclose(each.sequences[0].logprobs[: len(ours)], ours, atol=1e-4)
@@ -334,7 +336,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Worker:
     return worker
 
 
-def test_what_replaces_a_models_weights_makes_no_second_copy(worker: Worker) -> None:
+def test_replacing_weights_makes_no_second_copy(worker: Worker) -> None:
     weights = [_whole(worker)]
     trained(worker, "full", 3)
     weights.append(_whole(worker))

@@ -1,4 +1,4 @@
-"""Whom a server dies of is found among those that were there, and nobody else waits for that."""
+"""Quarantine: the request that kills a server is found among those that ran, and no other request waits for that."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,7 +12,7 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 
 class Server:
-    """It dies of whoever is a culprit and runs on it, long before others end."""
+    """A server that dies of any culprit that runs on it, long before the others end."""
 
     def __init__(self, *culprits: Standing) -> None:
         self.company = Company("the server")
@@ -22,7 +22,7 @@ class Server:
         self._death = asyncio.get_running_loop().create_future()
 
     async def attempt(self, standing: Standing, seconds: float = 0.3) -> bool:
-        """Whether it ran to its end."""
+        """Returns True if the request ran to its end."""
         async with self.company.joined(standing):
             self.most_at_once = max(self.most_at_once, len(self.company._there))
             async with self.company.running(standing):
@@ -45,7 +45,7 @@ class Server:
         self._death = asyncio.get_running_loop().create_future()
 
 
-def test_suspects_run_in_ever_smaller_company_and_alone_at_last() -> None:
+def test_suspects_run_in_smaller_groups_and_finally_alone() -> None:
     async def check() -> None:
         standings = [Standing() for _ in range(20)]
         server = Server(culprit := standings[7])
@@ -65,7 +65,7 @@ def test_suspects_run_in_ever_smaller_company_and_alone_at_last() -> None:
     run(check())
 
 
-def test_others_pass_those_that_wait_for_smaller_company() -> None:
+def test_new_requests_overtake_waiting_suspects() -> None:
     async def check() -> None:
         standings = [Standing() for _ in range(3)]
         server = Server()
@@ -85,23 +85,23 @@ def test_others_pass_those_that_wait_for_smaller_company() -> None:
     run(check())
 
 
-def test_who_comes_later_is_not_struck_and_the_culprit_is_found_all_the_same() -> None:
-    """Its one more death than without them is that after which it is alone."""
+def test_later_requests_get_no_strikes_and_the_culprit_is_found() -> None:
+    """Later requests cost one more death, after which the culprit runs alone."""
 
     async def check() -> None:
         early, later = [Standing() for _ in range(4)], list[Standing]()
         server = Server(culprit := early[0])
         early_works, working = asyncio.gather(*map(server.until_done, early)), list[asyncio.Task[None]]()
 
-        async def keep_coming() -> None:
+        async def keep_submitting() -> None:
             while not early_works.done():
                 later.append(Standing())
                 working.append(asyncio.create_task(server.until_done(later[-1], 0.06)))
                 await asyncio.sleep(0.01)
 
-        coming = asyncio.create_task(keep_coming())
+        submitting = asyncio.create_task(keep_submitting())
         await early_works
-        await coming
+        await submitting
         await asyncio.wait(working)
         assert culprit.num_strikes == MOST_STRIKES and not any(each.num_strikes for each in [*early[1:], *later])
         assert len(later) > 3 and server.num_deaths <= 2 + MOST_STRIKES
@@ -109,7 +109,7 @@ def test_who_comes_later_is_not_struck_and_the_culprit_is_found_all_the_same() -
     run(check())
 
 
-def test_a_culprit_that_comes_later_is_found_while_others_are_suspects() -> None:
+def test_later_culprit_is_found_while_others_are_suspects() -> None:
     async def check() -> None:
         early = [Standing() for _ in range(3)]
         server = Server(culprit := Standing())
@@ -124,8 +124,8 @@ def test_a_culprit_that_comes_later_is_found_while_others_are_suspects() -> None
     run(check())
 
 
-def test_a_suspect_is_none_any_more_when_it_has_come_past_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it goes on, others that were there run then, too."""
+def test_suspect_is_cleared_after_it_outlives_the_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other suspects then run, too, however long it continues."""
     monkeypatch.setattr("trainhouse.workers.engines.quarantine._MARGIN_SECONDS", 0.05)
 
     async def check() -> None:
@@ -136,7 +136,7 @@ def test_a_suspect_is_none_any_more_when_it_has_come_past_the_place(monkeypatch:
         server.die()
         await asyncio.sleep(0.01)
         assert server.company.num_waiting == 2
-        while server.company.num_waiting:  # noqa: ASYNC110 (nothing tells)
+        while server.company.num_waiting:  # noqa: ASYNC110 (no event to wait for)
             await asyncio.sleep(0.01)
         for each in works:
             each.cancel()
@@ -145,7 +145,7 @@ def test_a_suspect_is_none_any_more_when_it_has_come_past_the_place(monkeypatch:
     run(check())
 
 
-def test_who_gives_up_waiting_leaves_its_place_and_one_that_was_to_be_alone_holds_nobody() -> None:
+def test_cancelled_suspects_do_not_block_others() -> None:
     async def check() -> None:
         server = Server()
         one, other = Standing(), Standing()

@@ -1,4 +1,4 @@
-"""Workers that only sample: the same samples as from the training workers, beside training, and whatever dies."""
+"""Workers that only sample: the same samples as from the training workers, at the same time, and through crashes."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def dispatch(
     tiny_models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[WorkerDispatch]:
-    """Two sampler groups."""
+    """Has two sampler groups."""
     sampling = SamplingConfig(workers=2, directory=str(tmp_path_factory.mktemp("copies")))
     config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool=request.param, sampling=sampling)
     dispatch = WorkerDispatch(config)
@@ -80,14 +80,14 @@ def differ(one: SampleResponse, other: SampleResponse) -> bool:
     return not np.allclose(one.sequences[0].logprobs[:1], other.sequences[0].logprobs[:1], atol=1e-4)
 
 
-async def asked_together(dispatch: WorkerDispatch, jobs: Sequence[SampleJob]) -> list[SampleResponse]:
+async def sample_together(dispatch: WorkerDispatch, jobs: Sequence[SampleJob]) -> list[SampleResponse]:
     return await asyncio.gather(*(dispatch.sample("tiny", each) for each in jobs))
 
 
-def test_samples_are_those_of_the_training_workers(
+def test_samples_equal_those_of_the_training_workers(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The copy, the checkpoint and the base, each from both groups; the control is the base, which is not the copy."""
+    """Both groups sample the copy, the checkpoint and the base. Control: the base differs from the copy."""
 
     async def check() -> None:
         run_id = await trained_run(dispatch, "same")
@@ -96,10 +96,10 @@ def test_samples_are_those_of_the_training_workers(
         await dispatch.load_adapter("tiny", "loaded", tmp_path)
         adapters = ("copied", "loaded", None)
         jobs = [job(f"{each}-{number}", each, num_samples=3) for number in range(2) for each in adapters]
-        copied, loaded, bare, *again = await asked_together(dispatch, jobs)
+        copied, loaded, bare, *again = await sample_together(dispatch, jobs)
         async with running(DispatchConfig((tiny(tiny_models["qwen3"]),))) as native:
             await native.load_adapter("tiny", "loaded", tmp_path)
-            trained, base = await asked_together(native, [jobs[1], jobs[2]])
+            trained, base = await sample_together(native, [jobs[1], jobs[2]])
         for ours, theirs in zip((copied, loaded, bare, *again), (trained, trained, base) * 2, strict=True):
             assert_same(ours, theirs)
         assert differ(copied, bare)
@@ -111,17 +111,17 @@ def test_samples_are_those_of_the_training_workers(
     runner.run(check())
 
 
-def test_a_copy_moves_forward_and_a_snapshot_stays(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+def test_copy_gets_new_weights_and_a_snapshot_stays(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         run_id = await trained_run(dispatch, "moving")
         for adapter_id in ("snapshot", "inflight"):
             await dispatch.copy_adapter(run_id, adapter_id)
-        early = await asked_together(dispatch, [job(f"early-{number}", "inflight") for number in range(2)])
+        early = await sample_together(dispatch, [job(f"early-{number}", "inflight") for number in range(2)])
         await train(dispatch, run_id, 3)
         await dispatch.copy_adapter(run_id, "inflight")
         await dispatch.copy_adapter(run_id, "of-now")
-        late = await asked_together(dispatch, [job(f"late-{number}", "inflight") for number in range(4)])
-        of_now, kept = await asked_together(dispatch, [job("of-now", "of-now"), job("kept", "snapshot")])
+        late = await sample_together(dispatch, [job(f"late-{number}", "inflight") for number in range(4)])
+        of_now, kept = await sample_together(dispatch, [job("of-now", "of-now"), job("kept", "snapshot")])
         for each in late:
             assert_same(each, of_now)
         assert_same(kept, early[0])
@@ -133,7 +133,7 @@ def test_a_copy_moves_forward_and_a_snapshot_stays(dispatch: WorkerDispatch, run
     runner.run(check())
 
 
-def test_a_request_under_way_goes_on_with_the_newer_weights(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+def test_running_request_continues_with_newer_weights(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         run_id = await trained_run(dispatch, "under-way")
         await dispatch.copy_adapter(run_id, "inflight")
@@ -153,26 +153,26 @@ def test_a_request_under_way_goes_on_with_the_newer_weights(dispatch: WorkerDisp
     runner.run(check())
 
 
-def test_requests_of_a_sampler_worker_that_dies_are_run_again(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
-    """Also with the run gone: the adapter comes from the server's copy. What is told is told once."""
+def test_requests_of_a_dead_sampler_worker_are_rerun(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    """The run is dropped, so the adapter is from the server's copy. No token is streamed twice."""
 
     async def check() -> None:
         run_id = await trained_run(dispatch, "survived")
         await dispatch.copy_adapter(run_id, "survivor")
         await dispatch.drop_run(run_id)
         expected = await dispatch.sample("tiny", job("undisturbed", "survivor", 900))
-        told: list[list[SampledPart]] = [[], []]
+        streamed: list[list[SampledPart]] = [[], []]
         long = [job(f"long-{number}", "survivor", 900, streams=True) for number in range(2)]
         sampling = [
             asyncio.create_task(dispatch.sample("tiny", each, lambda parts, list_=list_: list_.extend(parts)))
-            for each, list_ in zip(long, told, strict=True)
+            for each, list_ in zip(long, streamed, strict=True)
         ]
-        while not all(told):  # noqa: ASYNC110
+        while not all(streamed):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         training, *samplers = dispatch.pids("tiny")
         for pid in samplers:
             os.kill(pid, signal.SIGKILL)
-        for response, parts in zip(await asyncio.gather(*sampling), told, strict=True):
+        for response, parts in zip(await asyncio.gather(*sampling), streamed, strict=True):
             assert_same(response, expected)
             tokens = np.concatenate([part.tokens for part in parts])
             np.testing.assert_array_equal(tokens, expected.sequences[0].tokens[: len(tokens)])
@@ -182,40 +182,36 @@ def test_requests_of_a_sampler_worker_that_dies_are_run_again(dispatch: WorkerDi
     runner.run(check())
 
 
-def test_a_stream_of_weights_that_moved_on_ends_with_its_worker(
-    dispatch: WorkerDispatch, runner: asyncio.Runner
-) -> None:
-    """Run again, it would go on as another sample."""
+def test_stream_of_replaced_weights_fails_if_its_worker_dies(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    """A rerun would continue as another sample."""
 
     async def check() -> None:
         run_id = await trained_run(dispatch, "moved-on")
         await dispatch.copy_adapter(run_id, "moving-on")
-        told: list[SampledPart] = []
+        streamed: list[SampledPart] = []
         long = job("long", "moving-on", 900, streams=True)
-        sampling = asyncio.create_task(dispatch.sample("tiny", long, told.extend))
-        while sum(len(part.tokens) for part in told) < 20:  # noqa: ASYNC110
+        sampling = asyncio.create_task(dispatch.sample("tiny", long, streamed.extend))
+        while sum(len(part.tokens) for part in streamed) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await train(dispatch, run_id, 3)
         await dispatch.copy_adapter(run_id, "moving-on")
         for pid in dispatch.pids("tiny")[1:]:
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(OperationError, match="came out otherwise than what was streamed of it") as failed:
+        with pytest.raises(OperationError, match="tokens that differ from those already streamed") as failed:
             await sampling
         assert failed.value.category == "server"
-        await until_all_are_back(dispatch)
+        await wait_until_all_are_up(dispatch)
         await dispatch.drop_adapter("moving-on")
         await dispatch.drop_run(run_id)
 
     runner.run(check())
 
 
-def test_a_dropped_adapter_leaves_the_workers_and_the_disk(
-    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
-) -> None:
+def test_dropped_adapter_leaves_all_workers(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
     async def check() -> None:
         run_id = await trained_run(dispatch, "dropped")
         await dispatch.copy_adapter(run_id, "drop-me")
-        await asked_together(dispatch, [job(f"drop-me-{number}", "drop-me") for number in range(4)])
+        await sample_together(dispatch, [job(f"drop-me-{number}", "drop-me") for number in range(4)])
         assert sum(await num_adapters(dispatch)) == 3, "the run and a copy in each sampler"
         await dispatch.drop_adapter("drop-me")
         await dispatch.drop_run(run_id)
@@ -249,9 +245,9 @@ def test_samplers_outlive_the_training_worker(dispatch: WorkerDispatch, runner: 
     runner.run(check())
 
 
-# --- of several ranks each ---
+# --- samplers of several ranks ---
 
-# Layouts of training and of samplers, and the model.
+# (layout of training, layout of samplers, model)
 LAYOUTS = [
     ("single", "tp=2", "qwen3"),
     *(
@@ -269,7 +265,7 @@ LAYOUTS = [
 def test_a_sampler_of_several_ranks_samples_as_one_rank(
     training: str, sampling: str, kind: str, runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """What was trained under another layout, as it is in memory and as it was saved; the control is another adapter."""
+    """Samples what another layout trained, from memory and from a checkpoint. Control: another adapter differs."""
 
     async def check() -> None:
         spec = ParallelSpec.parse(sampling)
@@ -284,14 +280,14 @@ def test_a_sampler_of_several_ranks_samples_as_one_rank(
                 await dispatch.save_run(run_id, tmp_path / run_id, optimizer=False)
                 await dispatch.load_adapter("tiny", f"{run_id}-loaded", tmp_path / run_id)
             asked = [*ask("early-copied"), *ask("early-loaded"), *ask("late-copied"), *ask(None)]
-            answers = await asked_together(dispatch, asked)
+            answers = await sample_together(dispatch, asked)
             assert len(dispatch.pids("tiny")) == model.parallel.num_ranks + spec.num_ranks
             memory = await dispatch.memory()
             assert list(memory) == ["tiny", "tiny (sampler 1)"]
         async with running(DispatchConfig((tiny(tiny_models[kind]),))) as dispatch:
             for run_id in ("early", "late"):
                 await dispatch.load_adapter("tiny", run_id, tmp_path / run_id)
-            early, late, bare = [await asked_together(dispatch, ask(each)) for each in ("early", "late", None)]
+            early, late, bare = [await sample_together(dispatch, ask(each)) for each in ("early", "late", None)]
             whole = (await dispatch.memory())["tiny"]
         for ours, theirs in zip(answers, (*early, *early, *late, *bare), strict=True):
             assert_same(ours, theirs)
@@ -303,7 +299,7 @@ def test_a_sampler_of_several_ranks_samples_as_one_rank(
 
 
 def ask(adapter_id: str | None) -> list[SampleJob]:
-    """Greedily, and drawn."""
+    """Returns a greedy job and a random one."""
     greedy = SamplingParams(max_tokens=24, temperature=0.0, seed=7)
     drawn = job(f"drawn-{adapter_id}", adapter_id, 24, num_samples=3)
     return [replace(drawn, job_id=f"greedy-{adapter_id}", params=greedy, num_samples=1), drawn]
@@ -311,10 +307,10 @@ def ask(adapter_id: str | None) -> list[SampleJob]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("pool", ["local", "ray"])
-def test_the_death_of_one_rank_starts_its_sampler_anew(
+def test_death_of_one_rank_restarts_its_sampler(
     pool: Literal["local", "ray"], runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All ranks of it; requests end as they would have, elsewhere or there, and its adapters come back."""
+    """All ranks of the sampler restart, with its adapters. Requests end as they would have without the death."""
 
     async def check() -> None:
         samplers = SamplingConfig(2, ParallelSpec(tp=2), directory=str(tmp_path))
@@ -322,22 +318,22 @@ def test_the_death_of_one_rank_starts_its_sampler_anew(
         async with running(config) as dispatch:
             await dispatch.copy_adapter(await trained_run(dispatch, "run"), "copied")
             expected = await dispatch.sample("tiny", job("undisturbed", "copied", 300))
-            told: list[list[SampledPart]] = [[], [], []]
+            streamed: list[list[SampledPart]] = [[], [], []]
             sampling = [
                 asyncio.create_task(dispatch.sample("tiny", job(f"long-{n}", "copied", 300, streams=True), each.extend))
-                for n, each in enumerate(told)
+                for n, each in enumerate(streamed)
             ]
-            while not all(told):  # noqa: ASYNC110
+            while not all(streamed):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert not any(each.done() for each in sampling), "each sampler has some of them"
             training, *before = dispatch.pids("tiny")
             os.kill(before[1], signal.SIGKILL)
             for response in await asyncio.gather(*sampling):
                 assert_same(response, expected)
-            await until_all_are_back(dispatch)
+            await wait_until_all_are_up(dispatch)
             after = dispatch.pids("tiny")
             assert after[0] == training and after[3:] == before[2:] and not set(after[1:3]) & set(before)
-            again = await asked_together(dispatch, [job(f"again-{n}", "copied", 300) for n in range(2)])
+            again = await sample_together(dispatch, [job(f"again-{n}", "copied", 300) for n in range(2)])
             for response in again:
                 assert_same(response, expected)
 
@@ -374,7 +370,7 @@ def test_passes_and_sampling_run_at_the_same_time() -> None:
             request = ForwardBackwardRequest("run", 0, (), "sleep", {"seconds": 2.0})
             passing = asyncio.create_task(dispatch.forward_backward(request))
             await asyncio.sleep(0.05)
-            await dispatch.sample("tiny", job("beside", max_tokens=20))
+            await dispatch.sample("tiny", job("meanwhile", max_tokens=20))
             assert not passing.done(), "the slices had to wait for the pass"
             assert (await passing).metrics["slices:last"] == 0
 
@@ -401,12 +397,12 @@ def test_requests_go_to_the_group_with_the_fewest_tokens_in_flight() -> None:
     run(check())
 
 
-async def until_all_are_back(dispatch: WorkerDispatch) -> None:
+async def wait_until_all_are_up(dispatch: WorkerDispatch) -> None:
     while dispatch.status("tiny") is not None:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
-def test_a_server_may_end_while_a_dead_worker_is_buried() -> None:
+def test_server_can_close_while_a_dead_worker_restarts() -> None:
     async def check() -> None:
         async with running(recording(workers=1)) as dispatch:
             dying = asyncio.create_task(dispatch.sample("tiny", job("dies")))
@@ -418,21 +414,23 @@ def test_a_server_may_end_while_a_dead_worker_is_buried() -> None:
     run(check())
 
 
-def test_a_request_that_ends_every_worker_that_runs_it_fails_and_the_others_go_on() -> None:
+def test_request_that_kills_every_worker_fails_and_others_continue() -> None:
     async def check() -> None:
         async with running(recording()) as dispatch:
             innocent = asyncio.create_task(dispatch.sample("tiny", job("innocent", max_tokens=100)))
-            with pytest.raises(OperationError, match="3 sampler workers died of sampling request dies while") as failed:
+            with pytest.raises(
+                OperationError, match="3 sampler workers crashed during sampling request dies with"
+            ) as failed:
                 await dispatch.sample("tiny", job("dies"))
             assert failed.value.category == "server"
             await innocent
-            await until_all_are_back(dispatch)
+            await wait_until_all_are_up(dispatch)
 
     run(check())
 
 
-def test_those_that_were_beside_a_request_of_which_the_worker_dies_go_on() -> None:
-    """However often it dies: of one of them alone it never did."""
+def test_requests_next_to_one_that_kills_the_worker_continue() -> None:
+    """The number of deaths does not count: the worker died of none of them alone."""
 
     async def check() -> None:
         async with running(recording(workers=1)) as dispatch:
@@ -440,16 +438,16 @@ def test_those_that_were_beside_a_request_of_which_the_worker_dies_go_on() -> No
             [replica] = engine._replicas
             replica.group._backoff = Backoff(first=0.05)
             innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
-            with pytest.raises(OperationError, match="3 sampler workers died of sampling request dies"):
+            with pytest.raises(OperationError, match="3 sampler workers crashed during sampling request dies"):
                 await dispatch.sample("tiny", job("dies"))
             await asyncio.gather(*innocent)
             assert 3 <= replica.group.num_deaths <= 1 + 3 and replica.num_tokens == 0
-            await until_all_are_back(dispatch)
+            await wait_until_all_are_up(dispatch)
 
     run(check())
 
 
-def test_what_waits_at_the_end_is_told_so() -> None:
+def test_close_fails_waiting_requests() -> None:
     async def check() -> None:
         async with running(recording()) as dispatch:
             waiting = asyncio.create_task(dispatch.sample("tiny", job("job", max_tokens=10_000)))
@@ -460,7 +458,7 @@ def test_what_waits_at_the_end_is_told_so() -> None:
     run(check())
 
 
-def test_a_job_whose_caller_went_away_leaves_the_worker() -> None:
+def test_job_of_a_cancelled_caller_leaves_the_worker() -> None:
     async def check() -> None:
         async with running(recording(workers=1)) as dispatch:
             with pytest.raises(TimeoutError):
@@ -480,7 +478,7 @@ def test_every_worker_counts_when_memory_is_checked(tmp_path: Path) -> None:
         asyncio.run(WorkerDispatch(config).start(lambda _: None))
 
 
-def test_ranks_of_a_sampler_count_with_what_each_has_of_the_model(tmp_path: Path) -> None:
+def test_memory_check_counts_the_share_of_each_sampler_rank(tmp_path: Path) -> None:
     from trainhouse.tests.workers.test_dispatch import write_header
 
     write_header(tmp_path, shape=(1 << 20, 1 << 21))

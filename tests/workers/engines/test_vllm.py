@@ -1,4 +1,4 @@
-"""Sampling by a real vLLM server against our own forward: numbers, versions of adapters, refusals, and its death."""
+"""Sampling by a real vLLM server against our own forward: numbers, versions of adapters, refusals and crashes."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ LOGPROBS_WITHIN = 1e-3
 
 
 def job(job_id: str, adapter_id: str | None = None, max_tokens: int | None = 12, **options: Any) -> SampleJob:
-    """options: of the job or of its SamplingParams."""
+    """Returns a job. options: fields of the job or of its SamplingParams."""
     params = {name: options.pop(name) for name in SamplingParams.model_fields if name in options}
     options = {"stop_token_ids": (), "stop_strings": (), "prompt": TOKENS[:3]} | options
     sampling = SamplingParams(**({"max_tokens": max_tokens, "seed": 7} | params))
@@ -45,7 +45,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
-    """A head of 32, for vLLM's attention on CPUs knows none of 16."""
+    """Has heads of 32 features, because vLLM's attention on CPUs does not support 16."""
     directory = tiny_model("qwen3", tmp_path_factory.mktemp("model"), head_dim=32)
     save_byte_tokenizer(directory)
     return WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1, max_lora_rank=8, adapter_slots=4)
@@ -86,7 +86,7 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> None:
 async def scored(
     dispatch: WorkerDispatch, adapter_id: str | None, prompt: np.ndarray, tokens: np.ndarray
 ) -> np.ndarray:
-    """Our forward's log-probabilities of the tokens behind the prompt."""
+    """Returns our forward's log-probabilities of the tokens after the prompt."""
     whole = np.concatenate([prompt, tokens]).astype(np.int32)
     response = await dispatch.sample("tiny", job("scored", adapter_id, 1, prompt=whole, prompt_logprobs=True))
     assert response.prompt_logprobs is not None
@@ -97,7 +97,7 @@ async def scored(
 async def trained(
     dispatch: WorkerDispatch, native: WorkerDispatch, directory: Path, name: str, unembed: bool = True
 ) -> AsyncIterator[str]:
-    """An adapter that both sides have."""
+    """Yields an adapter that both sides have."""
     run_id = await trained_run(dispatch, name, unembed)
     await dispatch.copy_adapter(run_id, f"{name}-adapter")
     await dispatch.save_run(run_id, directory, optimizer=False)
@@ -111,10 +111,10 @@ async def trained(
 
 
 @pytest.mark.parametrize("unembed", [True, False])
-def test_logprobs_are_those_of_our_forward(
+def test_logprobs_equal_our_forward(
     dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path, unembed: bool
 ) -> None:
-    """At temperature 1, whatever the temperature drawn at. The control is the base, which is far from the adapter."""
+    """Log-probabilities are at temperature 1 for any sampling temperature. Control: the base is far away."""
 
     async def check() -> None:
         async with trained(dispatch, native, tmp_path, f"exact-{unembed}", unembed) as adapter_id:
@@ -131,7 +131,7 @@ def test_logprobs_are_those_of_our_forward(
     runner.run(check())
 
 
-def test_greedy_samples_are_the_same(
+def test_greedy_samples_equal_the_native_sampler(
     dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -160,10 +160,10 @@ def test_greedy_samples_are_the_same(
         {"min_tokens": 9, "stop_token_ids": (13, 17)},
     ],
 )
-def test_what_changes_the_choice_changes_it_as_natively(
+def test_penalties_and_biases_act_like_in_the_native_sampler(
     dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Greedy, so that the tokens tell. The control is the request without it. Log-probabilities stay the model's."""
+    """Greedy, so that tokens are comparable. Log-probabilities stay the model's. Control: the option left out."""
 
     async def check() -> None:
         async with trained(dispatch, native, tmp_path, "changed") as adapter_id:
@@ -179,7 +179,7 @@ def test_what_changes_the_choice_changes_it_as_natively(
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("last_n", [None, 2])
-def test_prompts_are_scored_as_natively(
+def test_prompt_scores_equal_the_native_sampler(
     dispatch: WorkerDispatch,
     native: WorkerDispatch,
     runner: asyncio.Runner,
@@ -187,7 +187,7 @@ def test_prompts_are_scored_as_natively(
     streams: bool,
     last_n: int | None,
 ) -> None:
-    """Of an adapter, its output head included, and of the base, while others sample."""
+    """Scores with an adapter, its output head included, and with the base, while others sample."""
 
     async def check() -> None:
         async with trained(dispatch, native, tmp_path, f"scores-{streams}-{last_n}") as adapter_id:
@@ -220,8 +220,8 @@ def test_prompts_are_scored_as_natively(
     runner.run(check())
 
 
-def test_a_seed_gives_the_same_samples_and_another_one_others(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
-    """By their numbers, also when more are drawn, or the prompt is scored along; none of seed 7 is one of seed 8."""
+def test_samples_depend_on_the_seed_and_their_index(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    """Drawing more samples or scoring the prompt changes none; no sample of seed 7 is one of seed 8."""
 
     async def check() -> None:
         asked = job("seeded", None, 20, num_samples=4)
@@ -236,10 +236,10 @@ def test_a_seed_gives_the_same_samples_and_another_one_others(dispatch: WorkerDi
     runner.run(check())
 
 
-def test_samples_end_as_with_the_native_engine(
+def test_samples_end_like_in_the_native_sampler(
     dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, model: WorkerConfig, tmp_path: Path
 ) -> None:
-    """At a token, at a string, at neither where the list is empty, and at the end of the context."""
+    """Samples end at a token, at a string, at max_tokens without a match, and at the end of the context."""
 
     async def check() -> None:
         async with trained(dispatch, native, tmp_path, "ends") as adapter_id:
@@ -272,9 +272,7 @@ def printable(model: WorkerConfig, tokens: np.ndarray) -> str:
     return next(text for text in texts if text and text.isascii())
 
 
-def test_the_end_token_stops_nothing_that_is_to_stop_at_nothing(
-    dispatch: WorkerDispatch, runner: asyncio.Runner
-) -> None:
+def test_end_token_stops_only_requests_that_name_it(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         free = job("free", None, 200, temperature=2.0, num_samples=16)
         sequences = (await dispatch.sample("tiny", free)).sequences
@@ -289,7 +287,7 @@ def test_the_end_token_stops_nothing_that_is_to_stop_at_nothing(
 
 
 def test_vllm_reads_an_adapter_once(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
-    """Its files are away as soon as the first token is there."""
+    """The adapter's files are moved away after the first token."""
 
     async def check() -> None:
         run_id = await trained_run(dispatch, "read-once")
@@ -312,7 +310,7 @@ def test_vllm_reads_an_adapter_once(dispatch: WorkerDispatch, runner: asyncio.Ru
     runner.run(check())
 
 
-def test_tokens_of_a_prompt_that_vllm_had_are_told_to_who_sent_them(
+def test_prompt_cache_hits_are_reported_only_to_the_same_owner(
     dispatch: WorkerDispatch, runner: asyncio.Runner
 ) -> None:
     async def check() -> None:
@@ -322,15 +320,15 @@ def test_tokens_of_a_prompt_that_vllm_had_are_told_to_who_sent_them(
         for number, (adapter_id, streams) in enumerate((("cached", False), ("cached", True), (None, False))):
             first = job("first", adapter_id, 4, prompt=prompt, streams=streams, owner=f"tenant-{number}")
             jobs = [first, replace(first, num_samples=2), replace(first, owner=f"other-{number}")]
-            told = [(await dispatch.sample("tiny", each)).prompt_cache_hit_tokens for each in jobs]
-            assert told[0] == told[2] == 0 and told[1] >= 512
+            hits = [(await dispatch.sample("tiny", each)).prompt_cache_hit_tokens for each in jobs]
+            assert hits[0] == hits[2] == 0 and hits[1] >= 512
         await dispatch.drop_adapter("cached")
         await dispatch.drop_run(run_id)
 
     runner.run(check())
 
 
-def test_many_top_logprobs_come_in_pieces_and_are_the_same(
+def test_top_logprobs_fetched_in_pieces_are_the_same(
     dispatch: WorkerDispatch, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def check() -> None:
@@ -347,7 +345,7 @@ def test_many_top_logprobs_come_in_pieces_and_are_the_same(
     runner.run(check())
 
 
-def test_an_adapter_moves_forward_and_old_versions_are_unloaded(
+def test_adapter_gets_new_weights_and_old_versions_are_unloaded(
     dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -356,7 +354,7 @@ def test_an_adapter_moves_forward_and_old_versions_are_unloaded(
             await dispatch.copy_adapter(run_id, adapter_id)
         asked = job("asked", "inflight", temperature=0.0)
         early = await dispatch.sample("tiny", asked)
-        [name] = await adapters_of(dispatch)
+        [name] = await listed_adapters(dispatch)
         assert name.startswith("inflight-v")
         await train(dispatch, run_id, 3)
         await dispatch.copy_adapter(run_id, "inflight")
@@ -367,10 +365,10 @@ def test_an_adapter_moves_forward_and_old_versions_are_unloaded(
         assert_close(late, of_now)
         assert not np.allclose(early.sequences[0].logprobs[:1], late.sequences[0].logprobs[:1], atol=LOGPROBS_WITHIN)
         assert_close(await dispatch.sample("tiny", replace(asked, adapter_id="snapshot")), early)
-        await until_adapters_are(dispatch, 2)
+        await wait_until_num_adapters(dispatch, 2)
         for adapter_id in ("snapshot", "inflight"):
             await dispatch.drop_adapter(adapter_id)
-        await until_adapters_are(dispatch, 0)
+        await wait_until_num_adapters(dispatch, 0)
         with pytest.raises(OperationError, match="inflight is gone: its sampler was closed"):
             await dispatch.sample("tiny", asked)
         await native.drop_adapter("now")
@@ -423,8 +421,8 @@ def server_of(dispatch: WorkerDispatch) -> VllmProcess:
     return server._server
 
 
-async def adapters_of(dispatch: WorkerDispatch) -> list[str]:
-    """Those that vLLM lists, without the one that stands for the base."""
+async def listed_adapters(dispatch: WorkerDispatch) -> list[str]:
+    """Returns the adapters that vLLM lists, except the one that represents the base."""
     import httpx
 
     server = server_of(dispatch)
@@ -433,12 +431,12 @@ async def adapters_of(dispatch: WorkerDispatch) -> list[str]:
         return [card["id"] for card in cards if card["parent"] and "bare-base" not in card["id"]]
 
 
-async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
+async def wait_until_num_adapters(dispatch: WorkerDispatch, number: int) -> None:
     for _ in range(100):
-        if len(await adapters_of(dispatch)) == number:
+        if len(await listed_adapters(dispatch)) == number:
             return
         await asyncio.sleep(0.05)
-    pytest.fail(f"vLLM still has {await adapters_of(dispatch)}")
+    pytest.fail(f"vLLM still has {await listed_adapters(dispatch)}")
 
 
 @pytest.mark.parametrize(
@@ -446,7 +444,7 @@ async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
     [
         (
             {"params": SamplingParams(seed=7, constraint=Constraint(regex="a+"))},
-            r"constraint is not to be had from vLLM: leave it out, or start the server with --sampler native",
+            r"constraint is not supported by vLLM: leave it out, or start the server with --sampler native",
         ),
         ({"prompt": np.array([600], np.int32)}, "vLLM refuses the request: Token id 600 is out of vocabulary"),
         ({"prompt": np.ones(1024, np.int32)}, "the prompt has 1024 tokens, and vLLM's context of 1024"),
@@ -457,10 +455,10 @@ async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
         ({"params": SamplingParams(seed=7, max_tokens=2, min_tokens=3)}, "min_tokens must be less than or equal to"),
         ({"params": SamplingParams(seed=7, logit_bias=dict.fromkeys(range(1025), 1.0))}, "logit_bias has 1025 tokens"),
         ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n 3"),
-        ({"adapter_id": "nobody"}, "adapter nobody is gone"),
+        ({"adapter_id": "missing"}, "adapter missing is gone"),
     ],
 )
-def test_what_vllm_cannot_do_is_refused_by_name(
+def test_unsupported_requests_are_refused_with_the_reason(
     dispatch: WorkerDispatch, runner: asyncio.Runner, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(OperationError, match=reason) as refused:
@@ -468,15 +466,15 @@ def test_what_vllm_cannot_do_is_refused_by_name(
     assert refused.value.category == "user"
 
 
-def test_a_job_that_streams_tells_every_token_once(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+def test_streaming_job_sends_every_token_once(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         for number, options in enumerate(({}, {"temperature": 0.0}, {"topk_sample_logprobs": 2})):
-            told: list[SampledPart] = []
+            streamed: list[SampledPart] = []
             asked = job(f"stream-{number}", None, 50, num_samples=3, streams=True, **options)
-            response = await dispatch.sample("tiny", asked, told.extend)
-            assert len(told) > 10
+            response = await dispatch.sample("tiny", asked, streamed.extend)
+            assert len(streamed) > 10
             for sample, sequence in enumerate(response.sequences):
-                parts = [part for part in told if part.sample == sample]
+                parts = [part for part in streamed if part.sample == sample]
                 np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), sequence.tokens)
                 np.testing.assert_array_equal(np.concatenate([part.logprobs for part in parts]), sequence.logprobs)
                 assert [part.stop_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
@@ -514,7 +512,7 @@ async def num_running(dispatch: WorkerDispatch) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
 
 
-def test_a_vllm_that_dies_comes_back_with_its_adapters_and_requests_go_on(
+def test_dead_vllm_restarts_with_its_adapters_and_requests_continue(
     dispatch: WorkerDispatch, runner: asyncio.Runner
 ) -> None:
     async def check() -> None:
@@ -523,16 +521,16 @@ def test_a_vllm_that_dies_comes_back_with_its_adapters_and_requests_go_on(
         await dispatch.drop_run(run_id)
         asked = job("long", "survivor", 900, num_samples=2)
         expected = await dispatch.sample("tiny", asked)
-        told: list[SampledPart] = []
-        sampling = asyncio.create_task(dispatch.sample("tiny", replace(asked, streams=True), told.extend))
-        while len(told) < 20:  # noqa: ASYNC110
+        streamed: list[SampledPart] = []
+        sampling = asyncio.create_task(dispatch.sample("tiny", replace(asked, streams=True), streamed.extend))
+        while len(streamed) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         _, pid = dispatch.pids("tiny")
         os.kill(pid, signal.SIGKILL)
         response = await sampling
         assert_close(response, expected)
         for sample, sequence in enumerate(response.sequences):
-            tokens = np.concatenate([part.tokens for part in told if part.sample == sample])
+            tokens = np.concatenate([part.tokens for part in streamed if part.sample == sample])
             np.testing.assert_array_equal(tokens, sequence.tokens)
         assert dispatch.pids("tiny")[1] != pid
         await dispatch.drop_adapter("survivor")
@@ -540,10 +538,10 @@ def test_a_vllm_that_dies_comes_back_with_its_adapters_and_requests_go_on(
     runner.run(check())
 
 
-def test_a_server_at_a_url_that_forgot_its_adapters_gets_them_again(
+def test_adapters_are_reloaded_at_a_url_that_lost_them(
     dispatch: WorkerDispatch, runner: asyncio.Runner, model: WorkerConfig, tmp_path: Path
 ) -> None:
-    """Here it is told to forget one; a restart is the same to us."""
+    """Unloads an adapter, which looks to us like a restart."""
     import httpx
 
     async def check() -> None:
@@ -557,20 +555,20 @@ def test_a_server_at_a_url_that_forgot_its_adapters_gets_them_again(
             await other.copy_adapter(run_id, "forgotten")
             asked = job("asked", "forgotten", temperature=0.0)
             expected = await other.sample("tiny", asked)
-            [name] = [name for name in await adapters_of(dispatch) if name.startswith("forgotten")]
+            [name] = [name for name in await listed_adapters(dispatch) if name.startswith("forgotten")]
             async with httpx.AsyncClient(headers={"Authorization": f"Bearer {server.api_key}"}) as client:
                 done = await client.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": name})
                 assert done.is_success
             assert_close(await other.sample("tiny", asked), expected)
             await other.drop_adapter("forgotten")
-            await until_adapters_are(dispatch, 0)
+            await wait_until_num_adapters(dispatch, 0)
         finally:
             await other.close()
 
     runner.run(check())
 
 
-def test_an_adapter_that_vllm_cannot_hold_is_refused_with_the_remedy(
+def test_adapter_that_vllm_cannot_hold_is_refused_with_the_remedy(
     dispatch: WorkerDispatch, runner: asyncio.Runner, model: WorkerConfig, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -582,7 +580,7 @@ def test_an_adapter_that_vllm_cannot_hold_is_refused_with_the_remedy(
         try:
             await other.create_run("tiny", RunSpec("wide", LoraConfig(rank=16, seed=0)), "tenant")
             await other.copy_adapter("wide", "wide")
-            with pytest.raises(OperationError, match=r"vLLM does not load adapter wide-v1-.*16.*--max-lora-rank"):
+            with pytest.raises(OperationError, match=r"vLLM cannot load adapter wide-v1-.*16.*--max-lora-rank"):
                 await other.sample("tiny", job("asked", "wide"))
         finally:
             await other.close()

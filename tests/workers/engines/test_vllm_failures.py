@@ -1,4 +1,4 @@
-"""A vLLM that is not there, ends, hangs or changes its mind, and what becomes of the requests that it had."""
+"""A vLLM that is missing, dies, hangs or changes its answers, and what happens to its requests."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from trainhouse.tests.workers.slow_loader import LOADING_SECONDS, SLOW_LOADER
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.engines.groups.copies import AdapterCopies
 from trainhouse.workers.engines.in_flight import Told
-from trainhouse.workers.engines.vllm import watchdog as lifeline
+from trainhouse.workers.engines.vllm import watchdog
 from trainhouse.workers.engines.vllm.api import Ask, VllmApi
 from trainhouse.workers.engines.vllm.process import VllmProcess
 from trainhouse.workers.engines.vllm.server import VllmAt
@@ -41,9 +41,9 @@ JOB = SampleJob("job", None, np.array([1, 5], np.int32), SamplingParams(max_toke
 
 
 @contextmanager
-def lifeline_of(*command: str) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
-    """It, and the process id of its command."""
-    arguments = [sys.executable, lifeline.__file__, *command]
+def watchdog_of(*command: str) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
+    """Yields the watchdog, and the process id of its command."""
+    arguments = [sys.executable, watchdog.__file__, *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
@@ -60,9 +60,9 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def test_a_command_ends_when_we_hang_up_and_its_children_too() -> None:
+def test_command_and_its_children_end_when_the_pipe_closes() -> None:
     shell = "sleep 1000 & sleep 1000"
-    with lifeline_of("sh", "-c", shell) as (process, pid):
+    with watchdog_of("sh", "-c", shell) as (process, pid):
         assert process.stdin is not None and is_running(pid)
         # Ctrl-C and SIGTERM are for the server.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -72,12 +72,12 @@ def test_a_command_ends_when_we_hang_up_and_its_children_too() -> None:
         process.stdin.close()
         assert process.wait(20) != 0
         deadline = time.monotonic() + 30
-        while group_lives(pid) and time.monotonic() < deadline:
+        while is_group_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not group_lives(pid)
+        assert not is_group_running(pid)
 
 
-def group_lives(group: int) -> bool:
+def is_group_running(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -85,8 +85,8 @@ def group_lives(group: int) -> bool:
     return True
 
 
-def test_the_status_of_a_command_is_passed_on() -> None:
-    with lifeline_of("sh", "-c", "exit 7") as (process, _):
+def test_watchdog_exits_with_the_status_of_its_command() -> None:
+    with watchdog_of("sh", "-c", "exit 7") as (process, _):
         assert process.wait(20) == 7
 
 
@@ -96,7 +96,7 @@ def config(sampling: SamplingConfig) -> DispatchConfig:
     )
 
 
-def test_a_python_without_vllm_stops_the_start_with_the_reason(tmp_path: Path) -> None:
+def test_start_without_vllm_fails_with_the_reason(tmp_path: Path) -> None:
     async def check() -> None:
         sampling = SamplingConfig(vllm=VllmConfig(python=sys.executable), directory=str(tmp_path))
         with pytest.raises(ValueError, match=r"vLLM of tiny does not start: .*No module named 'vllm'.*vllm\.log"):
@@ -105,7 +105,7 @@ def test_a_python_without_vllm_stops_the_start_with_the_reason(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(check(), 200))
 
 
-def test_requests_wait_a_while_for_a_vllm_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_wait_for_an_unreachable_vllm_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -120,7 +120,7 @@ def test_requests_wait_a_while_for_a_vllm_that_is_away(monkeypatch: pytest.Monke
                 with pytest.raises(OperationError, match="job was cancelled"):
                     await waiting
                 monkeypatch.setattr(VllmAt, "patience_seconds", 1.0)
-                with pytest.raises(OperationError, match=rf"{url} does not answer since .* --sampler native") as failed:
+                with pytest.raises(OperationError, match=rf"{url} has not responded for .* --sampler native") as failed:
                     await dispatch.sample("tiny", JOB)
                 assert failed.value.category == "server"
                 waiting = asyncio.create_task(dispatch.sample("tiny", JOB))
@@ -145,10 +145,10 @@ def response(*samples: Sequence[int]) -> SampleResponse:
 Run = tuple[Sequence[SampledPart], SampleResponse]
 
 
-def heard(*runs: Run) -> list[tuple[int, list[int]]]:
-    """Of the runs of one request, each with what it tells."""
-    heard: list[tuple[int, list[int]]] = []
-    told = Told(lambda parts: heard.extend((each.sample, each.tokens.tolist()) for each in parts))
+def streamed_parts(*runs: Run) -> list[tuple[int, list[int]]]:
+    """Runs a request repeatedly, and returns what its caller gets of the streams."""
+    received: list[tuple[int, list[int]]] = []
+    deduplicated = Told(lambda parts: received.extend((each.sample, each.tokens.tolist()) for each in parts))
 
     async def attempt(run: Run, on_progress: OnProgress | None) -> SampleResponse:
         assert on_progress is not None
@@ -158,16 +158,16 @@ def heard(*runs: Run) -> list[tuple[int, list[int]]]:
 
     async def run_all() -> None:
         for each in runs:
-            await told.run(partial(attempt, each))
+            await deduplicated.run(partial(attempt, each))
 
     asyncio.run(run_all())
-    return heard
+    return received
 
 
-def test_what_is_told_again_is_left_out() -> None:
+def test_tokens_of_a_rerun_are_not_streamed_again() -> None:
     first = [part(0, [1, 2]), part(1, [7]), part(0, [3])], response([1, 2, 3], [7])
     again = [part(0, [1]), part(0, [2, 3, 4]), part(1, [7, 8]), part(1, [9])], response([1, 2, 3, 4], [7, 8, 9])
-    assert heard(first, again) == [(0, [1, 2]), (1, [7]), (0, [3]), (0, [4]), (1, [8]), (1, [9])]
+    assert streamed_parts(first, again) == [(0, [1, 2]), (1, [7]), (0, [3]), (0, [4]), (1, [8]), (1, [9])]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +179,17 @@ def test_what_is_told_again_is_left_out() -> None:
         ([part(0, [1, 2])], response([1, 2])),
     ],
 )
-def test_a_stream_that_would_go_on_as_another_sample_ends(again: Run) -> None:
-    with pytest.raises(OperationError, match="came out otherwise than what was streamed") as failed:
-        heard(([part(0, [1, 2, 3])], response([1, 2, 3])), again)
+def test_stream_that_would_continue_differently_fails(again: Run) -> None:
+    with pytest.raises(OperationError, match="tokens that differ from those already streamed") as failed:
+        streamed_parts(([part(0, [1, 2, 3])], response([1, 2, 3])), again)
     assert failed.value.category == "server"
 
 
-# --- with a server in vLLM's place ---
+# --- with a stand-in for vLLM ---
 
 
 def stand_in(directory: Path) -> str:
-    """What starts it as a Python with vLLM would start that."""
+    """Returns a program that starts the stand-in like a Python with vLLM."""
     program = directory / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {vllm_stand_in.__file__} {directory} "$@"\n')
     program.chmod(0o700)
@@ -202,8 +202,8 @@ def process(directory: Path, device: str = "cuda:0") -> VllmProcess:
 
 
 @asynccontextmanager
-async def ours(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProcess]]:
-    """A dispatch that samples by a stand-in of its own, which comes back soon."""
+async def dispatch_with_stand_in(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProcess]]:
+    """Yields a dispatch that samples with its own stand-in, which restarts quickly."""
     sampling = SamplingConfig(
         vllm=VllmConfig(python=stand_in(directory)), devices=("cuda:0",), directory=str(directory)
     )
@@ -218,8 +218,8 @@ async def ours(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProce
 
 
 @contextmanager
-def at_url(directory: Path) -> Iterator[tuple[str, int]]:
-    """Its URL and process id."""
+def stand_in_at_url(directory: Path) -> Iterator[tuple[str, int]]:
+    """Yields the URL and process id of a stand-in."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -244,11 +244,11 @@ def num_starts(directory: Path) -> int:
     return len((directory / "starts").read_text().splitlines())
 
 
-def test_a_request_that_vllm_dies_of_fails_and_those_beside_it_go_on(tmp_path: Path) -> None:
-    """It dies of it as often as it takes to find the culprit, and three times more; the innocent count none of them."""
+def test_request_that_kills_vllm_fails_and_others_continue(tmp_path: Path) -> None:
+    """The culprit kills vLLM once to be found, and three times more. Innocent requests get no strikes."""
 
     async def check() -> None:
-        async with ours(tmp_path) as (dispatch, server):
+        async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
             innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", 100))) for i in range(6)]
             with pytest.raises(OperationError, match="sampling request fatal failed 3 times: vLLM of tiny") as failed:
                 await dispatch.sample("tiny", job("fatal", first=FATAL))
@@ -263,27 +263,27 @@ def test_a_request_that_vllm_dies_of_fails_and_those_beside_it_go_on(tmp_path: P
     run(check())
 
 
-def test_a_stream_that_comes_out_otherwise_the_second_time_ends(tmp_path: Path) -> None:
+def test_stream_that_differs_after_a_restart_fails(tmp_path: Path) -> None:
     async def check() -> None:
-        async with ours(tmp_path) as (dispatch, server):
-            told: list[int] = []
+        async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
+            streamed: list[int] = []
             long = job("long", 200, streams=True)
             sampling = asyncio.create_task(
-                dispatch.sample("tiny", long, lambda parts: told.extend(parts[0].tokens.tolist()))
+                dispatch.sample("tiny", long, lambda parts: streamed.extend(parts[0].tokens.tolist()))
             )
-            while len(told) < 10:  # noqa: ASYNC110
+            while len(streamed) < 10:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             (tmp_path / "changed").touch()
             os.kill(server.pids[0], signal.SIGKILL)
-            with pytest.raises(OperationError, match="came out otherwise than what was streamed of it: send"):
+            with pytest.raises(OperationError, match="tokens that differ from those already streamed: send"):
                 await sampling
-            assert told == list(range(len(told)))
+            assert streamed == list(range(len(streamed)))
 
     run(check())
 
 
-def test_requests_wait_a_while_for_a_vllm_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: one that takes longer than that, and lives."""
+def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a request that takes longer than the timeout succeeds while the server is alive."""
     monkeypatch.setattr(VllmAt, "patience_seconds", 2.0)
 
     async def check(url: str, pid: int) -> None:
@@ -294,19 +294,19 @@ def test_requests_wait_a_while_for_a_vllm_that_hangs(tmp_path: Path, monkeypatch
             assert len(long.sequences[0].tokens) == 600
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(
-                OperationError, match=rf"{url} does not answer since 2 seconds .*says nothing"
+                OperationError, match=rf"{url} has not responded for 2 seconds .*does not respond"
             ) as failed:
                 await dispatch.sample("tiny", job("hangs"))
             assert failed.value.category == "server"
         finally:
             await dispatch.close()
 
-    with at_url(tmp_path) as (url, pid):
+    with stand_in_at_url(tmp_path) as (url, pid):
         run(check(url, pid))
 
 
-def test_a_vllm_that_fails_after_a_long_start_is_started_ever_later(tmp_path: Path) -> None:
-    """To be steady takes 0.2 s here, and a start that fails 0.5 s. The first of them comes at once."""
+def test_restart_delay_grows_when_slow_starts_fail(tmp_path: Path) -> None:
+    """A run of 0.2 s counts as steady here, and a start that fails takes 0.5 s. The first restart is immediate."""
 
     async def check() -> None:
         server = process(tmp_path)
@@ -324,8 +324,8 @@ def test_a_vllm_that_fails_after_a_long_start_is_started_ever_later(tmp_path: Pa
     run(check())
 
 
-def test_the_log_keeps_what_an_earlier_vllm_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And what is said to be the reason is the newest one's."""
+def test_log_keeps_the_output_of_earlier_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reported reason is from the newest one's output."""
 
     async def check() -> None:
         server = process(tmp_path)
@@ -353,8 +353,8 @@ def test_the_log_keeps_what_an_earlier_vllm_said(tmp_path: Path, caplog: pytest.
     run(check())
 
 
-def test_a_vllm_that_cannot_be_started_for_want_of_files_is_tried_again(tmp_path: Path) -> None:
-    """Here its log has no place; the log is gone, too, when the reason of the end is looked for."""
+def test_start_that_fails_because_of_files_is_retried(tmp_path: Path) -> None:
+    """The log cannot be created here, and is missing, too, when the reason of the end is looked up."""
 
     async def check() -> None:
         server = process(tmp_path)
@@ -375,9 +375,9 @@ def test_a_vllm_that_cannot_be_started_for_want_of_files_is_tried_again(tmp_path
     run(check())
 
 
-def test_a_watch_that_crashes_fails_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_supervisor_fails_waiting_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        async with ours(tmp_path) as (dispatch, server):
+        async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
 
             def next_delay() -> float:
                 raise ZeroDivisionError("a mistake of ours")
@@ -401,10 +401,10 @@ def test_a_watch_that_crashes_fails_what_waits(tmp_path: Path, monkeypatch: pyte
         ("4,5", "cuda", "4,5"),
     ],
 )
-def test_vllm_gets_the_gpus_that_are_meant(
+def test_vllm_gets_the_configured_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, given: str
 ) -> None:
-    """cuda:1 is the second of those that we see."""
+    """cuda:1 is the second of the visible devices."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -418,15 +418,15 @@ def test_vllm_gets_the_gpus_that_are_meant(
     run(check())
 
 
-def test_a_gpu_that_we_do_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invisible_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ValueError, match="vLLM is to use cuda:2, and CUDA_VISIBLE_DEVICES=4,5 has 2: name one of them"):
+    with pytest.raises(ValueError, match="vLLM cannot use cuda:2, CUDA_VISIBLE_DEVICES=4,5 has 2 devices: name one"):
         run(process(tmp_path, "cuda:2").start(lambda _: None))
 
 
 @asynccontextmanager
 async def with_adapter(url: str, directory: Path) -> AsyncIterator[WorkerDispatch]:
-    """One that samples at this vLLM. directory: of its copies of adapters, of which there is one."""
+    """Yields a dispatch that samples at this vLLM, with one adapter. directory: of its copies of adapters."""
     sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(directory))
     dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
     await dispatch.start(lambda _: None)
@@ -438,7 +438,7 @@ async def with_adapter(url: str, directory: Path) -> AsyncIterator[WorkerDispatc
         await dispatch.close()
 
 
-def test_scoring_a_prompt_with_an_adapter_holds_up_no_samples_of_it(tmp_path: Path) -> None:
+def test_scoring_a_prompt_does_not_delay_samples_of_its_adapter(tmp_path: Path) -> None:
     async def check(url: str) -> None:
         async with with_adapter(url, tmp_path / "samplers") as dispatch:
             scored = job("scored", adapter_id="adapter", prompt_logprobs=True)
@@ -449,12 +449,12 @@ def test_scoring_a_prompt_with_an_adapter_holds_up_no_samples_of_it(tmp_path: Pa
             assert time.monotonic() - started < 0.75 * LOADING_SECONDS and not scoring.done()
             await scoring
 
-    with at_url(tmp_path) as (url, _):
+    with stand_in_at_url(tmp_path) as (url, _):
         run(check(url))
 
 
-def test_adapters_of_one_server_are_not_those_of_the_next_at_the_same_vllm(tmp_path: Path) -> None:
-    """Both call theirs "adapter", in its first version. And each takes what it has loaded with it."""
+def test_servers_at_one_vllm_do_not_share_adapters(tmp_path: Path) -> None:
+    """Both have an "adapter" in its first version, and each unloads its own when it ends."""
 
     async def sampled(url: str, name: str) -> list[str]:
         async with with_adapter(url, tmp_path / name) as dispatch:
@@ -470,24 +470,22 @@ def test_adapters_of_one_server_are_not_those_of_the_next_at_the_same_vllm(tmp_p
         assert first.startswith("adapter-v1-") and second.startswith("adapter-v1-") and first != second
         assert await names(url) == []
 
-    with at_url(tmp_path) as (url, _):
+    with stand_in_at_url(tmp_path) as (url, _):
         run(check(url))
 
 
-def test_an_adapter_that_vllm_does_not_see_is_refused_without_our_directories(
+def test_adapter_invisible_to_vllm_is_refused_without_naming_paths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def check(url: str) -> None:
         async with with_adapter(url, tmp_path / "samplers") as dispatch:
-            with pytest.raises(
-                OperationError, match=r"vLLM does not load adapter .*it must see the server's"
-            ) as refused:
+            with pytest.raises(OperationError, match=r"vLLM cannot load adapter .*it must see the server's") as refused:
                 await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
             assert str(tmp_path) not in refused.value.message
             assert f"No adapter found for {tmp_path}/samplers" in caplog.text
 
     (tmp_path / "sees no files").touch()
-    with at_url(tmp_path) as (url, _):
+    with stand_in_at_url(tmp_path) as (url, _):
         run(check(url))
 
 
@@ -495,18 +493,18 @@ def test_an_adapter_that_vllm_does_not_see_is_refused_without_our_directories(
     ("options", "reason"),
     [
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 tokens, vLLM takes 1024: leave some"),
-        ({"min_tokens": 1, "stops": 121}, "121 stop tokens go with min_tokens, with which vLLM takes 120: leave out"),
+        ({"min_tokens": 1, "stops": 121}, "121 stop tokens with min_tokens exceed vLLM's limit of 120: leave out"),
         ({"top": 500, "max_tokens": 1000}, "topk_sample_logprobs 500 of 64 samples of 1000 tokens makes more than"),
     ],
 )
-def test_what_vllm_would_end_of_is_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+def test_requests_that_would_kill_vllm_are_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     options = {"seed": 0, "max_tokens": 5} | options
     stops, top = tuple(range(options.pop("stops", 0))), options.pop("top", 0)
     params = SamplingParams(**options)
     asked = replace(job("refused"), params=params, stop_token_ids=stops, topk_sample_logprobs=top, num_samples=64)
 
     async def check() -> None:
-        async with ours(tmp_path) as (dispatch, _):
+        async with dispatch_with_stand_in(tmp_path) as (dispatch, _):
             with pytest.raises(OperationError, match=reason) as refused:
                 await dispatch.sample("tiny", asked)
             assert refused.value.category == "user"
@@ -514,8 +512,8 @@ def test_what_vllm_would_end_of_is_refused(tmp_path: Path, options: dict[str, An
     run(check())
 
 
-def test_a_large_answer_is_read_beside_other_work(tmp_path: Path) -> None:
-    """Which never waits as long as its JSON takes to read, and that is not all that is done with it."""
+def test_large_answer_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    """The loop never stalls for as long as parsing the JSON takes, which is only a part of the work."""
 
     async def check() -> None:
         server = process(tmp_path)
@@ -533,7 +531,7 @@ def test_a_large_answer_is_read_beside_other_work(tmp_path: Path) -> None:
 
         text = json.dumps(vllm_stand_in.answer({"logprobs": 0, "n": 64}, range(16_000)))
         to_read = 0.0
-        for _ in range(5):  # other processes keep it waiting, too
+        for _ in range(5):  # retries, because other processes may delay it, too
             longest = 0.0
             watching = asyncio.create_task(watch())
             answer = await api.complete(asked, Ask(0, 64), "tiny", 16_000)
@@ -551,7 +549,7 @@ def test_a_large_answer_is_read_beside_other_work(tmp_path: Path) -> None:
     run(check())
 
 
-def test_a_copy_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_or_cancelled_copy_leaves_no_file(tmp_path: Path) -> None:
     async def check() -> None:
         copies = AdapterCopies(tmp_path / "copies")
         weights = AdapterWeights(LoraConfig(rank=4, seed=0), np.ones(1 << 20, np.float32))

@@ -1,9 +1,9 @@
-"""What vLLM's own protocol is to us, without vLLM: a server that ends, hangs or changes its mind where vLLM does.
+"""A stand-in for vLLM with the same protocol, which dies, hangs or changes its answers on demand.
 
-`python vllm_stand_in.py DIRECTORY ... --port PORT --served-model-name NAME`. A sample is 0, 1, 2, ..., a
-number every 5 ms. In DIRECTORY it says `visible`, the GPUs that it was given, and a line of `starts` for each start;
-there it finds `refuses` (then it ends before it is healthy), `changed` (then it counts from 100 on) and `sees no files`
-(then it loads no adapters).
+Run `python vllm_stand_in.py DIRECTORY ... --port PORT --served-model-name NAME`. A sample is 0, 1, 2, ..., one number
+every 5 ms. In DIRECTORY it writes `visible`, the GPUs that it was given, and a line to `starts` for each start. Files
+there change what it does: `refuses` (it ends before it is healthy), `changed` (it counts from 100) and `sees no files`
+(it loads no adapters).
 """
 
 import json
@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-# As the first token of a prompt: it ends of it, though not at once.
+# A prompt with this first token kills the server after a moment.
 FATAL = 13
 
 SECONDS_A_TOKEN = 0.005

@@ -1,4 +1,4 @@
-"""The chunked head against the plain way: all logits at once, log_softmax, autograd."""
+"""The chunked head against the plain computation: all logits at once, log_softmax, autograd."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +32,7 @@ def base(tiny_models: dict[str, Path]) -> BaseModel:
 
 @pytest.fixture(scope="module")
 def adapter(base: BaseModel) -> Adapter:
-    """With B not zero, so that the pair of the head counts."""
+    """Has a nonzero B, so that the pair of the head matters."""
     adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     return adapter
@@ -57,7 +57,7 @@ def objective(name: str, num_targets: int | None = None) -> Objective:
 
 
 def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective) -> tuple[Tensor, ...]:
-    """Log-probabilities, loss, and its gradients by hidden, A and B."""
+    """Returns the log-probabilities, the loss, and its gradients with respect to hidden, A and B."""
     leaves = [hidden.clone().requires_grad_()]
     logits = leaves[0] @ base.unembedding.t()
     if adapter is not None:
@@ -87,15 +87,14 @@ def ours(
     pair = adapter.unembed if adapter is not None else None
     if adapter is not None:
         adapter.begin_operation()
-    output = trained(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
+    output = score_alone(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
     pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
     return output.scores, output.loss.losses.sum(), gradient, *pair_gradients
 
 
-def trained(
+def score_alone(
     head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
 ) -> Scored:
-    """One objective, one adapter."""
     (output,) = scored_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
     return output
 
@@ -113,14 +112,14 @@ def test_loss_and_gradients_are_those_of_autograd_for_any_chunk(
 
 @pytest.mark.parametrize("num_targets", [1, 3])
 @pytest.mark.parametrize("with_pair", [False, True])
-def test_several_targets_a_position(num_targets: int, with_pair: bool, base: BaseModel, adapter: Adapter) -> None:
+def test_several_targets_per_position(num_targets: int, with_pair: bool, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted, used = some_hidden(base), objective("cross_entropy", num_targets), adapter if with_pair else None
     expected = plain(hidden, base, used, wanted)
     for found, reference in zip(ours(hidden, base, used, wanted, 5), expected, strict=True):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_the_tolerance_tells_a_missing_pair(base: BaseModel, adapter: Adapter) -> None:
+def test_tolerance_detects_a_missing_pair(base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     without, reference = ours(hidden, base, None, wanted, 5), plain(hidden, base, adapter, wanted)
     for index in range(3):
@@ -129,9 +128,7 @@ def test_the_tolerance_tells_a_missing_pair(base: BaseModel, adapter: Adapter) -
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_rows_that_do_not_count_get_no_gradient_whatever_is_in_them(
-    name: str, base: BaseModel, adapter: Adapter
-) -> None:
+def test_uncounted_rows_get_no_gradient_even_if_infinite(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     counts = wanted.inputs[wanted.loss.counted_by]
     counts[:7] = 0  # the whole first sequence
@@ -154,12 +151,12 @@ def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adap
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_forward_alone_gives_the_same_and_touches_no_gradient(name: str, base: BaseModel, adapter: Adapter) -> None:
+def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     head, before = LogprobHead(base, 5), adapter.scratch.clone()
     (output,) = scored({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
     assert torch.equal(adapter.scratch, before)
-    with_gradient = trained(head, hidden, adapter, wanted, torch.empty_like(hidden))
+    with_gradient = score_alone(head, hidden, adapter, wanted, torch.empty_like(hidden))
     assert torch.equal(output.scores, with_gradient.scores)
     torch.testing.assert_close(output.loss.losses, with_gradient.loss.losses)
     assert output.loss.metrics.keys() == with_gradient.loss.metrics.keys()
@@ -172,7 +169,7 @@ def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str,
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     gradient = torch.empty_like(hidden)
-    output = trained(LogprobHead(base, 5), hidden, adapter, wanted, gradient)
+    output = score_alone(LogprobHead(base, 5), hidden, adapter, wanted, gradient)
     logits = LogprobHead(base, 100).logits(hidden, adapter.unembed)
     expected = torch.log_softmax(logits, dim=-1).gather(1, wanted.targets[:, None]).squeeze(1)
     assert output.scores.dtype == torch.float32
@@ -180,7 +177,7 @@ def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str,
     assert gradient.dtype == torch.bfloat16
 
 
-def test_rows_of_several_adapters_each_get_their_own(base: BaseModel, adapter: Adapter) -> None:
+def test_rows_of_several_adapters_use_their_own_pair(base: BaseModel, adapter: Adapter) -> None:
     hidden, head = some_hidden(base), LogprobHead(base, 100)
     segments = [Segment(0, 7, adapter), Segment(7, NUM_ROWS, None)]
     logits = head.logits_of_segments(hidden, segments)
@@ -190,11 +187,11 @@ def test_rows_of_several_adapters_each_get_their_own(base: BaseModel, adapter: A
 
 MIXED = ("cross_entropy", "gspo", "ppo", "dro")
 SPLIT = (0, 6, 13, 14, NUM_ROWS)
-"""Where each of the mixed losses begins: at sequences of its own, which chunks of 5 rows cut."""
+"""First row of each of the mixed losses, at a sequence start; chunks of 5 rows cut across them."""
 
 
 def mixed_objectives() -> list[Objective]:
-    """Rows of several losses: the first has three targets a position, the second sees two sequences."""
+    """Returns rows of several losses; the first has three targets per position, the second two sequences."""
     whole = [objective(name, 3 if name == "cross_entropy" else None) for name in MIXED]
     bounds = [(0, 6), (0, 4, 7), (0, 1), (0, 10)]
     return [
@@ -211,9 +208,7 @@ def mixed_objectives() -> list[Objective]:
 
 
 @pytest.mark.parametrize("chunk_rows", CHUNKS)
-def test_rows_of_several_losses_and_adapters_are_as_each_alone(
-    chunk_rows: int, base: BaseModel, adapter: Adapter
-) -> None:
+def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseModel, adapter: Adapter) -> None:
     other = created(Adapters(base, max_rank=8), "other", LoraConfig(rank=8, seed=2))
     other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
     hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
@@ -250,7 +245,7 @@ def test_rows_of_several_losses_and_adapters_are_as_each_alone(
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements of any tensor made; `known` ones and their views are not made."""
+    """Records the most elements of any tensor created, except `known` tensors and their views."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
@@ -273,7 +268,7 @@ def largest(chunk_rows: int, name: str, base: BaseModel, adapter: Adapter) -> in
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "gspo"])
-def test_no_tensor_of_tokens_times_vocabulary_is_made(name: str, base: BaseModel, adapter: Adapter) -> None:
+def test_no_tensor_of_tokens_by_vocabulary_is_created(name: str, base: BaseModel, adapter: Adapter) -> None:
     vocab_size = base.unembedding.shape[0]
     assert largest(5, name, base, adapter) <= 5 * vocab_size
-    assert largest(NUM_ROWS, name, base, adapter) == NUM_ROWS * vocab_size  # the recorder sees it where it is made
+    assert largest(NUM_ROWS, name, base, adapter) == NUM_ROWS * vocab_size  # control: the recorder sees such a tensor

@@ -1,4 +1,4 @@
-"""Multi-adapter LoRA against peft, and what adapters of one packed row may not do to each other."""
+"""Multi-adapter LoRA against peft, and isolation of the adapters in one packed row."""
 
 import gc
 import math
@@ -36,7 +36,9 @@ def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-def test_they_do_where_mkl_is_slow_too(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_and_gradients_equal_peft_with_onednn(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainhouse.workers.ops.linear._mkl_is_slow", lambda device, dtype: True)
     assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
 
@@ -58,7 +60,7 @@ def assert_equal_to_peft(adapted: Adapted) -> None:
         assert relative_error(gradients[name], gradient) < 10 * TOLERANCE, name
 
 
-def test_a_weight_one_in_ten_thousand_off_shows_in_the_comparison_with_peft(tiny_models: dict[str, Path]) -> None:
+def test_comparison_with_peft_detects_a_small_weight_error(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     adapter = adapted.create("one")
     tuned = in_peft(adapted.directory, adapter)
@@ -66,7 +68,7 @@ def test_a_weight_one_in_ten_thousand_off_shows_in_the_comparison_with_peft(tiny
     assert relative_error(adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())) > TOLERANCE
 
 
-def test_two_ranks_in_one_row_equal_each_alone(tiny_models: dict[str, Path]) -> None:
+def test_adapters_of_two_ranks_in_one_row_equal_each_alone(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     small, large = adapted.create("small", rank=2), adapted.create("large", rank=8, train_mlp=False)
     rows = sequences()
@@ -89,7 +91,7 @@ def test_two_ranks_in_one_row_equal_each_alone(tiny_models: dict[str, Path]) -> 
     assert relative_error(mixed[:border], other) > 1e-2
 
 
-def test_segments_of_one_adapter_add_up(tiny_models: dict[str, Path]) -> None:
+def test_gradients_of_an_adapters_segments_add_up(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     adapter = adapted.create("one")
     total, gradients = sum(LENGTHS), []
@@ -101,15 +103,15 @@ def test_segments_of_one_adapter_add_up(tiny_models: dict[str, Path]) -> None:
     assert relative_error(*gradients) < 10 * TOLERANCE
 
 
-def test_without_an_adapter_the_row_runs_the_bare_base(tiny_models: dict[str, Path]) -> None:
+def test_segment_without_adapter_runs_the_bare_base(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen2"])
     adapter = adapted.create("one")
     border = LENGTHS[0]
     bare = adapted.hidden(sequences(), [])
-    beside = adapted.hidden(sequences(), [Segment(0, border, adapter), Segment(border, sum(LENGTHS), None)])
+    both = adapted.hidden(sequences(), [Segment(0, border, adapter), Segment(border, sum(LENGTHS), None)])
     assert not bare.requires_grad
-    assert torch.equal(beside[border:], bare[border:])
-    assert relative_error(beside[:border], bare[:border]) > 1e-2
+    assert torch.equal(both[border:], bare[border:])
+    assert relative_error(both[:border], bare[:border]) > 1e-2
 
 
 def test_nothing_requires_a_gradient_under_no_grad(tiny_models: dict[str, Path]) -> None:
@@ -137,16 +139,16 @@ def test_nan_in_one_segment_stays_in_it(kind: str, tiny_models: dict[str, Path])
 
     healthy, gradient = run(), well.scratch.clone()
     sick.weights.fill_(torch.nan)
-    beside_nan = run()
-    assert beside_nan[:border].isnan().all()
+    with_nan = run()
+    assert with_nan[:border].isnan().all()
     # Not bit for bit: tokens that are NaN choose other experts, whose batches then have other sizes.
-    assert relative_error(beside_nan[border:], healthy[border:]) < TOLERANCE
+    assert relative_error(with_nan[border:], healthy[border:]) < TOLERANCE
     assert relative_error(well.scratch, gradient) < 10 * TOLERANCE
     assert well.scratch_is_finite()
     assert not sick.scratch_is_finite()
 
 
-def test_a_new_adapter_changes_nothing_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
+def test_new_adapter_has_no_effect_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     first = created(adapted.adapters, "first", LoraConfig(rank=8, seed=3))
     again = created(adapted.adapters, "again", LoraConfig(rank=8, seed=3))
@@ -197,14 +199,14 @@ def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str
     assert "large" not in adapters
 
 
-def test_an_unknown_adapter_is_named(tiny_models: dict[str, Path]) -> None:
+def test_unknown_adapter_is_named_in_the_error(tiny_models: dict[str, Path]) -> None:
     adapters = Adapted(tiny_models["llama"]).adapters
-    with pytest.raises(KeyError, match="no model 'nobody'"):
-        adapters.get("nobody")
-    adapters.drop("nobody")
+    with pytest.raises(KeyError, match="no model 'missing'"):
+        adapters.get("missing")
+    adapters.drop("missing")
 
 
-def test_a_copy_is_a_snapshot_that_the_same_copy_overwrites(tiny_models: dict[str, Path]) -> None:
+def test_copy_is_a_snapshot_until_copied_again(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     run = adapted.create("run")
     snapshot = copied(adapted.adapters, "run", "sampler")
@@ -215,7 +217,7 @@ def test_a_copy_is_a_snapshot_that_the_same_copy_overwrites(tiny_models: dict[st
     assert snapshot.num_bytes == snapshot.weights.nbytes
 
 
-def test_an_operation_reaches_the_window_only_by_commit(tiny_models: dict[str, Path]) -> None:
+def test_operation_enters_the_gradient_window_only_on_commit(tiny_models: dict[str, Path]) -> None:
     adapter = Adapted(tiny_models["llama"]).create("one")
     adapter.begin_operation()
     adapter.scratch.fill_(1.0)
@@ -266,7 +268,7 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
     assert relative_error(exact.hidden(sequences(), []), hiddens[0]) > 1e-1
 
 
-def test_segments_that_miss_the_end_of_the_row_are_our_mistake(tiny_models: dict[str, Path]) -> None:
+def test_segments_must_reach_the_end_of_the_row(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     with pytest.raises(AssertionError, match="17 tokens, but the segments end at 16"):
         adapted.hidden(sequences(), [Segment(0, 16, adapted.create("one"))])
@@ -274,7 +276,7 @@ def test_segments_that_miss_the_end_of_the_row_are_our_mistake(tiny_models: dict
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_onednn_product_is_torchs_linear(bias: bool) -> None:
+def test_onednn_product_equals_torch_linear(bias: bool) -> None:
     x, weight = torch.randn(33, 24), torch.randn(40, 24)
     shift = torch.randn(40) if bias else None
     assert relative_error(mkldnn_linear(x, weight, shift), linear(x, weight, shift)) < TOLERANCE

@@ -1,4 +1,4 @@
-"""Adapted layers against the formula written out per segment, with autograd on dense matrices; and what they skip."""
+"""Adapted layers against the formula per segment, with autograd on dense matrices; and the work that they skip."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -22,7 +22,7 @@ UNEVEN, EVEN = (7, 9, 5, 4, 3, 1, 6, 2), (4,) * 8
 
 @pytest.fixture(params=["chosen", "padded", "ragged"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the rows of several adapters are multiplied: as chosen for their lengths, or always the same."""
+    """Multiplies the rows of several adapters as chosen for their lengths, or always in the same way."""
     ways: dict[str, Callable[..., Rows]] = {"padded": Padded, "ragged": Ragged}
     if request.param in ways:
 
@@ -34,7 +34,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def layers(adapted: Adapted, *names: str) -> list[LoraLinear]:
-    """Of the first layer of the model."""
+    """Returns layers of the model's first decoder layer."""
     modules = [adapted.base.model.get_submodule(f"{LAYER}.{name}") for name in names]
     return [module for module in modules if isinstance(module, LoraLinear)]
 
@@ -51,7 +51,7 @@ def segments_of(adapters: Sequence[Adapter | None], lengths: Sequence[int]) -> l
 
 
 def mixed(adapted: Adapted, lengths: Sequence[int]) -> list[Segment]:
-    """Of different ranks, alphas and targets, with a stretch of the bare base and an adapter that returns."""
+    """Returns segments of different ranks, alphas and targets; one is of the bare base, and one adapter has two."""
     first = adapted.create("first", rank=8)
     adapters = [
         first,
@@ -67,7 +67,7 @@ def mixed(adapted: Adapted, lengths: Sequence[int]) -> list[Segment]:
 
 
 def naive(linears: Sequence[LoraLinear], x: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, dict[str, Tensor]]:
-    """x (W + scale B A)^T + bias, segment by segment; and the leaves A and B by adapter and layer."""
+    """Returns x (W + scale B A)^T + bias, segment by segment; and the leaves A and B by adapter and layer."""
     leaves: dict[str, Tensor] = {}
     outputs = []
     for segment in segments:
@@ -93,7 +93,7 @@ def assert_equal_to_naive(
     segments: Sequence[Segment],
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Output, gradient of the input, and gradients of every A and B."""
+    """Compares the output, the gradient of the input, and the gradients of every A and B."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(segments[-1].stop, linears[0].weight.shape[1], generator=generator, requires_grad=True)
     adapters = {id(segment.adapter): segment.adapter for segment in segments if segment.adapter is not None}
@@ -143,7 +143,7 @@ def test_merged_layers_equal_the_formula_per_segment(
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 2, 6)])
-def test_neighbours_that_cover_the_row_equal_the_formula(lengths: Sequence[int], tiny_models: dict[str, Path]) -> None:
+def test_adapters_that_cover_the_row_equal_the_formula(lengths: Sequence[int], tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     (module,) = layers(adapted, "mlp.up_proj")
     adapters = [adapted.create(name, rank=rank) for name, rank in (("a", 8), ("b", 16), ("c", 5))]
@@ -183,7 +183,7 @@ def test_gradients_of_a_mixed_row_are_those_of_each_adapter_alone(tiny_models: d
 
 
 @pytest.mark.usefixtures("way")
-def test_what_is_not_finite_in_one_adapter_leaves_the_others_bit_for_bit(tiny_models: dict[str, Path]) -> None:
+def test_nonfinite_adapter_leaves_the_others_bit_for_bit(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     (module,) = layers(adapted, "mlp.down_proj")
     sick, *well = [adapted.create(name, rank=rank) for name, rank in (("sick", 8), ("one", 8), ("other", 16))]
@@ -205,7 +205,7 @@ def test_what_is_not_finite_in_one_adapter_leaves_the_others_bit_for_bit(tiny_mo
     grad[5:8] = torch.nan
     with torch.no_grad():
         x[5:8] = torch.nan
-    assert all(torch.equal(before, beside) for before, beside in zip(healthy, run(), strict=True))
+    assert all(torch.equal(before, after) for before, after in zip(healthy, run(), strict=True))
     assert not sick.scratch_is_finite()
 
 
@@ -222,7 +222,7 @@ def test_merged_layers_hold_their_weights_once_and_still_work_alone(tiny_models:
     assert relative_error(torch.cat([module(x) for module in linears], dim=1), before) < TOLERANCE
 
 
-def test_neighbours_join_unless_they_would_collide_or_waste(tiny_models: dict[str, Path]) -> None:
+def test_adjacent_segments_are_grouped_only_if_compatible(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     a, b, c = (adapted.create(name) for name in "abc")
     mlp, wide = adapted.create("mlp", train_attn=False), adapted.create("wide", rank=64)
@@ -240,7 +240,7 @@ def test_neighbours_join_unless_they_would_collide_or_waste(tiny_models: dict[st
     assert members(a, b, c, lengths=[2, 0, 2]) == [[a, c]]
 
 
-def test_long_segments_stand_alone_unless_they_are_equal(tiny_models: dict[str, Path]) -> None:
+def test_long_segments_are_split_off_unless_equal(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     adapters = [adapted.create(name) for name in "abcd"]
 
@@ -253,7 +253,7 @@ def test_long_segments_stand_alone_unless_they_are_equal(tiny_models: dict[str, 
     assert split(600, 30, 40, 700) == [[600], [30, 40], [700]]
 
 
-def test_a_plan_serves_many_rows_until_a_weight_changes(tiny_models: dict[str, Path]) -> None:
+def test_plan_is_reused_until_a_weight_changes(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     one, other = adapted.create("one"), adapted.create("other", rank=8)
     (module,) = layers(adapted, "mlp.up_proj")
@@ -276,7 +276,7 @@ def test_a_plan_serves_many_rows_until_a_weight_changes(tiny_models: dict[str, P
     assert not moved.is_current
 
 
-def test_layers_that_no_adapter_adapts_keep_no_graph_and_make_no_terms(tiny_models: dict[str, Path]) -> None:
+def test_unadapted_layers_keep_no_graph_and_no_terms(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     query, down = layers(adapted, "self_attn.q_proj", "mlp.down_proj")
     adapter = adapted.create("mlp", train_attn=False)
@@ -287,13 +287,13 @@ def test_layers_that_no_adapter_adapts_keep_no_graph_and_make_no_terms(tiny_mode
     assert plan.terms(query.site) is None and plan.terms(down.site) is not None
 
 
-def test_behind_adapted_layers_the_bare_ones_keep_no_input(tiny_models: dict[str, Path]) -> None:
+def test_unadapted_layers_save_no_input_for_backward(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     query, down = layers(adapted, "self_attn.q_proj", "mlp.down_proj")
     segments = [Segment(0, 5, adapted.create("mlp", train_attn=False))]
 
     def kept(module: LoraLinear) -> list[tuple[int, ...]]:
-        """The shapes of what is saved for backward."""
+        """Returns the shapes of what is saved for backward."""
         shapes: list[tuple[int, ...]] = []
         keep = torch.autograd.graph.saved_tensors_hooks(
             lambda saved: shapes.append(saved.shape), lambda nothing: nothing
@@ -306,7 +306,7 @@ def test_behind_adapted_layers_the_bare_ones_keep_no_input(tiny_models: dict[str
     assert kept(down) == [(5, 128)]
 
 
-def test_the_frozen_base_gets_no_gradients_and_its_first_layers_input_none(
+def test_no_gradients_for_the_frozen_base_or_the_first_input(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted = Adapted(tiny_models["llama"])
@@ -327,7 +327,7 @@ def test_the_frozen_base_gets_no_gradients_and_its_first_layers_input_none(
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])
-def test_folded_factors_are_the_terms_and_hold_nothing_of_the_adapter(rank: int, tiny_models: dict[str, Path]) -> None:
+def test_folded_factors_equal_the_terms_and_share_no_memory(rank: int, tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     adapter = adapted.create("one", rank=rank, train_unembed=False)
     name = next(name for name in adapter.pairs if name.endswith("q_proj"))

@@ -1,4 +1,4 @@
-"""The ways in which rows of several adapters meet each its own matrices, against a loop over the adapters."""
+"""Products of rows with the matrices of their adapters, in every way, against a loop over the adapters."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ TOLERANCE = 1e-6
 RANKS = (8, 2, 13)
 SCALES = (0.5, 4.0, 1.0)
 
-# Every way, and the rows of the adapters that it is for.
+# Each way, and the numbers of rows per adapter that it is for.
 WAYS: dict[str, tuple[Callable[..., Rows], Sequence[int]]] = {
     "one": (lambda lengths, scales, device: One(scales[0]), [11]),
     "even": (Even, [5, 5, 5]),
@@ -23,8 +23,8 @@ WAYS: dict[str, tuple[Callable[..., Rows], Sequence[int]]] = {
 }
 
 
-def made(way: str) -> tuple[Rows, list[slice]]:
-    """Rows, and where those of each adapter are."""
+def arranged(way: str) -> tuple[Rows, list[slice]]:
+    """Returns the rows, and each adapter's slice of them."""
     make, lengths = WAYS[way]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     rows = make(lengths, SCALES[: len(lengths)], CPU)
@@ -41,7 +41,7 @@ def matrices(places: list[slice], columns: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_times_their_own_matrices(way: str) -> None:
-    rows, places = made(way)
+    rows, places = arranged(way)
     own = matrices(places, 12)
     stack = rows.stack(own)
     x = random(places[-1].stop, 12)
@@ -69,8 +69,8 @@ def sums(rows: Rows, places: list[slice], left: Tensor, right: Tensor) -> list[T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", WAYS)
-def test_outer_products_are_summed_over_the_rows_of_each_in_float32(way: str, dtype: torch.dtype) -> None:
-    rows, places = made(way)
+def test_outer_products_are_summed_per_adapter_in_float32(way: str, dtype: torch.dtype) -> None:
+    rows, places = arranged(way)
     # Column slices, as the parts of a merged layer are.
     width = 8 if way == "one" else 16
     left = random(places[-1].stop, 24).to(dtype)[:, 8 : 8 + width]
@@ -85,7 +85,7 @@ def test_outer_products_are_summed_over_the_rows_of_each_in_float32(way: str, dt
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_row_has_its_adapters_scale(way: str) -> None:
-    rows, places = made(way)
+    rows, places = arranged(way)
     x = random(places[-1].stop, 4)
     before = x.clone()
     assert rows.scale(x) is x
@@ -95,25 +95,25 @@ def test_each_row_has_its_adapters_scale(way: str) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "one"])
-def test_what_is_not_finite_stays_with_its_adapter(way: str, bad: float) -> None:
-    rows, places = made(way)
+def test_nonfinite_values_stay_with_their_adapter(way: str, bad: float) -> None:
+    rows, places = arranged(way)
     own = matrices(places, 12)
     x, left = random(places[-1].stop, 12), random(places[-1].stop, 16)
     products, gradients = rows.times(x, rows.stack(own).mT), sums(rows, places, left, x)
 
     sick = places[1]
     x[sick], left[sick], own[1][:] = bad, bad, bad
-    beside, gradients_beside = rows.times(x, rows.stack(own).mT), sums(rows, places, left, x)
+    spoiled, spoiled_gradients = rows.times(x, rows.stack(own).mT), sums(rows, places, left, x)
     well = [i for i in range(len(places)) if i != 1]
-    assert all(torch.equal(beside[places[i]], products[places[i]]) for i in well)
-    assert all(torch.equal(gradients_beside[i], gradients[i]) for i in well)
-    assert not beside[sick, : RANKS[1]].isfinite().any()
-    assert not gradients_beside[1].isfinite().any()
+    assert all(torch.equal(spoiled[places[i]], products[places[i]]) for i in well)
+    assert all(torch.equal(spoiled_gradients[i], gradients[i]) for i in well)
+    assert not spoiled[sick, : RANKS[1]].isfinite().any()
+    assert not spoiled_gradients[1].isfinite().any()
 
 
 def test_bfloat16_is_within_its_rounding_in_every_way() -> None:
     for way in WAYS:
-        rows, places = made(way)
+        rows, places = arranged(way)
         own = matrices(places, 16)
         x = random(places[-1].stop, 16)
         exact = rows.times(x, rows.stack(own).mT)
@@ -124,7 +124,7 @@ def test_bfloat16_is_within_its_rounding_in_every_way() -> None:
 
 def test_the_way_follows_from_the_lengths() -> None:
     def way(lengths: list[int], aligned: bool = True, device: str = "cpu") -> type:
-        # Tensors on the meta device have no content: it stands for any that is not the CPU.
+        # The meta device represents any device but the CPU.
         return type(arrange(lengths, [1.0] * len(lengths), torch.device(device), aligned))
 
     assert way([1000]) is One
@@ -137,8 +137,8 @@ def test_the_way_follows_from_the_lengths() -> None:
     assert way([3, 5, 4], device="meta") is Ragged
 
 
-def test_the_grouped_product_leaves_the_threads_as_they_were() -> None:
-    rows, places = made("ragged")
+def test_grouped_product_restores_the_number_of_threads() -> None:
+    rows, places = arranged("ragged")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -1,4 +1,4 @@
-"""Each loss against its formula (shared reference: losses.md) written out in a few lines."""
+"""Each loss against its formula (shared reference: losses.md), written out in a few lines."""
 
 from collections.abc import Callable, Mapping
 
@@ -76,7 +76,7 @@ every_loss = pytest.mark.parametrize("name", EVERY)
 
 
 def some_inputs(loss: Loss) -> dict[str, Tensor]:
-    """All inputs the loss can read; the first quarter is a prompt, without weight, advantage or sampler."""
+    """Returns all inputs that the loss reads; the first quarter is a prompt, with no weight, advantage or sampler."""
     generator = torch.Generator().manual_seed(3)
     is_response = torch.arange(LENGTH) >= LENGTH // 4
     inputs = {
@@ -121,7 +121,7 @@ def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
     torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
     assert gradient.any()
-    with pytest.raises(AssertionError):  # the same tolerance tells a mean from a sum
+    with pytest.raises(AssertionError):  # the tolerance distinguishes a mean from a sum
         torch.testing.assert_close(value / LENGTH, expected_value, rtol=1e-5, atol=1e-6)
 
 
@@ -144,7 +144,7 @@ def test_config_changes_the_loss_as_the_formula_says(name: str) -> None:
 
 @every_loss
 @pytest.mark.parametrize("garbage", [float("-inf"), float("inf"), float("nan"), -1e30])
-def test_positions_that_do_not_count_contribute_exactly_nothing(name: str, garbage: float) -> None:
+def test_uncounted_positions_contribute_exactly_nothing(name: str, garbage: float) -> None:
     loss, logprobs = EVERY[name], some_logprobs()
     inputs = some_inputs(loss)
     uncounted = inputs[loss.counted_by] == 0
@@ -161,7 +161,7 @@ def test_positions_that_do_not_count_contribute_exactly_nothing(name: str, garba
     assert not any(bool(values[uncounted].any()) for values in per_position.metrics.values())
 
 
-def test_kl_and_clip_fraction_are_zero_at_positions_that_do_not_count() -> None:
+def test_kl_and_clip_fraction_are_zero_at_uncounted_positions() -> None:
     loss = LOSSES["ppo"]
     inputs = {
         "logprobs": torch.tensor([0.0, -1.0, -1.0, -1.0]),

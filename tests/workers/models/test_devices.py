@@ -1,4 +1,4 @@
-"""Which devices a worker would find here, told without torch."""
+"""Finding out without torch which devices a worker would have."""
 
 import asyncio
 import sys
@@ -32,14 +32,14 @@ def test_cuda_needs_a_driver_and_a_build_for_it(
 
 
 @without_cuda
-def test_a_worker_says_the_same() -> None:
+def test_worker_reports_the_same_message() -> None:
     with pytest.raises(ValueError) as refused:
         resolve_device(WorkerConfig(ServedModel("m", "m"), device="cuda"))
     assert str(refused.value) == str(no_cuda("cuda", torch.__version__))
 
 
 @without_cuda
-def test_it_is_refused_before_ranks_are_started_unless_they_may_be_elsewhere() -> None:
+def test_missing_cuda_is_refused_before_start_unless_ranks_may_be_remote() -> None:
     on_cuda = WorkerConfig(ServedModel("m", "m"), device="cuda")
     on_cpu = WorkerConfig(ServedModel("m", "m"), device="cpu")
     for refused in (

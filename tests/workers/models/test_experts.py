@@ -1,4 +1,4 @@
-"""Experts in grouped products against a loop over them, in values and gradients, with adapters and without."""
+"""Experts in grouped products against a loop over them: values and gradients, with adapters and without."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ EXACT = 1e-5
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 37])
-def test_a_layer_is_that_of_transformers(num_tokens: int) -> None:
+def test_expert_layer_equals_transformers(num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
     model = AutoModelForCausalLM.from_config(
         tiny_config("qwen3_moe"), dtype=torch.float32, experts_implementation="eager"
@@ -42,12 +42,12 @@ def test_a_layer_is_that_of_transformers(num_tokens: int) -> None:
     assert (x.grad - wanted).abs().max() <= EXACT * wanted.abs().max()
     with torch.no_grad():
         assert (ours.forward(x, are_alike=True) - theirs).abs().max() <= EXACT * theirs.abs().max()
-        # What the bound would not let pass: a token that goes to another expert.
+        # Control: the tolerance detects a token that goes to another expert.
         block.experts.down_proj.copy_(block.experts.down_proj.roll(1, 0))
         assert (ours.forward(x, are_alike=True) - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
 
-def test_groups_may_be_empty_and_rows_of_none_are_zeros() -> None:
+def test_empty_groups_and_rows_of_no_group() -> None:
     x, weights = torch.randn(9, 5), torch.randn(4, 5, 3)
     groups = GroupedRows(torch.tensor([2, 0, 5, 0]))
     wanted = torch.cat([x[:2] @ weights[0], x[2:7] @ weights[2], torch.zeros(2, 3)])
@@ -66,7 +66,7 @@ def test_groups_may_be_empty_and_rows_of_none_are_zeros() -> None:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    """Two of eight experts a token, so that with few tokens some have none."""
+    """Routes each token to two of eight experts, so that with few tokens some experts have none."""
     return Adapted(tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), num_experts=8))
 
 
@@ -79,7 +79,7 @@ def experts_of(adapted: Adapted) -> RoutedExperts:
 
 
 def loop(adapted: Adapted, x: Tensor, segments: Sequence[Segment], pairs: Mapping[Adapter, "Pairs"]) -> Tensor:
-    """Each token by each of its experts, and the merged weights of its adapter's pair."""
+    """Computes each token with each of its experts, whose weights are merged with its adapter's pair."""
     block = adapted.base.model.get_submodule(LAYER.removesuffix(".experts"))
     _, weights, chosen = block.gate(x)
     rows = []
@@ -98,7 +98,7 @@ def loop(adapted: Adapted, x: Tensor, segments: Sequence[Segment], pairs: Mappin
 
 
 class Pairs:
-    """An adapter's matrices at the experts of a layer, as leaves that autograd knows."""
+    """Holds an adapter's matrices for the experts of a layer, as leaves of autograd."""
 
     def __init__(self, adapter: Adapter, num_experts: int) -> None:
         self._scale, self.leaves = adapter.scale, {}
@@ -112,8 +112,8 @@ class Pairs:
         for a, b_t in self.leaves.values():
             yield self._scale * b_t[expert].t() @ a[expert]
 
-    def worst(self, adapter: Adapter) -> float:
-        """Of its gradients, the largest difference by the largest number."""
+    def largest_error(self, adapter: Adapter) -> float:
+        """Returns the largest difference from the adapter's gradients, relative to the largest gradient."""
         errors = []
         for kind, leaves in self.leaves.items():
             for leaf, found in zip(leaves, adapter.all_gradients()[f"{LAYER}.{kind}"], strict=True):
@@ -125,15 +125,15 @@ class Pairs:
 ROWS = {
     "one adapter": [("a", 19)],
     "one token": [("a", 1)],
-    "beside the bare base": [("a", 7), (None, 5), ("a", 3)],
+    "with the bare base": [("a", 7), (None, 5), ("a", 3)],
     "of one rank": [("a", 6), ("b", 9), ("a", 4)],
     "of mixed ranks": [("a", 6), ("c", 9), (None, 2), ("b", 5), ("d", 8)],
 }
 
 
 @pytest.mark.parametrize("case", ROWS)
-def test_adapters_of_experts_are_those_of_a_loop_over_experts(adapted: Adapted, case: str) -> None:
-    """d adapts other layers only. With so few tokens some experts have none, or none of some adapter."""
+def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) -> None:
+    """Adapter d adapts other layers only. With so few tokens, some experts have none, or none of some adapter."""
     torch.manual_seed(0)
     made = {
         "a": only_experts(adapted, f"{case}-a", 4),
@@ -164,15 +164,15 @@ def test_adapters_of_experts_are_those_of_a_loop_over_experts(adapted: Adapted, 
     assert (without_gradient - wanted).abs().max() <= EXACT * wanted.abs().max()
     assert (x.grad - wanted_grad).abs().max() <= EXACT * wanted_grad.abs().max()
     for adapter, of_adapter in pairs.items():
-        assert of_adapter.worst(adapter) <= EXACT
+        assert of_adapter.largest_error(adapter) <= EXACT
     for adapter in made.values():
         if adapter not in pairs:
             assert not adapter.scratch.any()
-    # What the bounds would not let pass: the bare experts, and another adapter's pairs.
+    # Control: the tolerances detect bare experts, and another adapter's pairs.
     with torch.no_grad():
         bare = experts_of(adapted).forward(x, are_alike=True)
         assert (bare - wanted)[: segments[0].stop].abs().max() > 1e-2 * wanted.abs().max()
-    assert Pairs.worst(pairs[made["a"]], only_experts(adapted, f"{case}-other", 4)) > 0.5
+    assert Pairs.largest_error(pairs[made["a"]], only_experts(adapted, f"{case}-other", 4)) > 0.5
 
 
 def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted) -> None:
@@ -183,7 +183,7 @@ def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted
     assert adapter.scratch.any()
 
 
-def test_copies_serve_on_while_decoding_and_a_single_adapter_is_not_held(adapted: Adapted) -> None:
+def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Adapted) -> None:
     adapters = [only_experts(adapted, f"decoding-{i}", 4) for i in range(2)]
     together = [Segment(0, 3, adapters[0]), Segment(3, 5, adapters[1])]
     x, name = torch.randn(5, 64), f"{LAYER}.up_proj"
@@ -219,8 +219,8 @@ def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
             y.backward(torch.ones_like(y))
         results.append((y.detach()[6:], well.scratch.clone()))
     assert y.detach()[:6].isnan().all() and not sick.scratch_is_finite()
-    for healthy, beside_nan in zip(*results, strict=True):
-        assert torch.equal(healthy, beside_nan)
+    for healthy, with_nan in zip(*results, strict=True):
+        assert torch.equal(healthy, with_nan)
 
 
 def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The layers as we run them against transformers' own forward on the same weights: values, gradients, isolation."""
+"""The fused decoder against transformers' own forward on the same weights: values, gradients, isolation."""
 
 import math
 from collections.abc import Callable
@@ -45,8 +45,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
 
-def adapted(config: PreTrainedConfig, directory: Path, dtype: Dtype = "float32") -> Adapted:
-    """Of a model whose norms and biases are random too."""
+def random_model(config: PreTrainedConfig, directory: Path, dtype: Dtype = "float32") -> Adapted:
+    """Returns a model whose norms and biases are random, too."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -57,24 +57,24 @@ def adapted(config: PreTrainedConfig, directory: Path, dtype: Dtype = "float32")
 
 
 def packed() -> tuple[Tensor, Tensor, Packing]:
-    """tokens, positions and packing of three sequences"""
+    """Returns the tokens, positions and packing of three sequences."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     return torch.cat(sequences()), positions, Packing(pack_lengths(LENGTHS))
 
 
-def as_transformers_runs_it(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+def transformers_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     trunk: Any = bench.base.trunk
     output = trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
     return output.last_hidden_state[0]
 
 
-def as_we_run_it(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+def fused_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     assert fused_trunk(bench.base.trunk) is not None
     return bench.base.hidden_states(tokens, positions, packing)
 
 
 def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """The hidden states, and the gradient that backward leaves in the adapter's scratch."""
+    """Returns the hidden states, and the gradient that backward leaves in the adapter's scratch."""
     adapter.begin_operation()
     tokens, positions, packing = packed()
     with bench.adapters.applied([Segment(0, len(tokens), adapter)]):
@@ -85,49 +85,49 @@ def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tup
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_hidden_states_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    bench = adapted(CONFIGS[name](), tmp_path)
-    adapter = bench.create("a", train_mlp=not bench.base.experts)  # theirs have no place for adapters
-    found, wanted = (run(forward, bench, adapter) for forward in (as_we_run_it, as_transformers_runs_it))
+    bench = random_model(CONFIGS[name](), tmp_path)
+    adapter = bench.create("a", train_mlp=not bench.base.experts)  # transformers' experts take no adapters
+    found, wanted = (run(forward, bench, adapter) for forward in (fused_forward, transformers_forward))
     for one, other in zip(found, wanted, strict=True):
         assert relative_error(one, other) < 2e-6
         assert relative_error(one * (1 + 5e-6), other) > 2e-6
 
 
-def test_bfloat16_is_no_further_from_the_truth_than_transformers(tmp_path: Path) -> None:
-    """On average: a single model's errors are as its rounding falls."""
+def test_bfloat16_errors_are_no_larger_than_those_of_transformers(tmp_path: Path) -> None:
+    """Compares averages, because the rounding of a single model is chance."""
     ratios = [ratio for name in DENSE for ratio in error_ratios(name, tmp_path / name)]
     assert sum(ratios) / len(ratios) < 1.05
     assert max(ratios) < 1.5
 
 
-def test_what_a_router_weighs_in_float32_stays_in_the_dtype_of_the_base(tmp_path: Path) -> None:
-    adapted(CONFIGS["mixtral"](), tmp_path)
+def test_float32_router_keeps_the_dtype_of_the_base(tmp_path: Path) -> None:
+    random_model(CONFIGS["mixtral"](), tmp_path)
     bench, (tokens, positions, packing) = Adapted(tmp_path, "bfloat16"), packed()
     with bench.adapters.applied([Segment(0, len(tokens), bench.create("a", train_mlp=False))]):
-        found = as_we_run_it(bench, tokens, positions, packing)
-        wanted = as_transformers_runs_it(bench, tokens, positions, packing)
+        found = fused_forward(bench, tokens, positions, packing)
+        wanted = transformers_forward(bench, tokens, positions, packing)
     assert found.dtype == wanted.dtype == torch.bfloat16
     assert relative_error(found.float(), wanted.float()) < 0.05
 
 
 def error_ratios(name: str, directory: Path) -> list[float]:
-    """Our error in bfloat16 as a multiple of transformers', of hidden states and gradients."""
-    exact, bench = adapted(CONFIGS[name](), directory), Adapted(directory, "bfloat16")
+    """Returns our bfloat16 errors as multiples of transformers', for hidden states and gradients."""
+    exact, bench = random_model(CONFIGS[name](), directory), Adapted(directory, "bfloat16")
     for parameter, rounded in zip(exact.base.trunk.parameters(), bench.base.trunk.parameters(), strict=True):
         parameter.data.copy_(rounded)
     exact_adapter, adapter = exact.create("a"), bench.create("a")
     exact_adapter.weights.copy_(exact_adapter.weights.bfloat16())
-    wanted = run(as_transformers_runs_it, exact, exact_adapter)
-    ours, theirs = (run(forward, bench, adapter) for forward in (as_we_run_it, as_transformers_runs_it))
+    wanted = run(transformers_forward, exact, exact_adapter)
+    ours, theirs = (run(forward, bench, adapter) for forward in (fused_forward, transformers_forward))
     errors = [(relative_error(a, b), relative_error(c, b)) for a, b, c in zip(ours, wanted, theirs, strict=True)]
-    # Half the digits of bfloat16 would not pass.
+    # Control: half the digits of bfloat16 would fail.
     assert all(relative_error(a.to(torch.float8_e4m3fn).float(), b) > 0.02 for a, b in zip(ours, wanted, strict=True))
     return [one / other for one, other in errors]
 
 
 @pytest.mark.parametrize("name", ["mistral with a window", "qwen3"])
-def test_a_sequence_that_is_not_finite_leaves_the_others_as_they_were(name: str, tmp_path: Path) -> None:
-    bench = adapted(CONFIGS[name](), tmp_path)
+def test_nonfinite_sequence_leaves_the_others_unchanged(name: str, tmp_path: Path) -> None:
+    bench = random_model(CONFIGS[name](), tmp_path)
     adapters = [bench.create(str(i)) for i in range(len(LENGTHS))]
     tokens, positions, packing = packed()
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
@@ -149,8 +149,8 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_as_they_were(name: str,
     assert after[1].isnan().any() and after[4].isnan().any()
 
 
-def test_merged_products_give_the_same_and_hold_nothing_twice(tmp_path: Path) -> None:
-    bench = adapted(CONFIGS["qwen2"](), tmp_path)
+def test_merged_projections_match_and_share_their_weights(tmp_path: Path) -> None:
+    bench = random_model(CONFIGS["qwen2"](), tmp_path)
     adapter = bench.create("a")
     attention: Any = bench.base.trunk.get_submodule("layers.0.self_attn")
     storages = {attention.get_submodule(f"{kind}_proj").weight.untyped_storage().data_ptr() for kind in "qkv"}
@@ -163,8 +163,8 @@ def test_merged_products_give_the_same_and_hold_nothing_twice(tmp_path: Path) ->
     assert relative_error(merged, apart) < 1e-6
 
 
-def test_a_first_layer_without_adapters_below_it_keeps_no_graph(tmp_path: Path) -> None:
-    bench = adapted(CONFIGS["llama"](), tmp_path)
+def test_without_adapters_no_graph_is_kept(tmp_path: Path) -> None:
+    bench = random_model(CONFIGS["llama"](), tmp_path)
     tokens, positions, packing = packed()
     hidden = bench.base.hidden_states(tokens, positions, packing)
     assert not hidden.requires_grad
@@ -182,18 +182,18 @@ def test_a_first_layer_without_adapters_below_it_keeps_no_graph(tmp_path: Path) 
         lambda trunk: setattr(trunk.rotary_emb, "rope_type", "dynamic"),
     ],
 )
-def test_a_model_that_is_not_known_through_and_through_runs_as_it_is(alter: Callable[[Any], object]) -> None:
+def test_altered_model_is_not_fused(alter: Callable[[Any], object]) -> None:
     trunk: Any = AutoModelForCausalLM.from_config(tiny_config("qwen3")).base_model
     assert fused_trunk(trunk) is not None
     alter(trunk)
     assert fused_trunk(trunk) is None
 
 
-def test_other_families_run_as_they_are(tmp_path: Path) -> None:
-    bench = adapted(GemmaConfig(**SHAPE), tmp_path)
+def test_other_families_run_unfused(tmp_path: Path) -> None:
+    bench = random_model(GemmaConfig(**SHAPE), tmp_path)
     assert fused_trunk(bench.base.trunk) is None
     adapter = bench.create("a")
     tokens, positions, packing = packed()
     with torch.no_grad(), bench.adapters.applied([Segment(0, len(tokens), adapter)]):
         found = bench.base.hidden_states(tokens, positions, packing)
-        assert torch.equal(found, as_transformers_runs_it(bench, tokens, positions, packing))
+        assert torch.equal(found, transformers_forward(bench, tokens, positions, packing))

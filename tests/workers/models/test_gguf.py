@@ -1,4 +1,4 @@
-"""The demo's model out of its GGUF: weights where Llama has them, and a tokenizer that is SmolLM2's."""
+"""The demo's model from its GGUF file: weights in Llama's order, and SmolLM2's tokenizer."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -52,7 +52,7 @@ def test_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_digits_stand_alone_and_special_tokens_are_whole(tokenizer: Tokenizer) -> None:
+def test_digits_and_special_tokens_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("12 345").tokens == ["1", "2", "Ġ", "3", "4", "5"]
     assert tokenizer.encode("<|im_start|>user").ids[0] == 1
     assert tokenizer.encode("<|im_end|>").ids == [2]

@@ -1,4 +1,4 @@
-"""Base models at URLs: downloaded once for each content, whole or not at all, by one process at a time."""
+"""Base models at URLs: each version is downloaded once, whole or not at all, by one process at a time."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.scheduler.ranks import Ranks
 from trainhouse.workers.worker.worker import Worker
 
-from ..credentialed_worker import CREDENTIALED, leave_environment
+from ..credentialed_worker import CREDENTIALED, save_environment
 
 FILES = {
     "config.json": b"{}",
@@ -50,7 +50,7 @@ def server() -> Iterator[S3]:
 
 @pytest.fixture
 def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """Nothing is waited for between two tries."""
+    """Retries without waiting."""
     monkeypatch.setattr(model_cache, "_PAUSES_SECONDS", (0.0, 0.0))
     server.requests.clear()
     yield server
@@ -59,7 +59,7 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    """Of a prefix that is this test's alone, with FILES."""
+    """Returns a prefix that only this test uses, with FILES."""
     url = f"s3://{BUCKET}/{request.node.name.partition('[')[0]}"
     for name, content in FILES.items():
         put(url, name, content)
@@ -79,7 +79,7 @@ def read(directory: Path) -> dict[str, bytes]:
 
 
 def fetched(s3: S3) -> Counter[str]:
-    """How often each file was read."""
+    """Counts how often each file was read."""
     paths = [request.removeprefix("GET ") for request in s3.requests if request.startswith("GET ")]
     return Counter(name for path in paths if (name := path.rpartition("/")[2]) in FILES)
 
@@ -88,7 +88,7 @@ def start(url: str, root: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", BRING, url, str(root)], stdout=subprocess.PIPE, text=True)
 
 
-def test_a_content_is_downloaded_once_and_said_twice(s3: S3, url: str, tmp_path: Path) -> None:
+def test_model_is_downloaded_once_and_logged(s3: S3, url: str, tmp_path: Path) -> None:
     said: list[str] = []
     cache = ModelCache(tmp_path)
     here = cache.bring(cache.newest(url), said.append)
@@ -99,7 +99,7 @@ def test_a_content_is_downloaded_once_and_said_twice(s3: S3, url: str, tmp_path:
     assert len(said) == 2 and not fetched(s3)
 
 
-def test_what_changes_at_the_url_is_downloaded_anew_and_what_was_there_stays(s3: S3, url: str, tmp_path: Path) -> None:
+def test_changed_model_is_downloaded_and_the_old_copy_stays(s3: S3, url: str, tmp_path: Path) -> None:
     cache = ModelCache(tmp_path)
     before = bring(cache, url)
     put(url, "model-2.safetensors", b"3")  # as long as before
@@ -107,7 +107,7 @@ def test_what_changes_at_the_url_is_downloaded_anew_and_what_was_there_stays(s3:
     assert after != before and read(before) == FILES and read(after) == FILES | {"model-2.safetensors": b"3"}
 
 
-def test_only_what_is_loaded_is_downloaded(s3: S3, url: str, tmp_path: Path) -> None:
+def test_only_files_that_are_loaded_are_downloaded(s3: S3, url: str, tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "original/config.json", "../outside.json", "a\\b.json"):
         put(url, name, b"{}")
     cache = ModelCache(tmp_path / "cache")
@@ -117,9 +117,7 @@ def test_only_what_is_loaded_is_downloaded(s3: S3, url: str, tmp_path: Path) -> 
     assert set(read(small)) == {"config.json", "tokenizer.json", "a\\b.json"}
 
 
-def test_a_process_killed_in_the_midst_leaves_nothing_to_load_and_the_next_takes_up_what_has_come(
-    s3: S3, url: str, tmp_path: Path
-) -> None:
+def test_killed_download_leaves_no_model_and_is_resumed(s3: S3, url: str, tmp_path: Path) -> None:
     s3.fails = lambda request: request.startswith("GET") and request.endswith("model-1.safetensors")
     process = start(url, tmp_path)
     deadline = time.monotonic() + 60
@@ -130,25 +128,25 @@ def test_a_process_killed_in_the_midst_leaves_nothing_to_load_and_the_next_takes
     process.communicate()
     cache = ModelCache(tmp_path)
     (directory,) = tmp_path.iterdir()
-    assert all(path.name.startswith(".") for path in directory.iterdir()), "nothing has its place"
+    assert all(path.name.startswith(".") for path in directory.iterdir()), "no file has its final name"
     s3.fails = lambda request: False
     s3.requests.clear()
     assert read(bring(cache, url)) == FILES and fetched(s3) == {"model-1.safetensors": 1}
 
 
-def test_two_processes_at_a_time_download_once(s3: S3, url: str, tmp_path: Path) -> None:
+def test_two_concurrent_processes_download_once(s3: S3, url: str, tmp_path: Path) -> None:
     processes = [start(url, tmp_path) for _ in range(2)]
     said = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert sorted(map(len, said)) == [1, 3], "one of them says that it downloads"
+    assert sorted(map(len, said)) == [1, 3], "only one of them logs a download"
     assert said[0][-1] == said[1][-1] and read(Path(said[0][-1])) == FILES
     assert fetched(s3) == dict.fromkeys(FILES, 1)
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"short", "of the 2997 bytes of model-1.safetensors 5 have"), (b"two" * 999, "has changed")],
+    [(b"short", "expected 2997 bytes of model-1.safetensors, but received 5"), (b"two" * 999, "have changed")],
 )
-def test_what_changes_while_it_is_downloaded_is_no_model(
+def test_model_that_changes_during_download_is_refused(
     s3: S3, url: str, tmp_path: Path, content: bytes, reason: str
 ) -> None:
     def change(request: str) -> bool:
@@ -163,25 +161,25 @@ def test_what_changes_while_it_is_downloaded_is_no_model(
     s3.fails = lambda request: False
     assert read(bring(cache, url)) == FILES | {"model-1.safetensors": content}
     put(url, "model-1.safetensors", FILES["model-1.safetensors"])
-    assert read(bring(cache, url)) == FILES, "nothing is left of the mixture"
+    assert read(bring(cache, url)) == FILES, "no file of the mixture is left"
 
 
 @pytest.mark.parametrize(
     ("at", "reason"),
     [
-        ("s3://no-bucket/m", r"s3://no-bucket/m: there is no such bucket or prefix \(.*\): name one that there is"),
+        ("s3://no-bucket/m", r"s3://no-bucket/m: there is no such bucket or prefix \(.*\): name one that exists"),
         (f"s3://{BUCKET}/none", "there is no such bucket or prefix"),
         (f"s3://{BUCKET}/deep", r"there is no config.json \(but inner\): name the prefix right above"),
         (f"s3://{BUCKET}/bare", "there are no .safetensors weights"),
     ],
 )
-def test_where_there_is_no_model_the_reason_is_said_at_once(s3: S3, at: str, reason: str, tmp_path: Path) -> None:
+def test_missing_model_is_refused_without_a_retry(s3: S3, at: str, reason: str, tmp_path: Path) -> None:
     put(f"s3://{BUCKET}/deep/inner", "config.json", b"{}")
     put(f"s3://{BUCKET}/bare", "config.json", b"{}")
     s3.requests.clear()
     with pytest.raises(NoModel, match=reason):
         ModelCache(tmp_path).newest(at)
-    assert len(s3.requests) <= 2, "not tried again"
+    assert len(s3.requests) <= 2, "without a retry"
 
 
 def test_missing_credentials_are_named(s3: S3, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,17 +193,17 @@ def test_missing_credentials_are_named(s3: S3, url: str, tmp_path: Path, monkeyp
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
-def test_a_disk_without_room_is_said_before_anything_is_downloaded(
+def test_full_disk_is_refused_before_the_download(
     s3: S3, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = type(shutil.disk_usage(tmp_path))(1 << 30, (1 << 30) - 2997, 2997)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(NoModel, match=r"it takes 0 MB, and .* has room for 0 MB: make room, or name another"):
+    with pytest.raises(NoModel, match=r"it takes 0 MB, but .* has only 0 MB free: free some space, or name another"):
         bring(ModelCache(tmp_path), url)
     assert not fetched(s3)
 
 
-def test_while_the_url_is_away_what_was_brought_last_is_served(
+def test_last_copy_is_served_while_the_url_is_unreachable(
     s3: S3, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = ModelCache(tmp_path)
@@ -213,20 +211,20 @@ def test_while_the_url_is_away_what_was_brought_last_is_served(
     s3.fails = lambda request: True
     with caplog.at_level(logging.WARNING):
         assert bring(cache, url) == here
-    assert "what was downloaded before is served" in caplog.text
+    assert "serving the copy downloaded before" in caplog.text
     with pytest.raises(NoModel, match=url):
         ModelCache(tmp_path / "other").newest(url)
 
 
-def test_a_rank_elsewhere_brings_the_very_content_that_was_meant(s3: S3, url: str, tmp_path: Path) -> None:
+def test_rank_on_another_machine_refuses_a_changed_model(s3: S3, url: str, tmp_path: Path) -> None:
     origin = ModelCache(tmp_path / "here").newest(url)
     put(url, "model-2.safetensors", b"3")
-    with pytest.raises(NoModel, match="has changed since it was to be loaded"):
+    with pytest.raises(NoModel, match="have changed since the version to load was chosen"):
         ModelCache(tmp_path / "there").bring(origin, print)
     assert read(bring(ModelCache(tmp_path / "there"), url))["model-2.safetensors"] == b"3"
 
 
-def test_a_plan_reads_config_json_alone(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_only_config_json(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     at = upload_model(tmp_path, "planned")
     s3.requests.clear()
     for source in (at, f"{at}/config.json"):
@@ -238,7 +236,7 @@ def test_a_plan_reads_config_json_alone(s3: S3, tmp_path: Path, capsys: pytest.C
     assert "there is no such bucket or prefix" in capsys.readouterr().err
 
 
-def test_a_server_whose_base_model_is_not_at_its_url_does_not_start(s3: S3, tmp_path: Path) -> None:
+def test_server_does_not_start_without_its_base_model(s3: S3, tmp_path: Path) -> None:
     config = ServerConfig(base_models=(ServedModel("tiny", f"s3://{BUCKET}/none"),), model_cache=tmp_path)
     with pytest.raises(StartError, match=f"s3://{BUCKET}/none: there is no such bucket or prefix"):
         asyncio.run(with_models_here(config, print))
@@ -246,26 +244,29 @@ def test_a_server_whose_base_model_is_not_at_its_url_does_not_start(s3: S3, tmp_
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [("s3://user:secret@bucket/m", "has a password in its URL"), ("nowhere://bucket/m", "fsspec knows no nowhere://")],
+    [
+        ("s3://user:secret@bucket/m", "has a password in its URL"),
+        ("nowhere://bucket/m", "fsspec does not support nowhere://"),
+    ],
 )
-def test_what_is_no_place_for_a_base_model_is_refused_with_the_configuration(source: str, reason: str) -> None:
+def test_bad_model_url_is_refused_with_the_configuration(source: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
         ServerConfig(base_models=(ServedModel("tiny", source),))
     assert "secret" not in str(refused.value)
 
 
-def test_a_worker_on_another_machine_brings_the_weights(s3: S3, tmp_path: Path) -> None:
-    config = elsewhere(s3, tmp_path)
+def test_worker_on_another_machine_downloads_the_weights(s3: S3, tmp_path: Path) -> None:
+    config = remote_rank_config(s3, tmp_path)
     assert Worker(config).info().vocab_size == 512
     assert weights_fetched(s3) == 1
     s3.fails = lambda request: True
-    assert Worker(config).info().vocab_size == 512, "nothing is asked of the URL"
+    assert Worker(config).info().vocab_size == 512, "the URL is not read"
 
 
 @pytest.mark.full
 def test_the_ranks_of_a_layout_on_another_machine_download_once(s3: S3, tmp_path: Path) -> None:
-    spec, config = ParallelSpec(tp=2), elsewhere(s3, tmp_path)
-    leave_environment(config)
+    spec, config = ParallelSpec(tp=2), remote_rank_config(s3, tmp_path)
+    save_environment(config)
     configs = tuple(replace(config, parallel=spec, rank=rank) for rank in range(2))
 
     async def architecture() -> str:
@@ -280,8 +281,8 @@ def test_the_ranks_of_a_layout_on_another_machine_download_once(s3: S3, tmp_path
     assert weights_fetched(s3) == 1
 
 
-def elsewhere(s3: S3, tmp_path: Path) -> WorkerConfig:
-    """Of a rank on another machine than the server, which has all but the weights."""
+def remote_rank_config(s3: S3, tmp_path: Path) -> WorkerConfig:
+    """Returns the config of a rank on another machine; the server's machine has all but the weights."""
     at = upload_model(tmp_path, "elsewhere")
     s3.requests.clear()
     config = ServerConfig(
@@ -295,7 +296,6 @@ def elsewhere(s3: S3, tmp_path: Path) -> WorkerConfig:
 
 
 def weights_fetched(s3: S3) -> int:
-    """How often."""
     return sum(request.startswith("GET") and request.endswith(".safetensors") for request in s3.requests)
 
 

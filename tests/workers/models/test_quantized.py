@@ -1,4 +1,4 @@
-"""A base in 4 bits against one whose weights were rounded to what 4 bits can say, and held whole."""
+"""A 4-bit base against a base with the same rounded weights in full precision."""
 
 from pathlib import Path
 
@@ -44,13 +44,13 @@ def rounded_model(directory: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_trains_and_samples_as_what_it_was_rounded_to(kind: str, tmp_path: Path) -> None:
+def test_4bit_base_trains_and_samples_like_its_rounded_weights(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path / "model")
     ours, plain = a_worker(directory, "nf4"), a_worker(directory)
     theirs = a_worker(rounded_model(directory, tmp_path / "rounded"))
     losses = []
     for worker in (ours, theirs, plain):
-        worker._models.get("run").weights.add_(0.02)  # B is zero else
+        worker._models.get("run").weights.add_(0.02)  # otherwise B is zero
         (output,) = run(worker, supervised("run", some_data(1)))
         losses.append(output.metrics["loss:sum"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] != pytest.approx(losses[2], rel=1e-5)
@@ -65,7 +65,7 @@ def test_it_trains_and_samples_as_what_it_was_rounded_to(kind: str, tmp_path: Pa
         np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
 
 
-def test_what_is_quantised_takes_four_bits_and_a_half(tmp_path: Path) -> None:
+def test_quantized_weights_take_four_and_a_half_bits(tmp_path: Path) -> None:
     directory = tiny_model("qwen3_moe_mixed", tmp_path)
     ours, plain = a_worker(directory, "nf4"), a_worker(directory)
     parameters = dict(plain._base.model.named_parameters())
@@ -76,12 +76,12 @@ def test_what_is_quantised_takes_four_bits_and_a_half(tmp_path: Path) -> None:
     assert ours.info() == plain.info()
 
 
-def test_full_fine_tuning_wants_the_whole_base(tmp_path: Path) -> None:
+def test_full_fine_tuning_of_a_quantized_base_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OperationError, match="serve without --base-quantization"):
         a_worker(tiny_model("qwen3", tmp_path), "nf4").create_run(RunSpec("full", FullConfig()))
 
 
-def test_where_bitsandbytes_is_not_it_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bitsandbytes_is_reported_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"pip install 'trainhouse\[quantization\]'"):
         a_worker(tiny_model("qwen3", tmp_path), "nf4")

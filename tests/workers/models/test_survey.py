@@ -1,5 +1,6 @@
-"""A survey over all types of causal language models that transformers knows: each is refused in words, or its packed
-log-probabilities, in training and of samples, are those of transformers' own forward over each sequence by itself."""
+"""All types of causal language models in transformers: each is refused with a reason, or its packed log-probabilities,
+in training and in samples, equal those of transformers' own forward over each sequence alone.
+"""
 
 import re
 import shutil
@@ -37,7 +38,7 @@ from .tiny_types import tiny_config_of
 
 SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - {"gemma3"})
-# In every run of the tests; what sets them apart is in none of the others.
+# In every run of the tests; each has a feature that no other type has.
 CORE = ("afmoe", "exaone_moe", "gpt2", "granite", "phimoe", "qwen2_moe")
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,29 +49,29 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize(
     "model_type", [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
 )
-def test_a_type_that_is_served_has_the_numbers_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_served_type_matches_transformers(model_type: str, tmp_path: Path) -> None:
     saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type), dtype=torch.float32), tmp_path)
-    assert_as_transformers(tmp_path)
+    assert_matches_transformers(tmp_path)
     base_of(tmp_path, "bfloat16")
 
 
-def test_images_may_be_left_out(tmp_path: Path) -> None:
-    """As in the files of today, and in those of the releases."""
+def test_text_part_of_an_image_model_matches_transformers(tmp_path: Path) -> None:
+    """Covers today's files and those of the releases."""
     today, released = tmp_path / "today", tmp_path / "released"
-    model = with_images()
+    model = image_model()
     saved(model, today)
-    assert_as_transformers(today)
+    assert_matches_transformers(today)
     names = {name: released_name(name) for name in model.state_dict()}
     assert {name for name in names.values() if name.startswith("language_model.model.layers.0.")}
     released.mkdir()
-    renamed(today, released, names)
-    assert_as_transformers(released, reference=today)
+    save_renamed(today, released, names)
+    assert_matches_transformers(released, reference=today)
 
 
-def test_an_adapter_of_a_part_for_text_fits_the_whole_model(tmp_path: Path) -> None:
+def test_adapter_of_a_text_part_fits_the_whole_model(tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     adapter.mkdir()
-    saved(with_images(), base)
+    saved(image_model(), base)
     worker = Worker(WorkerConfig(ServedModel("m", str(base)), device="cpu"))
     data = some_data(128)
     worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
@@ -87,7 +88,7 @@ def test_an_adapter_of_a_part_for_text_fits_the_whole_model(tmp_path: Path) -> N
     assert distance(worker, tuned, data, samples=False) < TOLERANCE < bare
 
 
-def assert_as_transformers(directory: Path, reference: Path | None = None) -> None:
+def assert_matches_transformers(directory: Path, reference: Path | None = None) -> None:
     worker = Worker(WorkerConfig(ServedModel("m", str(directory)), device="cpu"))
     theirs: Any = AutoModelForCausalLM.from_pretrained(
         reference or directory, dtype=torch.float32, attn_implementation="eager"
@@ -96,12 +97,15 @@ def assert_as_transformers(directory: Path, reference: Path | None = None) -> No
     assert distance(worker, theirs.eval(), data) < TOLERANCE
     with torch.no_grad():
         theirs.get_input_embeddings().weight.mul_(1.01)
-    # What the bound would not let pass.
+    # Control: the tolerance detects this.
     assert distance(worker, theirs, data) > TOLERANCE
 
 
 def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...], samples: bool = True) -> float:
-    """Of log-probabilities: of the data's targets, in one pass, and of samples of the base model."""
+    """Returns the largest difference of log-probabilities.
+
+    They are those of the data's targets, in one pass, and of samples of the base model.
+    """
     if "a" not in worker._models:
         worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
     (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
@@ -124,7 +128,7 @@ def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...], samples
 
 @torch.no_grad()
 def logprobs(model: Any, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """By transformers, of this sequence alone."""
+    """Runs transformers' model on this sequence alone."""
     logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
     chosen = torch.from_numpy(targets.astype(np.int64))[:, None]
     return logits.float().log_softmax(-1).gather(1, chosen)[:, 0].numpy()
@@ -140,7 +144,7 @@ def some_data(vocab_size: int) -> tuple[Datum, ...]:
 
 
 def saved(model: Any, directory: Path) -> None:
-    """With biases, norms and the like that are not what they are made as, so that it matters what is done with them."""
+    """Saves the model with random biases and norms, so that errors in their use are detected."""
     generator = torch.Generator().manual_seed(3)
     buffers = [buffer for name, buffer in model.named_buffers() if "bias" in name]
     with torch.no_grad():
@@ -150,7 +154,7 @@ def saved(model: Any, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def with_images() -> Any:
+def image_model() -> Any:
     text = tiny_config_of("gemma3_text").to_dict()
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
@@ -159,16 +163,16 @@ def with_images() -> Any:
 
 
 def released_name(name: str) -> str:
-    """In the files of Gemma 3's releases."""
+    """Returns the parameter's name in the files of Gemma 3's releases."""
     name = name.removeprefix("model.")
     return name.replace("language_model.", "language_model.model.", 1)
 
 
-# What is refused
+# Refusals by config
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_any_other_type_is_refused_in_a_sentence_by_its_config_alone(model_type: str) -> None:
+def test_other_types_are_refused_by_config_in_a_sentence(model_type: str) -> None:
     for config in configs_of(model_type):
         refusal = refusal_of(config)
         assert refusal is not None and len(refusal) < 200, refusal
@@ -176,21 +180,21 @@ def test_any_other_type_is_refused_in_a_sentence_by_its_config_alone(model_type:
 
 
 @pytest.mark.parametrize("model_type", SERVED)
-def test_a_type_that_is_served_is_so_whatever_its_config_leaves_out(model_type: str) -> None:
+def test_served_type_accepts_minimal_and_full_config(model_type: str) -> None:
     for config in configs_of(model_type):
         assert refusal_of(config) is None
 
 
-def test_the_document_lists_what_is_served() -> None:
+def test_documentation_lists_the_served_types() -> None:
     text = (ROOT / "docs" / "parallel.md").read_text()
     section = text.partition("### Models that run by transformers' modules")[2]
     listed = section.partition("are served:")[2].partition("All others")[0]
     assert set(re.findall(r"`([a-z0-9_-]+)`", listed)) == BY_TRANSFORMERS
-    assert f"[{len(BY_TRANSFORMERS)} more types]" in (ROOT / "README.md").read_text()
+    assert f"[{len(BY_TRANSFORMERS)} more types]" in (ROOT / "docs" / "support.md").read_text()
 
 
 def configs_of(model_type: str) -> list[Mapping[str, object]]:
-    """What a config.json may say at least, and all that transformers makes of it."""
+    """Returns the smallest possible config.json, and the full one of transformers."""
     try:
         config = AutoConfig.for_model(model_type)
     except Exception:  # of types that have no defaults
@@ -215,21 +219,21 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
         ({"model_type": "cohere2", "final_logit_softcapping": 30.0}, "models with final_logit_softcapping are not"),
     ],
 )
-def test_what_changes_nothing_is_no_reason_to_refuse(config: dict[str, Any], words: str | None) -> None:
+def test_settings_without_effect_are_not_refused(config: dict[str, Any], words: str | None) -> None:
     refusal = refusal_of(config)
     assert refusal is None if words is None else words in (refusal or "")
 
 
-# What is found at load
+# Checks at load
 
 
-def test_what_a_layer_is_made_of_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recurrent Gemma carries a state from one sequence into the next; its config is taken for a harmless one here."""
+def test_recurrent_layers_are_found_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent Gemma carries a state from one sequence into the next; the check of its config is off here."""
     saved(AutoModelForCausalLM.from_config(tiny_config_of("recurrent_gemma")), tmp_path)
     monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
     with pytest.raises(ValueError, match=r"layers\.0\.temporal_block is a RecurrentGemmaRecurrentBlock, which may"):
         base_of(tmp_path)
-    # Were it not for its modules, and for layers that attend to nothing, its numbers would tell.
+    # Without each check the next one finds it: the modules, the order of attention, the numbers.
     monkeypatch.setattr(model_module, "check_modules", lambda *_: None)
     with pytest.raises(ValueError, match=r"its 2 layers attend in the order \[1\], not once each"):
         base_of(tmp_path)
@@ -240,7 +244,7 @@ def test_what_a_layer_is_made_of_is_looked_at(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "cohere2"])
-def test_sequences_that_see_each_other_are_found(
+def test_leaks_between_packed_sequences_are_found(
     kind: str, dtype: Any, tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base_of(tiny_models[kind], dtype)
@@ -249,20 +253,18 @@ def test_sequences_that_see_each_other_are_found(
         base_of(tiny_models[kind], dtype)
 
 
-def test_logits_of_another_size_are_found(tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_logit_scale_is_found(tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "logit_scale_of", lambda config: 1.0)
     with pytest.raises(ValueError, match=r"are 2\.3 of their spread away"):
         base_of(tiny_models["cohere2"])
 
 
-def test_a_window_that_attention_does_not_know_of_must_not_be_crossed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PhiMoE has it in transformers' mask alone."""
+def test_context_must_fit_a_window_that_attention_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PhiMoE has its window only in transformers' mask."""
     saved(AutoModelForCausalLM.from_config(tiny_config_of("phimoe", sliding_window=100)), tmp_path)
     base_of(tmp_path)
     monkeypatch.setattr(attention, "window_in_mask", lambda module: None)
-    with pytest.raises(ValueError, match=r"without its window it may be: serve with --max-context-length 100"):
+    with pytest.raises(ValueError, match=r"may be supported: serve with --max-context-length 100"):
         base_of(tmp_path)
     base_of(tmp_path, max_context_length=100)
 
@@ -275,10 +277,10 @@ def test_a_window_that_attention_does_not_know_of_must_not_be_crossed(
         ("youtu", r"keys and values have several shapes \(heads, features\): \[\(4, 8\), \(4, 16\)\]"),
     ],
 )
-def test_what_a_cache_does_not_hold_is_refused(
+def test_models_that_the_kv_cache_cannot_hold_are_refused(
     model_type: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though packed passes have the right numbers."""
+    """Packed passes of these models are right, though."""
     saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type)), tmp_path)
     monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
     if words is None:
@@ -288,7 +290,7 @@ def test_what_a_cache_does_not_hold_is_refused(
             base_of(tmp_path)
 
 
-def test_what_cannot_run_is_refused_with_what_went_wrong(
+def test_model_that_cannot_run_is_refused_with_the_error(
     tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BaseModel, "_logits", None)
@@ -296,7 +298,7 @@ def test_what_cannot_run_is_refused_with_what_went_wrong(
         base_of(tiny_models["llama"])
 
 
-def test_want_of_memory_is_not_taken_for_a_model_that_is_not_supported(
+def test_out_of_memory_is_not_reported_as_an_unsupported_model(
     tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_large(*_: object) -> None:
@@ -324,8 +326,8 @@ def base_of(directory: Path, dtype: Any = "float32", **knobs: Any) -> BaseModel:
     return BaseModel(WorkerConfig(ServedModel("m", str(directory)), device="cpu", dtype=dtype, **knobs))
 
 
-def renamed(source: Path, target: Path, names: Mapping[str, str]) -> None:
-    """A copy whose weights have other names."""
+def save_renamed(source: Path, target: Path, names: Mapping[str, str]) -> None:
+    """Copies the model, with other names for its weights."""
     weights = load_file(source / "model.safetensors")
     save_file({names.get(name, name): each for name, each in weights.items()}, target / "model.safetensors")
     shutil.copy(source / "config.json", target)

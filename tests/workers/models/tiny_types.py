@@ -1,11 +1,11 @@
-"""A tiny config for each type of causal language model that transformers knows: what the survey of them is made of."""
+"""A tiny config for each type of causal language model in transformers, for the survey of them."""
 
 import dataclasses
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-# What makes a config small, where it has such a setting.
+# Settings that make a config small, if it has them.
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -56,7 +56,7 @@ _SCALARS = {
     "attention_multiplier": 0.3,
 }
 
-# What else a type needs, or what brings in all its kinds of layers.
+# Settings that a type needs, or that include all its kinds of layers.
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "afmoe": _WINDOWS,
     "cohere2": _WINDOWS,
@@ -90,8 +90,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 
 
 def tiny_config_of(model_type: str, **settings: object) -> PreTrainedConfig:
-    """Of a random model of two layers or a few more, with all that sets its type apart. Raises whatever the type's
-    config does where such a small one is not possible."""
+    """Returns the config of a model with two layers or a few more, and with all features of its type.
+
+    Raises what the type's config raises if such a small one is not possible.
+    """
     kind = type(AutoConfig.for_model(model_type))
     names = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
     small = {name: value for name, value in _SMALL.items() if name in names}

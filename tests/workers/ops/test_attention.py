@@ -1,4 +1,4 @@
-"""Packed attention against a naive softmax per sequence, with sliding windows; and its gradients."""
+"""Packed attention and its gradients against a naive softmax per sequence, with sliding windows."""
 
 import math
 
@@ -20,7 +20,7 @@ class Layer(nn.Module):
 
 
 def rows(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """query, key, value of a packed row"""
+    """Returns the query, key and value of a packed row."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(
         torch.randn(1, heads, num_tokens, HEAD_DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -87,10 +87,10 @@ def assert_gradients(device: torch.device, window: int | None, dtype: torch.dtyp
 
 @pytest.mark.parametrize("window", [2, 3, 16, 40, 69, 70])
 @pytest.mark.parametrize("most_masked", [1, 1 << 9])
-def test_windows_are_seen_by_some_queries_after_the_others(
+def test_windowed_attention_in_chunks_of_queries_is_exact(
     window: int, most_masked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixteen of them, or more."""
+    """A chunk has sixteen queries or more."""
     monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
     lengths = [70, 70, 9]
     exact = [x.double().requires_grad_() for x in rows(sum(lengths), seed=3)]
@@ -113,10 +113,10 @@ def test_windows_are_seen_by_some_queries_after_the_others(
 
 
 @pytest.mark.parametrize(("most_masked", "fits"), [(1 << 20, True), (1 << 40, False)])
-def test_a_long_sequence_with_a_window_takes_no_mask_of_its_square(
+def test_windowed_attention_allocates_no_square_mask(
     most_masked: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 16k tokens that would be a gigabyte. With a mask of as many queries as tokens, a quarter of that, 67 MB."""
+    """Such a mask of 16k tokens would take a gigabyte. Control: one of 4k tokens, 67 MB, is detected."""
     monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
     if not fits:
         monkeypatch.setattr(windows, "_FEWEST_QUERIES", 4096)
@@ -128,6 +128,6 @@ def test_a_long_sequence_with_a_window_takes_no_mask_of_its_square(
     assert (live.peak < 5 * of_tensors + (10 << 20)) == fits
 
 
-def test_equal_neighbours_are_one_group() -> None:
+def test_adjacent_equal_lengths_are_one_group() -> None:
     groups = pack_lengths([5, 5, 3, 5])
     assert [(group.start, group.count, group.length) for group in groups] == [(0, 2, 5), (10, 1, 3), (13, 1, 5)]

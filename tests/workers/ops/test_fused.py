@@ -1,4 +1,4 @@
-"""Norm, rotation and gates against the same written out for autograd: values, gradients, and rows by themselves."""
+"""Fused norm, rotation and gates against autograd: values, gradients, and isolation of rows."""
 
 import math
 from collections.abc import Callable
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
 
 
 def evaluate(function: Function, arguments: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradient of each argument of its sum weighted at random."""
+    """Returns the output, and each argument's gradient of its sum with random weights."""
     leaves = [argument.clone().requires_grad_() for argument in arguments]
     output = function(*leaves)
     return [output, *torch.autograd.grad((output * random(*output.shape, seed=5).to(output.dtype)).sum(), leaves)]
@@ -100,7 +100,7 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_not_finite_in_one_token_stays_there(name: str) -> None:
+def test_nonfinite_values_stay_in_their_token(name: str) -> None:
     fused, _, shapes = CASES[name]
     clean = [random(*shape, seed=i).float() for i, shape in enumerate(shapes)]
     dirty = [argument.clone() for argument in clean]
@@ -112,11 +112,11 @@ def test_what_is_not_finite_in_one_token_stays_there(name: str) -> None:
 
 
 def by_token(x: Tensor) -> Tensor:
-    """[any number times tokens, ...] -> [tokens, that number, ...]"""
+    """Reshapes [n * tokens, ...] to [tokens, n, ...]."""
     return x.unflatten(0, (-1, TOKENS)).transpose(0, 1)
 
 
-def test_a_table_grows_with_the_positions_that_it_is_asked_for() -> None:
+def test_rotary_table_grows_with_the_positions() -> None:
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
     grown, large = RotaryTable(frequencies, 1.0), RotaryTable(frequencies, 1.0)
     grown.at(torch.tensor([3]), 4)

@@ -1,4 +1,4 @@
-"""kernels.c against torch's operations, in shapes that fill its blocks and others; and where no compiler is."""
+"""kernels.c against torch's operations, in shapes that fill its blocks and others; and without a compiler."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ def naive_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def assert_near(found: Tensor, wanted: Tensor) -> None:
-    """And not so near that a small error would pass."""
+    """Asserts that they are close, and that a small error would fail."""
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(found + 3 * TOLERANCE * (1 + wanted.abs().max()), wanted, rtol=0, atol=TOLERANCE)
@@ -75,7 +75,7 @@ CAPACITY = 140
 def attended(
     kernels: Kernels, size: int, window: int | None, groups: Groups, num_threads: int, slots: list[int]
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of a step the output; and query, keys, values and slots. Sequences 6 and 7 begin alike in 80 tokens."""
+    """Returns the output of a step, and its query, keys, values and slots. Sequences 6 and 7 share 80 tokens."""
     heads, kv_heads, rows = 6, 2, len(LENGTHS)
     keys, values = random(rows, kv_heads, CAPACITY, size, seed=3), random(rows, kv_heads, CAPACITY, size, seed=4)
     keys[slots[7], :, :80], values[slots[7], :, :80] = keys[slots[6], :, :80], values[slots[6], :, :80]
@@ -121,8 +121,8 @@ def test_attention(kernels: Kernels, size: int, window: int | None, groups: Grou
         assert_near(out, naive_attention(*cached, window))
 
 
-def test_what_a_group_shares_is_read_from_its_first_sequence(kernels: Kernels) -> None:
-    """And what it does not share, or is less than a whole tile of, is not: else the others' keys would not matter."""
+def test_shared_keys_are_read_from_the_groups_first_sequence(kernels: Kernels) -> None:
+    """Keys that are not shared, or less than a whole tile of them, are read from each sequence."""
     wrong = groups_of([7, 6], *([row] for row in range(6)), num_shared=100)
     out, cached = attended(kernels, 32, None, wrong, 1, list(range(8)))
     wanted = naive_attention(*cached, None)
@@ -132,12 +132,12 @@ def test_what_a_group_shares_is_read_from_its_first_sequence(kernels: Kernels) -
     assert (out[6] - wanted[6]).abs().max() > 0.01
 
 
-def test_a_row_does_not_depend_on_the_others_nor_on_sharing(kernels: Kernels) -> None:
+def test_row_does_not_depend_on_others_or_on_sharing(kernels: Kernels) -> None:
     alone = attended(kernels, 128, None, APART, 1, list(range(8)))[0]
     assert torch.equal(alone, attended(kernels, 128, None, TOGETHER, 2, list(range(8)))[0])
 
 
-def test_what_is_not_finite_stays_in_its_row(kernels: Kernels) -> None:
+def test_nonfinite_values_stay_in_their_row(kernels: Kernels) -> None:
     clean = random(4, 32)
     dirty = clean.clone()
     dirty[1, 3], dirty[2, 0] = math.nan, math.inf
@@ -161,7 +161,7 @@ def chosen(kernels: Kernels, logits: Tensor, temperature: float, uniform: Tensor
 
 @pytest.mark.parametrize("vocab", [2, 15, 16, 1000, 40_000])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_a_token_is_chosen_where_the_cumulated_probabilities_pass_the_noise(
+def test_token_is_chosen_where_the_cumulative_probability_passes_the_noise(
     kernels: Kernels, vocab: int, temperature: float
 ) -> None:
     logits = random(vocab)
@@ -175,7 +175,7 @@ def test_a_token_is_chosen_where_the_cumulated_probabilities_pass_the_noise(
     assert not torch.equal(tokens, other)
 
 
-def test_the_ends_of_the_noise_choose_tokens_that_have_probability(kernels: Kernels) -> None:
+def test_extreme_noise_chooses_only_possible_tokens(kernels: Kernels) -> None:
     logits = torch.full((100,), -math.inf)
     logits[[7, 50]] = torch.tensor([0.0, 1.0])
     tokens, logprobs = kernels.choose(logits.expand(2, -1), torch.ones(2), torch.tensor([0.0, 1 - 2**-24]))
@@ -183,7 +183,7 @@ def test_the_ends_of_the_noise_choose_tokens_that_have_probability(kernels: Kern
     assert_near(logprobs, logits.log_softmax(-1)[tokens])
 
 
-def test_without_temperature_the_first_of_the_likeliest_is_chosen(kernels: Kernels) -> None:
+def test_temperature_zero_chooses_the_first_likeliest_token(kernels: Kernels) -> None:
     logits = torch.zeros(3, 50)
     logits[1, [20, 30]] = 2.0
     logits[2, 49] = 1.0
@@ -191,7 +191,7 @@ def test_without_temperature_the_first_of_the_likeliest_is_chosen(kernels: Kerne
     assert tokens.tolist() == [0, 20, 49]
 
 
-def test_many_rows_are_shared_by_threads(kernels: Kernels) -> None:
+def test_rows_split_over_threads_match_single_rows(kernels: Kernels) -> None:
     logits, uniform = random(64, 5000), torch.rand(64, generator=torch.Generator().manual_seed(0))
     together = kernels.choose(logits, torch.ones(64), uniform)
     for row in range(64):
@@ -199,7 +199,7 @@ def test_many_rows_are_shared_by_threads(kernels: Kernels) -> None:
         assert one[0] == together[0][row] and one[1] == together[1][row]
 
 
-def test_they_are_for_float32_on_the_cpu_alone() -> None:
+def test_kernels_are_only_for_float32_on_the_cpu() -> None:
     assert kernels_for(torch.empty(1)) is not None
     assert kernels_for(torch.empty(1, dtype=torch.bfloat16)) is None
     assert kernels_for(torch.empty(1, device="meta")) is None
@@ -207,13 +207,13 @@ def test_they_are_for_float32_on_the_cpu_alone() -> None:
 
 @pytest.fixture
 def unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As in a new process with an empty cache, which this returns."""
+    """Simulates a new process with an empty cache, and returns the cache's directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernels_module, "load_kernels", kernels_module.load_kernels.__wrapped__)
     return tmp_path
 
 
-def test_they_are_compiled_once_for_all_processes(unloaded: Path) -> None:
+def test_kernels_are_compiled_once_for_all_processes(unloaded: Path) -> None:
     assert kernels_module.load_kernels() is not None
     (library,) = (unloaded / "trainhouse").iterdir()
     made = library.stat().st_mtime_ns
@@ -222,7 +222,7 @@ def test_they_are_compiled_once_for_all_processes(unloaded: Path) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
-def test_where_nothing_compiles_torch_does_it_and_the_log_says_so(
+def test_without_a_compiler_torch_is_used_with_a_warning(
     unloaded: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", compiler)
@@ -232,7 +232,7 @@ def test_where_nothing_compiles_torch_does_it_and_the_log_says_so(
     assert not list((unloaded / "trainhouse").iterdir())
 
 
-def test_a_home_that_cannot_be_written_does_not_matter(unloaded: Path) -> None:
-    # Not by its mode, which root may ignore.
+def test_kernels_load_without_a_writable_cache(unloaded: Path) -> None:
+    # A file in its place, because root may ignore the mode of a directory.
     (unloaded / "trainhouse").touch()
     assert kernels_module.load_kernels() is not None

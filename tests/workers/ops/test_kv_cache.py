@@ -1,4 +1,4 @@
-"""Attention against cached keys and values, against a naive softmax per sequence; and what slots leave behind."""
+"""Attention to cached keys and values against a naive softmax per sequence, and isolation of slots."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def new_shelf(num_slots: int = 6, capacity: int = 16) -> Shelf:
 
 
 def fresh(shelf: Shelf, lengths: Sequence[int], slots: Sequence[int], start: int = 0) -> CachedRow:
-    """New sequences, which go into these slots, behind `start` other tokens."""
+    """Returns a row of new sequences that go into these slots, after `start` other tokens."""
     packing, storing, sequence = Packing(pack_lengths(list(lengths))), [], 0
     for group in packing.groups:
         own = torch.tensor(slots[sequence : sequence + group.count])
@@ -36,12 +36,12 @@ def fresh(shelf: Shelf, lengths: Sequence[int], slots: Sequence[int], start: int
 
 
 def alone(num_rows: int) -> Groups:
-    """No two sequences have anything in common."""
+    """Returns groups in which no two sequences share anything."""
     return Groups(torch.arange(num_rows), torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
 
 
 def step(shelf: Shelf, slots: Sequence[int], lengths: Sequence[int], first: int = 0) -> DecodeStep:
-    """The next token of the sequences in these slots; they begin at token `first` of the packed row."""
+    """Returns the step for the next token of the sequences in these slots, from token `first` of the packed row."""
     return DecodeStep(
         shelf=shelf,
         rows=slice(first, first + len(slots)),
@@ -109,8 +109,8 @@ def test_a_sequence_in_chunks_attends_as_in_one_piece(window: int | None, cuts: 
     torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window), atol=1e-5, rtol=1e-5)
 
 
-def test_one_row_decodes_goes_on_and_starts_anew() -> None:
-    """A row of a decoded token, a chunk of three and a new sequence of five."""
+def test_one_row_mixes_decode_chunk_and_new_sequence() -> None:
+    """The row has one decoded token, a chunk of three and a new sequence of five."""
     qkv, shelf = rows(22, seed=9), new_shelf()
     decoded, chunked, new = _part(qkv, slice(0, 9)), _part(qkv, slice(9, 17)), _part(qkv, slice(17, 22))
     past = [_part(decoded, slice(0, 8)), _part(chunked, slice(0, 5))]
@@ -135,7 +135,7 @@ def _joined(parts: list[QKV]) -> QKV:
     return query, key, value
 
 
-def test_what_an_earlier_sequence_left_in_a_slot_does_not_reach_the_next() -> None:
+def test_leftovers_in_a_slot_do_not_reach_the_next_sequence() -> None:
     qkv, shelf = rows(sum(LENGTHS), seed=2), new_shelf(4)
     for tensor in shelf.of_layer(0, qkv[1][0].transpose(0, 1)):
         tensor.fill_(math.nan)
@@ -145,7 +145,7 @@ def test_what_an_earlier_sequence_left_in_a_slot_does_not_reach_the_next() -> No
     torch.testing.assert_close(decoded, expected_last(qkv), atol=1e-5, rtol=1e-5)
 
 
-def test_a_sequence_that_is_not_finite_leaves_the_others_alone() -> None:
+def test_nonfinite_sequence_leaves_the_others_alone() -> None:
     query, key, value = rows(sum(LENGTHS), seed=3)
     key[:, :, :5], value[:, :, :5] = math.nan, math.inf
     shelf = new_shelf(4)
@@ -173,14 +173,14 @@ def test_copied_and_resized_slots_keep_their_content() -> None:
 
 
 def outputs(shelf: Shelf, slot: int) -> Tensor:
-    """One token decoded against a copy of one slot, of nine tokens."""
+    """Decodes one token against a copy of a slot that has nine tokens."""
     alone = new_shelf(1, capacity=24)
     shelf.copy_slot(slot, alone, 0)
     return decode(rows(1, seed=6), step(alone, [0], [9]))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_low_precision_stays_within_its_rounding(window: int | None) -> None:
+def test_bfloat16_stays_within_its_rounding(window: int | None) -> None:
     qkv, shelf = rows(sum(LENGTHS), seed=1), new_shelf()
     low = tuple(x.bfloat16() for x in qkv)
     attend(all_but_last((low[0], low[1], low[2])), fresh(shelf, SHORTER, [0, 1, 2, 3]), window)

@@ -1,4 +1,4 @@
-"""Lanes: work side by side, and whole passes of it."""
+"""Lanes: work in parallel threads, and whole passes in them."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_works_run_side_by_side_each_with_its_share_of_the_threads() -> None:
+def test_lanes_run_in_parallel_with_a_share_of_the_threads() -> None:
     together = threading.Barrier(2)
     seen = {}
 
@@ -46,14 +46,14 @@ def test_works_run_side_by_side_each_with_its_share_of_the_threads() -> None:
     assert torch.get_num_threads() == 4
 
 
-def test_one_work_has_all_threads() -> None:
+def test_single_lane_has_all_threads() -> None:
     seen = []
     Lanes(CPU).run([lambda: seen.append(torch.get_num_threads())])
     assert seen == [4]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_is_raised_when_all_have_ended(failing: int) -> None:
+def test_error_is_raised_after_all_lanes_have_ended(failing: int) -> None:
     ended = []
 
     def work(lane: int) -> None:
@@ -68,7 +68,7 @@ def test_an_error_is_raised_when_all_have_ended(failing: int) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_lane_held_is_free_once_its_error_is(failing: int) -> None:
+def test_memory_of_lanes_is_freed_with_the_error(failing: int) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
     def work(lane: int) -> None:
@@ -87,8 +87,8 @@ def test_what_a_lane_held_is_free_once_its_error_is(failing: int) -> None:
         gc.enable()
 
 
-def test_no_thread_is_to_be_started_during_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that could not be would leave its work in the queue, for another pass."""
+def test_no_thread_is_started_during_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that cannot be started would leave its work in the queue for another pass."""
     lanes = Lanes(CPU)
     monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
     lanes.run([lambda: None] * lanes.num_lanes)
@@ -110,7 +110,7 @@ def test_other_devices_have_one_lane() -> None:
 
 @pytest.fixture(scope="module")
 def workers(tiny_models: dict[str, Path]) -> list[Worker]:
-    """With one lane and with two."""
+    """Returns a worker with one lane and a worker with two."""
     model = ServedModel("tiny", str(tiny_models["qwen3"]))
     return [Worker(WorkerConfig(model, threads=threads)) for threads in (1, 2)]
 
@@ -118,8 +118,8 @@ def workers(tiny_models: dict[str, Path]) -> list[Worker]:
 RUNS = {"a": 4, "b": 8, "c": 4}
 
 
-def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a pass of three runs answers, and their gradients. spoil: the run whose losses overflow."""
+def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the answers and gradients of a pass. spoil: the run whose losses overflow."""
     torch.set_num_threads(1 if worker._passes._most_lanes == 1 else 2)
     parts = []
     for i, (run_id, rank) in enumerate(RUNS.items()):
@@ -135,11 +135,11 @@ def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any],
     return answers, gradients
 
 
-def test_two_lanes_give_what_one_gives(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_lanes_match_one_lane(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     num_works = []
     run = Lanes.run
     monkeypatch.setattr(Lanes, "run", lambda self, works: (num_works.append(len(works)), run(self, works)))
-    (one, one_gradients), (two, two_gradients) = map(passes_of, workers)
+    (one, one_gradients), (two, two_gradients) = map(pass_of_three_runs, workers)
     assert num_works == [1, 2]
     for run_id in RUNS:
         mine, theirs = one[run_id], two[run_id]
@@ -151,17 +151,17 @@ def test_two_lanes_give_what_one_gives(workers: list[Worker], monkeypatch: pytes
         assert not torch.allclose(one_gradients[run_id], 0.999 * two_gradients[run_id], rtol=1e-4, atol=1e-5)
 
 
-def test_the_same_pass_again_gives_the_same_bits(workers: list[Worker]) -> None:
-    (first, first_gradients), (second, second_gradients) = (passes_of(workers[1]) for _ in range(2))
+def test_repeated_pass_is_bit_identical(workers: list[Worker]) -> None:
+    (first, first_gradients), (second, second_gradients) = (pass_of_three_runs(workers[1]) for _ in range(2))
     for run_id in RUNS:
         assert torch.equal(first_gradients[run_id], second_gradients[run_id])
         assert first[run_id].metrics == second[run_id].metrics
 
 
-def test_what_fails_in_one_lane_leaves_the_others_as_they_are(workers: list[Worker]) -> None:
-    answers, gradients = passes_of(workers[1])
-    spoiled, beside = passes_of(workers[1], spoil="b")
+def test_failure_in_one_lane_leaves_the_others_unchanged(workers: list[Worker]) -> None:
+    answers, gradients = pass_of_three_runs(workers[1])
+    spoiled, spoiled_gradients = pass_of_three_runs(workers[1], spoil="b")
     assert isinstance(spoiled["b"], Failure)
-    for run_id in beside:
+    for run_id in spoiled_gradients:
         assert spoiled[run_id].metrics == answers[run_id].metrics
-        assert torch.equal(beside[run_id], gradients[run_id])
+        assert torch.equal(spoiled_gradients[run_id], gradients[run_id])

@@ -1,4 +1,4 @@
-"""The allocator's setting, by the page faults that it saves; and memory that runs out without ending the process."""
+"""The allocator's settings, measured by page faults and memory kept; and running out of memory without a crash."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_a_tuned_allocator_reuses_large_blocks_without_page_faults() -> None:
 COUNT_KEPT = """
 import sys
 import torch
-from trainhouse.tests.benchmarks.resident import resident_bytes
+from trainhouse.tests.benchmarks.processes.probes import resident_bytes
 from trainhouse.workers.ops.allocator import tune_allocator
 if sys.argv[1] == "tuned":
     tune_allocator()
@@ -65,8 +65,8 @@ print(resident_bytes() - before)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
-def test_products_of_ever_new_numbers_of_rows_leave_little_behind() -> None:
-    # Without what a worker of an earlier test has set in this process.
+def test_products_of_many_row_counts_keep_little_memory() -> None:
+    # Leaves out what a worker of an earlier test has set in this process.
     environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
 
     def kept_by(mode: str) -> int:
@@ -104,9 +104,11 @@ print(inside, is_refused(5_000_000_000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
-def test_inside_the_bound_more_than_there_is_cannot_be_taken() -> None:
-    """Nothing touches what is taken here, so without the bound it is there for the asking. In a process of its own:
-    what tests before have freed counts, too."""
+def test_allocation_beyond_the_bound_is_refused() -> None:
+    """Without the bound the allocation succeeds, because its memory is not touched.
+
+    Runs in a new process, because memory freed by earlier tests would count.
+    """
     done = subprocess.run([sys.executable, "-c", BOUNDED], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[False, True] False"
 
@@ -125,23 +127,23 @@ if sys.argv[1] == "trimmed":
     trim()
 footprint.available_bytes = lambda: 3_000_000_000
 with bounded_memory(torch.device("cpu")):
-    # Mapped apart, whatever the heap has.
+    # Mapped separately, independent of the heap.
     torch.empty(int(sys.argv[2]), dtype=torch.uint8)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
 @pytest.mark.parametrize(("state", "num_bytes", "fits"), [("kept", 2.5e9, True), ("trimmed", 2.5e9, False)])
-def test_what_was_given_back_is_not_counted_twice(state: str, num_bytes: float, fits: bool) -> None:
-    """Two gigabytes of the three that are available are also part of what the process may take without being asked."""
+def test_returned_memory_is_not_counted_twice(state: str, num_bytes: float, fits: bool) -> None:
+    """The process can still fill its trimmed heap with two of the three available gigabytes."""
     command = [sys.executable, "-c", GIVE_BACK, state, str(int(num_bytes))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0) == fits, done.stderr
     assert fits or "can't allocate memory" in done.stderr
 
 
-def test_the_cache_of_files_leaves_a_container_its_memory(tmp_path: Path) -> None:
-    """As it is after some time of writing: all of the limit is used, and most of it can be had."""
+def test_page_cache_counts_as_available_in_a_container(tmp_path: Path) -> None:
+    """After a while of writing files, all of the limit is used, and most of it can be reclaimed."""
     for name, text in {"max": "1000", "current": "990", "stat": "anon 90\nactive_file 300\ninactive_file 600"}.items():
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
     assert list(footprint.available_to(tmp_path)) == [910]
@@ -150,7 +152,7 @@ def test_the_cache_of_files_leaves_a_container_its_memory(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("layout", ["single", "replicas=2", "ep=2", "fsdp=2,ep=2", "ep=2,tp=2"])
-def test_models_need_what_their_ranks_keep(
+def test_models_need_the_memory_that_their_ranks_keep(
     layout: str, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, served = ParallelSpec.parse(layout), ServedModel("tiny", str(tiny_models["qwen3_moe"]))
@@ -169,10 +171,10 @@ def test_models_need_what_their_ranks_keep(
             footprint.check_fit([copies], take_turns)
 
 
-def test_micro_batches_are_as_large_as_a_third_of_what_is_free_holds(
+def test_micro_batches_fill_a_third_of_the_free_memory(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless their size is given, or their usual size fits."""
+    """Holds unless their size is given or their usual size fits."""
     served = ServedModel("tiny", str(tiny_models["qwen3"]))
     shape = read_model(served)
     assert isinstance(shape, ModelShape)
@@ -191,7 +193,7 @@ def test_micro_batches_are_as_large_as_a_third_of_what_is_free_holds(
     assert not caplog.text
 
 
-def test_want_of_memory_is_told_from_other_errors() -> None:
+def test_out_of_memory_is_distinguished_from_other_errors() -> None:
     allocations = [lambda: torch.empty(1 << 50), lambda: np.empty(1 << 50), lambda: bytearray(1 << 50)]
     errors = [error_of(call) for call in allocations]
     assert all(error is not None and is_out_of_memory(error) for error in errors)

@@ -75,7 +75,7 @@ def test_ranks_along_tp_have_parts_of_weights(tiny_models: dict[str, Path], tmp_
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as many:
         found = Bytes(many, "dflash")
         with pytest.raises(
-            OperationError, match="2 ranks of this server have a draft's gate_proj together, by tp, and 33"
+            OperationError, match="tp=2 of this server cannot divide a draft's gate_proj evenly: it has 33"
         ):
             many.call("create_run", RunSpec("odd", DraftConfig(algorithm="dflash", intermediate_size=33), "draft"))
     # All but fc and norms.

@@ -144,7 +144,7 @@ def close(ours: Any, theirs: Any) -> bool:
 def test_a_family_without_layers_of_ours_is_refused_other_layouts(kind: str, tiny_models: Mapping[str, Path]) -> None:
     model = read_model(ServedModel("m", str(tiny_models[kind])))
     for spec in ("tp=2", "sp=2", "fsdp=2", "ep=2"):
-        with pytest.raises(ValueError, match=f"{spec}: {kind} models such as m run with replicas alone"):
+        with pytest.raises(ValueError, match=f"{spec}: {kind} models such as m support only replicas"):
             check_layout(ParallelSpec.parse(spec), model)
 
 

@@ -15,8 +15,8 @@ from trainhouse.workers.protocol.verbs import AdapterWeights, Failure, RunSpec, 
 from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
 from .watched_worker import WATCHED
 
-LOST = "what a model has learned cannot be brought back from disk: input/output error"
-NO_MEMORY = "no memory for what the model learns: no memory for 1 TiB"
+LOST = "a model's trained state cannot be brought back from disk: input/output error"
+NO_MEMORY = "no memory for the model's weights: no memory for 1 TiB"
 LORA = LoraConfig(rank=4, seed=3)
 
 SPECS = [

@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused, before anything is loaded, with the value, the reason and what would work."""
+"""Layouts that cannot work are refused before anything is loaded, with the value, the reason and what would work."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ DENSE = {
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "intermediate_size": 128}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 
-# Arguments of `trainhouse plan`, a model, and what is said. Of a dictionary a config.json is made.
+# Arguments of `trainhouse plan`, a model (a dictionary becomes its config.json), and the error.
 IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "query heads": ("--parallel tp=3", LLAMA, "tp=3 does not divide 32 query heads of M; valid tp: 1, 2, 4, 8"),
     "key/value heads": (
@@ -63,7 +63,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         DENSE | {"num_key_value_heads": 2},
         "valid tp: 1, 2 (--parallel with --shard layers.*.self_attn.*=replicate: 8, too)",
     ),
-    "features beside replicated heads": (
+    "features with replicated heads": (
         "--parallel tp=8 --shard *self_attn*=replicate",
         DENSE | {"num_key_value_heads": 2, "intermediate_size": 1028},
         "tp=8 does not divide 1028 feed-forward features of M; valid tp: 1, 2, 4",
@@ -71,23 +71,23 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "part of attention": (
         "--parallel tp=2 --shard layers.*.self_attn.[qkv]_proj.*=replicate",
         LLAMA,
-        "--shard: layers.*.self_attn.[qkv]_proj.* leaves out layers.*.self_attn.o_proj.weight, which is shared out "
-        "together with layers.*.self_attn.q_proj.weight: give layers.*.self_attn.*=replicate",
+        "--shard: layers.*.self_attn.[qkv]_proj.* leaves out layers.*.self_attn.o_proj.weight, which must have "
+        "the same style as layers.*.self_attn.q_proj.weight: use layers.*.self_attn.*=replicate",
     ),
     "other style": (
         "--parallel tp=2 --shard layers.*.self_attn.*=colwise",
         LLAMA,
-        "layers.*.self_attn.*=colwise: layers.*.self_attn.o_proj.weight is rowwise, or replicate",
+        "layers.*.self_attn.*=colwise: layers.*.self_attn.o_proj.weight must be rowwise or replicate",
     ),
     "no such weights": (
         "--parallel tp=2 --shard lm_head.*=replicate",
         LLAMA,
-        "lm_head.* names no weights that ranks share out; those are layers.*.self_attn.*, layers.*.mlp.*_proj.*",
+        "lm_head.* matches no weights that ranks divide; those are layers.*.self_attn.*, layers.*.mlp.*_proj.*",
     ),
     "one layer": (
         "--parallel tp=2 --shard layers.0.self_attn.*=replicate",
         LLAMA,
-        "layers.0.self_attn.* is of one layer, and a style is of all: give layers.*.self_attn.*=replicate",
+        "layers.0.self_attn.* names one layer, but a style applies to all layers: use layers.*.self_attn.*=replicate",
     ),
     "no style": (
         "--parallel tp=2 --shard layers.*.self_attn.*",
@@ -102,7 +102,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "replicated experts of none": (
         "--parallel tp=2 --shard layers.*.mlp.experts.*=replicate",
         LLAMA,
-        "layers.*.mlp.experts.*=replicate: M has no such weights, but layers.*.mlp.*_proj.*, layers.*.self_attn.*",
+        "layers.*.mlp.experts.*=replicate: M has no such weights; it has layers.*.mlp.*_proj.*, layers.*.self_attn.*",
     ),
     "no experts": ("--parallel ep=2", LLAMA, "ep=2: M has no experts to share out; valid ep: 1"),
     "experts": (
@@ -110,26 +110,26 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         MOE,
         "ep=3 does not divide 128 experts of M; valid ep: 1, 2, 4, 8, 16, 32, 64, 128",
     ),
-    "no ranks": ("--parallel sp=0", LLAMA, "sp=0: an axis has 1 rank or more"),
-    "fewer than none": ("--parallel fsdp=-2", LLAMA, "fsdp=-2 is no number of ranks; give one such as fsdp=2"),
-    "no number": ("--parallel tp=two", LLAMA, "tp=two is no number of ranks; give one such as tp=2"),
-    "no size": ("--parallel tp", LLAMA, "tp= is no number of ranks; give one such as tp=2"),
+    "no ranks": ("--parallel sp=0", LLAMA, "sp=0: an axis needs at least 1 rank"),
+    "fewer than none": ("--parallel fsdp=-2", LLAMA, "fsdp=-2 is not a number of ranks; give one such as fsdp=2"),
+    "no number": ("--parallel tp=two", LLAMA, "tp=two is not a number of ranks; give one such as tp=2"),
+    "no size": ("--parallel tp", LLAMA, "tp= is not a number of ranks; give one such as tp=2"),
     "twice": ("--parallel tp=2,tp=4", LLAMA, "tp=2,tp=4: tp is given twice"),
-    "unknown axis": ("--parallel dp=2", LLAMA, "dp=2 names no axis of a layout (did you mean fsdp?): give some of"),
+    "unknown axis": ("--parallel dp=2", LLAMA, "dp=2 is not an axis of a layout (did you mean fsdp?): give some of"),
     "misspelt axis": ("--parallel replica=2", LLAMA, "(did you mean replicas?): give some of replicas, fsdp, ep, sp"),
     "pipeline": ("--parallel pp=2", LLAMA, "pipeline parallelism is not offered: passes of many tenants are too short"),
     "devices": (
         "--parallel fsdp=4,tp=4 --num-devices 8",
         LLAMA,
-        "fsdp=4 x tp=4 is 16 ranks, and there are 8 devices, one for each rank: use at most 8 ranks",
+        "fsdp=4 x tp=4 is 16 ranks, but there are 8 devices, and each rank needs one: use at most 8 ranks",
     ),
-    "one device": ("--parallel replicas=2 --num-devices 1", LLAMA, "replicas=2 is 2 ranks, and there is 1 device, one"),
+    "one device": ("--parallel replicas=2 --num-devices 1", LLAMA, "replicas=2 is 2 ranks, but there is 1 device, and"),
     "context": (
         "--max-context-length 65536",
         MOE,
         "max_context_length 65536 exceeds the 40960 positions of M (no RoPE scaling): at most 40960",
     ),
-    "dtype": ("--dtype float16", LLAMA, "dtype float16: base models are held in one of auto, float32, bfloat16"),
+    "dtype": ("--dtype float16", LLAMA, "dtype float16 is not supported: choose one of auto, float32, bfloat16"),
     "latent attention": (
         "--parallel tp=2",
         DENSE | {"model_type": "deepseek_v3", "kv_lora_rank": 512},
@@ -164,7 +164,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "other family": (
         "--parallel tp=2",
         DENSE | {"model_type": "gemma"},
-        "tp=2: gemma models such as M run with replicas alone; all axes are for models of type llama, mistral, "
+        "tp=2: gemma models such as M support only replicas; all axes are for models of type llama, mistral, "
         "mixtral, phi3, qwen2, qwen3, qwen3_moe, olmo2, gemma3_text",
     ),
     "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "olmo3"}, "sp=2: olmo3 models such"),
@@ -177,35 +177,35 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "dynamic rotation": (
         "--parallel tp=2",
         DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "tp=2: M has RoPE scaling dynamic by 2, under which a token's rotation depends on the batch",
+        "tp=2: M has RoPE scaling dynamic by 2, with which a token's rotation depends on the batch",
     ),
     "long rotation": (
         "--parallel tp=2",
         DENSE | {"model_type": "phi3", "rope_scaling": {"type": "su"}},
-        "tp=2: M has RoPE scaling longrope, under which a token's rotation depends on the batch",
+        "tp=2: M has RoPE scaling longrope, with which a token's rotation depends on the batch",
     ),
     "rotation of a part": (
         "--parallel tp=2",
         DENSE | {"model_type": "phi3", "partial_rotary_factor": 0.75},
-        "tp=2: M has another activation than silu, or rotates a part of each head only",
+        "tp=2: M has another activation than silu, or rotates only a part of each head",
     ),
     "other activation": (
         "--parallel tp=2",
         DENSE | {"model_type": "gemma3_text", "hidden_activation": "gelu"},
-        "tp=2: M has another activation than gelu_pytorch_tanh, or rotates a part",
+        "tp=2: M has another activation than gelu_pytorch_tanh, or rotates only",
     ),
     "activation": (
         "--parallel tp=2",
         DENSE | {"hidden_act": "gelu"},
-        "tp=2: M has another activation than silu, or rotates a part of each head only",
+        "tp=2: M has another activation than silu, or rotates only a part of each head",
     ),
     "another forward": (
         "--activations recompute",
         DENSE | {"model_type": "cohere2", "logit_scale": 0.25},
-        "activations recompute: passes of cohere2 models such as M keep all that their way back needs, since they run "
-        "by transformers' own forward: leave out --activations recompute",
+        "activations recompute: cohere2 models such as M run with transformers' own forward, which keeps all "
+        "activations: leave out --activations recompute",
     ),
-    "heads of text beside images": (
+    "text heads of an image model": (
         "--parallel tp=3",
         {"model_type": "gemma3", "vision_config": {}, "text_config": DENSE | {"model_type": "gemma3_text"}},
         "tp=3 does not divide 8 query heads of M; valid tp: 1, 2, 4, 8",
@@ -213,23 +213,23 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "images": (
         "--parallel single",
         {"model_type": "mistral3", "vision_config": {}, "text_config": DENSE | {"model_type": "mistral"}},
-        "M: mistral3 models, which have parts for vision, are not supported: serve one of text",
+        "M: mistral3 models, which have parts for vision, are not supported: serve a text model",
     ),
-    "images in another way": (
+    "other image model": (
         "--parallel single",
         DENSE | {"model_type": "qwen2_5_vl", "vision_config": {}},
-        "M: qwen2_5_vl models, which have parts for vision, are not supported: serve one of text",
+        "M: qwen2_5_vl models, which have parts for vision, are not supported: serve a text model",
     ),
     "unknown layers": (
         "--parallel single",
         DENSE | {"model_type": "recurrent_gemma"},
-        "M: recurrent_gemma models are not supported: it is not known that sequences which share a pass get the same "
-        "numbers as alone; docs/parallel.md lists the models that are served",
+        "M: recurrent_gemma models are not supported: it was not verified that sequences get the same "
+        "numbers in a shared pass as alone; docs/parallel.md lists the models that are served",
     ),
     "another rotation": (
         "--parallel replicas=2 --activations offload",
         DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "activations offload: passes of qwen3 models such as M keep all that their way back needs",
+        "activations offload: qwen3 models such as M run with transformers' own forward",
     ),
     "no config": (
         "--parallel tp=2",
@@ -250,12 +250,12 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
-def test_what_is_impossible_is_said_at_once(reason: str, tmp_path: Path) -> None:
-    arguments, source, said = IMPOSSIBLE[reason]
-    assert_said_at_once("plan", made(source, tmp_path), arguments.split(), said, tmp_path)
+def test_impossible_layout_is_refused_at_once(reason: str, tmp_path: Path) -> None:
+    arguments, source, message = IMPOSSIBLE[reason]
+    assert_refused("plan", source_of_model(source, tmp_path), arguments.split(), message, tmp_path)
 
 
-# What a model's config says, and the values that a layout may have at all.
+# Cases of serve: they depend on the model's config, or on the values that any layout may have.
 OF_SERVE = [
     reason
     for reason, (arguments, source, _) in IMPOSSIBLE.items()
@@ -266,25 +266,27 @@ OF_SERVE = [
 
 
 @pytest.mark.parametrize("reason", OF_SERVE)
-def test_serve_refuses_what_is_impossible_before_anything_is_there(reason: str, tmp_path: Path) -> None:
-    arguments, source, said = IMPOSSIBLE[reason]
+def test_serve_refuses_impossible_layouts_before_creating_state(reason: str, tmp_path: Path) -> None:
+    arguments, source, message = IMPOSSIBLE[reason]
     state_dir = tmp_path / "state"
     options = [*arguments.split(), f"--state-dir={state_dir}", "--port=0"]
-    assert_said_at_once("serve", made(source, tmp_path), options, said, tmp_path)
+    assert_refused("serve", source_of_model(source, tmp_path), options, message, tmp_path)
     assert not state_dir.exists()
 
 
 def test_serve_refuses_a_directory_without_weights_at_once(tmp_path: Path) -> None:
     options = [f"--state-dir={tmp_path / 'state'}", "--port=0"]
-    assert_said_at_once("serve", made(DENSE, tmp_path), options, "no .safetensors weights in this directory", tmp_path)
+    assert_refused(
+        "serve", source_of_model(DENSE, tmp_path), options, "no .safetensors weights in this directory", tmp_path
+    )
 
 
-def test_there_are_many_such_reasons() -> None:
+def test_serve_has_at_least_twenty_cases() -> None:
     assert len(OF_SERVE) >= 20
 
 
-def made(source: str | dict[str, Any], directory: Path) -> str:
-    """The directory of a model with this config.json."""
+def source_of_model(source: str | dict[str, Any], directory: Path) -> str:
+    """Returns the directory of a model with this config.json."""
     config = Path(source) if isinstance(source, str) else None
     if config is not None and not config.is_file():
         return str(config)
@@ -292,8 +294,8 @@ def made(source: str | dict[str, Any], directory: Path) -> str:
     return str(directory)
 
 
-def assert_said_at_once(command: str, source: str, options: list[str], said: str, directory: Path) -> None:
-    """By a process of its own. What counts is the processor's time: others may have the cores."""
+def assert_refused(command: str, source: str, options: list[str], message: str, directory: Path) -> None:
+    """Runs the command in a subprocess. Limits its processor time, because other processes may use the cores."""
     errors = directory / "errors"
     with errors.open("w") as stream:
         arguments = [sys.executable, "-m", "trainhouse.server", command, f"--base-model=M={source}", *options]
@@ -302,7 +304,7 @@ def assert_said_at_once(command: str, source: str, options: list[str], said: str
         child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode in (1, 2)
     (line,) = errors.read_text().splitlines()
-    assert line.startswith(f"trainhouse {command}: error: ") and said in line
+    assert line.startswith(f"trainhouse {command}: error: ") and message in line
     assert used.ru_utime + used.ru_stime < 1.0
 
 
@@ -313,17 +315,17 @@ def model(source: str) -> ModelShape:
 
 
 @pytest.mark.parametrize("spec", ["single", "tp=4", "tp=4,ep=32", "replicas=3,fsdp=5,sp=16", "ep=128,sp=8,tp=4"])
-def test_what_is_possible_passes(spec: str) -> None:
+def test_possible_layouts_pass(spec: str) -> None:
     check_layout(ParallelSpec.parse(spec), model(MOE), num_devices=100_000, max_context_length=40960, dtype="bfloat16")
 
 
-def test_what_needs_nothing_of_a_model_passes_for_any() -> None:
+def test_replicas_pass_for_any_model() -> None:
     other = model_of("M", DENSE | {"model_type": "gemma"})
     check_layout(ParallelSpec.parse("replicas=4"), other)
     check_layout(ParallelSpec(), model_of("M", DENSE | {"hidden_act": "gelu"}))
 
 
-def test_own_layers_take_all_ways_to_keep_activations() -> None:
+def test_fused_layers_support_all_activation_modes() -> None:
     for activations in ("keep", "recompute", "offload"):
         check_layout(ParallelSpec(replicas=2), model(LLAMA), activations=activations)
 
@@ -336,7 +338,7 @@ def test_valid_choices_are_those_that_pass() -> None:
     for ep in range(1, 140):
         passes = passes_check(ParallelSpec(ep=ep), shape)
         assert passes == (ep in valid_ep(shape))
-    # What heads cannot share out goes around a ring.
+    # Ring attention handles what heads cannot divide.
     assert all(passes_check(ParallelSpec(sp=sp, tp=2), shape) for sp in range(1, 40))
 
 
@@ -348,13 +350,13 @@ def passes_check(spec: ParallelSpec, shape: ModelShape) -> bool:
     return True
 
 
-def test_devices_are_those_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_follow_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, number in (("0,3", 2), ("", None), ("-1", None), ("GPU-a", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert cuda_devices() == number
 
 
-def test_devices_before_the_one_named_are_not_a_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_before_the_named_one_are_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     monkeypatch.setattr(sources, "check_cuda", lambda _: None)
     shutil.copy(LLAMA, tmp_path / "config.json")
@@ -365,7 +367,7 @@ def test_devices_before_the_one_named_are_not_a_models(tmp_path: Path, monkeypat
         if is_enough:
             asyncio.run(source.open())
         else:
-            with pytest.raises(ValueError, match="tp=4 is 4 ranks, and there are 3 devices"):
+            with pytest.raises(ValueError, match="tp=4 is 4 ranks, but there are 3 devices"):
                 asyncio.run(source.open())
 
 
@@ -373,29 +375,29 @@ OF_SAMPLERS = {
     "heads": (LLAMA, "tp=3", "--sampler-parallel: tp=3 does not divide 32 query heads of M; valid tp: 1, 2, 4, 8"),
     "experts": (MOE, "ep=3,tp=2", "--sampler-parallel: ep=3 does not divide 128 experts of M; valid ep: 1, 2, 4"),
     "no experts": (LLAMA, "ep=2", "--sampler-parallel: ep=2: M has no experts to share out; valid ep: 1"),
-    "no size": (LLAMA, "tp", "--sampler-parallel: tp= is no number of ranks; give one such as tp=2"),
+    "no size": (LLAMA, "tp", "--sampler-parallel: tp= is not a number of ranks; give one such as tp=2"),
 }
 
 
 @pytest.mark.parametrize("reason", OF_SAMPLERS)
-def test_so_are_impossible_layouts_of_samplers(reason: str, tmp_path: Path) -> None:
-    source, layout, said = OF_SAMPLERS[reason]
+def test_impossible_sampler_layout_is_refused_at_once(reason: str, tmp_path: Path) -> None:
+    source, layout, message = OF_SAMPLERS[reason]
     options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--sampler-workers=1", f"--sampler-parallel={layout}"]
-    assert_said_at_once("serve", made(source, tmp_path), options, said, tmp_path)
+    assert_refused("serve", source_of_model(source, tmp_path), options, message, tmp_path)
 
 
 OF_DRAFTS = {
-    "axis": ("fsdp=2", "--draft-parallel fsdp=2: drafts are laid out along replicas, sp and tp: name these"),
-    "ranks": ("tp=4", "--draft-parallel tp=4: these are 4 ranks, and the model has 2, by fsdp=2"),
+    "axis": ("fsdp=2", "--draft-parallel fsdp=2: drafts support the axes replicas, sp and tp: use only these"),
+    "ranks": ("tp=4", "--draft-parallel tp=4: this is 4 ranks, but the model has 2, by fsdp=2"),
     "no axis": ("pp=2", "--draft-parallel: pipeline parallelism is not offered"),
 }
 
 
 @pytest.mark.parametrize("reason", OF_DRAFTS)
-def test_so_are_impossible_layouts_of_drafts(reason: str, tmp_path: Path) -> None:
-    layout, said = OF_DRAFTS[reason]
+def test_impossible_draft_layout_is_refused_at_once(reason: str, tmp_path: Path) -> None:
+    layout, message = OF_DRAFTS[reason]
     options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--parallel=fsdp=2", f"--draft-parallel={layout}"]
-    assert_said_at_once("serve", made(LLAMA, tmp_path), options, said, tmp_path)
+    assert_refused("serve", source_of_model(LLAMA, tmp_path), options, message, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +409,7 @@ def test_so_are_impossible_layouts_of_drafts(reason: str, tmp_path: Path) -> Non
         ((RoleGroup(("draft",), ParallelSpec(fsdp=4)),), False),
     ],
 )
-def test_the_layout_of_drafts_is_that_of_the_ranks_that_train_them(
+def test_draft_layout_must_fit_the_ranks_that_train_drafts(
     groups: tuple[RoleGroup, ...], is_possible: bool, tmp_path: Path
 ) -> None:
     shutil.copy(LLAMA, tmp_path / "config.json")
@@ -418,11 +420,11 @@ def test_the_layout_of_drafts_is_that_of_the_ranks_that_train_them(
         assert laid_out == {"M (draft)": ParallelSpec(tp=2)}
         asyncio.run(source_of(config).open())
     else:
-        with pytest.raises(ValueError, match=r"--draft-parallel tp=2: these are 2 ranks, and the model has [14], by"):
+        with pytest.raises(ValueError, match=r"--draft-parallel tp=2: this is 2 ranks, but the model has [14], by"):
             asyncio.run(source_of(config).open())
 
 
-def test_a_configuration_that_is_no_flag_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_impossible_sampler_layout_is_refused_outside_the_command_line(tmp_path: Path) -> None:
     shutil.copy(LLAMA, tmp_path / "config.json")
     sampling = SamplingConfig(1, ParallelSpec(tp=3))
     config = DispatchConfig((WorkerConfig(ServedModel("M", str(tmp_path)), device="cpu"),), sampling=sampling)
@@ -445,24 +447,24 @@ def test_a_configuration_that_is_no_flag_is_refused_before_anything_is_loaded(tm
             ("cuda:2", "cuda:5"),
             r"m \(sampler 2\) takes cuda:5 to cuda:6, one for each rank of --sampler-p",
         ),
-        ("tp=2", "cuda", ("cuda:6",), "takes cuda:6 to cuda:7, .* and there is cuda:0 to cuda:5: name an earlier one"),
-        ("tp=2", "cuda:5", (), r"tp=2 is 2 ranks, and there is 1 device"),
+        ("tp=2", "cuda", ("cuda:6",), "takes cuda:6 to cuda:7, .* the machine has cuda:0 to cuda:5: name an earlier"),
+        ("tp=2", "cuda:5", (), r"tp=2 is 2 ranks, but there is 1 device"),
         ("single", "cuda:5", (), r"m \(sampler 1\) takes cuda:5 to cuda:6, one for each rank"),
         (
             "tp=2",
             "cuda",
             ("cuda:1",),
-            r"m \(sampler 1\) takes cuda:1 to cuda:2, and m cuda:0 to cuda:1, which is neith",
+            r"m \(sampler 1\) takes cuda:1 to cuda:2, and m cuda:0 to cuda:1, which overlap",
         ),
         (
             "tp=2",
             "cuda",
             ("cuda:2", "cuda:3"),
-            r"cuda:3 to cuda:4, and m \(sampler 1\) cuda:2 to cuda:3, which is neither",
+            r"cuda:3 to cuda:4, and m \(sampler 1\) cuda:2 to cuda:3, which overlap in",
         ),
     ],
 )
-def test_samplers_take_devices_from_the_one_named_on(
+def test_samplers_take_devices_from_the_named_one_up(
     training: str,
     device: str,
     devices: tuple[str, ...],
@@ -470,7 +472,7 @@ def test_samplers_take_devices_from_the_one_named_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Apart from others, or with them; of six."""
+    """The machine has six devices. Two groups may have the same ones, or none in common."""
     monkeypatch.setattr(sources, "check_cuda", lambda _: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     shutil.copy(LLAMA, tmp_path / "config.json")
@@ -483,7 +485,7 @@ def test_samplers_take_devices_from_the_one_named_on(
             asyncio.run(source.open())
 
 
-def test_each_rank_of_a_sampler_has_its_device_and_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_ranks_get_a_device_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "num_cores", lambda: 24)
     model = WorkerConfig(ServedModel("m", "m"), device="cuda", parallel=ParallelSpec(fsdp=2))
     sampling = SamplingConfig(2, ParallelSpec(ep=2, tp=2), devices=("cuda:2", "cuda:6"))
@@ -500,7 +502,7 @@ def test_each_rank_of_a_sampler_has_its_device_and_its_share_of_the_cores(monkey
     assert [spec.blocks for spec in pools.values()] == [(2, 1), (4, 2, 1), (4, 2, 1)]
 
 
-def test_what_is_planned_is_what_the_workers_knobs_say() -> None:
+def test_load_has_the_workers_knobs() -> None:
     knobs = {"zero_stage": "2", "activations": "offload", "tp_activations": "whole", "adapter_slots": 3}
     load = Load.of(WorkerConfig(ServedModel("m", "m"), **knobs), 100, "float32", samples=True)
     assert {name: getattr(load, name) for name in knobs} == knobs

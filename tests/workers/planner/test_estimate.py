@@ -1,4 +1,4 @@
-"""What a plan says of a rank's memory is what ranks have."""
+"""The memory that a plan estimates for a rank, against what ranks use."""
 
 import json
 import struct
@@ -54,7 +54,7 @@ def public(name: str) -> ModelShape:
 
 
 def by_name(table: list[Parameters], shape: ModelShape) -> dict[str, Parameters]:
-    """Each parameter of a model's by its name."""
+    """Returns the parameters of a model by their names."""
     sparse = set(shape.experts.layers) if shape.experts else set()
     named = {}
     for each in table:
@@ -95,12 +95,12 @@ def test_the_table_names_every_parameter_with_its_shape(kind: str, changes: dict
 
 
 def is_sparse(name: str) -> bool:
-    """Files have each expert by itself, and some another name for the whole."""
+    """Returns True for experts and routers, which some files name differently, and each expert separately."""
     return ".experts." in name or name.endswith(".gate.weight")
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_the_table_is_what_lies_in_the_files(kind: str, tiny_models: dict[str, Path]) -> None:
+def test_the_table_matches_the_files(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     (file,) = tiny_models[kind].glob("*.safetensors")
     with file.open("rb") as stream:
@@ -123,11 +123,11 @@ def test_the_table_is_what_lies_in_the_files(kind: str, tiny_models: dict[str, P
 OF_KIND = {
     "llama": {},
     "qwen3": {"head_dim": 64},
-    # Most of which is the embedding and the output head.
+    # Mostly the embedding and the output head.
     "qwen3_wordy": {"head_dim": 64, "vocab_size": 1 << 15},
     # Two ranks cannot share out the heads.
     "qwen3_three": {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3},
-    # All of the experts, lest some ranks have more to do than others.
+    # Every token uses all experts, so that all ranks have the same work.
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
     "phi3": {"sliding_window": None},
     "olmo2": {},
@@ -141,7 +141,7 @@ def scaled_model(kind: str, directory: Path) -> Path:
 
 
 def growth(where: Measured, shape: ModelShape, load: Load, fewer: int, more: int) -> tuple[float, float]:
-    """Bytes by token: measured, estimated."""
+    """Returns bytes per token: measured, estimated."""
     peaks = [where.peak(tokens) for tokens in (fewer, more)]
     of_passes = [activations(shape, where.spec, replace(load, micro_batch_tokens=tokens)) for tokens in (fewer, more)]
     planned = [each.total + each.host for each in of_passes]
@@ -152,7 +152,7 @@ KNOBS: dict[str, Any] = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
 LOAD = Load(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
 
 
-# Minutes on processors that have no instructions for it.
+# Takes minutes on processors without bfloat16 instructions.
 SLOW_IN_BFLOAT16 = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
@@ -167,7 +167,7 @@ def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_
     with measured(model, SINGLE, dtype=dtype, **KNOBS) as where:
         found, planned = growth(where, shape, replace(LOAD, dtype=dtype), 512, 1536)
     assert 0.9 * found < planned < 1.1 * found
-    # What the bounds would not let pass: states of one dtype as if of the other, or a layer that is forgotten.
+    # Control: the bounds detect states of the other dtype, and a forgotten layer.
     wrong = replace(LOAD, dtype="float32" if dtype == "bfloat16" else "bfloat16")
     assert (
         not 0.9 * found < activations(shape, SINGLE, replace(wrong, micro_batch_tokens=1024)).total / 1024 < 1.1 * found
@@ -177,14 +177,14 @@ def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize(("way", "dtype"), [("recompute", "float32"), in_bfloat16("offload")])
-def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, dtype: str, tmp_path: Path) -> None:
-    """Of more layers, most of which is their inputs. Here host memory is the device's, too."""
+def test_recomputed_activations_grow_with_the_tokens_as_planned(way: str, dtype: str, tmp_path: Path) -> None:
+    """The model has more layers, so that most is their inputs. Here the device's memory is host memory."""
     model = tiny_model("llama", tmp_path, **(SCALED | {"num_hidden_layers": 12, "num_attention_heads": 4}))
     shape, load = shape_at(model), replace(LOAD, dtype=dtype, activations=way)
     with measured(model, SINGLE, dtype=dtype, activations=way, **KNOBS) as where:
         found, planned = growth(where, shape, load, 512, 1536)
     assert 0.9 * found < planned < 1.1 * found
-    # What the bounds would not let pass: all that is kept otherwise, or a layer that runs again and is forgotten.
+    # Control: the bounds detect that all is kept, and that the recomputed layer is forgotten.
     kept = activations(shape, SINGLE, replace(load, activations="keep", micro_batch_tokens=1024)).total / 1024
     assert kept > 2 * found
     assert planned - (kept - planned) / shape.num_layers < 0.9 * found
@@ -217,7 +217,7 @@ LAYOUTS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout", "knobs"), LAYOUTS, ids=str)
-def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, knobs: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_use_the_planned_memory(kind: str, layout: str, knobs: dict[str, Any], tmp_path: Path) -> None:
     replicated, knobs = knobs.get("shard", ()), {name: knob for name, knob in knobs.items() if name != "shard"}
     model, spec = scaled_model(kind, tmp_path), replace(ParallelSpec.parse(layout), replicated=replicated)
     shape, load = shape_at(model), replace(LOAD, dtype="float32", **knobs)
@@ -235,7 +235,7 @@ def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, knobs: di
         assert 0.9 * where.peak(2048) < of_pass.work + scratch < 1.1 * where.peak(2048)
 
 
-def test_an_adapter_takes_what_is_planned(tiny_models: dict[str, Path]) -> None:
+def test_adapter_takes_the_planned_memory(tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models["qwen3"])
     load = replace(LOAD, dtype="bfloat16")
     with measured(tiny_models["qwen3"], SINGLE, dtype="bfloat16") as where:
@@ -250,10 +250,10 @@ def test_an_adapter_takes_what_is_planned(tiny_models: dict[str, Path]) -> None:
     assert memory["adapters_on_device"] != estimate(shape, SINGLE, replace(load, lora_rank=LORA.rank + 1)).learned.total
 
 
-# What follows from the numbers
+# Decisions based on the estimate
 
 
-def test_each_axis_takes_its_part() -> None:
+def test_each_axis_reduces_memory() -> None:
     load = Load(longest=32768, adapter_slots=4)
     shape = public("Qwen3-30B-A3B")
     alone = estimate(shape, SINGLE, load)
@@ -268,7 +268,7 @@ def test_each_axis_takes_its_part() -> None:
     assert kv_cache_tokens(shape, ParallelSpec(tp=4), load) // 4 == kv_cache_tokens(shape, SINGLE, load)
 
 
-def test_sampling_gathers_the_model_where_it_is_done() -> None:
+def test_ranks_that_sample_gather_the_model() -> None:
     shape, spec = public("Llama-3.1-70B"), ParallelSpec(fsdp=8)
     load = Load(longest=4096, adapter_slots=1)
     base = estimate(shape, SINGLE, load).base
@@ -293,7 +293,7 @@ def test_the_smallest_layout_fits_and_no_smaller_one_does(name: str, longest: in
     assert choice.spec.tp <= 8
 
 
-def test_tp_comes_before_the_others_and_fsdp_last() -> None:
+def test_tp_is_preferred_and_fsdp_is_the_last_choice() -> None:
     shape, load = public("Llama-3.1-70B"), Load(longest=4096, adapter_slots=4)
     choice = smallest_layout(shape, load, 80 * 10**9)
     assert choice is not None and str(choice.spec) == f"tp={choice.spec.num_ranks}"
@@ -302,7 +302,7 @@ def test_tp_comes_before_the_others_and_fsdp_last() -> None:
     assert choice is not None and choice.spec.tp == 1 and choice.spec.fsdp > 1
 
 
-def test_layers_that_run_once_more_make_smaller_layouts_fit() -> None:
+def test_recomputed_layers_make_smaller_layouts_fit() -> None:
     shape, load, device = public("Llama-3.1-70B"), Load(longest=8192, adapter_slots=4), 80 * 10**9
     assert smallest_layout(shape, load, device, num_devices=8) is None
     again, offloaded = lighter(load)
@@ -314,7 +314,7 @@ def test_layers_that_run_once_more_make_smaller_layouts_fit() -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 64])
-def test_every_remedy_is_one(slots: int) -> None:
+def test_every_remedy_fits(slots: int) -> None:
     shape, load, device = public("Llama-3.1-8B"), Load(longest=16384, adapter_slots=slots), 24 * 10**9
     assert estimate(shape, SINGLE, load).total > usable_bytes(device)
     found = remedies(shape, SINGLE, load, device)
@@ -323,7 +323,7 @@ def test_every_remedy_is_one(slots: int) -> None:
         assert estimate(shape, remedy.spec, remedy.load).total <= usable_bytes(device), remedy.words
 
 
-def test_a_window_takes_a_mask_where_kernels_want_one() -> None:
+def test_window_costs_a_mask_where_kernels_need_one() -> None:
     shape = replace(public("Llama-3.1-8B"), window=1024)
     load = Load(longest=4096, dtype="float32")
     more = activations(shape, SINGLE, load).working - activations(replace(shape, window=None), SINGLE, load).working

@@ -1,4 +1,4 @@
-"""Both pools keep one promise: calls reach every rank, errors come back as themselves, death is noticed at once."""
+"""Both pools: calls reach every rank, errors keep their type, and deaths are noticed at once."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def new_pool(request: pytest.FixtureRequest) -> NewPool:
 
 
 ray_in_full = pytest.mark.parametrize("new_pool", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
-"""For what pools have in common, where a cluster of its own would cost a short run its time."""
+"""Tests Ray only in the full suite, because a cluster would slow down a short run."""
 
 
 @asynccontextmanager
@@ -59,10 +59,10 @@ def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 200))
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do as they like")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's allocator")
 @ray_in_full
-def test_a_rank_that_rests_gives_back_what_it_has_freed(new_pool: NewPool) -> None:
-    """And is not kept from it by questions how much it has."""
+def test_idle_rank_returns_freed_memory(new_pool: NewPool) -> None:
+    """Queries of its memory do not keep the rank from being idle."""
 
     async def check() -> None:
         async with started(new_pool) as pool:
@@ -75,9 +75,9 @@ def test_a_rank_that_rests_gives_back_what_it_has_freed(new_pool: NewPool) -> No
     run(check())
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do as they like")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's allocator")
 def test_all_threads_of_a_rank_share_one_heap() -> None:
-    """Which then holds what any of them needs; and what the rank starts has as many as it likes."""
+    """Memory that one thread freed is then free for all. Processes that the rank starts do not inherit the setting."""
 
     async def check() -> None:
         async with started(LocalPool) as pool:
@@ -88,8 +88,8 @@ def test_all_threads_of_a_rank_share_one_heap() -> None:
     run(check())
 
 
-def test_a_rank_that_waits_for_its_next_call_keeps_nothing_of_the_last(tmp_path: Path) -> None:
-    """Which may be all weights of a model."""
+def test_waiting_rank_frees_its_last_message(tmp_path: Path) -> None:
+    """A message may hold all weights of a model."""
 
     async def check() -> None:
         async with started(LocalPool) as pool:
@@ -102,7 +102,7 @@ def test_a_rank_that_waits_for_its_next_call_keeps_nothing_of_the_last(tmp_path:
 
 
 @ray_in_full
-def test_ranks_collect_garbage_but_not_among_what_was_imported(new_pool: NewPool) -> None:
+def test_ranks_collect_garbage_except_imported_objects(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
             ((collects, num_kept),) = await pool.call("garbage")
@@ -122,9 +122,7 @@ def test_a_call_reaches_every_rank_and_answers_in_rank_order(new_pool: NewPool) 
     run(check())
 
 
-def test_errors_come_back_as_themselves_and_leave_the_pool_working(
-    new_pool: NewPool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_keep_their_type_and_leave_the_pool_working(new_pool: NewPool, caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
             with pytest.raises(OperationError, match="rank 0 is too low") as refused:
@@ -137,13 +135,13 @@ def test_errors_come_back_as_themselves_and_leave_the_pool_working(
                 await pool.call("fail", "lost")
             assert "in fail" in failed.value.remote_traceback and "in fail" in caplog.text
             with pytest.raises(WorkerError, match="pickle"):
-                await pool.call("answer_what_cannot_travel")
+                await pool.call("return_unpicklable")
             assert await pool.call("echo", 1) == [1]
 
     run(check())
 
 
-def test_a_worker_that_cannot_start_says_why(new_pool: NewPool) -> None:
+def test_failed_start_raises_the_workers_error(new_pool: NewPool) -> None:
     async def check() -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(start_error="no weights in /nowhere"),)))
         with pytest.raises(ValueError, match="no weights in /nowhere"):
@@ -165,7 +163,7 @@ def test_large_arrays_arrive_whole_and_writable(new_pool: NewPool) -> None:
     run(check())
 
 
-def test_calls_that_overlap_are_made_in_the_order_in_which_they_began(new_pool: NewPool) -> None:
+def test_overlapping_calls_run_in_order(new_pool: NewPool) -> None:
     async def check() -> None:
         values = np.zeros(1 << 20)  # more than a pipe holds
         async with started(new_pool) as pool:
@@ -175,7 +173,7 @@ def test_calls_that_overlap_are_made_in_the_order_in_which_they_began(new_pool: 
     run(check())
 
 
-def test_a_batch_arrives_as_it_was_sent_and_writable(new_pool: NewPool) -> None:
+def test_batch_arrives_unchanged_and_writable(new_pool: NewPool) -> None:
     async def check() -> None:
         data = tuple(Datum(np.arange(3, dtype=np.int32), {"weights": np.ones(3, np.float32)}) for _ in range(1000))
         request = ForwardBackwardRequest("run", 1, data, "cross_entropy", {"clip": 0.5}, loss_weight=2.0)
@@ -189,7 +187,7 @@ def test_a_batch_arrives_as_it_was_sent_and_writable(new_pool: NewPool) -> None:
     run(check())
 
 
-def test_threads_are_told_to_the_rank(new_pool: NewPool) -> None:
+def test_rank_gets_its_number_of_threads(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, threads=3) as pool:
             assert await pool.call("environment", "OMP_NUM_THREADS") == ["3"]
@@ -197,7 +195,7 @@ def test_threads_are_told_to_the_rank(new_pool: NewPool) -> None:
     run(check())
 
 
-def test_a_killed_rank_fails_the_call_under_way_on_all_ranks_and_every_later_one(new_pool: NewPool) -> None:
+def test_killed_rank_fails_running_and_later_calls(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
             call = asyncio.create_task(pool.call("sleep", 50))
@@ -223,7 +221,7 @@ def test_the_death_of_an_idle_rank_is_noticed(new_pool: NewPool) -> None:
     run(check())
 
 
-def test_the_exit_code_or_signal_is_named() -> None:
+def test_death_message_names_the_exit_code_or_signal() -> None:
     async def check() -> None:
         async with started(LocalPool) as pool:
             with pytest.raises(WorkerDied, match="exit code 3"):
@@ -235,7 +233,7 @@ def test_the_exit_code_or_signal_is_named() -> None:
     run(check())
 
 
-def test_close_leaves_no_process_and_fails_the_call_under_way(new_pool: NewPool) -> None:
+def test_close_ends_processes_and_fails_running_calls(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
             pids = pool.pids
@@ -248,7 +246,7 @@ def test_close_leaves_no_process_and_fails_the_call_under_way(new_pool: NewPool)
     run(check())
 
 
-def test_a_cancelled_caller_leaves_the_answers_in_step(new_pool: NewPool) -> None:
+def test_cancelled_call_does_not_shift_later_answers(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
             with pytest.raises(TimeoutError):
@@ -258,7 +256,7 @@ def test_a_cancelled_caller_leaves_the_answers_in_step(new_pool: NewPool) -> Non
     run(check())
 
 
-def test_a_call_does_not_hold_up_the_event_loop(new_pool: NewPool) -> None:
+def test_call_does_not_block_the_event_loop(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
             call = asyncio.create_task(pool.call("sleep", 0.5))
@@ -271,7 +269,7 @@ def test_a_call_does_not_hold_up_the_event_loop(new_pool: NewPool) -> None:
     run(check())
 
 
-def test_ctrl_c_is_left_to_the_server_and_the_main_script_is_not_run_again() -> None:
+def test_ranks_ignore_ctrl_c_and_do_not_run_the_main_script() -> None:
     async def check() -> None:
         async with started(LocalPool) as pool:
             assert await pool.call("interrupt_self") == ["still here"]
@@ -297,7 +295,7 @@ asyncio.run(main())
 """
 
 
-def test_sigterm_is_left_to_the_server() -> None:
+def test_ranks_ignore_sigterm() -> None:
     """systemd sends it to all processes of a service."""
 
     async def check() -> None:
@@ -310,7 +308,7 @@ def test_sigterm_is_left_to_the_server() -> None:
     run(check())
 
 
-def test_a_program_that_does_not_close_its_pool_ends_all_the_same() -> None:
+def test_program_exits_without_closing_its_pool() -> None:
     program = """
 import asyncio
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
@@ -346,11 +344,11 @@ async def wait_until_gone(pids: list[int]) -> None:
         if not any(map(is_running, pids)):
             return
         await asyncio.sleep(0.025)
-    pytest.fail(f"of processes {pids} some still run after 5 s")
+    pytest.fail(f"some of the processes {pids} still run after 5 s")
 
 
 def is_running(pid: int) -> bool:
-    """A zombie has ended; who adopted it just has not looked yet."""
+    """Returns False for a zombie, too: it has ended, and only its parent has not reaped it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""A Ray cluster whose nodes and head come and go: the workers come back, and who waits hears why."""
+"""A Ray cluster that loses nodes or its head: the workers restart, and waiting callers get the reason."""
 
 import asyncio
 import os
@@ -51,28 +51,28 @@ async def create(dispatch: WorkerDispatch, run_id: str) -> None:
     await dispatch.create_run("tiny", RunSpec(run_id, LoraConfig(rank=4, seed=0)), "tenant")
 
 
-async def until(condition: Callable[[], bool], seconds: float) -> float:
-    """How long it took."""
+async def wait_until(condition: Callable[[], bool], seconds: float) -> float:
+    """Returns after how many seconds the condition became true."""
     started = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < seconds, "it did not come about in time"
+        assert time.monotonic() - started < seconds, "the condition did not become true in time"
         await asyncio.sleep(0.02)
     return time.monotonic() - started
 
 
-def rays_processes() -> list[psutil.Process]:
-    """Those of the clusters that this process has started and that have a head."""
+def ray_processes() -> list[psutil.Process]:
+    """Returns the processes of the clusters with a head that this process started."""
     heads = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
     holders = [head.parent() for head in heads]
     return [each for holder in holders if holder for each in [holder, *holder.children(recursive=True)]]
 
 
-def says(dispatch: WorkerDispatch, text: str) -> Callable[[], bool]:
+def status_contains(dispatch: WorkerDispatch, text: str) -> Callable[[], bool]:
     return lambda: text in (dispatch.status("tiny") or "")
 
 
 @pytest.mark.full
-def test_workers_lost_with_their_node_come_back_on_another(nodes: RayNodes) -> None:
+def test_workers_of_a_dead_node_restart_on_another(nodes: RayNodes) -> None:
     async def check() -> None:
         nodes.start_head(num_cpus=0)
         first = nodes.start_node(num_cpus=1)
@@ -81,8 +81,8 @@ def test_workers_lost_with_their_node_come_back_on_another(nodes: RayNodes) -> N
             assert set(before) <= {each.pid for each in first.children(recursive=True)}
             second = nodes.start_node(num_cpus=1)
             nodes.kill(first)
-            assert await until(lambda: not dispatch.is_up("tiny"), 10) < 5
-            await until(lambda: dispatch.is_up("tiny"), 60)
+            assert await wait_until(lambda: not dispatch.is_up("tiny"), 10) < 5
+            await wait_until(lambda: dispatch.is_up("tiny"), 60)
             await create(dispatch, "b")
             assert set(dispatch.pids("tiny")) <= {each.pid for each in second.children(recursive=True)}
 
@@ -90,30 +90,30 @@ def test_workers_lost_with_their_node_come_back_on_another(nodes: RayNodes) -> N
 
 
 @pytest.mark.full
-def test_the_head_is_restarted_and_the_workers_start_on_it_again(nodes: RayNodes) -> None:
+def test_workers_restart_after_the_head_restarts(nodes: RayNodes) -> None:
     async def check() -> None:
         head = nodes.start_head(num_cpus=1)
         async with recording(nodes.address) as dispatch:
             for _ in range(2):
                 nodes.kill(head)
-                await until(says(dispatch, f"the Ray cluster at {nodes.address} cannot be reached"), 15)
+                await wait_until(status_contains(dispatch, f"the Ray cluster at {nodes.address} cannot be reached"), 15)
                 waiting = asyncio.create_task(create(dispatch, "b"))
                 head = await asyncio.to_thread(nodes.start_head, 1)
                 await asyncio.wait_for(waiting, 40)
-                assert dispatch.is_up("tiny") and not says(dispatch, "Ray")()
+                assert dispatch.is_up("tiny") and not status_contains(dispatch, "Ray")()
                 assert set(dispatch.pids("tiny")) <= {each.pid for each in head.children(recursive=True)}
 
     run(check())
 
 
 @pytest.mark.full
-def test_a_worker_that_is_killed_comes_back_on_the_same_cluster(nodes: RayNodes) -> None:
+def test_killed_worker_restarts_on_the_same_cluster(nodes: RayNodes) -> None:
     async def check() -> None:
         nodes.start_head(num_cpus=1)
         async with recording(nodes.address) as dispatch:
             [before] = dispatch.pids("tiny")
             os.kill(before, signal.SIGKILL)
-            await until(lambda: not dispatch.is_up("tiny"), 30)
+            await wait_until(lambda: not dispatch.is_up("tiny"), 30)
             await create(dispatch, "b")
             assert dispatch.pids("tiny") != [before]
 
@@ -121,37 +121,37 @@ def test_a_worker_that_is_killed_comes_back_on_the_same_cluster(nodes: RayNodes)
 
 
 @pytest.mark.full
-def test_a_cluster_of_our_own_that_loses_its_head_ends_whole_and_another_one_starts() -> None:
+def test_own_cluster_that_loses_its_head_is_replaced() -> None:
     async def check() -> None:
         async with recording(None) as dispatch:
-            first = rays_processes()
+            first = ray_processes()
             assert len(first) > 5
             next(each for each in first if each.name() == "gcs_server").kill()
-            await until(lambda: not dispatch.is_up("tiny"), 10)
+            await wait_until(lambda: not dispatch.is_up("tiny"), 10)
             await create(dispatch, "b")
             assert psutil.wait_procs(first, timeout=10)[1] == []
-            assert rays_processes() and not set(rays_processes()) & set(first)
+            assert ray_processes() and not set(ray_processes()) & set(first)
 
     run(check())
 
 
-def test_a_cluster_that_does_not_start_says_why_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_cluster_start_is_explained_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=r"no Ray cluster could be started on this machine: .* the minimum allowed is"):
         run(RayCluster(object_store_bytes=1).connect(num_cpus=1))
     assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.full
-def test_a_cluster_that_is_just_started_again_can_be_left() -> None:
+def test_cluster_can_be_disconnected_while_it_restarts() -> None:
     async def check() -> None:
         cluster = RayCluster()
         await cluster.connect(num_cpus=1)
-        first = rays_processes()
+        first = ray_processes()
         first[0].kill()
         second: list[psutil.Process] = []
-        await until(lambda: bool(second.extend(set(rays_processes()) - set(first)) or second), 30)
+        await wait_until(lambda: bool(second.extend(set(ray_processes()) - set(first)) or second), 30)
         await asyncio.wait_for(cluster.disconnect(), 20)
         assert psutil.wait_procs([*first, *second], timeout=10)[1] == []
-        assert rays_processes() == []
+        assert ray_processes() == []
 
     run(check())

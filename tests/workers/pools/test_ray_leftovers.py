@@ -1,4 +1,4 @@
-"""What a server leaves behind, however it ends: no process, no port, no shared memory, no file but its state."""
+"""A server leaves no process, port, shared memory or file behind except its state, however it ends."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ import pytest
 from trainhouse.tests.live import live_server
 from trainhouse.tests.workers.ray_nodes import ray_nodes
 
-SECONDS = 15  # in which all must be gone
+SECONDS = 15  # until all must be released
 
 SERVES = """
 import asyncio
@@ -40,14 +40,17 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @dataclass(frozen=True)
-class Held:
-    """processes: also some of Ray's that hide their environment behind a title."""
+class HeldResources:
+    """Holds what must be released.
+
+    processes: includes those of Ray that hide their environment behind a title.
+    """
 
     processes: set[psutil.Process]
     ports: set[tuple[str, int]]
     shared_memory: set[Path]
 
-    def rest(self) -> list[object]:
+    def remaining(self) -> list[object]:
         processes = [each for each in self.processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
         shared_memory = [each for each in self.shared_memory if each.exists()]
         return [*processes, *shared_memory, *(each for each in self.ports if is_listening(*each))]
@@ -55,9 +58,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Traces:
-    """Of all processes that inherited this test's mark: where they leave files, and what they hold.
+    """Finds all processes that inherited this test's mark, what they hold, and the files that they leave.
 
-    files: short, for Ray has sockets there.
+    files: must be short, because Ray creates sockets there.
     """
 
     mark: str
@@ -73,18 +76,18 @@ class Traces:
             return running and process.environ().get("TEST_MARK") == self.mark
         return False
 
-    def held(self) -> "Held":
+    def held(self) -> "HeldResources":
         marked = self.processes()
         processes = {*marked, *(child for each in marked for child in each.children(recursive=True))}
         listening = [each for process in marked for each in process.net_connections() if each.status == "LISTEN"]
         maps = [mapped.path for process in marked for mapped in process.memory_maps()]
-        # That of deleted files goes with its processes.
+        # Shared memory of deleted files ends with its processes.
         shared = [path for path in maps if path.startswith("/dev/shm/") and not path.endswith("(deleted)")]
         ports = {(each.laddr.ip.removeprefix("::ffff:"), each.laddr.port) for each in listening}
-        return Held(processes, ports, {Path(path) for path in shared})
+        return HeldResources(processes, ports, {Path(path) for path in shared})
 
     def left_files(self) -> list[Path]:
-        """Caches are there to stay."""
+        """Returns all files but caches, which stay."""
         return [*self.files.iterdir(), *(each for each in self.home.iterdir() if each.name != ".cache")]
 
 
@@ -92,18 +95,18 @@ class Traces:
 def traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Traces]:
     files, home = Path(tempfile.mkdtemp(prefix="th")), tmp_path / "home"
     home.mkdir()
-    made = Traces(uuid.uuid4().hex, home, files)
-    for name, value in {"TEST_MARK": made.mark, "TMPDIR": str(files), "HOME": str(home)}.items():
+    marked_traces = Traces(uuid.uuid4().hex, home, files)
+    for name, value in {"TEST_MARK": marked_traces.mark, "TMPDIR": str(files), "HOME": str(home)}.items():
         monkeypatch.setenv(name, value)
-    yield made
-    for process in made.processes():
+    yield marked_traces
+    for process in marked_traces.processes():
         process.kill()
     shutil.rmtree(files, ignore_errors=True)
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[list[int]]:
-    """Process ids of the workers of a server that is killed in the end."""
+    """Yields the process ids of a server's workers, and kills the server at the end."""
     with subprocess.Popen([sys.executable, "-c", SERVES, *arguments], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -112,11 +115,11 @@ def serving(*arguments: str) -> Iterator[list[int]]:
             server.kill()
 
 
-def all_gone(traces: Traces, held: Held) -> None:
+def assert_released(traces: Traces, held: HeldResources) -> None:
     deadline = time.monotonic() + SECONDS
-    while (rest := [*traces.processes(), *traces.left_files(), *held.rest()]) and time.monotonic() < deadline:
+    while (remaining := [*traces.processes(), *traces.left_files(), *held.remaining()]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert rest == []
+    assert remaining == []
 
 
 def is_listening(host: str, port: int) -> bool:
@@ -126,19 +129,19 @@ def is_listening(host: str, port: int) -> bool:
 
 
 @pytest.mark.parametrize("pool", ["local", pytest.param("ray", marks=pytest.mark.full)])
-def test_workers_whose_server_is_killed_leave_nothing(pool: str, traces: Traces) -> None:
+def test_workers_of_a_killed_server_leave_nothing(pool: str, traces: Traces) -> None:
     with serving(pool) as pids:
         assert pids
         held = traces.held()
         assert len(held.processes) >= 3 and traces.left_files()
         assert {host for host, _ in held.ports} == ({"127.0.0.1"} if pool == "ray" else set())
-    all_gone(traces, held)
+    assert_released(traces, held)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("pool", ["local", "ray"])
-def test_a_server_that_ends_leaves_its_state_alone(
+def test_ended_server_leaves_only_its_state(
     pool: str, ending: signal.Signals, traces: Traces, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with live_server({"tiny/chat": tiny_models["llama"]}, tmp_path / "state", pool=pool) as server:
@@ -146,13 +149,13 @@ def test_a_server_that_ends_leaves_its_state_alone(
         assert held.ports and traces.left_files()
         server.process.send_signal(ending)
         assert server.process.wait(30) == (0 if ending == signal.SIGTERM else -ending)
-    all_gone(traces, held)
+    assert_released(traces, held)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_cluster_of_others_has_its_place_again(ending: signal.Signals, traces: Traces, tmp_path: Path) -> None:
-    """SIGSTOP: of the actor, before its server is killed."""
+def test_shared_cluster_gets_its_place_back(ending: signal.Signals, traces: Traces, tmp_path: Path) -> None:
+    """SIGSTOP is sent to the actor before its server is killed."""
     directory = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     with ray_nodes(directory) as nodes:
         head = nodes.start_head(num_cpus=1)

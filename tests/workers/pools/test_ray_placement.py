@@ -1,4 +1,4 @@
-"""Several nodes of a Ray cluster: where ranks go, what they share, and who is let in."""
+"""Several nodes of a Ray cluster: on which nodes ranks are placed, and access by token."""
 
 import asyncio
 import shutil
@@ -60,13 +60,13 @@ def node_of(pid: int, nodes: list[psutil.Process]) -> int:
         ("ep=2,tp=2", (4, 2, 1)),
     ],
 )
-def test_neighbours_are_told_from_the_layout(layout: str, blocks: tuple[int, ...]) -> None:
+def test_blocks_of_neighbouring_ranks_follow_from_the_layout(layout: str, blocks: tuple[int, ...]) -> None:
     assert ParallelSpec.parse(layout).blocks == blocks
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_ranks_of_a_replica_are_together_and_replicas_apart_where_there_is_room() -> None:
+def test_each_replica_is_on_one_node_if_it_fits() -> None:
     async def check() -> None:
         with some_nodes(RAY_health_check_failure_threshold="60") as started:
             started.start_head(num_cpus=0)
@@ -77,7 +77,7 @@ def test_ranks_of_a_replica_are_together_and_replicas_apart_where_there_is_room(
             for layout, places in (
                 ("replicas=2,fsdp=2", [[0, 0], [1, 1]]),
                 ("replicas=2", [[0], [1]]),
-                ("fsdp=2", [[0, 0]]),  # or both on the other
+                ("fsdp=2", [[0, 0]]),  # both ranks on either node
                 ("tp=3", [[1, 1, 1]]),
             ):
                 async with ranks(started, layout) as pool:
@@ -89,10 +89,10 @@ def test_ranks_of_a_replica_are_together_and_replicas_apart_where_there_is_room(
                     assert len(set(where)) == 1
                 else:
                     assert sorted(of_replicas) == places
-            async with ranks(started, "fsdp=2,tp=2") as pool:  # four nowhere, but two and two
+            async with ranks(started, "fsdp=2,tp=2") as pool:  # no node has room for four, but each for two
                 where = [node_of(pid, nodes) for pid in pool.pids]
                 assert where[0] == where[1] != where[2] == where[3]
-            async with ranks(started, "tp=5") as pool:  # apart where nothing else fits
+            async with ranks(started, "tp=5") as pool:  # split, because no node has room for all
                 assert sorted(node_of(pid, nodes) for pid in pool.pids) == [0, 0, 1, 1, 1]
             with pytest.raises(NoPlace, match="no room for 6 ranks"):
                 async with ranks(started, "tp=6", seconds=1):
@@ -103,12 +103,12 @@ def test_ranks_of_a_replica_are_together_and_replicas_apart_where_there_is_room(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_cluster_with_a_token_lets_in_who_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_with_a_token_requires_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def check() -> None:
         with some_nodes(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as started:
             started.start_head(num_cpus=1)
             file = tmp_path / "token"
-            for token, message in ((TOKEN, None), ("x" * 40, "asks for a token"), (None, "asks for a token")):
+            for token, message in ((TOKEN, None), ("x" * 40, "requires a token"), (None, "requires a token")):
                 monkeypatch.setenv("RAY_AUTH_MODE", "token" if token else "disabled")
                 file.write_text(token or "")
                 monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))

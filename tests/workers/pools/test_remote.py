@@ -1,4 +1,4 @@
-"""Kept ranks: they are called as any others, and outlive who calls them; one at a time, who knows the secret."""
+"""Ranks that a worker daemon keeps: one server at a time attaches with the secret, and they outlive it."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ KNOBS = {
 
 
 @dataclass
-class Kept:
+class KeptWorkers:
     keeper: Keeper
     address: str
     num_ranks: int
@@ -65,7 +65,7 @@ class Kept:
 
     @asynccontextmanager
     async def attached(self, claim: Claim = FIRST, call_seconds: float = 20) -> AsyncIterator[RemotePool]:
-        """As a server's group does."""
+        """Attaches like a server's group."""
         pool = self.pool(claim)
         ranks = Ranks(pool, ParallelSpec(replicas=self.num_ranks))
         await ranks.start(20, call_seconds)
@@ -79,7 +79,7 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncIterator[Kept]:
+async def kept_workers(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncIterator[KeptWorkers]:
     spec = PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)))
     parallel = ParallelSpec(replicas=num_ranks)
     config = WorkerConfig(ServedModel("echo", "echo"), parallel=parallel, hang_seconds=hang_seconds)
@@ -89,7 +89,7 @@ async def kept(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncIterator[
         receiving = asyncio.create_task(keeper.receive(listener))
         try:
             await keeper.start(lambda _: None)
-            yield Kept(keeper, f"127.0.0.1:{listener.getsockname()[1]}", num_ranks)
+            yield KeptWorkers(keeper, f"127.0.0.1:{listener.getsockname()[1]}", num_ranks)
         finally:
             receiving.cancel()
             await asyncio.wait({receiving})
@@ -100,17 +100,17 @@ def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 200))
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     for _ in range(400):
         if condition():
             return
         await asyncio.sleep(0.025)
-    pytest.fail("it did not come about in 10 s")
+    pytest.fail("the condition did not become true in 10 s")
 
 
-def test_kept_ranks_are_called_as_any_others() -> None:
+def test_kept_ranks_serve_calls_like_others() -> None:
     async def check() -> None:
-        async with kept(num_ranks=2) as workers, workers.attached() as pool:
+        async with kept_workers(num_ranks=2) as workers, workers.attached() as pool:
             assert await pool.call("rank") == [0, 1]
             assert await pool.call("echo", PerRank(("first", "second"))) == ["first", "second"]
             values = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)
@@ -125,9 +125,9 @@ def test_kept_ranks_are_called_as_any_others() -> None:
     run(check())
 
 
-def test_they_are_the_same_for_the_next_server_which_finds_nothing_of_the_last_one() -> None:
+def test_next_server_gets_the_same_ranks_with_fresh_state() -> None:
     async def check() -> None:
-        async with kept(num_ranks=2) as workers:
+        async with kept_workers(num_ranks=2) as workers:
             async with workers.attached(FIRST) as pool:
                 pids = pool.pids
                 assert await pool.call("count", None) == [1, 1]
@@ -139,9 +139,9 @@ def test_they_are_the_same_for_the_next_server_which_finds_nothing_of_the_last_o
     run(check())
 
 
-def test_what_a_server_began_before_it_left_is_done_on_all_ranks_before_the_next_one_starts_over() -> None:
+def test_calls_of_a_server_that_left_finish_before_the_next_one_starts() -> None:
     async def check() -> None:
-        async with kept(num_ranks=2) as workers:
+        async with kept_workers(num_ranks=2) as workers:
             async with workers.attached(FIRST) as pool:
                 slow = asyncio.create_task(pool.call("sleep", 0.5))
                 counted = asyncio.create_task(pool.call("count", None))
@@ -156,9 +156,9 @@ def test_what_a_server_began_before_it_left_is_done_on_all_ranks_before_the_next
     run(check())
 
 
-def test_without_the_secret_nobody_gets_in(caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_without_the_secret_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             with pytest.raises(ValueError, match="the secrets of the two sides differ"):
                 await workers.pool(secret=b"x" * 32).start()
             with pytest.raises(ValueError, match="the secrets of the two sides differ"):
@@ -175,7 +175,7 @@ def test_without_the_secret_nobody_gets_in(caplog: pytest.LogCaptureFixture) -> 
                 assert await pool.call("rank") == [0]
 
     run(check())
-    assert "no trainhouse" in caplog.text and "sss" not in caplog.text and "xxx" not in caplog.text
+    assert "not trainhouse" in caplog.text and "sss" not in caplog.text and "xxx" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -183,55 +183,55 @@ def test_without_the_secret_nobody_gets_in(caplog: pytest.LogCaptureFixture) -> 
     [(b"", (0, 0), "DEBUG"), (b"", (1, 0), "DEBUG"), (b"GET / HTTP/1.1\r\n", (0, 0), "WARNING")],
     ids=["closed", "reset", "said something"],
 )
-def test_a_probe_of_the_port_is_no_warning(
+def test_only_probes_that_send_data_are_warnings(
     said: bytes, linger: tuple[int, int], level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As load balancers and health checks make them, without a word."""
+    """Load balancers and health checks connect without sending anything."""
 
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
                 probe.sendall(said)
-            await until(lambda: "a connection to the workers" in caplog.text)
+            await wait_until(lambda: "a connection to the workers" in caplog.text)
 
     with caplog.at_level(logging.DEBUG, "trainhouse"):
         run(check())
-    [told] = [record for record in caplog.records if "a connection to the workers" in record.getMessage()]
-    assert told.levelname == level
+    [logged] = [record for record in caplog.records if "a connection to the workers" in record.getMessage()]
+    assert logged.levelname == level
 
 
-def test_the_newer_epoch_has_them_and_an_older_one_is_refused() -> None:
+def test_newer_lease_epoch_takes_over_and_an_older_one_is_refused() -> None:
     async def check() -> None:
         older, newer = Claim("older", 1), Claim("newer", 2)
-        async with kept() as workers:
+        async with kept_workers() as workers:
             async with workers.attached(older) as first:
                 assert await first.call("count", None) == [1]
                 async with workers.attached(newer) as second:
                     death = await asyncio.wait_for(asyncio.shield(first.death), 30)
-                    assert "a server with the lease of epoch 2 has taken the workers over" in str(death)
+                    assert "a server with lease epoch 2 has taken over the workers" in str(death)
                     with pytest.raises(WorkerDied):
                         await first.call("count", None)
                     assert await second.call("count", None) == [1]
-                    with pytest.raises(NoPlace, match="a server with the lease of epoch 2 has had them"):
+                    with pytest.raises(NoPlace, match="a server with lease epoch 2 has used them"):
                         await workers.pool(older).start()
                     assert await second.call("count", None) == [2]
-            with pytest.raises(NoPlace, match="this one's is of epoch 1"):  # also when that one is gone
+            with pytest.raises(NoPlace, match="this server's lease has epoch 1"):  # even after the newer server left
                 await workers.pool(older).start()
 
     run(check())
 
 
-def test_servers_without_a_lease_do_not_take_them_from_each_other() -> None:
+def test_servers_without_a_lease_do_not_take_over_from_each_other() -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             async with workers.attached(FIRST) as pool:
                 with pytest.raises(NoPlace, match="another server is attached to them"):
                     await workers.pool(SECOND).start()
                 with pytest.raises(NoPlace, match="another server is attached to them"):
                     await workers.pool(Claim("leased", 7)).start()
                 assert await pool.call("rank") == [0]
-                async with workers.attached(FIRST) as again:  # its connection was lost, say
+                async with workers.attached(FIRST) as again:  # as after a lost connection
                     assert await again.call("rank") == [0]
                     assert "attached again" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
             async with workers.attached(SECOND) as pool:
@@ -240,9 +240,9 @@ def test_servers_without_a_lease_do_not_take_them_from_each_other() -> None:
     run(check())
 
 
-def test_a_rank_that_dies_is_replaced_and_the_server_hears_of_it() -> None:
+def test_dead_rank_is_replaced_and_its_call_fails() -> None:
     async def check() -> None:
-        async with kept(num_ranks=2) as workers:
+        async with kept_workers(num_ranks=2) as workers:
             async with workers.attached() as pool:
                 pids = pool.pids
                 call = asyncio.create_task(pool.call("sleep", 50))
@@ -260,17 +260,17 @@ def test_a_rank_that_dies_is_replaced_and_the_server_hears_of_it() -> None:
 
 def test_a_death_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
-        async with kept() as workers, workers.attached() as pool:
+        async with kept_workers() as workers, workers.attached() as pool:
             os.kill(pool.pids[0], signal.SIGKILL)
             await asyncio.wait_for(asyncio.shield(pool.death), 10)
-            await until(lambda: "echo is back" in caplog.text)
+            await wait_until(lambda: "echo is back" in caplog.text)
 
     run(check())
-    [told] = [record for record in caplog.records if "SIGKILL" in record.getMessage()]
-    assert (told.levelname, told.getMessage()[:27]) == ("ERROR", "echo: the worker died: kill")
+    [logged] = [record for record in caplog.records if "SIGKILL" in record.getMessage()]
+    assert (logged.levelname, logged.getMessage()[:27]) == ("ERROR", "echo: the worker died: kill")
 
 
-def test_why_ranks_do_not_come_back_is_logged_once(
+def test_each_reason_for_a_failed_restart_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "_PLACE_SECONDS", 0.01)
@@ -285,23 +285,23 @@ def test_why_ranks_do_not_come_back_is_logged_once(
         group = KeptGroup("echo", WorkerConfig(ServedModel("echo", "echo")), new_pool)
         await group.start(lambda _: None)
         os.kill((await group.pool()).pids[0], signal.SIGKILL)
-        await until(lambda: "echo is back" in caplog.text)
+        await wait_until(lambda: "echo is back" in caplog.text)
         await group.close()
 
     run(check())
-    told = [message for record in caplog.records if "come back" in (message := record.getMessage())]
-    assert told == [f"echo does not come back: {reason}" for reason in ("no room", "no file")]
+    logged = [message for record in caplog.records if "does not restart" in (message := record.getMessage())]
+    assert logged == [f"echo does not restart: {reason}" for reason in ("no room", "no file")]
 
 
-@pytest.mark.parametrize("is_there", [True, False], ids=["waited for", "left"])
-def test_a_call_that_hangs_is_ended_also_when_its_server_has_left(is_there: bool) -> None:
+@pytest.mark.parametrize("server_waits", [True, False], ids=["server waits", "server left"])
+def test_hung_call_is_killed_even_if_its_server_left(server_waits: bool) -> None:
     async def check() -> None:
-        async with kept(num_ranks=2) as workers:
+        async with kept_workers(num_ranks=2) as workers:
             async with workers.attached() as pool:
                 pids = pool.pids
                 call = asyncio.create_task(pool.call("sleep", 50, hang_seconds=0.5))
                 await asyncio.sleep(0.1)
-                if is_there:
+                if server_waits:
                     with pytest.raises(WorkerDied, match="it hung: sleep had no answer after 0 s, so it was killed"):
                         await call
             await asyncio.gather(call, return_exceptions=True)
@@ -311,9 +311,9 @@ def test_a_call_that_hangs_is_ended_also_when_its_server_has_left(is_there: bool
     run(check())
 
 
-def test_a_server_can_have_its_ranks_killed() -> None:
+def test_server_can_kill_its_ranks() -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             async with workers.attached() as pool:
                 pids = pool.pids
                 assert "for a reason, so it was killed" in str(pool.kill("for a reason"))
@@ -323,25 +323,25 @@ def test_a_server_can_have_its_ranks_killed() -> None:
     run(check())
 
 
-def test_workers_that_are_stopped_say_so_and_cannot_be_reached() -> None:
+def test_stopped_workers_say_so_and_cannot_be_reached() -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             pool = workers.pool()
             await pool.start()
         assert "its workers were stopped" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
         await pool.close()
-        with pytest.raises(NoPlace, match=f"there are no workers at {workers.address}"):
+        with pytest.raises(NoPlace, match=f"no workers are running at {workers.address}"):
             await workers.pool().start()
 
     run(check())
 
 
-def test_what_is_kept_is_told() -> None:
+def test_daemon_describes_its_knobs_and_groups() -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             description = await describe(KeptAt(workers.address, SECRET, FIRST))
             assert (description.knobs, description.groups) == (KNOBS, ("echo",))
-            with pytest.raises(NoPlace, match="other is not among them: there are echo"):
+            with pytest.raises(NoPlace, match="other is not among them: they serve echo"):
                 await workers.pool(group="other").start()
 
     run(check())
@@ -363,16 +363,12 @@ def test_what_is_kept_is_told() -> None:
     ],
     ids=["layout", "dtype and slots", "another model of that name", "unknown"],
 )
-def test_who_takes_them_for_what_they_were_is_refused_with_what_changed(
-    before: dict[str, object], changes: str
-) -> None:
-    """A server that runs while they are started anew, with as many ranks."""
+def test_server_with_outdated_knobs_is_refused_with_the_changes(before: dict[str, object], changes: str) -> None:
+    """The workers were restarted, with as many ranks, while the server ran."""
 
     async def check() -> None:
-        async with kept() as workers:
-            with pytest.raises(
-                NoPlace, match=re.escape(f"they were started anew with {changes} start this server anew")
-            ):
+        async with kept_workers() as workers:
+            with pytest.raises(NoPlace, match=re.escape(f"they were restarted with {changes} restart this server")):
                 await workers.pool(knobs=KNOBS | before).start()
             async with workers.attached() as pool:
                 assert await pool.call("rank") == [0]
@@ -382,7 +378,7 @@ def test_who_takes_them_for_what_they_were_is_refused_with_what_changed(
 
 def test_a_rank_that_hangs_while_a_server_attaches_is_replaced() -> None:
     async def check() -> None:
-        async with kept(num_ranks=2) as workers:
+        async with kept_workers(num_ranks=2) as workers:
             async with workers.attached(FIRST) as pool:
                 pids = pool.pids
             os.kill(pids[1], signal.SIGSTOP)
@@ -397,9 +393,9 @@ def test_a_rank_that_hangs_while_a_server_attaches_is_replaced() -> None:
     run(check())
 
 
-def test_a_group_of_a_server_waits_for_kept_ranks_only_so_long() -> None:
+def test_group_start_times_out_on_a_hung_rank() -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             async with workers.attached(FIRST) as pool:
                 os.kill(pool.pids[0], signal.SIGSTOP)
             config = WorkerConfig(ServedModel("echo", "echo"), hang_seconds=0.1)
@@ -411,16 +407,16 @@ def test_a_group_of_a_server_waits_for_kept_ranks_only_so_long() -> None:
     run(check())
 
 
-def test_who_attaches_hears_what_is_still_being_done() -> None:
+def test_attaching_server_is_refused_while_earlier_calls_run() -> None:
     async def check() -> None:
-        async with kept(hang_seconds=0.2) as workers:
+        async with kept_workers(hang_seconds=0.2) as workers:
             async with workers.attached(FIRST) as pool:
                 pids = pool.pids
                 calls = [asyncio.create_task(pool.call(*call)) for call in (("sleep", 3), ("count", None))]
                 await asyncio.sleep(0.1)
             await asyncio.gather(*calls, return_exceptions=True)
             with pytest.raises(
-                NoPlace, match="echo waits for count, sleep, which was begun for a server that has left"
+                NoPlace, match="echo waits for count, sleep, which was begun for a server that has disconnected"
             ):
                 await workers.pool(SECOND).start()
             while True:
@@ -437,49 +433,49 @@ import resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 host, port, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 silent = [socket.create_connection((host, port)) for _ in range(num)]
-print("there", flush=True)
+print("connected", flush=True)
 sys.stdin.read()
 """
 
 
 @asynccontextmanager
 async def strangers(address: str, number: int) -> AsyncIterator[None]:
-    """So many connections, of another process, that say nothing."""
+    """Holds connections of another process that send nothing."""
     command = [sys.executable, "-c", FLOOD, *address.split(":"), str(number)]
     flood = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert flood.stdin is not None and flood.stdout is not None
     try:
-        assert await flood.stdout.readline() == b"there\n"
+        assert await flood.stdout.readline() == b"connected\n"
         yield
     finally:
         flood.stdin.close()
         await flood.communicate()
 
 
-def test_strangers_who_say_nothing_keep_nobody_out() -> None:
+def test_silent_connections_do_not_lock_out_servers() -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             async with workers.attached() as pool, strangers(workers.address, 400):
                 assert len(workers.keeper._strangers) <= 256
                 for _ in range(3):
                     assert (await describe(KeptAt(workers.address, SECRET, FIRST))).groups == ("echo",)
                 assert num_open_files() < 400
                 assert await pool.call("rank") == [0]
-            await until(lambda: not workers.keeper._strangers)
+            await wait_until(lambda: not workers.keeper._strangers)
 
     run(check())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
-def test_more_connections_than_there_may_be_open_files_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_connections_beyond_the_open_file_limit_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
-        async with kept() as workers:
+        async with kept_workers() as workers:
             async with workers.attached() as pool:
                 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
                 resource.setrlimit(resource.RLIMIT_NOFILE, (num_open_files() + 30, limits[1]))
                 try:
                     async with strangers(workers.address, 100):
-                        await until(lambda: "no connection to the workers can be taken for now" in caplog.text)
+                        await wait_until(lambda: "connections to the workers cannot be accepted for now" in caplog.text)
                         assert await pool.call("rank") == [0]
                 finally:
                     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -494,14 +490,18 @@ def num_open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# Of one trainhouse and another
+# Compatibility of two versions
 
 EDITS = {
     "nothing": ("workers/worker/worker.py", "", ""),
-    "how a verb does it": ("workers/worker/worker.py", "self._snapshots.wait()", "self._snapshots.wait"),
-    "a verb's signature": ("workers/worker/worker.py", "directory: str, optimizer: bool)", "directory: str)"),
-    "a verb's name": ("workers/worker/worker.py", "def begin_snapshot(", "def start_snapshot("),
-    "what is said": ("workers/pools/remote/protocol.py", "    method: str\n", "    method: str\n    patience: str\n"),
+    "a method's body": ("workers/worker/worker.py", "self._snapshots.wait()", "self._snapshots.wait"),
+    "a method's signature": ("workers/worker/worker.py", "directory: str, optimizer: bool)", "directory: str)"),
+    "a method's name": ("workers/worker/worker.py", "def begin_snapshot(", "def start_snapshot("),
+    "a message's fields": (
+        "workers/pools/remote/protocol.py",
+        "    method: str\n",
+        "    method: str\n    patience: str\n",
+    ),
     "a landmark": ("workers/protocol/shared_fs.py", "    words: str\n", "    words: bytes\n"),
     "an answer": ("workers/pools/base.py", "    value: object = None\n", "    result: object = None\n"),
     "an error's arguments": ("workers/pools/base.py", "remote_traceback: str)", "remote_traceback: str, rank: int)"),
@@ -519,7 +519,7 @@ for directory in sys.argv[1:]:
 """
 
 
-def test_what_the_other_trainhouse_would_not_understand_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_changes_only_with_incompatible_edits(tmp_path: Path) -> None:
     directories = [_edited(tmp_path / str(number), *edit) for number, edit in enumerate(EDITS.values())]
     command = [sys.executable, "-c", ASK, *map(str, directories)]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -539,12 +539,12 @@ def _edited(directory: Path, file: str, before: str, after: str) -> Path:
     return directory
 
 
-# Sealed
+# The secure channel
 
 
 @asynccontextmanager
-async def introduced() -> AsyncIterator[tuple[Sealed, Sealed, socket.socket, socket.socket]]:
-    """Both ends, and their sockets."""
+async def connected_ends() -> AsyncIterator[tuple[Sealed, Sealed, socket.socket, socket.socket]]:
+    """Yields both ends of a channel, and their sockets."""
     one, other = socket.socketpair()
     with one, other:
         one.setblocking(False)
@@ -554,10 +554,10 @@ async def introduced() -> AsyncIterator[tuple[Sealed, Sealed, socket.socket, soc
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1, 3], [100_000, 7, 70_000, 1], [1 << 22]])
-def test_messages_arrive_as_they_were_sent(sizes: list[int]) -> None:
+def test_messages_arrive_unchanged(sizes: list[int]) -> None:
     async def check() -> None:
         pieces = [np.random.default_rng(size).bytes(size) for size in sizes]
-        async with introduced() as (caller, called, _, _):
+        async with connected_ends() as (caller, called, _, _):
             for sender, receiver in ((caller, called), (called, caller), (caller, called)):
                 _, message = await asyncio.gather(sender.send(pieces), receiver.receive())
                 assert bytes(message) == b"".join(pieces)
@@ -565,10 +565,10 @@ def test_messages_arrive_as_they_were_sent(sizes: list[int]) -> None:
     run(check())
 
 
-@pytest.mark.parametrize("change", ["nothing", "a bit", "the size", "left out", "said again", "of the other side"])
-def test_what_others_do_to_a_connection_is_noticed(change: str) -> None:
+@pytest.mark.parametrize("change", ["nothing", "a bit", "the size", "dropped", "repeated", "reflected"])
+def test_tampering_with_a_connection_is_detected(change: str) -> None:
     async def check() -> None:
-        async with introduced() as (caller, called, one, other):
+        async with connected_ends() as (caller, called, one, other):
             loop = asyncio.get_running_loop()
             written = []
             for words in (b"first", b"second"):
@@ -578,11 +578,11 @@ def test_what_others_do_to_a_connection_is_noticed(change: str) -> None:
                 written[1][-40] ^= 1
             elif change == "the size":
                 written[0][0] ^= 1
-            elif change == "left out":
+            elif change == "dropped":
                 del written[0]
-            elif change == "said again":
+            elif change == "repeated":
                 written.insert(1, written[0])
-            elif change == "of the other side":
+            elif change == "reflected":
                 await called.send([b"first"])
                 written[0] = bytearray(await loop.sock_recv(one, 1000))
             await loop.sock_sendall(one, b"".join(written))
@@ -596,14 +596,14 @@ def test_what_others_do_to_a_connection_is_noticed(change: str) -> None:
     run(check())
 
 
-def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_short_or_missing_secret_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     file = tmp_path / "secret"
     with pytest.raises(ValueError, match=r"cannot be read from .*: No such file"):
         read_secret(file)
     file.touch(0o600)
     file.write_text("geheim\n")
-    with pytest.raises(ValueError, match="has 6 bytes, and 32 are the least") as refused:
+    with pytest.raises(ValueError, match="has 6 bytes, but needs at least 32") as refused:
         read_secret(file)
     assert "geheim" not in str(refused.value) + caplog.text
     file.write_text("geheim" * 6 + "\n")
@@ -614,42 +614,42 @@ def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o666])
-def test_a_secret_that_others_may_read_is_refused(mode: int, tmp_path: Path) -> None:
+def test_secret_accessible_to_others_is_refused(mode: int, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("geheim" * 6)
     for private in (0o400, 0o600):
         file.chmod(private)
         read_secret(file)
     file.chmod(mode)
-    with pytest.raises(ValueError, match=rf"is not its owner's alone \(mode {mode:04o}\): `chmod 600 {file}`"):
+    with pytest.raises(ValueError, match=rf"is accessible to others \(mode {mode:04o}\): `chmod 600 {file}`"):
         read_secret(file)
 
 
-SOMEBODY = 4321
+OTHER_USER = 4321
 READ = f"""
 import os, pathlib, sys
 from trainhouse.workers.pools.remote.secure_channel import read_secret
 os.setgroups([])
-os.setgid({SOMEBODY})
-os.setuid({SOMEBODY})
+os.setgid({OTHER_USER})
+os.setuid({OTHER_USER})
 try:
     read_secret(pathlib.Path(sys.argv[1]))
     print("taken")
 except ValueError as error:
-    assert "is not its owner's alone" in str(error), error
+    assert "is accessible to others" in str(error), error
     print("refused")
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of root, and is somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="creates files as root and changes the user")
 @pytest.mark.parametrize(("mode", "is_taken"), [(0o440, True), (0o640, True), (0o444, False), (0o660, False)])
-def test_a_secret_that_root_hands_over_may_be_read_by_the_group(mode: int, is_taken: bool) -> None:
-    """As systemd and Kubernetes do."""
+def test_secret_owned_by_root_may_be_group_readable(mode: int, is_taken: bool) -> None:
+    """systemd and Kubernetes provide secrets this way."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         file = Path(directory, "secret")
         file.write_text("geheim" * 6)
-        os.chown(file, 0, SOMEBODY)
+        os.chown(file, 0, OTHER_USER)
         file.chmod(mode)
         asked = subprocess.run(
             [sys.executable, "-c", READ, str(file)], capture_output=True, text=True, timeout=60, check=True

@@ -1,4 +1,4 @@
-"""What differs in its name alone is one base model; whatever else differs keeps two apart."""
+"""Configurations that differ only in their names are one base model; any other difference keeps two apart."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def names(config: DispatchConfig) -> list[str]:
     return [each.model.name for each in config.models]
 
 
-def test_names_of_one_directory_are_one_model_however_they_are_written(tmp_path: Path) -> None:
+def test_spellings_of_one_directory_are_one_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "link").symlink_to("model")
     sources = [tmp_path / "model", tmp_path / "link", tmp_path / "x" / ".." / "model", tmp_path]
@@ -41,7 +41,7 @@ def test_names_of_one_hub_id_are_one_model() -> None:
     assert names(found) == ["a", "c"] and found.aliases == {"b": "a"}
 
 
-def test_what_differs_otherwise_stays_apart() -> None:
+def test_models_with_other_settings_stay_apart() -> None:
     both = model("a", "org/model"), model("b", "org/model")
     assert names(unified(config_of(both[0], replace(both[1], device="cuda:1")))) == ["a", "b"]
     apart = RoleGroup(("critic",), devices=("cuda:0", "cuda:1"))
@@ -51,7 +51,7 @@ def test_what_differs_otherwise_stays_apart() -> None:
     assert names(unified(config_of(*both, sampling=SamplingConfig(vllm=vllm)))) == ["a", "b"]
 
 
-def test_lists_of_one_for_each_model_lose_those_of_aliases() -> None:
+def test_per_model_lists_lose_the_entries_of_aliases() -> None:
     models = model("a", "org/model"), model("b", "org/model"), model("c", "org/other")
     vllm = VllmConfig(urls=("http://one", "http://one", "http://other"))
     group = RoleGroup(("critic",), devices=("cuda:0", "cuda:0", "cuda:1"))

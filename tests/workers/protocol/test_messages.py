@@ -1,4 +1,4 @@
-"""Messages between the pool and its ranks: whole, aligned, writable, and without a copy of what is large."""
+"""Messages between the pool and its ranks: whole, aligned, writable, and without copies of large arrays."""
 
 import pickle
 import socket
@@ -24,11 +24,11 @@ def batch(num_data: int, length: int) -> ForwardBackwardRequest:
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [0, 5000, 3, 100_000], [2000] * 1500])
-def test_arrays_of_any_size_come_back_equal_writable_and_aligned(sizes: list[int]) -> None:
+def test_arrays_of_any_size_arrive_equal_writable_and_aligned(sizes: list[int]) -> None:
     arrays = [np.random.default_rng(size).normal(size=size).astype(np.float32) for size in sizes]
-    decoded = decode(frame_of(encode({"arrays": arrays, "text": "beside them"})))
+    decoded = decode(frame_of(encode({"arrays": arrays, "text": "with them"})))
     assert isinstance(decoded, dict)
-    assert decoded["text"] == "beside them"
+    assert decoded["text"] == "with them"
     for array, original in zip(decoded["arrays"], arrays, strict=True):
         np.testing.assert_array_equal(array, original)
         assert array.flags.writeable and array.flags.aligned
@@ -44,7 +44,7 @@ def test_a_large_array_is_a_view_on_both_sides() -> None:
     assert np.shares_memory(decoded, np.frombuffer(frame, np.uint8))
 
 
-def test_frames_pass_piece_by_piece_through_a_pipe_that_does_not_block() -> None:
+def test_frames_pass_through_a_nonblocking_socket_in_pieces() -> None:
     near, far = socket.socketpair()
     with near, far:
         near.setblocking(False)
@@ -57,7 +57,7 @@ def test_frames_pass_piece_by_piece_through_a_pipe_that_does_not_block() -> None
                 outgoing.send(near)
                 if (frame := incoming.receive(far)) is not None:
                     return decode(frame)
-            raise AssertionError("it did not arrive")
+            raise AssertionError("the frame did not arrive")
 
         values = [np.arange(1 << 18), "small", [np.ones(3000)] * 700]
         for value in values:
@@ -67,7 +67,7 @@ def test_frames_pass_piece_by_piece_through_a_pipe_that_does_not_block() -> None
             incoming.receive(far)
 
 
-def test_moving_a_batch_of_many_data_takes_less_than_half_of_pickling_each() -> None:
+def test_encoding_a_large_batch_takes_less_than_half_of_pickling() -> None:
     request = batch(1000, 64)
 
     def seconds(move: Callable[[], object]) -> float:

@@ -546,7 +546,7 @@ def test_a_sample_ends_with_the_context(adapted: Adapted) -> None:
         (job("a", prompt(4), prompt_alt_tokens_k=10**9), "prompt_alt_tokens_k 1000000000 at 4 prompt tokens"),
         (job("a", prompt(4), num_samples=10**9), "num_samples 1000000000 exceeds 65536"),
         (job("a", prompt(4), stop_strings=("x", "")), "a stop string is empty"),
-        (job("a", prompt(4), prompt_logprobs_last_n=2), "prompt_logprobs_last_n 2 goes with prompt_logprobs"),
+        (job("a", prompt(4), prompt_logprobs_last_n=2), "prompt_logprobs_last_n 2 needs prompt_logprobs"),
         (job("a", prompt(4), prompt_logprobs=True, prompt_logprobs_last_n=4), "between 1 and len(prompt) - 1 = 3"),
         (job("a", prompt(4), target_prompt_tokens=np.zeros((4, 1), np.int64)), "expected [len(prompt) - 1 = 3, K]"),
         (job("a", prompt(4), target_prompt_tokens=np.full((3, 1), 600)), "target_prompt_logprobs holds token id 600"),

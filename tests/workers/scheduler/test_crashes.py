@@ -366,7 +366,7 @@ def test_a_short_sample_does_not_wait_for_the_long_ones_of_the_call_in_which_the
             assert not any(each.done() for each in works)
             status = dispatch.status("tiny")
             assert status is not None
-            assert status.endswith(f"; {num_long} sampling requests of when its worker died take turns with the others")
+            assert status.endswith(f"; {num_long} sampling requests of a worker that died take turns with the others")
             await cancelled(works)
 
     run(check())
@@ -459,6 +459,6 @@ def test_the_log_tells_who_runs_apart_from_whom(caplog: pytest.LogCaptureFixture
 
     run(check())
     assert (
-        "8 requests were in the call: until they have come past that place they run apart from all others, 2 at a time"
+        "8 requests were in the call: until they get past that point they run apart from all others, 2 at a time"
         in caplog.text
     )

@@ -242,7 +242,7 @@ def test_what_is_sampled_lives_with_the_policies(tiny_models: dict[str, Path]) -
             await dispatch.copy_adapter("policy", "sampler")
             assert len((await dispatch.sample(NAME, sample_job("job", 3, "sampler"))).sequences[0].tokens) == 3
             for role in ("critic", "reference"):
-                with pytest.raises(OperationError, match=rf"run {role} lives in tiny \({role}\), which is not sampled"):
+                with pytest.raises(OperationError, match=rf"run {role} is in tiny \({role}\), which does not sample"):
                     await dispatch.copy_adapter(role, "another")
             for role in ROLES:
                 await dispatch.drop_run(role)
@@ -281,13 +281,13 @@ def test_each_base_model_has_its_groups_and_all_share_the_threads(monkeypatch: p
     [
         (
             (RoleGroup(("critic", "reference"), ParallelSpec(tp=2), ("cuda:1",)),),
-            "a (critic and reference) takes cuda:1 to cuda:2, and a cuda:0 to cuda:1, which is neither apart nor "
-            "together: name another device with --role-group",
+            "a (critic and reference) takes cuda:1 to cuda:2, and a cuda:0 to cuda:1, which overlap in "
+            "part: name another device with --role-group",
         ),
         (
             (RoleGroup(("critic",), ParallelSpec(tp=2), ("cuda:3",)),),
-            "a (critic) takes cuda:3 to cuda:4, one for each rank of --role-group tp=2, and there is cuda:0 to cuda:3: "
-            "name an earlier one with --role-group, or use fewer ranks",
+            "a (critic) takes cuda:3 to cuda:4, one for each rank of --role-group tp=2, but the machine has "
+            "cuda:0 to cuda:3: name an earlier one with --role-group, or use fewer ranks",
         ),
     ],
     ids=["half of them", "beyond the last"],

@@ -37,12 +37,16 @@ def test_it_is_a_factorisation_of_its_own(target: str, draft: str) -> None:
 @pytest.mark.parametrize(
     ("target", "draft", "reason"),
     [
-        ("tp=2", "fsdp=2", "--draft-parallel fsdp=2: drafts are laid out along replicas, sp and tp"),
-        ("tp=2", "tp=4", "--draft-parallel tp=4: these are 4 ranks, and the model has 2, by tp=2"),
+        ("tp=2", "fsdp=2", "--draft-parallel fsdp=2: drafts support the axes replicas, sp and tp"),
+        ("tp=2", "tp=4", "--draft-parallel tp=4: this is 4 ranks, but the model has 2, by tp=2"),
         ("tp=8", "tp=8", "tp=8 does not divide 4 key/value heads of a draft"),
         ("sp=5", "sp=5", "sp=5 does not divide 12 heads of a draft"),
-        ("tp=2,fsdp=3", "sp=3,replicas=2", "3 ranks have a sequence of a draft, 2 one of the model by fsdp=3,tp=2"),
-        ("replicas=2", "tp=2", "the model's go on by themselves along replicas in replicas=2: lay it out by fsdp"),
+        (
+            "tp=2,fsdp=3",
+            "sp=3,replicas=2",
+            "3 ranks share a sequence of a draft, and 2 share one of the model by fsdp=3,tp=2",
+        ),
+        ("replicas=2", "tp=2", "the model's replicas in replicas=2 run independently: use fsdp in place of replicas"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(target: str, draft: str, reason: str) -> None:

@@ -43,5 +43,5 @@ def test_a_pattern_may_be_of_more_than_a_model_has(kind: str, pattern: str, tiny
 
 @pytest.mark.parametrize("name", PLAN)
 def test_a_single_weight_of_several_is_not_replicated_alone(name: str) -> None:
-    with pytest.raises(ValueError, match="which is shared out together with"):
+    with pytest.raises(ValueError, match="which must have the same style as"):
         replicated_units([f"{name}=replicate"])

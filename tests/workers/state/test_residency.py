@@ -409,7 +409,7 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
         answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
     assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
     assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
-    assert f"what a model has learned cannot be brought back from disk: {error}" in answers[1].message
+    assert f"a model's trained state cannot be brought back from disk: {error}" in answers[1].message
     assert isinstance(stepped(worker, ["run-0"])[0], dict)
 
 
@@ -438,7 +438,7 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_model
     assert set(result.finished) == {"job-0", "job-4"}
     for failure in result.finished.values():
         assert isinstance(failure, Failure) and failure.category == "server", failure
-        assert "what a model has learned cannot be brought back from disk: the page file ends" in failure.message
+        assert "a model's trained state cannot be brought back from disk: the page file ends" in failure.message
     assert finished(worker, []) == {job_id: tokens for job_id, tokens in expected.items() if job_id != "job-0"}
 
 

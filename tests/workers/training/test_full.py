@@ -245,12 +245,12 @@ def test_more_than_there_may_be_are_refused(tmp_path: Path) -> None:
     worker.create_run(RunSpec("one", FullConfig()))
     worker.copy_adapter("one", "sampler")
     worker.copy_adapter("one", "sampler")
-    with pytest.raises(OperationError, match=r"there are 2 models .* or serve with more --max-full-models"):
+    with pytest.raises(OperationError, match=r"there are 2 models .* with a higher --max-full-models"):
         worker.copy_adapter("one", "other")
     # How many runs there are is not for the worker to say: one that is made again finds its place.
     worker.create_run(RunSpec("two", FullConfig()))
     worker.drop_adapter("sampler")
-    with pytest.raises(OperationError, match=r"there are 2 models .* or serve with more --max-full-models"):
+    with pytest.raises(OperationError, match=r"there are 2 models .* with a higher --max-full-models"):
         worker.copy_adapter("one", "other")
     worker.drop_run("two")
     worker.copy_adapter("one", "other")
@@ -346,7 +346,7 @@ def test_a_full_critic_is_transformers_token_classifier(tmp_path: Path) -> None:
         assert relative_error(gradient, model.get_parameter(name).grad) < TOLERANCE, name
         assert relative_error(1.01 * gradient, model.get_parameter(name).grad) > TOLERANCE, name
     stepped(worker, "critic")
-    with pytest.raises(OperationError, match="draws no tokens"):
+    with pytest.raises(OperationError, match="cannot be sampled"):
         worker.copy_adapter("critic", "sampler")
 
 
@@ -387,7 +387,7 @@ def test_a_checkpoint_of_another_kind_is_refused(case: str, tmp_path: Path) -> N
     before = worker._models.get("full").weights.clone()
     with pytest.raises(OperationError, match=message):
         worker.load_run("full", str(tmp_path / "other"), True)
-    with pytest.raises(OperationError, match=r"create one with training full|load it into a policy"):
+    with pytest.raises(OperationError, match=r"create a model with training full|load it into a policy"):
         worker.load_run("other", str(tmp_path / "full"), True)
     (tmp_path / "full" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(OperationError, match="is damaged"):
@@ -677,7 +677,7 @@ def test_a_model_with_more_to_save_than_weights_is_refused(tmp_path: Path) -> No
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Glm4MoeConfig(**shape, **experts)).save_pretrained(tmp_path)
     worker = a_worker(tmp_path)
-    with pytest.raises(OperationError, match=r"e_score_correction_bias beside their weights.*: train LoRA"):
+    with pytest.raises(OperationError, match=r"a buffer \S*e_score_correction_bias, which.*: train LoRA"):
         worker.create_run(RunSpec("full", FullConfig()))
     worker.create_run(RunSpec("lora", LoraConfig(rank=4, seed=1)))
     trained(worker, "lora", 1)

@@ -132,7 +132,7 @@ def test_a_part_that_fails_takes_the_whole_operation_with_it(bad_part: int, work
     assert adapter.window.num_operations == 1
     assert adapter.window.refused == failure.message
     for late in parts[bad_part + 1 :]:
-        assert "are not here" in failed(run(worker, late)).message
+        assert "are gone" in failed(run(worker, late)).message
 
 
 def test_a_part_that_runs_again_starts_from_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_run_that_is_dropped_cleared_or_loaded_forgets_its_unfinished_operatio
     FORGETTING[how](worker, tmp_path)
     assert list(worker._passes._open) == [8]
     failure = failed(run(worker, second))
-    assert "the 2 data before these are not here" in failure.message
+    assert "the results of the 2 data before these are gone" in failure.message
     assert failure.category == "server"
     succeeded([run(worker, part) for part in others[1:]][-1])
 

@@ -60,5 +60,5 @@ def test_an_adapter_that_comes_again_is_overwritten_in_place(workers: tuple[Work
 def test_what_is_not_there_is_named(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
     with pytest.raises(OperationError, match="run nobody is not on this worker"):
         workers[0].export_adapter("nobody")
-    with pytest.raises(OperationError, match="is no checkpoint"):
+    with pytest.raises(OperationError, match="is not a checkpoint"):
         workers[0].read_adapter(str(tmp_path))

@@ -286,7 +286,7 @@ def test_refusals_name_the_run_and_the_remedy(worker: Worker, tmp_path: Path) ->
 
 
 def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere is no directory"):
+    with pytest.raises(ValueError, match="nowhere is not a directory"):
         Worker(config(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="Unrecognized model"):
         Worker(config(tmp_path))
@@ -318,7 +318,7 @@ OTHER_ARITHMETIC = {
         {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
         "models with fp8 weights are not supported: use the release in bfloat16",
     ),
-    "position biases": ({"model_type": "bloom"}, "bloom models are not supported: it is not known that sequences"),
+    "position biases": ({"model_type": "bloom"}, "bloom models are not supported: it was not verified that sequences"),
 }
 
 

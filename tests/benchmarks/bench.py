@@ -1,6 +1,6 @@
 """`make bench`: what this server promises about speed and memory, measured, and PASS or FAIL for each promise.
 
-Whatever is compared is measured in the same run, the sides taking turns. Ends with status 1 when a line fails.
+All sides of a comparison are measured in the same run and take turns. Ends with status 1 if a line fails.
 """
 
 import argparse
@@ -13,27 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..tiny import tiny_model
-from .against_vllm import against_vllm
-from .drafts import drafts
+from .drafts import drafts, guesses
 from .durability import durability
-from .guesses import guesses
-from .interactive import interactive
-from .large_bodies import large_bodies
-from .latency import latency
-from .layout_decoding import layout_decoding
-from .layout_memory import layout_memory
-from .layout_steps import layout_steps
-from .many_tenants import many_tenants
-from .memory import memory
-from .one_tenant import one_tenant
-from .overlap import overlap
-from .report import Section
-from .roles_apart import roles_apart
-from .sampling import sampling
-from .soak import soak
-from .workload import SHAPE
+from .harness import SHAPE, Section, Setup
+from .memory import memory, soak
+from .overlap import overlap, roles_apart
+from .parallel import layout_decoding, layout_memory, layout_steps
+from .sampling import against_vllm, sampling
+from .server import large_bodies, latency
+from .training import interactive, many_tenants, one_tenant
 
-SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
+DEFAULT: dict[str, Callable[[Setup], Section]] = {
     "one": one_tenant,
     "tenants": many_tenants,
     "interactive": interactive,
@@ -43,6 +33,8 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "overlap": overlap,
     "roles": roles_apart,
     "durability": durability,
+}
+ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
     "vllm": against_vllm,
     "drafts": drafts,
     "guesses": guesses,
@@ -52,10 +44,8 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "bodies": large_bodies,
     "soak": soak,
 }
-"""Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
-
-ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding", "bodies", "soak")
 """Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
+SECTIONS = DEFAULT | ON_REQUEST
 
 
 def main() -> None:
@@ -64,9 +54,10 @@ def main() -> None:
     sections = []
     with tempfile.TemporaryDirectory() as scratch:
         model = tiny_model("qwen3", Path(scratch) / "model", **SHAPE)
+        setup = Setup(model, Path(scratch), options.pool, options.rounds)
         for name in options.only:
             started = time.monotonic()
-            section = SECTIONS[name](model, Path(scratch), options.pool, options.rounds)
+            section = SECTIONS[name](setup)
             print(section, f"({time.monotonic() - started:.0f} s)", sep="\n", flush=True)
             sections.append(section)
     if options.json:
@@ -78,13 +69,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ",".join(SECTIONS)
-    parser.add_argument(
-        "--only",
-        type=_section_names,
-        default=[name for name in SECTIONS if name not in ASKED_FOR],
-        help=f"some of {names}",
-    )
+    parser.add_argument("--only", type=_section_names, default=list(DEFAULT), help=f"some of {','.join(SECTIONS)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pool", choices=["local", "ray"], default="local")
     parser.add_argument("--json", type=Path, help="also write the figures here")

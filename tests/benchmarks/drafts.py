@@ -1,19 +1,32 @@
-"""A pass of a draft: memory and time against guesses, vocabulary and length, online and from stored features, and on
-two ranks."""
+"""Drafts: memory and time of a pass against draft tokens, vocabulary and length, online and from captured features, and
+on two ranks; and speculative sampling, where a policy and its draft learn short answers.
+"""
 
-import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from trainhouse import AdamParams, Datum, SamplingClient, SamplingParams, ServiceClient, TrainingClient
+from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, schedule, train_step
+from trainhouse.examples.sft import rows as questions
+from trainhouse.schemas import training
 from trainhouse.schemas.models import Algorithm, DraftConfig
+from trainhouse.server.cli.demo import MODEL, converted_model
 from trainhouse.workers.drafts.algorithms.room import LogitRoom
-from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
+from ..live import live_server
 from ..tiny import tiny_model
 from ..workers.parallel.test_stored_features import referring
-from .draft_memory import Cost, lesson, student
-from .report import Line, Row, Section
+from .harness import KEY, THREADS, Line, Row, Rows, Section, Setup, in_turn, median_ratio
+from .memory import MeasuredRun, measured_run
+from .processes.workers import Cost
 
 SHAPE = {
     "hidden_size": 64,
@@ -33,25 +46,52 @@ LENGTHS = (8192, 16384, 32768)
 LONGEST = LENGTHS[-1]
 TTT_LENGTH = 3
 RECOMPUTED = LENGTHS[1]
-DRAFTS: dict[Algorithm, DraftConfig] = {
-    "eagle3": DraftConfig(algorithm="eagle3", seed=3),
-    "dflash": DraftConfig(algorithm="dflash", seed=3),
-}
+WARM_UP = 64
 # What docs/performance.md states for this model.
-KIB_PER_TOKEN = {"eagle3": 45, "dflash": 10}
+KIB_PER_TOKEN: dict[Algorithm, int] = {"eagle3": 45, "dflash": 10}
 KIB_PER_GUESS = 12
 ROOMS_OF_LOGITS = 10
 LAYOUT_TRIES = 2
 
+Found = tuple[list[Row], list[Line]]
 
-def drafts(_: Path, scratch: Path, pool: str, rounds: int) -> Section:
-    model = tiny_model("qwen3", scratch / "draft-target", **SHAPE)
+
+@dataclass(frozen=True)
+class Target:
+    """The model that drafts are trained for."""
+
+    model: Path
+    scratch: Path
+
+    def draft(
+        self, algorithm: Algorithm = "eagle3", spec: ParallelSpec = SINGLE, vocab_size: int | None = None, **knobs: Any
+    ) -> AbstractContextManager[MeasuredRun]:
+        """knobs: of WorkerConfig."""
+        config = DraftConfig(algorithm=algorithm, seed=3, draft_vocab_size=vocab_size)
+        knobs = {"threads": THREADS} | knobs
+        return measured_run(self.model, self.scratch, config, lesson(algorithm, WARM_UP, ttt_length=1), spec, **knobs)
+
+    def cost(self, length: int, ttt_length: int = TTT_LENGTH, vocab_size: int | None = None) -> Cost:
+        with self.draft(vocab_size=vocab_size) as draft:
+            return draft.cost(lesson("eagle3", length, ttt_length=ttt_length))
+
+
+def lesson(algorithm: Algorithm, *lengths: int, ttt_length: int = TTT_LENGTH) -> training.ForwardBackwardRequest:
+    """Returns a pass over sequences of random tokens."""
+    random = np.random.default_rng(sum(lengths))
+    data = [training.Datum(random.integers(3, VOCABULARIES[0], length).astype(np.int32)) for length in lengths]
+    options = {"ttt_length": ttt_length} if algorithm == "eagle3" else {"seed": 1}
+    return training.ForwardBackwardRequest("run", 1, tuple(data), algorithm, options)
+
+
+def drafts(setup: Setup) -> Section:
+    target = Target(tiny_model("qwen3", setup.scratch / "draft-target", **SHAPE), setup.scratch)
     parts = [
-        _by_ttt_length(model, scratch),
-        _by_vocabulary(scratch),
-        _by_activations(model, scratch, rounds),
-        *(_by_length(algorithm, model, scratch, rounds) for algorithm in DRAFTS),
-        _by_layout(model, scratch),
+        _by_ttt_length(target),
+        _by_vocabulary(setup.scratch),
+        _by_activations(target, setup.rounds),
+        *(_by_length(algorithm, target, setup.rounds) for algorithm in KIB_PER_TOKEN),
+        _by_layout(target),
     ]
     notes = [
         f"A Qwen3 of hidden {SHAPE['hidden_size']} and {SHAPE['num_hidden_layers']} layers in float32; eagle3 with a",
@@ -62,120 +102,97 @@ def drafts(_: Path, scratch: Path, pool: str, rounds: int) -> Section:
     return Section("Drafts", [row for table, _ in parts for row in table], lines, notes)
 
 
-def _by_ttt_length(model: Path, scratch: Path) -> tuple[list[Row], list[Line]]:
-    costs = [_alone(model, scratch, LENGTH, ttt_length) for ttt_length in TTT_LENGTHS]
-    more = (costs[-1].growth - costs[0].growth) / (TTT_LENGTHS[-1] - TTT_LENGTHS[0])
+def _by_ttt_length(target: Target) -> Found:
+    costs = {ttt_length: target.cost(LENGTH, ttt_length) for ttt_length in TTT_LENGTHS}
+    more = (costs[TTT_LENGTHS[-1]].growth - costs[TTT_LENGTHS[0]].growth) / (TTT_LENGTHS[-1] - TTT_LENGTHS[0])
     lines = [Line("a guess of ttt_length, KiB per token", more / 1024 / LENGTH, "at most", KIB_PER_GUESS)]
-    named = [f"ttt_length {ttt_length}" for ttt_length in TTT_LENGTHS]
-    return [_row(name, LENGTH, cost) for name, cost in zip(named, costs, strict=True)], lines
+    return [_row(f"ttt_length {ttt_length}", LENGTH, cost) for ttt_length, cost in costs.items()], lines
 
 
-def _by_vocabulary(scratch: Path) -> tuple[list[Row], list[Line]]:
+def _by_vocabulary(scratch: Path) -> Found:
     model = tiny_model("qwen3", scratch / "large-vocabulary-target", **(SHAPE | {"vocab_size": LARGE_VOCAB}))
-    costs = [_alone(model, scratch, LENGTH, draft_vocab_size=size) for size in VOCABULARIES]
-    growth = costs[-1].growth - costs[0].growth
-    more = 4 * (VOCABULARIES[-1] - VOCABULARIES[0])
-    logits = LENGTH * TTT_LENGTH * more
-    what = f"draft_vocab_size {VOCABULARIES[-1]}, growth above {VOCABULARIES[0]} over the bytes of"
+    costs = {size: Target(model, scratch).cost(LENGTH, vocab_size=size) for size in VOCABULARIES}
+    least, most = VOCABULARIES[0], VOCABULARIES[-1]
+    growth, logits = costs[most].growth - costs[least].growth, 4 * LENGTH * TTT_LENGTH * (most - least)
+    what = f"draft_vocab_size {most}, growth above {least} over the bytes of"
     lines = [
         Line(f"{what} a chunk of logits", growth / LogitRoom.num_bytes, "at most", ROOMS_OF_LOGITS),
         Line(f"{what} all logits", growth / logits, "at most", 0.2),
     ]
-    named = [f"draft_vocab_size {size}" for size in VOCABULARIES]
-    return [_row(name, LENGTH, cost) for name, cost in zip(named, costs, strict=True)], lines
+    return [_row(f"draft_vocab_size {size}", LENGTH, cost) for size, cost in costs.items()], lines
 
 
-def _by_activations(model: Path, scratch: Path, rounds: int) -> tuple[list[Row], list[Line]]:
-    """Peaks of first passes; seconds: medians of rounds in turn."""
-    most = TTT_LENGTHS[-1]
-    request = lesson("eagle3", RECOMPUTED, ttt_length=most)
-    draft, threads = DRAFTS["eagle3"], _threads()
-    with (
-        student(model, scratch, draft, threads=threads) as keep,
-        student(model, scratch, draft, threads=threads, activations="recompute") as recompute,
-    ):
-        kept, again = keep.cost(request), recompute.cost(request)
-        turns = [(keep.cost(request).seconds, recompute.cost(request).seconds) for _ in range(max(1, rounds // 2))]
-    seconds = [statistics.median(side) for side in zip(*turns, strict=True)]
-    named = [f"ttt_length {most}, {name}" for name in ("keep", "recompute")]
-    costs = [Cost(kept.growth, seconds[0]), Cost(again.growth, seconds[1])]
+def _by_activations(target: Target, rounds: int) -> Found:
+    """Measures the peaks of first passes, and the median seconds of the others."""
+    work = lesson("eagle3", RECOMPUTED, ttt_length=TTT_LENGTHS[-1])
+    with target.draft() as keep, target.draft(activations="recompute") as recompute:
+        sides = {"keep": lambda: keep.cost(work), "recompute": lambda: recompute.cost(work)}
+        found = in_turn(sides, 1 + max(1, rounds // 2))
+    named = [f"ttt_length {TTT_LENGTHS[-1]}, {name}" for name in found]
+    kept, recomputed = (
+        Cost(costs[0].growth, statistics.median(each.seconds for each in costs[1:])) for costs in found.values()
+    )
     lines = [
-        Line(f"{named[1]}, times keep's peak", again.growth / kept.growth, "at most", 0.85),
-        Line(f"{named[1]}, times keep's seconds", seconds[1] / seconds[0], "at most", 1.25),
+        Line(f"{named[1]}, times keep's peak", recomputed.growth / kept.growth, "at most", 0.85),
+        Line(f"{named[1]}, times keep's seconds", recomputed.seconds / kept.seconds, "at most", 1.25),
     ]
-    return [_row(name, RECOMPUTED, cost) for name, cost in zip(named, costs, strict=True)], lines
+    return [_row(name, RECOMPUTED, cost) for name, cost in zip(named, (kept, recomputed), strict=True)], lines
 
 
-def _by_length(algorithm: Algorithm, model: Path, scratch: Path, rounds: int) -> tuple[list[Row], list[Line]]:
+def _by_length(algorithm: Algorithm, target: Target, rounds: int) -> Found:
     table: list[Row] = []
-    online: list[Cost] = []
-    stored: list[Cost] = []
     for length in LENGTHS:
-        pair = _online_and_stored(algorithm, model, scratch, length, max(1, rounds * LENGTHS[0] // length))
-        for costs, name, cost in zip((online, stored), ("online", "stored"), pair, strict=True):
-            costs.append(cost)
-            table.append(_row(f"{algorithm}, {name}", length, cost))
+        online, stored = _online_and_stored(algorithm, target, length, max(1, rounds * LENGTHS[0] // length))
+        table += [_row(f"{algorithm}, online", length, online), _row(f"{algorithm}, stored", length, stored)]
+    # Of the longest.
     lines = [
         Line(
             f"{algorithm}, {LONGEST} tokens, {name}, KiB per token",
-            costs[-1].growth / 1024 / LONGEST,
+            cost.growth / 1024 / LONGEST,
             "at most",
             KIB_PER_TOKEN[algorithm],
         )
-        for name, costs in (("online", online), ("stored", stored))
+        for name, cost in (("online", online), ("stored", stored))
     ]
-    ratio = stored[-1].seconds / online[-1].seconds
+    ratio = stored.seconds / online.seconds
     lines.append(Line(f"{algorithm}, {LONGEST} tokens, stored, times online's seconds", ratio, "at most", 1.0))
     return table, lines
 
 
-def _online_and_stored(algorithm: Algorithm, model: Path, scratch: Path, length: int, rounds: int) -> tuple[Cost, Cost]:
-    """Peaks of processes of their own; seconds: medians of rounds in turn in one of these."""
-    request, features = lesson(algorithm, length, ttt_length=TTT_LENGTH), scratch / "features"
-    with student(model, scratch, DRAFTS[algorithm], threads=_threads()) as one:
-        online = one.cost(request)
-        referred = referring(one.where, request, features)
-    with student(model, scratch, DRAFTS[algorithm], threads=_threads()) as other:
-        stored = other.cost(referred)
-        turns = [(other.cost(request).seconds, other.cost(referred).seconds) for _ in range(rounds)]
-    seconds = [statistics.median(side) for side in zip(*turns, strict=True)]
+def _online_and_stored(algorithm: Algorithm, target: Target, length: int, rounds: int) -> tuple[Cost, Cost]:
+    """Returns the peaks of two processes, and the median seconds of rounds in turn in one of them."""
+    work = lesson(algorithm, length)
+    with target.draft(algorithm) as draft:
+        online = draft.cost(work)
+        stored_work = referring(draft.where, work, target.scratch / "features")
+    with target.draft(algorithm) as draft:
+        stored = draft.cost(stored_work)
+        sides = {name: lambda each=each: draft.cost(each).seconds for name, each in ((0, work), (1, stored_work))}
+        seconds = [statistics.median(of_side) for of_side in in_turn(sides, rounds).values()]
     return Cost(online.growth, seconds[0]), Cost(stored.growth, seconds[1])
 
 
-def _by_layout(model: Path, scratch: Path) -> tuple[list[Row], list[Line]]:
-    """tp: sequences go to one rank or the other, so that a single one keeps one busy."""
+def _by_layout(target: Target) -> Found:
+    """tp gives each sequence to one rank, so a single one keeps only one busy."""
     whole, halves = (LONGEST,), (LONGEST // 2,) * 2
-    of_one = {lengths: _of_layout(model, scratch, "single", lengths) for lengths in (whole, halves)}
+    of_one = {lengths: _layout_cost(target, "single", lengths) for lengths in (whole, halves)}
     table = [_row(f"one rank, {_named(lengths)}", LONGEST, cost) for lengths, cost in of_one.items()]
     lines = []
     for layout, lengths, share in (("sp=2", whole, 0.65), ("tp=2", halves, 0.65), ("tp=2", whole, 1.25)):
-        name, cost = f"{layout}, {_named(lengths)}", _of_layout(model, scratch, layout, lengths)
+        name, cost = f"{layout}, {_named(lengths)}", _layout_cost(target, layout, lengths)
         table.append(_row(name, LONGEST, cost))
         lines.append(Line(f"{name}, times one rank's peak", cost.growth / of_one[lengths].growth, "at most", share))
     return table, lines
 
 
-def _of_layout(model: Path, scratch: Path, layout: str, lengths: tuple[int, ...]) -> Cost:
-    """In one micro-batch, a thread for each rank. The one that takes most of several: some allocators are lucky."""
+def _layout_cost(target: Target, layout: str, lengths: tuple[int, ...]) -> Cost:
+    """Measures one micro-batch, a thread for each rank. The largest of several tries: some allocators are lucky."""
 
     def once() -> Cost:
-        knobs = {"threads": 1, "micro_batch_tokens": LONGEST}
-        with student(model, scratch, DRAFTS["eagle3"], ParallelSpec.parse(layout), **knobs) as one:
-            return one.cost(lesson("eagle3", *lengths, ttt_length=TTT_LENGTH))
+        with target.draft(spec=ParallelSpec.parse(layout), threads=1, micro_batch_tokens=LONGEST) as draft:
+            return draft.cost(lesson("eagle3", *lengths))
 
     return max((once() for _ in range(LAYOUT_TRIES)), key=lambda cost: cost.growth)
-
-
-def _alone(
-    model: Path, scratch: Path, length: int, ttt_length: int = TTT_LENGTH, draft_vocab_size: int | None = None
-) -> Cost:
-    draft = DRAFTS["eagle3"].model_copy(update={"draft_vocab_size": draft_vocab_size})
-    with student(model, scratch, draft, threads=_threads()) as one:
-        return one.cost(lesson("eagle3", length, ttt_length=ttt_length))
-
-
-def _threads() -> int:
-    return os.cpu_count() or 1
 
 
 def _named(lengths: Sequence[int]) -> str:
@@ -190,3 +207,167 @@ def _row(what: str, tokens: int, cost: Cost) -> Row:
         "KiB per token": cost.growth / 1024 / tokens,
         "seconds": cost.seconds,
     }
+
+
+# Speculative sampling, with SmolLM2-135M-Instruct
+
+POLICY_STEPS, DRAFT_STEPS = 40, 100
+ROLLOUTS = 4  # of each question that is trained on
+VOCABULARY = 4096
+NUM_DRAFT_TOKENS = 4
+LOSS = {"ttt_length": NUM_DRAFT_TOKENS}
+MAX_TOKENS = 64
+KINDS = {"greedy": 0.0, "sampled": 1.0}
+"""Names in a draft's metrics -> temperature."""
+ONE_BY_ONE = 6
+LEAST_GAIN, LEAST_GAIN_TOGETHER = 1.2, 0.8
+MOST_OFF = 0.1
+"""The largest difference from training's acceptance length, as a share of it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """is_seeded: each sample then gets as many draft tokens as if it were alone."""
+
+    kind: str
+    together: bool
+    is_seeded: bool
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """rate: tokens per second."""
+
+    rate: float
+    acceptance_length: float
+
+
+def guesses(setup: Setup) -> Section:
+    models = {MODEL: converted_model()}
+    with (
+        live_server(models, setup.scratch / "guesses", setup.pool, threads=THREADS) as server,
+        ServiceClient(server.url, KEY) as service,
+    ):
+        policy = service.create_lora_training_client(MODEL, rank=8, seed=0)
+        train, held_out = (_prompts(policy, split) for split in ("train", "held_out"))
+        policy_path = _train_policy(policy)
+        sampler = service.create_sampling_client(model_path=policy_path)
+        draft = service.create_draft_client(
+            MODEL, "eagle3", target_path=policy_path, seed=1, draft_vocab_size=VOCABULARY
+        )
+        draft_path = _train_draft(draft, _answers(sampler, train, 1.0, ROLLOUTS))
+        expected = {
+            kind: _acceptance_length(draft, _answers(sampler, held_out, temperature, ROLLOUTS), kind)
+            for kind, temperature in KINDS.items()
+        }
+        cases = [Case(kind, *each) for kind in KINDS for each in ((False, True), (True, True), (True, False))]
+        sides = {
+            (case, path): _side(sampler, held_out if case.together else held_out[:ONE_BY_ONE], case, path)
+            for case in cases
+            for path in (None, draft_path)
+        }
+        # The first round loads.
+        found = in_turn(sides, setup.rounds, warm_ups=1)
+    pairs = {case: (found[case, None], found[case, draft_path]) for case in cases}
+    return _section(pairs, expected, len(held_out))
+
+
+def _prompts(client: TrainingClient, split: str) -> Rows:
+    return [chat_prompt(client.get_tokenizer(), row["question"]) for row in questions(PIRATE, split)]
+
+
+def _train_policy(policy: TrainingClient) -> str:
+    """Returns the path of its checkpoint."""
+    data = [datum(policy.get_tokenizer(), row) for row in questions(PIRATE, "train")]
+    for step in range(POLICY_STEPS):
+        train_step(policy, batch(data, step, 8), 1e-3 * schedule(step, 4, POLICY_STEPS))
+    return _saved(policy)
+
+
+def _answers(sampler: SamplingClient, prompts: Rows, temperature: float, num_samples: int) -> list[Datum]:
+    params = [SamplingParams(max_tokens=MAX_TOKENS, temperature=temperature, seed=seed) for seed in range(len(prompts))]
+    futures = [sampler.sample(prompt, num_samples, each) for prompt, each in zip(prompts, params, strict=True)]
+    return [
+        answered(prompt, sequence.tokens.tolist())
+        for prompt, future in zip(prompts, futures, strict=True)
+        for sequence in future.result().sequences
+    ]
+
+
+def _train_draft(draft: TrainingClient, texts: Sequence[Datum]) -> str:
+    """Returns the path of its checkpoint."""
+    tokens, weights = ([each.loss_fn_inputs[name] for each in texts] for name in ("target_tokens", "weights"))
+    draft.build_vocab_map(tokens, weights)
+    data = draft.capture(texts).result()
+    for step in range(DRAFT_STEPS):
+        draft.forward_backward(batch(data, step, 16), "eagle3", LOSS)
+        adam = AdamParams(learning_rate=1e-3 * schedule(step, 10, DRAFT_STEPS), grad_clip_norm=0.5)
+        draft.optim_step(adam, gradient_scale="mean").result()
+    return _saved(draft)
+
+
+def _saved(client: TrainingClient) -> str:
+    path = client.save_weights_for_sampler("taught").result().path
+    assert path is not None
+    return path
+
+
+def _acceptance_length(draft: TrainingClient, texts: Sequence[Datum], kind: str) -> float:
+    """Returns what the metrics of training report."""
+    return draft.forward(texts, "eagle3", LOSS).result().metrics[f"acceptance_length/{kind}:mean"]
+
+
+def _side(sampler: SamplingClient, prompts: Rows, case: Case, draft_path: str | None) -> Callable[[], Sampled]:
+    seeds = count(1000)
+
+    def sample() -> Sampled:
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=KINDS[case.kind], seed=next(seeds) if case.is_seeded else None
+        )
+        drafted = {"draft_path": draft_path, "num_draft_tokens": NUM_DRAFT_TOKENS}
+        futures = (sampler.sample(prompt, 1, params, **drafted) for prompt in prompts)
+        started = time.perf_counter()
+        # A list sends all requests before the first result is awaited.
+        responses = [future.result() for future in (list(futures) if case.together else futures)]
+        seconds = time.perf_counter() - started
+        num_tokens = sum(len(response.sequences[0].tokens) for response in responses)
+        counts = [response.guesses for response in responses if response.guesses is not None]
+        passes = sum(each.passes for each in counts)
+        return Sampled(num_tokens / seconds, 1 + sum(each.accepted for each in counts) / max(1, passes))
+
+    return sample
+
+
+def _section(
+    pairs: Mapping[Case, tuple[Sequence[Sampled], Sequence[Sampled]]], expected: Mapping[str, float], num_held_out: int
+) -> Section:
+    table: list[Row] = []
+    lines: list[Line] = []
+    for case, (plain, drafted) in pairs.items():
+        requests = f"{num_held_out} side by side" if case.together else "one by one"
+        name = f"temperature {KINDS[case.kind]:g}, {requests}{', seeds given' if case.is_seeded else ''}"
+        rates = [[each.rate for each in side] for side in (plain, drafted)]
+        gain = median_ratio(rates[1], rates[0])
+        length = statistics.mean(each.acceptance_length for each in drafted)
+        table.append(
+            {
+                "requests": name,
+                "tokens/s without": statistics.median(rates[0]),
+                "tokens/s with the draft": statistics.median(rates[1]),
+                "gain": gain,
+                "tokens a pass": length,
+                "as training says": expected[case.kind],
+            }
+        )
+        if case.together and case.is_seeded:
+            off = abs(length / expected[case.kind] - 1)
+            lines.append(Line(f"{name}, tokens a pass off what training says", off, "at most", MOST_OFF))
+        else:
+            least = LEAST_GAIN_TOGETHER if case.together else LEAST_GAIN
+            lines.append(Line(f"{name}, tokens/s, times those without", gain, "at least", least))
+    notes = [
+        f"{MODEL} with a LoRA of rank 8 that has learnt short answers in {POLICY_STEPS} steps, and an eagle3 draft",
+        f"of {VOCABULARY} tokens that has learnt {DRAFT_STEPS} steps of its answers; {NUM_DRAFT_TOKENS} draft tokens",
+        "at a time.",
+    ]
+    return Section("Speculative sampling", table, lines, notes)

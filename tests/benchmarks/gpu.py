@@ -44,7 +44,7 @@ MOST_ADAPTERS = 16
 PEFT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Plan = Sequence[tuple[int, int]]
-"""Of each tenant the rows and the tokens of each."""
+"""For each tenant, the number of rows and the tokens of each."""
 
 
 @dataclass
@@ -143,18 +143,15 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def peak(bench: Bench) -> None:
-    """The rate of a product of two square matrices in bfloat16, and of a copy."""
-    size = 8192 if bench.device == "cuda" else 512
-    left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = bench.seconds(lambda: left @ right, 10, 3)
-    bench.report("product", {"TFLOP/s": 2 * size**3 / seconds / 1e12})
+    """Measures the rate of a product of two square matrices in bfloat16, and of a copy."""
+    bench.report("product", {"TFLOP/s": _product_rate(bench) / 1e12})
     source = torch.empty(1 << (32 if bench.device == "cuda" else 24), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     bench.report("copy", {"GB/s": 2 * source.numel() / bench.seconds(lambda: target.copy_(source), 10, 3) / 1e9})
 
 
 def train(bench: Bench) -> None:
-    """Passes and steps of one tenant and of many, even and ragged."""
+    """Measures passes and steps of one tenant and of many, even and ragged."""
     worker, product = _worker(bench), _product_rate(bench)
     length = bench.length
     ragged = [(2, length), (1, length // 2), (3, length // 4), (2, length), (1, length), (4, length // 4)]
@@ -181,7 +178,7 @@ def train(bench: Bench) -> None:
 
 
 def decode(bench: Bench) -> None:
-    """Samples of short prompts, at 1 and at 64 rows, and long prompts."""
+    """Measures samples of short prompts, at 1 and at 64 rows, and of long prompts."""
     worker, is_tiny = _worker(bench), bench.options.model == "tiny"
     num_tokens, long = (16, 128) if is_tiny else (128, 8000)
     for name, jobs, adapters, prompt, ragged in (
@@ -205,7 +202,7 @@ def decode(bench: Bench) -> None:
 
 
 def profiles(bench: Bench) -> None:
-    """Tables of torch's profiler beside the JSON."""
+    """Writes tables of torch's profiler next to the JSON."""
     worker = _worker(bench)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device == "cuda":
@@ -227,7 +224,7 @@ def profiles(bench: Bench) -> None:
 
 
 def reference(bench: Bench) -> None:
-    """The same model by transformers and PEFT: training of four rows, and `generate` of 64."""
+    """Compares with the same model by transformers and PEFT: training of four rows, and `generate` of 64."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -310,7 +307,7 @@ def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], None]:
 def _sampling(
     bench: Bench, worker: Worker, lengths: Sequence[int], num_adapters: int, prompt: int
 ) -> Callable[[], None]:
-    """lengths: tokens of each sample, all of which run side by side."""
+    """Returns a call that samples. lengths: tokens of each sample, all of which decode at once."""
 
     def job(number: int, length: int) -> SampleJob:
         adapter = f"sampler{number % num_adapters}" if num_adapters else None
@@ -327,7 +324,7 @@ def _sampling(
 
 
 def _product_rate(bench: Bench) -> float:
-    """Returns operations a second of a product in bfloat16, as `peak` measures it."""
+    """Returns operations a second of a product in bfloat16."""
     size = 8192 if bench.device == "cuda" else 512
     left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / bench.seconds(lambda: left @ right, 10, 3)

@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Planned:
-    """weight: of the sentence; of a step, that of its window, and num_losses how many operations that has."""
+    """weight: of the sentence, or of a step's window. num_losses: operations in a step's window."""
 
     kind: str
     weight: int = 0
@@ -47,14 +47,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sentence:
-    """What a weight of 1 gives."""
+    """Holds the results of a weight of 1."""
 
     loss: float
     grad_norm: float
 
 
 class LedgerClient:
-    """A tenant with one run. tries: of its requests, by how they ended."""
+    """A tenant that has one run. tries: counts its requests by how they ended."""
 
     def __init__(self, http: httpx.AsyncClient, number: int, model: str, plan: Sequence[Planned]) -> None:
         self.entries: list[Entry] = []
@@ -68,7 +68,7 @@ class LedgerClient:
         self._ahead = asyncio.Semaphore(_MOST_AHEAD)
 
     async def work(self, seconds: float) -> None:
-        """All operations, spread over that time; several at once, so that they arrive in any order."""
+        """Carries out the plan, spread over that time; several operations at once, so that they arrive in any order."""
         began = time.monotonic()
         await self._create()
         times = sorted(self._drawn.uniform(0, seconds) for _ in self._plan)
@@ -84,7 +84,7 @@ class LedgerClient:
         return await asyncio.gather(*(self._result(entry.request_id) for entry in self.entries))
 
     async def save(self, http: httpx.AsyncClient) -> None:
-        """Its state, as the checkpoint "end"."""
+        """Saves its state as the checkpoint "end"."""
         self._http = http
         body = {"model_id": self.run_id, "seq_id": len(self.entries) + 1, "path": "end"}
         await self._result((await self._post("save_weights", body))["request_id"])
@@ -113,7 +113,7 @@ class LedgerClient:
         return await self._post("retrieve_future", {"request_id": request_id})
 
     async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Again and again, until it is answered."""
+        """Retries until the request is answered."""
         pause = 0.1
         while True:
             response = None
@@ -129,7 +129,7 @@ class LedgerClient:
 
 
 def plan(drawn: random.Random, num_operations: int) -> list[Planned]:
-    """Windows of one to three batches and a step; among them passes that leave nothing behind."""
+    """Returns windows of one to three batches and a step, and among them forward passes, which leave no trace."""
     planned: list[Planned] = []
     while len(planned) < num_operations:
         weights = [drawn.randint(1, 99) for _ in range(drawn.randint(1, 3))]
@@ -161,7 +161,7 @@ def check(entries: list[Entry], sentence: Sentence) -> None:
 
 
 def final_moment(entries: list[Entry]) -> float:
-    """AdamW's first moment after these, as a multiple of the sentence's gradient."""
+    """Returns AdamW's first moment after these, as a multiple of the sentence's gradient."""
     moment = 0.0
     for entry in entries:
         if entry.planned.kind == "optim_step":
@@ -170,7 +170,7 @@ def final_moment(entries: list[Entry]) -> float:
 
 
 async def work(url: str, model: str, num_clients: int, num_operations: int, seconds: float) -> list[LedgerClient]:
-    """Has as many operations carried out by each; returns when all are answered."""
+    """Has each client carry out as many operations; returns when all are answered."""
     async with connected(url) as http:
         plans = [plan(random.Random(number), num_operations) for number in range(num_clients)]
         clients = [LedgerClient(http, number, model, planned) for number, planned in enumerate(plans)]

@@ -1,5 +1,8 @@
-"""Sampling through the official SDK over HTTP against transformers' `generate` in process: a full batch, clients that
-come and go, one short request, and many adapters in one batch.
+"""Sampling through the official SDK over HTTP against transformers' `generate` in process, and against vLLM.
+
+Cases: a full batch, clients that arrive and leave, one short request, many adapters in one batch. The comparison with
+vLLM (`make bench-vllm`) needs TRAINHOUSE_VLLM_PYTHON, a Python that has vLLM, and heads of 32, since vLLM's attention
+on CPUs supports none of 16.
 """
 
 import asyncio
@@ -7,19 +10,34 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import tinker
 from tinker import types
 
-from ..live import live_server
-from .child import Child, child
-from .report import Line, Section
-from .workload import MODEL, RANK, datum, rows
+from ..tiny import tiny_model
+from .harness import (
+    RANK,
+    SHAPE,
+    THREADS,
+    Child,
+    Line,
+    Rows,
+    Section,
+    Setup,
+    child,
+    in_turn,
+    median_ratio,
+    prompts,
+    rows,
+    running,
+    timed,
+)
+from .processes.clients import connect, datum, new_run
 
 PROMPTS, SAMPLES, LENGTH = 8, 4, 64
 CLIENTS, ADAPTERS = 64, 8
@@ -28,90 +46,103 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 
 Sampler = tinker.SamplingClient
 
-_seeds = count()
 
-
-def sampling(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
-    threads = os.cpu_count() or 1
-    with ExitStack() as stack:
-        local = stack.enter_context(child("local_generate"))
-        server = stack.enter_context(live_server({MODEL: model}, scratch / "sampling", pool=pool, threads=threads))
-        service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key="tml-bench"))
-        local.ask({"threads": threads, "model": str(model), "rank": RANK, "prompts": new_prompts(PROMPTS)})
-        trainers = [
-            service.create_lora_training_client(MODEL, rank=RANK, seed=seed, train_unembed=False).result(60)
-            for seed in range(ADAPTERS)
-        ]
-        samplers = [trainer.save_weights_and_get_sampling_client().result(60) for trainer in trainers]
-        sides = _sides(local, samplers)
-        for measure in sides.values():
-            measure()
-        seconds = {name: [] for name in sides}
-        for _ in range(rounds):
-            for name, measure in sides.items():
-                seconds[name].append(measure())
-        fresh = [_fresh_sampler(trainers[0], new_prompts(2)) for _ in range(4 * rounds)]
-    return _section(Outcome(seconds, fresh), rounds)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """seconds: by side, of each round. fresh: of a first token from a sampler just made, and of one more token."""
-
-    seconds: dict[str, list[float]]
-    fresh: list[tuple[float, float]]
-
-    def rate(self, name: str, num_tokens: int) -> list[float]:
-        return [num_tokens / each for each in self.seconds[name]]
+def _ragged_lengths() -> list[tuple[int, int]]:
+    """Returns the prompt's length and the tokens that each client requests: 64 of each on average."""
+    drawn = random.Random(0)
+    lengths = [drawn.randint(16, 112) for _ in range(CLIENTS)]
+    return [(length, drawn.randint(16, 112)) for length in lengths]
 
 
 BATCH, BATCH_LOCAL = "8x4 samples of 64", "8x4 samples of 64, generate"
 MIXED = "8x4 samples of 64, 8 adapters"
 RAGGED, RAGGED_ONE = "64 clients of 4 samples, ragged", "64 clients of 1 sample, ragged"
 ONE, ONE_LOCAL = "1 sample of 16", "1 sample of 16, generate"
+RAGGED_LENGTHS = _ragged_lengths()
+IN_BATCH, IN_RAGGED = PROMPTS * SAMPLES * LENGTH, sum(max_tokens for _, max_tokens in RAGGED_LENGTHS)
+NUM_TOKENS = {
+    BATCH_LOCAL: IN_BATCH,
+    BATCH: IN_BATCH,
+    MIXED: IN_BATCH,
+    RAGGED: SAMPLES * IN_RAGGED,
+    RAGGED_ONE: IN_RAGGED,
+    ONE_LOCAL: SHORT,
+    ONE: SHORT,
+}
 
 
-def _sides(local: Child, samplers: list[Sampler]) -> dict[str, Callable[[], float]]:
-    """Name -> a measurement of its seconds."""
+class Prompts:
+    """Hands out prompts that no sampler has seen, so that prefix caches do not matter."""
+
+    def __init__(self) -> None:
+        self._seeds = count()
+
+    def new(self, number: int) -> Rows:
+        return prompts(number, LENGTH, next(self._seeds))
+
+    def new_of(self, lengths: Iterable[int]) -> Rows:
+        return [row[:-1] for row in rows(lengths, next(self._seeds))]
+
+
+def sampling(setup: Setup) -> Section:
+    unseen = Prompts()
+    with (
+        child("local", "generate") as local,
+        setup.server("sampling") as server,
+        connect(server.url) as service,
+    ):
+        local.ask({"threads": THREADS, "model": str(setup.model), "rank": RANK, "prompts": unseen.new(PROMPTS)})
+        runs = [new_run(service, seed) for seed in range(ADAPTERS)]
+        samplers = [run.save_weights_and_get_sampling_client().result(60) for run in runs]
+        seconds = in_turn(_sides(local, samplers, unseen), setup.rounds, warm_ups=1)
+        late = [_seconds_late(runs[0], *unseen.new(2)) for _ in range(4 * setup.rounds)]
+    return _section(seconds, 1000 * statistics.median(late), setup.rounds)
+
+
+def _sides(local: Child, samplers: list[Sampler], unseen: Prompts) -> dict[str, Callable[[], float]]:
+    """Returns what measures the seconds of each side."""
     first = samplers[0]
 
     def generate(num_prompts: int, num_samples: int, max_tokens: int) -> Callable[[], float]:
         asked = {"num_prompts": num_prompts, "num_samples": num_samples, "max_tokens": max_tokens}
-        return lambda: local.ask(asked)
+        return lambda: local.ask(asked)[0]
 
     return {
         BATCH_LOCAL: generate(PROMPTS, SAMPLES, LENGTH),
-        BATCH: lambda: batch_seconds([first] * PROMPTS, new_prompts(PROMPTS)),
-        MIXED: lambda: batch_seconds(samplers, new_prompts(PROMPTS)),
-        RAGGED: lambda: _timed(lambda: _ragged(first, SAMPLES)),
-        RAGGED_ONE: lambda: _timed(lambda: _ragged(first, 1)),
+        BATCH: lambda: _batch_seconds([first] * PROMPTS, unseen),
+        MIXED: lambda: _batch_seconds(samplers, unseen),
+        RAGGED: lambda: _ragged_seconds(first, SAMPLES, unseen),
+        RAGGED_ONE: lambda: _ragged_seconds(first, 1, unseen),
         ONE_LOCAL: generate(1, 1, SHORT),
-        ONE: lambda: _timed(lambda: _sample(first, new_prompts(1)[0], 1, SHORT)),
+        ONE: lambda: _seconds([_sample(first, *unseen.new(1), 1, SHORT)]),
     }
 
 
-def new_prompts(number: int) -> list[list[int]]:
-    """That no sampler has seen: what it keeps of earlier ones is not measured here."""
-    return [row[:LENGTH] for row in rows([LENGTH] * number, seed=next(_seeds))]
+def _batch_seconds(samplers: list[Sampler], unseen: Prompts) -> float:
+    pairs = zip(samplers, unseen.new(len(samplers)), strict=True)
+    return _seconds([_sample(sampler, prompt, SAMPLES, LENGTH) for sampler, prompt in pairs])
 
 
-def batch_seconds(samplers: list[Sampler], prompts: list[list[int]]) -> float:
-    """Of a request for each prompt, all at once."""
-    requests = list(zip(samplers, prompts, strict=True))
-    return _timed(lambda: _all([_sample(sampler, prompt, SAMPLES, LENGTH) for sampler, prompt in requests]))
+def _ragged_seconds(sampler: Sampler, num_samples: int, unseen: Prompts) -> float:
+    """Each client sends a request at a moment of its own in the time that a batch takes."""
+    drawn = random.Random(1)
+
+    async def sample(prompt: list[int], max_tokens: int, delay: float) -> None:
+        await asyncio.sleep(delay)
+        await _sample(sampler, prompt, num_samples, max_tokens)
+
+    ragged = unseen.new_of(length for length, _ in RAGGED_LENGTHS)
+    requests = zip(ragged, RAGGED_LENGTHS, strict=True)
+    return _seconds([sample(prompt, max_tokens, drawn.uniform(0, 0.3)) for prompt, (_, max_tokens) in requests])
 
 
-def _timed(work: Callable[[], Coroutine[object, object, object]]) -> float:
-    async def run() -> float:
-        started = time.perf_counter()
-        await work()
-        return time.perf_counter() - started
+def _seconds(works: list[Coroutine[object, object, None]]) -> float:
+    """Returns how long all of them take at once."""
 
-    return asyncio.run(run())
+    async def run() -> None:
+        await asyncio.gather(*works)
 
-
-async def _all(works: list[Coroutine[object, object, object]]) -> None:
-    await asyncio.gather(*works)
+    return timed(lambda: asyncio.run(run()))
 
 
 async def _sample(sampler: Sampler, prompt: list[int], num_samples: int, max_tokens: int) -> None:
@@ -122,61 +153,27 @@ async def _sample(sampler: Sampler, prompt: list[int], num_samples: int, max_tok
     assert all(sequence.logprobs is not None for sequence in response.sequences)
 
 
-def _ragged_requests() -> list[tuple[list[int], int]]:
-    """The prompt and the tokens wanted of each client's requests: 64 of each on average."""
-    drawn = random.Random(0)
-    lengths = [drawn.randint(16, 112) for _ in range(CLIENTS)]
-    return [(row[:-1], drawn.randint(16, 112)) for row in rows(lengths, seed=next(_seeds))]
-
-
-async def _ragged(sampler: Sampler, num_samples: int) -> None:
-    """Every client sends a request at a moment of its own in the time that a batch takes."""
-    drawn = random.Random(1)
-
-    async def client(prompt: list[int], max_tokens: int) -> None:
-        await asyncio.sleep(drawn.uniform(0, 0.3))
-        await _sample(sampler, prompt, num_samples, max_tokens)
-
-    await _all([client(prompt, max_tokens) for prompt, max_tokens in _ragged_requests()])
-
-
-def _fresh_sampler(trainer: tinker.TrainingClient, prompts: list[list[int]]) -> tuple[float, float]:
-    """Seconds until the first token of weights just trained, and of another prompt's."""
-    trainer.forward_backward([datum(prompts[0])], "cross_entropy").result(60)
-    trainer.optim_step(ADAM).result(60)
+def _seconds_late(run: tinker.TrainingClient, first: list[int], second: list[int]) -> float:
+    """Returns how much longer the first token of weights just trained takes than that of another prompt."""
+    run.forward_backward([datum(first)], "cross_entropy").result(60)
+    run.optim_step(ADAM).result(60)
     started = time.perf_counter()
-    sampler = trainer.save_weights_and_get_sampling_client().result(60)
-    asyncio.run(_sample(sampler, prompts[0], 1, 1))
-    first = time.perf_counter()
-    asyncio.run(_sample(sampler, prompts[1], 1, 1))
-    return first - started, time.perf_counter() - first
+    sampler = run.save_weights_and_get_sampling_client().result(60)
+    asyncio.run(_sample(sampler, first, 1, 1))
+    seconds = time.perf_counter() - started
+    return seconds - timed(lambda: asyncio.run(_sample(sampler, second, 1, 1)))
 
 
-def _section(outcome: Outcome, rounds: int) -> Section:
-    in_batch, ragged = PROMPTS * SAMPLES * LENGTH, sum(max_tokens for _, max_tokens in _ragged_requests())
-    num_tokens = {
-        BATCH_LOCAL: in_batch,
-        BATCH: in_batch,
-        MIXED: in_batch,
-        RAGGED: SAMPLES * ragged,
-        RAGGED_ONE: ragged,
-        ONE_LOCAL: SHORT,
-        ONE: SHORT,
-    }
-    rates = {name: outcome.rate(name, num_tokens[name]) for name in num_tokens}
+def _section(seconds: dict[str, list[float]], late: float, rounds: int) -> Section:
+    rates = {name: [tokens / each for each in seconds[name]] for name, tokens in NUM_TOKENS.items()}
     table = [
-        {
-            "what": name,
-            "tokens/s": statistics.median(rates[name]),
-            "ms": 1000 * statistics.median(outcome.seconds[name]),
-        }
-        for name in num_tokens
+        {"what": name, "tokens/s": statistics.median(rates[name]), "ms": 1000 * statistics.median(seconds[name])}
+        for name in NUM_TOKENS
     ]
 
     def ratio(one: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
+        return median_ratio(rates[one], rates[other])
 
-    late = 1000 * statistics.median(fresh - again for fresh, again in outcome.fresh)
     lines = [
         Line("8x4 samples of 64, times generate's tokens/s", ratio(BATCH, BATCH_LOCAL), "at least", 2.0),
         Line("64 clients that come and go, times the full batch's tokens/s", ratio(RAGGED, BATCH), "at least", 0.8),
@@ -186,7 +183,56 @@ def _section(outcome: Outcome, rounds: int) -> Section:
     ]
     notes = [
         f"Medians of {rounds} rounds; prompts of {LENGTH} tokens, temperature 1, log-probabilities on. Ragged: prompts",
-        "and samples of 16 to 112 tokens, arriving within 0.3 s. A client of 4 samples asks for as many tokens to a",
+        "and samples of 16 to 112 tokens, arriving within 0.3 s. A client of 4 samples requests as many tokens for a",
         "prompt as the batch does; one of 1 sample has four times the prompt to prefill for each token.",
     ]
     return Section("Sampling against transformers' generate", table, lines, notes)
+
+
+# vLLM
+
+OURS, THEIRS, ON_ONE_THREAD = "native, SDK over HTTP", "vllm.LLM in process", "vllm.LLM in process, one thread"
+"""vLLM's threads spin while they wait for each other, so one of them can be faster than all on a busy machine."""
+
+
+def against_vllm(setup: Setup) -> Section:
+    model = tiny_model("qwen3", setup.scratch / "vllm-model", **(SHAPE | {"head_dim": 32}))
+    unseen = Prompts()
+    with ExitStack() as stack:
+        server = stack.enter_context(replace(setup, model=model).server("vllm-server"))
+        service = stack.enter_context(connect(server.url))
+        path = new_run(service).save_weights_for_sampler("bench").result(60).path
+        sampler = service.create_sampling_client(path).result(60)
+        [config] = (server.state_dir / "checkpoints").rglob("adapter_config.json")
+        about = {"model": str(model), "adapter": str(config.parent), "rank": RANK}
+        theirs, on_one_thread = (stack.enter_context(_vllm(about, *threads)) for threads in ((), ("1",)))
+        sides = {
+            OURS: lambda: _batch_seconds([sampler] * PROMPTS, unseen),
+            THEIRS: lambda: _ask(theirs, unseen),
+            ON_ONE_THREAD: lambda: _ask(on_one_thread, unseen),
+        }
+        seconds = in_turn(sides, setup.rounds, warm_ups=1)
+    medians = {name: statistics.median(of_side) for name, of_side in seconds.items()}
+    table = [{"what": name, "tokens/s": IN_BATCH / each, "ms": 1000 * each} for name, each in medians.items()]
+    ratio = median_ratio(map(min, seconds[THEIRS], seconds[ON_ONE_THREAD]), seconds[OURS])
+    lines = [Line("8x4 samples of 64, times the faster vLLM's tokens/s", ratio, "at least", 1.5)]
+    notes = [
+        f"Medians of {setup.rounds} rounds; new prompts of {LENGTH} tokens each round, temperature 1,",
+        f"log-probabilities on, a rank-{RANK} adapter, float32; the sides take turns.",
+    ]
+    return Section("Sampling against vLLM on the CPU", table, lines, notes)
+
+
+@contextmanager
+def _vllm(about: object, *threads: str) -> Iterator[Child]:
+    python = os.environ.get("TRAINHOUSE_VLLM_PYTHON")
+    if not python:
+        raise SystemExit("TRAINHOUSE_VLLM_PYTHON names no Python that has vLLM: run make bench-vllm")
+    program = Path(__file__).with_name("processes") / "local_vllm.py"
+    with running([python, str(program), *threads]) as vllm:
+        vllm.ask(about)
+        yield vllm
+
+
+def _ask(vllm: Child, unseen: Prompts) -> float:
+    return vllm.ask({"prompts": unseen.new(PROMPTS), "num_samples": SAMPLES, "max_tokens": LENGTH})

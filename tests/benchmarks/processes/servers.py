@@ -1,18 +1,20 @@
-"""A server that does nothing: ready-made answers, for the time that the SDK itself takes.
+"""Servers to compare ours with. Neither loads the official SDK, which would slow down what they are measured by.
 
-Prints its port, and ends with its standard input.
+servers.py null: has ready-made answers, for the time that the SDK itself takes. Prints its port; ends with its input.
+servers.py serve ...: our server, except that nothing that it accepts or answers reaches the disk.
 """
 
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 import uvloop
 from trainhouse.schemas.codec import JSON, PROTOBUF, encode_forward_backward_output
 from trainhouse.schemas.training import ForwardBackwardOutput
 
-from .workload import MODEL
+from ..harness import MODEL, reply
 
 _OUTPUT = ForwardBackwardOutput(({"logprobs": np.zeros(8, np.float32)},), {"loss:sum": 0.0})
 _RESULT = "result"
@@ -61,11 +63,31 @@ def _answer(path: str, body: bytes) -> bytes:
     return _ANSWERS[path.removeprefix("/api/v1/")]
 
 
-async def main() -> None:
+async def serve_nothing() -> None:
     server = await asyncio.get_running_loop().create_server(_Connection, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
+    reply(server.sockets[0].getsockname()[1])
     await asyncio.to_thread(sys.stdin.read)
 
 
+def serve_volatile() -> None:
+    # Here, because the other server stays light.
+    from trainhouse.server.__main__ import main
+    from trainhouse.server.files.wal import Place, Segments
+    from trainhouse.server.runs.snapshotting import RunState
+
+    def append(self: Segments, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":
+        done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        done.set_result(Place(0, 0))
+        return done
+
+    Segments.append = append
+    Segments.delete = lambda self, segment: None
+    RunState.snapshot_if_due = lambda *_, **__: None
+    main()
+
+
 if __name__ == "__main__":
-    uvloop.run(main())
+    if sys.argv[1] == "null":
+        uvloop.run(serve_nothing())
+    else:
+        serve_volatile()

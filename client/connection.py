@@ -33,15 +33,15 @@ PROTOBUF = {"Content-Type": "application/x-protobuf"}
 ACCEPT_PROTOBUF = {"Accept": "application/x-protobuf"}
 API = "/api/v1/"
 LONG_POLLS = 256  # connections that wait for results at the same time; further polls queue
-FAST_ANSWER_SECONDS = 0.5
+MIN_POLL_SECONDS = 0.5
 _TIMEOUT_SECONDS, _CONNECT_SECONDS = 60.0, 10.0
-SILENT_SECONDS = 1.0  # a request that fails for longer logs that it is being retried
-QUIET_SECONDS = 60.0  # a reason for waiting is logged at most once in this time, for all results together
+LOG_RETRY_AFTER_SECONDS = 1.0  # a request that fails for longer logs that it is being retried
+WAIT_LOG_INTERVAL_SECONDS = 60.0  # a reason for waiting is logged at most once in this time, for all results together
 
 log = logging.getLogger("trainhouse")
 
 
-class Connection:
+class ServerConnection:
     """Connects to one server. Its coroutines run in its own event loop, which any thread enters through `run`."""
 
     def __init__(self, base_url: str, api_key: str, retry_seconds: float) -> None:
@@ -57,7 +57,7 @@ class Connection:
             follow_redirects=True,
         )
         self._polls = asyncio.Semaphore(LONG_POLLS)
-        self._told_at: dict[str, float] = {}  # by reason
+        self._logged_at: dict[str, float] = {}  # by reason
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainhouse-client", daemon=True)
@@ -108,7 +108,7 @@ class Connection:
         content: bytes = b"",
         headers: dict[str, str] | None = None,
         query: Mapping[str, int | str] | None = None,
-        also_good: int = 200,
+        accepted_status: int = 200,
         timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> httpx.Response:
         """Sends a request, with retries, and returns the first response with a status of 2xx or `also_good`.
@@ -117,9 +117,9 @@ class Connection:
             APIStatusError: the server refused it, or kept failing until the retries ran out.
             APIConnectionError: the server could not be reached until the retries ran out.
         """
-        backoff = Backoff(self._retry_seconds)
+        backoff = RetryBackoff(self._retry_seconds)
         while True:
-            response = await self._tried(
+            response = await self._attempt(
                 lambda: self._http.request(
                     method,
                     API + path,
@@ -132,7 +132,7 @@ class Connection:
             if isinstance(response, APIConnectionError):
                 await backoff.pause(response)
                 continue
-            if response.is_success or response.status_code == also_good:
+            if response.is_success or response.status_code == accepted_status:
                 return response
             if method == "DELETE" and response.status_code == 404 and backoff.since:
                 return response  # an earlier attempt succeeded and its response was lost
@@ -141,7 +141,7 @@ class Connection:
                 raise failure
             await backoff.pause(failure, seconds_to_wait(response))
 
-    async def _tried(self, request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response | APIConnectionError:
+    async def _attempt(self, request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response | APIConnectionError:
         """Returns the response or a transient failure; raises APIConnectionError if a retry cannot help."""
         try:
             return await request()
@@ -173,7 +173,9 @@ class Connection:
         while True:
             async with self._polls:
                 began = time.monotonic()
-                response = await self.request("POST", "retrieve_future", body, JSON | (headers or {}), also_good=408)
+                response = await self.request(
+                    "POST", "retrieve_future", body, JSON | (headers or {}), accepted_status=408
+                )
             if PROTOBUF["Content-Type"] in response.headers.get("Content-Type", ""):
                 return decode(response.content)
             answer = json.loads(response.content or b"{}")
@@ -183,18 +185,18 @@ class Connection:
             if response.status_code != 408 and answer.get("type") != "try_again":
                 return decode(response.content)
             if reason := answer.get("queue_state_reason"):
-                self._tell_wait(submitted.request_id, reason)
-            if time.monotonic() - began < FAST_ANSWER_SECONDS:
-                await asyncio.sleep(FAST_ANSWER_SECONDS)
+                self._log_wait(submitted.request_id, reason)
+            if time.monotonic() - began < MIN_POLL_SECONDS:
+                await asyncio.sleep(MIN_POLL_SECONDS)
 
-    def _tell_wait(self, request_id: str, reason: str) -> None:
+    def _log_wait(self, request_id: str, reason: str) -> None:
         """Logs why a result is waiting, at most once per QUIET_SECONDS; reasons that differ only in numbers are one."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
-        if now >= self._told_at.get(kind, -QUIET_SECONDS) + QUIET_SECONDS:
-            self._told_at[kind] = now
+        if now >= self._logged_at.get(kind, -WAIT_LOG_INTERVAL_SECONDS) + WAIT_LOG_INTERVAL_SECONDS:
+            self._logged_at[kind] = now
             log.warning("%s waits: %s", request_id, reason)
 
-    async def once(self, path: str, body: Wire, timeout_seconds: float) -> None:
+    async def post_without_retry(self, path: str, body: Wire, timeout_seconds: float) -> None:
         """Sends a request without retries. Raises httpx.TransportError or APIStatusError."""
         response = await self._http.post(API + path, content=to_json(body), headers=JSON, timeout=timeout_seconds)
         if not response.is_success:
@@ -223,7 +225,7 @@ class Connection:
             await response.aclose()
 
 
-class Backoff:
+class RetryBackoff:
     """Exponential backoff with jitter: pauses of 0.25 to 10 seconds, until `limit_seconds` after the first failure.
 
     since: time of the first failure (monotonic seconds), None before it.
@@ -232,7 +234,7 @@ class Backoff:
     def __init__(self, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
         self._pause_seconds = 0.25
-        self._told = False
+        self._has_logged = False
         self.since: float | None = None
 
     async def pause(self, failure: APIConnectionError | APIStatusError, at_least_seconds: float = 0.0) -> None:
@@ -242,8 +244,8 @@ class Backoff:
         pause = max(at_least_seconds, self._pause_seconds * random.uniform(0.75, 1.25))
         if now + pause > self.since + self._limit_seconds:
             raise failure
-        if now - self.since > SILENT_SECONDS and not self._told:
-            self._told = True
+        if now - self.since > LOG_RETRY_AFTER_SECONDS and not self._has_logged:
+            self._has_logged = True
             words = str(failure)
             stop = "" if words.endswith((".", "?")) else "."
             log.warning("%s%s Trying again for up to %.0f s (retry_seconds).", words, stop, self._limit_seconds)

@@ -104,7 +104,9 @@ def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.
     return array.astype(dtype)
 
 
-def chunks(data: Sequence[training.Datum], max_datums: int, max_bytes: int) -> Iterator[tuple[training.Datum, ...]]:
+def split_into_chunks(
+    data: Sequence[training.Datum], max_datums: int, max_bytes: int
+) -> Iterator[tuple[training.Datum, ...]]:
     """Yields consecutive pieces within both limits; a datum larger than max_bytes is a piece by itself."""
     piece: list[training.Datum] = []
     size = 0
@@ -122,7 +124,7 @@ def num_bytes(datum: training.Datum) -> int:
     return datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_fn_inputs.values())
 
 
-def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """Merges the outputs of one call's chunks into one. Metrics without a known reduction are dropped."""
     if len(outputs) == 1:
         return outputs[0]

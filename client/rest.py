@@ -15,7 +15,7 @@ from ..schemas.checkpoints import (
 from ..schemas.models import CheckpointList, SessionInfo, SessionList, TrainingRun, TrainingRunList
 from ..schemas.sampling import SamplerInfo
 from ..schemas.training import Wire
-from .connection import JSON, Connection, to_json
+from .connection import JSON, ServerConnection, to_json
 from .futures import APIFuture
 
 W = TypeVar("W", bound=Wire)
@@ -31,7 +31,7 @@ class RestClient:
     errors of APIFuture.result.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
 
     def _get(self, path: str, answer: type[W], **query: int) -> APIFuture[W]:
@@ -124,12 +124,12 @@ class RestClient:
 
     def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
         """Downloads a checkpoint without its optimizer state, since other programs load every tensor file they find."""
-        return self._connection.run(self._download(tinker_path, Path(directory), _is_for_others))
+        return self._connection.run(self._download(tinker_path, Path(directory), _is_not_optimizer))
 
     async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
         address = f"{checkpoint_address(tinker_path)}/external_weights_urls"
         listing = await self._connection.get(address, ExternalWeightsUrls)
-        paths = {inside(directory, name): url for name, url in listing.urls.items() if wanted(name)}
+        paths = {path_inside(directory, name): url for name, url in listing.urls.items() if wanted(name)}
         for path, url in paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             await self._connection.download(url, path)
@@ -155,11 +155,11 @@ def checkpoint_address(tinker_path: str) -> str:
     return f"training_runs/{parts[0]}/checkpoints/{parts[1]}/{parts[2]}"
 
 
-def _is_for_others(name: str) -> bool:
+def _is_not_optimizer(name: str) -> bool:
     return not name.startswith("optimizer")
 
 
-def inside(directory: Path, name: str) -> Path:
+def path_inside(directory: Path, name: str) -> Path:
     """Returns the path of the file. Raises ValueError if a hostile name would leave the directory."""
     path = (directory / name).resolve()
     if not path.is_relative_to(directory.resolve()):

@@ -8,11 +8,11 @@ import numpy as np
 
 from ..schemas.codec import decode_sample_response, tensor_to_json
 from ..schemas.sampling import ModelInput, SampleRequest, SampleResponse, SamplingParams
-from .connection import ACCEPT_PROTOBUF, Connection, to_json
+from .connection import ACCEPT_PROTOBUF, ServerConnection, to_json
 from .data import Tokens, as_tokens
 from .futures import APIFuture
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
-from .wrong_values import refused_in_words
+from .validation import readable_validation_errors
 
 
 class SamplingClient:
@@ -21,7 +21,7 @@ class SamplingClient:
     Created by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
     """
 
-    def __init__(self, connection: Connection, sampler_id: str, base_model: str) -> None:
+    def __init__(self, connection: ServerConnection, sampler_id: str, base_model: str) -> None:
         self.sampler_id = sampler_id
         self.base_model = base_model
         self._connection = connection
@@ -62,7 +62,7 @@ class SamplingClient:
             ValueError: an argument is invalid; other errors are raised by the future, see APIFuture.result.
         """
         targets = None if target_prompt_logprobs is None else tensor_to_json(target_prompt_logprobs)
-        with refused_in_words():
+        with readable_validation_errors():
             request = SampleRequest(
                 sampling_session_id=self.sampler_id,
                 seq_id=next(self._seq_ids),

@@ -14,13 +14,13 @@ from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
 from ..schemas.training import Wire
 from ..schemas.version import VERSION
-from .connection import Connection, log, to_json
+from .connection import ServerConnection, log, to_json
 from .errors import APIStatusError, GoneError
 from .futures import APIFuture, blocking
 from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ClientConfig, TrainingClient
-from .wrong_values import refused_in_words
+from .validation import readable_validation_errors
 
 Status = Literal["success", "errored", "interrupted"]
 Metadata = Mapping[str, str] | None
@@ -31,19 +31,19 @@ SDK_VERSION = f"trainhouse-{VERSION}"
 class Session:
     """A session on the server: numbers its models and samplers, and sends its heartbeats."""
 
-    def __init__(self, session_id: str, limits: ClientConfig, connection: Connection) -> None:
+    def __init__(self, session_id: str, limits: ClientConfig, connection: ServerConnection) -> None:
         self.session_id = session_id
         self.limits = limits
         self.model_numbers = itertools.count()
         self.sampler_numbers = itertools.count()
         self._heartbeat = asyncio.create_task(self._beat(connection))
 
-    async def _beat(self, connection: Connection) -> None:
+    async def _beat(self, connection: ServerConnection) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             try:
                 request = models.HeartbeatRequest(session_id=self.session_id)
-                await connection.once("session_heartbeat", request, timeout_seconds=10)
+                await connection.post_without_retry("session_heartbeat", request, timeout_seconds=10)
             except GoneError as error:
                 log.warning("session %s: %s", self.session_id, error)
                 return
@@ -78,7 +78,7 @@ class ServiceClient:
         base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL", "http://127.0.0.1:8000")
         api_key = api_key or os.environ.get("TRAINHOUSE_API_KEY", "tml-local")
         self._user_metadata = dict(user_metadata or {})
-        self._connection = Connection(base_url, api_key, retry_seconds)
+        self._connection = ServerConnection(base_url, api_key, retry_seconds)
         self._opening = asyncio.Lock()
         self._session: Session | None = None
 
@@ -123,7 +123,7 @@ class ServiceClient:
             model_role: a "critic" is trained with the loss `value_mse`, and its `forward` returns a value per token.
         """
         targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
-        with refused_in_words():
+        with readable_validation_errors():
             lora = models.LoraConfig(rank=rank, seed=seed, **targets)
         fields = {"base_model": base_model, "lora_config": lora, "user_metadata": user_metadata}
         fields["model_role"] = model_role
@@ -188,7 +188,7 @@ class ServiceClient:
         Args:
             target_path: checkpoint of a policy to predict; None for the base model.
         """
-        with refused_in_words():
+        with readable_validation_errors():
             draft = models.NewDraft(
                 algorithm=algorithm,
                 num_layers=num_layers,
@@ -220,10 +220,10 @@ class ServiceClient:
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
 
     async def _create(self, path: str, request: type[Wire], fields: Mapping[str, object]) -> TrainingClient:
-        session = await self._opened()
+        session = await self._open_session()
         number = next(session.model_numbers)
         address = {"session_id": session.session_id, "model_seq_id": number}
-        with refused_in_words():
+        with readable_validation_errors():
             body = to_json(request.model_validate({**address, **fields}))
         submitted = await self._connection.submit(path, body)
         await self._connection.result(submitted, Wire.model_validate_json)
@@ -252,9 +252,9 @@ class ServiceClient:
     async def _create_sampler(
         self, base_model: str | None, model_path: str | None, draft_path: str | None
     ) -> SamplingClient:
-        session = await self._opened()
+        session = await self._open_session()
         address = {"session_id": session.session_id, "sampling_session_seq_id": next(session.sampler_numbers)}
-        with refused_in_words():
+        with readable_validation_errors():
             request = CreateSamplingSessionRequest(
                 **address, base_model=base_model, model_path=model_path, draft_path=draft_path
             )
@@ -262,7 +262,7 @@ class ServiceClient:
         info = await self._connection.get(f"samplers/{created.sampling_session_id}", SamplerInfo)
         return SamplingClient(self._connection, info.sampler_id, info.base_model)
 
-    async def _opened(self) -> Session:
+    async def _open_session(self) -> Session:
         async with self._opening:
             if self._session is None:
                 request = models.CreateSessionRequest(sdk_version=SDK_VERSION, user_metadata=self._user_metadata)
@@ -286,7 +286,7 @@ class ServiceClient:
     async def _finish(self, session_id: str, status: Status, detail: str | None) -> None:
         request = models.FinishSessionRequest(reason=models.FinishReason(type=status), detail=detail)
         try:
-            await self._connection.once(f"sessions/{session_id}/finish", request, timeout_seconds=5)
+            await self._connection.post_without_retry(f"sessions/{session_id}/finish", request, timeout_seconds=5)
         except (httpx.TransportError, APIStatusError) as error:
             log.info("session %s is left to expire: %s", session_id, error)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schemas.models import TokenizerFiles
-from .connection import Connection
+from .connection import ServerConnection
 from .errors import TrainhouseError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ else:
     PreTrainedTokenizer = object
 
 
-async def load_tokenizer(connection: Connection, model_name: str) -> PreTrainedTokenizer:
+async def load_tokenizer(connection: ServerConnection, model_name: str) -> PreTrainedTokenizer:
     """Downloads and loads a tokenizer with transformers; without it, a `tokenizers.Tokenizer` without chat template.
 
     Raises:

@@ -17,13 +17,13 @@ from ..schemas.codec import decode_forward_backward_output, encode_forward_backw
 from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
-from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
-from .data import CapturedData, Tokens, as_tokens, chunks, merged
+from .connection import ACCEPT_PROTOBUF, PROTOBUF, ServerConnection, to_json
+from .data import CapturedData, Tokens, as_tokens, merge_outputs, split_into_chunks
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
-from .wrong_values import refused_in_words
+from .validation import readable_validation_errors
 
 W = TypeVar("W", bound=Wire)
 LossConfig = Mapping[str, float | str]
@@ -45,19 +45,19 @@ class TrainingClient:
     """
 
     def __init__(
-        self, connection: Connection, info: GetInfoResponse, sampler_numbers: Iterator[int], limits: ClientConfig
+        self, connection: ServerConnection, info: GetInfoResponse, sampler_numbers: Iterator[int], limits: ClientConfig
     ) -> None:
         self.model_id = info.model_id
         self._info = info
         self._connection = connection
         self._sampler_numbers = sampler_numbers
         self._limits = limits
-        self._numbering = threading.Lock()
+        self._seq_id_lock = threading.Lock()
         self._next_seq_id = 1
         self._num_steps = 0
         self._hooks: list[tuple[int, Callable[[int], object]]] = []
-        self._turn = asyncio.Lock()  # a fair lock: submits are sent in the order of their seq_id
-        self._referring: dict[asyncio.Event, set[str]] = {}  # by pass not sent yet: the features that it needs
+        self._submit_lock = asyncio.Lock()  # a fair lock: submits are sent in the order of their seq_id
+        self._features_in_use: dict[asyncio.Event, set[str]] = {}  # by pass not sent yet: the features that it needs
 
     def forward_backward(
         self,
@@ -133,8 +133,10 @@ class TrainingClient:
     def _pass(
         self, request: ForwardBackwardRequest, custom_loss: float | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        pieces = chunks(request.data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count)
-        with self._numbering:
+        pieces = split_into_chunks(
+            request.data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count
+        )
+        with self._seq_id_lock:
             numbered = enumerate(pieces, self._next_seq_id)
             parts = [dataclasses.replace(request, seq_id=seq_id, data=piece) for seq_id, piece in numbered]
             bodies = [encode_forward_backward_request(part) for part in parts]
@@ -144,25 +146,25 @@ class TrainingClient:
     async def _run_pass(
         self, bodies: Sequence[bytes], refs: set[str], custom_loss: float | None
     ) -> ForwardBackwardOutput:
-        with self._refers_to(refs):
-            async with self._turn:
+        with self._using_features(refs):
+            async with self._submit_lock:
                 submitted = [await self._submit_chunk(body) for body in bodies]
-        output = merged(await asyncio.gather(*(self._result_of_chunk(chunk) for chunk in submitted)))
+        output = merge_outputs(await asyncio.gather(*(self._result_of_chunk(chunk) for chunk in submitted)))
         if custom_loss is None:
             return output
         surrogate = {"loss:sum": custom_loss, "surrogate_loss:sum": output.metrics["loss:sum"]}
         return dataclasses.replace(output, metrics={**output.metrics, **surrogate})
 
     @contextlib.contextmanager
-    def _refers_to(self, refs: set[str]) -> Iterator[None]:
+    def _using_features(self, refs: set[str]) -> Iterator[None]:
         """Makes `release_features` of any of these references wait until the end of the block."""
         left = asyncio.Event()
         if refs:
-            self._referring[left] = refs
+            self._features_in_use[left] = refs
         try:
             yield
         finally:
-            self._referring.pop(left, None)
+            self._features_in_use.pop(left, None)
             left.set()
 
     async def _submit_chunk(self, body: bytes) -> SubmitResponse | APIStatusError:
@@ -263,7 +265,9 @@ class TrainingClient:
         self._require_draft("capture")
         if not data:
             raise ValueError("data is empty: capture at least one datum")
-        pieces = list(chunks(data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count))
+        pieces = list(
+            split_into_chunks(data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count)
+        )
         fields = [
             {
                 "data": [{"model_input": each.tokens.tolist()} for each in piece],
@@ -293,7 +297,7 @@ class TrainingClient:
         return self._connection.run(self._release_features(None if data is None else _refs_of(data)))
 
     async def _release_features(self, refs: set[str] | None) -> drafts.ReleaseFeaturesResponse:
-        for left in [left for left, needed in self._referring.items() if refs is None or refs & needed]:
+        for left in [left for left, needed in self._features_in_use.items() if refs is None or refs & needed]:
             await left.wait()
         listed = None if refs is None else sorted(refs)
         request = drafts.ReleaseFeaturesRequest(model_id=self.model_id, feature_refs=listed)
@@ -368,15 +372,15 @@ class TrainingClient:
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
     def _operation(self, path: str, request: type[Wire], fields: Fields, answer: type[W]) -> APIFuture[W]:
-        with self._numbering:
+        with self._seq_id_lock:
             address = {"model_id": self.model_id, "seq_id": self._next_seq_id}
-            with refused_in_words():
+            with readable_validation_errors():
                 body = to_json(request.model_validate({**address, **fields}))
             self._next_seq_id += 1
             return self._connection.run(self._run_operation(path, body, answer))
 
     async def _run_operation(self, path: str, body: bytes, answer: type[W]) -> W:
-        async with self._turn:
+        async with self._submit_lock:
             submitted = await self._connection.submit(path, body)
         return await self._connection.result(submitted, answer.model_validate_json)
 

@@ -21,12 +21,12 @@ NAME = re.compile(r"step-(\d+)-acceptance-(\d+\.\d+)")
 """The name of a checkpoint of this script."""
 
 
-class WrongResume(ValueError):
+class ResumeError(ValueError):
     """The checkpoint cannot be resumed with these arguments."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class DraftCheckpoint:
     """A checkpoint of this script."""
 
     path: str
@@ -38,11 +38,11 @@ class Saved:
         return f"step-{step}-acceptance-{acceptance_length:.4f}"
 
     @staticmethod
-    def at(path: str) -> "Saved":
-        """Parses a path. Raises WrongResume if it is not the path of a checkpoint of this script."""
+    def parse(path: str) -> "DraftCheckpoint":
+        """Parses a path. Raises ResumeError if it is not the path of a checkpoint of this script."""
         if (found := NAME.fullmatch(path.rpartition("/")[2])) is None:
-            raise WrongResume(f"{path} is not a checkpoint of this script: these are named step-N-acceptance-A")
-        return Saved(path, int(found[1]), float(found[2]))
+            raise ResumeError(f"{path} is not a checkpoint of this script: these are named step-N-acceptance-A")
+        return DraftCheckpoint(path, int(found[1]), float(found[2]))
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Quality:
     loss: float
 
     @staticmethod
-    def told(metrics: Mapping[str, float]) -> "Quality":
+    def from_metrics(metrics: Mapping[str, float]) -> "Quality":
         num_first = max(metrics["accuracy/1/of:sum"], 1.0)
         return Quality(
             metrics["acceptance_length/greedy:mean"], metrics["accuracy/1:mean"], metrics["loss:sum"] / num_first
@@ -72,13 +72,13 @@ def main() -> None:
     options = parse_options()
     try:
         run(options)
-    except WrongResume as error:
+    except ResumeError as error:
         print(f"draft.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def run(options: argparse.Namespace) -> None:
-    first_step = Saved.at(options.resume).step if options.resume else 0
+    first_step = DraftCheckpoint.parse(options.resume).step if options.resume else 0
     # A run that is resumed from this one finds the earlier ones by this.
     metadata = {"resumed": options.resume} if options.resume else None
     with ServiceClient(options.base_url, options.api_key, metadata) as service:
@@ -88,14 +88,14 @@ def run(options: argparse.Namespace) -> None:
             build_vocab_map(draft, train)
         if options.captured:
             train, held_out = (list(draft.capture(each).result()) for each in (train, held_out))
-        checkpoints = earlier(service, options.resume)
+        checkpoints = earlier_checkpoints(service, options.resume)
 
         print(f"held-out {evaluate(draft, held_out, options.algorithm)}", flush=True)
 
         def evaluate_and_save(step: int) -> None:
             quality = evaluate(draft, held_out, options.algorithm)
-            name = Saved.name(step, quality.acceptance_length)
-            checkpoints.append(Saved.at(draft.save_state(name, overwrite=True).result().path))
+            name = DraftCheckpoint.name(step, quality.acceptance_length)
+            checkpoints.append(DraftCheckpoint.parse(draft.save_state(name, overwrite=True).result().path))
             print(f"step {step:3d}  held-out {quality}  saved {checkpoints[-1].path}", flush=True)
 
         draft.at_steps(options.eval_every, evaluate_and_save, num_steps=first_step)
@@ -153,16 +153,16 @@ def created(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
 def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClient:
     """Returns the resumed draft with the target of this call's options, whose checkpoint may have moved since.
 
-    Raises WrongResume if the checkpoint is not a draft's, or one of another algorithm.
+    Raises ResumeError if the checkpoint is not a draft's, or one of another algorithm.
     """
     draft = service.create_training_client_from_state_with_optimizer(options.resume)
     info = draft.get_info()
     if info.draft is None:
-        raise WrongResume(
+        raise ResumeError(
             f"{options.resume} is a checkpoint of a {info.model_role}, not of a draft: resume that of a draft"
         )
     if (found := info.draft.algorithm) != options.algorithm:
-        raise WrongResume(
+        raise ResumeError(
             f"{options.resume} is of a draft of {found}, and --algorithm is {options.algorithm}: resume it with"
             f" --algorithm {found}"
         )
@@ -170,13 +170,13 @@ def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
     return draft
 
 
-def earlier(service: ServiceClient, resume: str | None) -> list[Saved]:
+def earlier_checkpoints(service: ServiceClient, resume: str | None) -> list[DraftCheckpoint]:
     """Returns the checkpoints up to the resumed one, by step, including those of the runs before it."""
     rest, found = service.create_rest_client(), []
     while resume:
-        run_id, last_step = resume.removeprefix("tinker://").partition("/")[0], Saved.at(resume).step
+        run_id, last_step = resume.removeprefix("tinker://").partition("/")[0], DraftCheckpoint.parse(resume).step
         paths = [each.tinker_path for each in rest.list_checkpoints(run_id).result().checkpoints]
-        listed = [Saved.at(path) for path in paths if NAME.fullmatch(path.rpartition("/")[2])]
+        listed = [DraftCheckpoint.parse(path) for path in paths if NAME.fullmatch(path.rpartition("/")[2])]
         found += [each for each in listed if each.step <= last_step]
         session = rest.get_session(run_id.partition(":")[0]).result()
         resume = (session.user_metadata or {}).get("resumed")
@@ -222,13 +222,13 @@ def train_step(
     adam = AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
     passed = draft.forward_backward(data, algorithm, loss_config(algorithm, step))
     stepped = draft.optim_step(adam, gradient_scale="mean")
-    quality = Quality.told(passed.result().metrics)
+    quality = Quality.from_metrics(passed.result().metrics)
     stepped.result()
     return quality
 
 
 def evaluate(draft: TrainingClient, data: Sequence[Datum], algorithm: str) -> Quality:
-    return Quality.told(draft.forward(data, algorithm, loss_config(algorithm, 0)).result().metrics)
+    return Quality.from_metrics(draft.forward(data, algorithm, loss_config(algorithm, 0)).result().metrics)
 
 
 def loss_config(algorithm: str, seed: int) -> dict[str, float]:

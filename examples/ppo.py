@@ -36,7 +36,7 @@ class Episode:
 
 
 @dataclass
-class Batch:
+class EpisodeBatch:
     """Episodes with the inputs of the losses, [T] for each episode."""
 
     episodes: list[Episode]
@@ -60,7 +60,7 @@ def main() -> None:
             for _ in range(options.epochs):
                 order = shuffled.permutation(len(episodes))
                 for chosen in (order[i : i + options.mini_batch] for i in range(0, len(order), options.mini_batch)):
-                    learn(policy, critic, batch, chosen, options)
+                    train(policy, critic, batch, chosen, options)
                     num_steps += 1
             score = np.mean([episode.score for episode in episodes])
             print(f"iteration {iteration + 1:3d}  reward {score:.3f}  kl {batch.kl:7.4f}  optimizer steps {num_steps}")
@@ -87,7 +87,7 @@ def episode(prompt: Sequence[int], sample: SampledSequence) -> Episode:
 
 def with_advantages(
     episodes: list[Episode], reference: TrainingClient, critic: TrainingClient, options: argparse.Namespace
-) -> Batch:
+) -> EpisodeBatch:
     """Computes advantages and returns. A token's reward is minus `--kl` times its log-ratio to the reference; the last
     token's reward also has the score."""
     scored = reference.forward(
@@ -108,7 +108,9 @@ def with_advantages(
         advantage + value * each.mask for advantage, value, each in zip(advantages, values, episodes, strict=True)
     ]
     num_tokens = sum(each.mask.sum() for each in episodes)
-    return Batch(episodes, values, list(whitened(advantages, episodes)), returns, float(sum(ratios) / num_tokens))
+    return EpisodeBatch(
+        episodes, values, list(whitened(advantages, episodes)), returns, float(sum(ratios) / num_tokens)
+    )
 
 
 def generalized_advantages(
@@ -131,8 +133,8 @@ def whitened(advantages: list[np.ndarray], episodes: list[Episode]) -> Iterator[
         yield (one - counted.mean()) / (counted.std() + 1e-6) * each.mask
 
 
-def learn(
-    policy: TrainingClient, critic: TrainingClient, batch: Batch, chosen: np.ndarray, options: argparse.Namespace
+def train(
+    policy: TrainingClient, critic: TrainingClient, batch: EpisodeBatch, chosen: np.ndarray, options: argparse.Namespace
 ) -> None:
     """Takes one optimizer step of policy and critic on the chosen episodes."""
     of_policy, of_critic = [], []

@@ -27,7 +27,7 @@ def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
-class FirstOnly(FailFast):
+class FirstErrorOnly(FailFast):
     """Stops validation at the first invalid element of a list: an error takes 2 KB, and building many of them blocks
     other requests.
 
@@ -37,9 +37,9 @@ class FirstOnly(FailFast):
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
 
-def first_only_of(most: int) -> WrapValidator:
-    """Returns the counterpart of FirstOnly for objects of up to `most` entries: entries are validated in pieces, up to
-    the first piece with an error."""
+def first_error_only(most: int) -> WrapValidator:
+    """Returns the counterpart of FirstErrorOnly for objects of up to `most` entries, validated in pieces up
+    to the first piece with an error."""
 
     def in_pieces(entries: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(entries, dict) or len(entries) > most:
@@ -103,7 +103,7 @@ Metadata = Annotated[dict[str, Any], _at_most(MOST_METADATA_BYTES), _json_object
 
 StringMetadata = Annotated[
     dict[str, str],
-    first_only_of(MOST_METADATA_BYTES),
+    first_error_only(MOST_METADATA_BYTES),
     _at_most(MOST_METADATA_BYTES),
     _json_object(MOST_METADATA_BYTES),
 ]

@@ -6,13 +6,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .bounds import FirstOnly, Id, Path, first_only_of
+from .bounds import FirstErrorOnly, Id, Path, first_error_only
 from .sampling import ModelInput
 from .training import Positive, SeqId, Wire
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[TokenId], FirstOnly()]
-Weights = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], FirstOnly()]
+Tokens = Annotated[list[TokenId], FirstErrorOnly()]
+Weights = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], FirstErrorOnly()]
 _MOST_COUNTS = 1 << 24
 
 
@@ -42,9 +42,11 @@ class BuildVocabMapRequest(Wire):
 
     model_id: Id
     seq_id: SeqId = 0
-    tokens: Annotated[list[Tokens], FirstOnly()] | None = None
-    weights: Annotated[list[Weights], FirstOnly()] | None = None
-    counts: Annotated[dict[TokenId, Annotated[int, Field(ge=0, lt=1 << 40)]], first_only_of(_MOST_COUNTS)] | None = None
+    tokens: Annotated[list[Tokens], FirstErrorOnly()] | None = None
+    weights: Annotated[list[Weights], FirstErrorOnly()] | None = None
+    counts: Annotated[dict[TokenId, Annotated[int, Field(ge=0, lt=1 << 40)]], first_error_only(_MOST_COUNTS)] | None = (
+        None
+    )
     type: Literal["build_vocab_map"] = "build_vocab_map"
 
     @model_validator(mode="after")
@@ -99,7 +101,7 @@ class CaptureRequest(Wire):
 
     model_id: Id
     seq_id: SeqId = 0
-    data: Annotated[list[Captured], Field(min_length=1), FirstOnly()]
+    data: Annotated[list[Captured], Field(min_length=1), FirstErrorOnly()]
     ttl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     uses: Positive | None = None
     type: Literal["capture"] = "capture"
@@ -125,7 +127,7 @@ class ReleaseFeaturesRequest(Wire):
     """
 
     model_id: Id
-    feature_refs: Annotated[list[Id], Field(max_length=1 << 16), FirstOnly()] | None = None
+    feature_refs: Annotated[list[Id], Field(max_length=1 << 16), FirstErrorOnly()] | None = None
 
 
 class ReleaseFeaturesResponse(Wire):

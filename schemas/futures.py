@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .bounds import FirstOnly, Id
+from .bounds import FirstErrorOnly, Id
 from .errors import Category
 from .training import Natural, Wire
 
@@ -50,7 +50,7 @@ class RetrieveFuturesRequest(Wire):
     target: SamplingSessionTarget
     prev_cursor: Natural = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    retrieved_request_ids: Annotated[tuple[Id, ...], Field(max_length=1 << 16), FirstOnly()] = ()
+    retrieved_request_ids: Annotated[tuple[Id, ...], Field(max_length=1 << 16), FirstErrorOnly()] = ()
 
 
 class FutureCompletion(Wire):

@@ -209,7 +209,7 @@ class Limits(Wire):
     feature_bytes: Limit | None = None
     server_feature_bytes: Limit | None = None
 
-    def of_tenant_alone(self) -> "Limits":
+    def without_other_tenants(self) -> "Limits":
         """Returns the limits without the use of other tenants."""
         shares = {"server_queued_bytes": self.queued_bytes, "server_feature_bytes": self.feature_bytes}
         totals = {name: getattr(self, name) for name in shares}

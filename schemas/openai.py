@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from .bounds import MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path, check_json_size
+from .bounds import MOST_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size
 from .errors import RequestError
 from .sampling import LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed
@@ -25,7 +25,7 @@ MOST_STOP_STRINGS = 16
 MOST_LOGPROBS = 20
 MOST_CHOICES_OF_A_PROMPT = 1024
 COMPLETION_TOKENS = 16
-_MOST_OF_A_NAME = 80
+_MAX_NAME_CHARACTERS = 80
 """Characters of a field's name that error messages repeat."""
 
 _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
@@ -78,8 +78,8 @@ _BRANCHES = (
 
 
 Stop = Annotated[StopString, Field(min_length=1)]
-Tokens = Annotated[list[Integer], FirstOnly()]
-Texts = Annotated[list[str], FirstOnly()]
+Tokens = Annotated[list[Integer], FirstErrorOnly()]
+Texts = Annotated[list[str], FirstErrorOnly()]
 
 
 class OpenAiError(RequestError):
@@ -109,7 +109,7 @@ class ErrorBody(BaseModel):
         return cls(error=ErrorDetail(message=message, type=kind, param=param, code=code or codes.get(status)))
 
 
-def _asks_for_nothing(name: str, value: JsonValue) -> bool:
+def _has_no_effect(name: str, value: JsonValue) -> bool:
     return value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ())
 
 
@@ -124,7 +124,7 @@ class _Strict(BaseModel):
         """Raises an error for the first unknown field; pydantic would report all of them."""
         if not isinstance(fields, Mapping):
             return fields
-        wanted = {name: value for name, value in fields.items() if not _asks_for_nothing(name, value)}
+        wanted = {name: value for name, value in fields.items() if not _has_no_effect(name, value)}
         for name, value in wanted.items():
             if name not in cls.model_fields:
                 raise PydanticCustomError("unknown_field", "not supported here", {"name": name, "value": value})
@@ -152,7 +152,7 @@ class ResponseFormat(_Strict):
     json_schema: JsonSchemaFormat | None = None
 
 
-class Asking(_Strict):
+class BaseCompletionRequest(_Strict):
     """Fields that both kinds of completion requests have. A field that is null counts as absent.
 
     top_k, min_p, min_tokens, repetition_penalty, stop_token_ids (in addition to the model's end tokens), ignore_eos
@@ -164,7 +164,7 @@ class Asking(_Strict):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES_OF_A_PROMPT)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), FirstOnly()] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), FirstErrorOnly()] = []
     stop_token_ids: Annotated[Tokens, Field(max_length=MOST_TOKEN_IDS)] = []
     ignore_eos: bool = False
     seed: Seed | None = None
@@ -196,11 +196,11 @@ class Asking(_Strict):
         return False
 
     @property
-    def samples_nothing(self) -> bool:
+    def wants_prompt_only(self) -> bool:
         """True if the request wants its prompt back and no tokens."""
         return False
 
-    def most_tokens(self, room: int) -> int | None:
+    def max_sample_tokens(self, room: int) -> int | None:
         """Returns the most tokens of a sample, None = up to the end of the context.
 
         `room` is the number of tokens that the prompt leaves of the context.
@@ -208,12 +208,12 @@ class Asking(_Strict):
         raise NotImplementedError
 
     @property
-    def num_top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """The number of alternatives to report for each token; None = no log-probabilities."""
         raise NotImplementedError
 
 
-class CompletionRequest(Asking):
+class CompletionRequest(BaseCompletionRequest):
     """Requests completions.
 
     prompt: a text, several texts, the tokens of one, or the tokens of several. echo: returns the prompt before the
@@ -221,7 +221,7 @@ class CompletionRequest(Asking):
     rest of the context if that is less.
     """
 
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], FirstOnly()]
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], FirstErrorOnly()]
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
@@ -245,14 +245,14 @@ class CompletionRequest(Asking):
         return self.echo
 
     @property
-    def samples_nothing(self) -> bool:
+    def wants_prompt_only(self) -> bool:
         return self.max_tokens == 0
 
-    def most_tokens(self, room: int) -> int | None:
+    def max_sample_tokens(self, room: int) -> int | None:
         return min(COMPLETION_TOKENS, room) if self.max_tokens is None else self.max_tokens
 
     @property
-    def num_top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
 
@@ -272,18 +272,18 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     role: Id
-    content: str | Annotated[list[TextPart], FirstOnly()] | None = None
-    tool_calls: Annotated[list[dict[str, JsonValue]], FirstOnly()] | None = None
+    content: str | Annotated[list[TextPart], FirstErrorOnly()] | None = None
+    tool_calls: Annotated[list[dict[str, JsonValue]], FirstErrorOnly()] | None = None
 
 
-class ChatCompletionRequest(Asking):
+class ChatCompletionRequest(BaseCompletionRequest):
     """Requests completions of a chat.
 
     tools: passed to the model's chat template, as are chat_template_kwargs; the model's calls are returned as text.
     add_generation_prompt: the template ends with the start of the assistant's message.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FirstOnly()]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FirstErrorOnly()]
     tools: list[JsonValue] = []
     tool_choice: JsonValue = "auto"
     max_tokens: Positive | None = None
@@ -293,15 +293,15 @@ class ChatCompletionRequest(Asking):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, JsonValue] = {}
 
-    def most_tokens(self, room: int) -> int | None:
+    def max_sample_tokens(self, room: int) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def num_top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
 
-Asked = TypeVar("Asked", bound=Asking)
+Asked = TypeVar("Asked", bound=BaseCompletionRequest)
 
 
 def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
@@ -314,10 +314,10 @@ def _decode(kind: type[Asked], body: bytes) -> Asked:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _bad_request(_most_telling(error.errors(include_url=False))) from None
+        raise _bad_request(_most_helpful(error.errors(include_url=False))) from None
 
 
-def _most_telling(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _most_helpful(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Returns the most helpful error of the first invalid field: a field with several allowed types has an error for
     each."""
     first, *others = errors
@@ -326,7 +326,7 @@ def _most_telling(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _bad_request(error: Mapping[str, Any]) -> OpenAiError:
-    param = ".".join(str(part)[:_MOST_OF_A_NAME] for part in error["loc"] if part not in _BRANCHES) or None
+    param = ".".join(str(part)[:_MAX_NAME_CHARACTERS] for part in error["loc"] if part not in _BRANCHES) or None
     match error["type"]:
         case "json_invalid":
             return OpenAiError(f"the body is not valid JSON: {error['ctx']['error']}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path, first_only_of
+from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, first_error_only
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
 
 ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
@@ -37,7 +37,7 @@ class Constraint(Wire):
 Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
-LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), first_only_of(MOST_TOKEN_IDS)]
+LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), first_error_only(MOST_TOKEN_IDS)]
 
 # After each sampled token the text is searched for all of them.
 StopString = Annotated[str, Field(max_length=1000)]
@@ -60,7 +60,7 @@ class SamplingParams(Strict):
     which is added, by token id; constraint. Log-probabilities are those of the model without any of them.
     """
 
-    meant = {  # noqa: RUF012
+    synonyms = {  # noqa: RUF012
         "temp": "temperature",
         "max_new_tokens": "max_tokens",
         "min_new_tokens": "min_tokens",
@@ -72,8 +72,8 @@ class SamplingParams(Strict):
     seed: Seed | None = None
     stop: (
         StopString
-        | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS), FirstOnly()]
-        | Annotated[list[Integer], Field(max_length=MOST_TOKEN_IDS), FirstOnly()]
+        | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS), FirstErrorOnly()]
+        | Annotated[list[Integer], Field(max_length=MOST_TOKEN_IDS), FirstErrorOnly()]
         | None
     ) = None
     temperature: Temperature = 1.0
@@ -92,11 +92,11 @@ class TokenChunk(Wire):
     """Holds a part of a model input. Types other than encoded_text are parsed only so that the error can name them."""
 
     type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"]
-    tokens: Annotated[tuple[Integer, ...], FirstOnly()] = ()
+    tokens: Annotated[tuple[Integer, ...], FirstErrorOnly()] = ()
 
 
 class ModelInput(Wire):
-    chunks: Annotated[list[TokenChunk], FirstOnly()]
+    chunks: Annotated[list[TokenChunk], FirstErrorOnly()]
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:

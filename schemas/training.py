@@ -45,7 +45,7 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True)
-class FeaturePlace:
+class FeatureLocation:
     """Locates captured features.
 
     captures: true if the request only captures features and does nothing else.
@@ -77,7 +77,7 @@ class ForwardBackwardRequest:
     forward_only: bool = False
     loss_weight: float = 1.0
     capture_for: str | None = None
-    features: FeaturePlace | None = None
+    features: FeatureLocation | None = None
     has_room: bool = True
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -157,7 +157,7 @@ def _request_of(
     model_id: str,
     seq_id: int,
     packed: _PackedData | tuple[Datum, ...],
-    options: tuple[str, Mapping[str, float | str], bool, float, str | None, FeaturePlace | None],
+    options: tuple[str, Mapping[str, float | str], bool, float, str | None, FeatureLocation | None],
 ) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(model_id, seq_id, _unpacked(packed), *options)
 
@@ -183,7 +183,7 @@ class Strict(Wire):
     """Refuses unknown keys and suggests the right one: a misspelt key would leave its field at the default."""
 
     model_config = ConfigDict(extra="forbid")
-    meant: ClassVar[Mapping[str, str]] = {}
+    synonyms: ClassVar[Mapping[str, str]] = {}
     """Maps names that other libraries use to the field's name."""
 
     @model_validator(mode="before")
@@ -197,7 +197,7 @@ class Strict(Wire):
     @classmethod
     def _unknown(cls, name: object) -> str:
         near = difflib.get_close_matches(str(name)[:_MOST_NAME], cls.model_fields, n=1)
-        hint = cls.meant.get(str(name)) or (near[0] if near else None)
+        hint = cls.synonyms.get(str(name)) or (near[0] if near else None)
         return f"has no {str(name)[:_MOST_NAME]}: " + (
             f"did you mean {hint}?" if hint else f"it has {', '.join(cls.model_fields)}"
         )
@@ -210,7 +210,7 @@ _MOST_NAME = 80
 class AdamParams(Strict):
     """Parameters of one step of AdamW as torch defines it. grad_clip_norm: limit of the global norm, 0 for off."""
 
-    meant = {
+    synonyms = {
         "lr": "learning_rate",
         "betas": "beta1 and beta2",
         "epsilon": "eps",

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from ..schemas.version import VERSION
 from .cli.plan import main as plan
-from .cli.preflight import refused
+from .cli.preflight import check_arguments
 
 FAILED = 1
 INTERRUPTED = 130
@@ -29,7 +29,7 @@ COMMANDS = {
     "export": "download a checkpoint from a running server, in the format of peft, transformers or vLLM",
     "demo": "start a server and fine-tune a small model through it",
 }
-_OF_THE_CLIENT = {"import": "client.import_adapter", "export": "client.export_checkpoint"}
+_CLIENT_MODULES = {"import": "client.import_adapter", "export": "client.export_checkpoint"}
 
 Program = Callable[[Sequence[str]], int]
 
@@ -59,23 +59,23 @@ def _parser() -> argparse.ArgumentParser:
 def _program(command: str) -> Program:
     if command == "plan":
         return plan
-    if command in _OF_THE_CLIENT:
-        return partial(_become, _OF_THE_CLIENT[command])
-    return partial(_of_the_server, command)
+    if command in _CLIENT_MODULES:
+        return partial(_exec_client_program, _CLIENT_MODULES[command])
+    return partial(_run_server_program, command)
 
 
-def _become(module: str, arguments: Sequence[str]) -> NoReturn:
+def _exec_client_program(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replaces this process with the client's program."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", f"trainhouse.{module}", *arguments])
 
 
-def _of_the_server(command: str, arguments: Sequence[str]) -> int:
+def _run_server_program(command: str, arguments: Sequence[str]) -> int:
     # Refuse before loading the server's packages, which takes seconds.
-    if command == "serve" and (status := refused(arguments)):
+    if command == "serve" and (status := check_arguments(arguments)):
         return status
     try:
-        run = _loaded(command)
+        run = _load_program(command)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("trainhouse"):
             raise
@@ -86,7 +86,7 @@ def _of_the_server(command: str, arguments: Sequence[str]) -> int:
     return run(arguments)
 
 
-def _loaded(command: str) -> Program:
+def _load_program(command: str) -> Program:
     """Raises ModuleNotFoundError if a package is missing."""
     if command == "demo":
         from .cli.demo import run_demo

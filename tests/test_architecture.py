@@ -50,12 +50,18 @@ CORE = (
         "batch/micro_batch",
         "batch/objective",
         "batch/validated",
-        "state/holder",
+        "state/resident_models",
         "state/flat_params",
         "state/trainable",
     ),
     *("state/moments", "state/optim", "state/residency", "worker/snapshot_writer", "worker/worker", "training/scoring"),
-    *("training/runner", "training/rounds", "training/progress", "training/batch_failure", "training/capturing"),
+    *(
+        "training/pass_runner",
+        "training/rounds",
+        "training/operation_progress",
+        "training/batch_failure",
+        "training/feature_capture",
+    ),
     "training/draft_pass",
 )
 
@@ -180,7 +186,7 @@ def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
 
 def test_the_command_line_loads_the_application_to_serve_alone() -> None:
     code = "import sys, trainhouse.server.cli.commands; print([name for name in sys.modules if name in sys.argv])"
-    parts = ["uvicorn", "trainhouse.server.serving.app", "trainhouse.server.serving.process"]
+    parts = ["uvicorn", "trainhouse.server.serving.app", "trainhouse.server.serving.server_process"]
     done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -20,21 +20,28 @@ from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .engines.engine import Engine
-from .engines.groups.copies import AdapterCopies
+from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups
-from .engines.training_workers import TrainingWorkers
-from .engines.vllm.engine import Vllm
-from .engines.vllm.process import VllmProcess
-from .engines.vllm.server import VllmAt
-from .protocol.config import DispatchConfig, WorkerConfig
-from .protocol.verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
+from .engines.training_workers import TrainingWorkersEngine
+from .engines.vllm.server import RemoteVllm
+from .engines.vllm.vllm_engine import VllmEngine
+from .engines.vllm.vllm_process import VllmProcess
+from .protocol.calls import ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob
+from .protocol.worker_config import DispatchConfig, WorkerConfig
 from .scheduler.cohorts import OnProgress
-from .scheduler.device_sharing import DeviceTurns
+from .scheduler.device_sharing import DeviceScheduler
 from .scheduler.fair_queue import PassLimits
-from .scheduler.group import JOBS_SHRINK, Group
-from .scheduler.pool_factory import name_of, named_samplers, of_policies, roles_apart, samplers, source_of
+from .scheduler.pool_factory import (
+    named_sampler_configs,
+    policy_configs,
+    pool_factory_of,
+    role_config,
+    role_group_name,
+    sampler_configs,
+)
 from .scheduler.quarantine import Suspects
-from .scheduler.work import Item, Snapshot, Verb
+from .scheduler.rank_group import SUSPECT_SHRINK_FACTOR, RankGroup
+from .scheduler.work import Item, SnapshotRequest, WorkerCall
 
 _MOST_WEIGHT_RATIO = 1000
 
@@ -54,15 +61,15 @@ class WorkerDispatch:
         _check_weights(config.tenant_weights)
         self.models = {}
         self._config = config
-        self._source = source_of(config)
-        self._device_turns = DeviceTurns() if config.shared_devices == "turns" else None
-        models = of_policies(config)
+        self._source = pool_factory_of(config)
+        self._device_turns = DeviceScheduler() if config.shared_devices == "turns" else None
+        models = policy_configs(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
-        self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role
+        self._role_groups = {model.model.name: self._new_role_groups(model) for model in models}  # by role
         self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
         # Served name -> name of its groups; aliases map to another name.
         self._names = {name: name for name in self._groups} | dict(config.aliases)
-        self._homes: dict[str, _Home] = {}  # by run id
+        self._locations: dict[str, _RunLocation] = {}  # by run id
         self._adapters: dict[str, Engine] = {}  # by adapter id
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
@@ -115,22 +122,24 @@ class WorkerDispatch:
         """Creates the run on the workers; `tenant_id` decides whose share of the base model's passes it uses."""
         # Registered before it exists, so that a caller that stops waiting can still drop it.
         is_apart = not isinstance(spec.training, LoraConfig)
-        home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model, is_apart)
+        home = self._locations[spec.run_id] = _RunLocation(
+            self._group(base_model, spec.role), tenant_id, base_model, is_apart
+        )
         spec = replace(spec, base_name=self._alias(base_model))
-        return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
+        return await home.submit(spec.run_id, WorkerCall("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
         """Frees the run; does nothing if it is unknown or lost."""
-        home = self._homes.get(run_id)
+        home = self._locations.get(run_id)
         if home is not None and not home.group.forget_lost(run_id):
             # If the caller stops waiting, the run stays registered and the caller must drop it again.
-            await home.submit(run_id, Verb("drop_run", (run_id,), drops=run_id))
-        self._homes.pop(run_id, None)
+            await home.submit(run_id, WorkerCall("drop_run", (run_id,), drops=run_id))
+        self._locations.pop(run_id, None)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         return await self._home_of_run(request.model_id).submit(request.model_id, request)
 
-    async def optim_step(self, step: Step) -> dict[str, float]:
+    async def optim_step(self, step: OptimizerStep) -> dict[str, float]:
         return await self._home_of_run(step.run_id).submit(step.run_id, step)
 
     async def clear_gradients(self, run_id: str) -> None:
@@ -160,7 +169,7 @@ class WorkerDispatch:
         """
         home = self._home_of_run(run_id)
         if home.has_own_weights:
-            await home.submit(run_id, Snapshot(str(directory), "state" if optimizer else "weights"))
+            await home.submit(run_id, SnapshotRequest(str(directory), "state" if optimizer else "weights"))
         else:
             await self._submit_verb(run_id, "save_run", str(directory), optimizer)
 
@@ -174,7 +183,7 @@ class WorkerDispatch:
         The worker writes into an existing empty directory while it does other work. If writing fails, the directory's
         contents are useless.
         """
-        await self._home_of_run(run_id).submit(run_id, Snapshot(str(directory)))
+        await self._home_of_run(run_id).submit(run_id, SnapshotRequest(str(directory)))
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for sampling; reusing an id moves that sampler to the new weights.
@@ -204,7 +213,9 @@ class WorkerDispatch:
         Raises:
             OperationError: category "user", if the file does not fit this base model.
         """
-        verb = Verb("convert_adapter", (str(source), lora, str(directory), *filter(None, [self._alias(base_model)])))
+        verb = WorkerCall(
+            "convert_adapter", (str(source), lora, str(directory), *filter(None, [self._alias(base_model)]))
+        )
         return await self._group(base_model).submit(str(directory), tenant_id, verb)
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -253,48 +264,48 @@ class WorkerDispatch:
         return memory
 
     async def _submit_verb(self, run_id: str, method: str, *arguments: object) -> None:
-        await self._home_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
+        await self._home_of_run(run_id).submit(run_id, WorkerCall(method, (run_id, *arguments)))
 
-    def _group(self, base_model: str, role: str | None = None) -> Group:
+    def _group(self, base_model: str, role: str | None = None) -> RankGroup:
         """Returns the group that holds runs of this role; None selects the group that is sampled."""
         if base_model not in self._names:
             raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._names)}")
         name = self._names[base_model]
-        return self._apart[name].get(role, self._groups[name])
+        return self._role_groups[name].get(role, self._groups[name])
 
     def _alias(self, base_model: str) -> str | None:
         return base_model if base_model in self._config.aliases else None
 
-    def _groups_of(self, base_model: str) -> list[Group]:
+    def _groups_of(self, base_model: str) -> list[RankGroup]:
         """Returns the base model's groups; the group of its policies is first."""
         group = self._group(base_model)
-        return list(dict.fromkeys([group, *self._apart[group.name].values()]))
+        return list(dict.fromkeys([group, *self._role_groups[group.name].values()]))
 
-    def _all_groups(self) -> list[Group]:
+    def _all_groups(self) -> list[RankGroup]:
         return [group for base_model in self._groups for group in self._groups_of(base_model)]
 
     def _engine(self, base_model: str) -> Engine:
         return self._engines[self._group(base_model).name]
 
-    def _home_of_run(self, run_id: str) -> "_Home":
-        if run_id not in self._homes:
+    def _home_of_run(self, run_id: str) -> "_RunLocation":
+        if run_id not in self._locations:
             raise OperationError(
                 f"run {run_id} is not live: it was dropped, or the server was restarted since; "
                 "create a run from its last checkpoint",
                 "server",
             )
-        return self._homes[run_id]
+        return self._locations[run_id]
 
-    def _new_group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> Group:
+    def _new_group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> RankGroup:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
         config, new_pool = self._config, partial(self._source.new_pool, name)
         turns, idle_seconds = self._device_turns, config.idle_device_seconds
-        return Group(model, new_pool, limits, config.slice_milliseconds, name, turns, idle_seconds, suspect_jobs)
+        return RankGroup(model, new_pool, limits, config.slice_milliseconds, name, turns, idle_seconds, suspect_jobs)
 
-    def _groups_apart(self, model: WorkerConfig) -> dict[str | None, Group]:
-        apart: dict[str | None, Group] = {}
+    def _new_role_groups(self, model: WorkerConfig) -> dict[str | None, RankGroup]:
+        apart: dict[str | None, RankGroup] = {}
         for each in self._config.role_groups:
-            group = self._new_group(roles_apart(self._config, model, each), name_of(model, each))
+            group = self._new_group(role_config(self._config, model, each), role_group_name(model, each))
             apart |= dict.fromkeys(each.roles, group)
         return apart
 
@@ -303,20 +314,22 @@ class WorkerDispatch:
         training, sampling = self._groups[model.model.name], self._config.sampling
         directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
         if sampling.vllm is not None and sampling.vllm.urls:
-            return Vllm(training, VllmAt(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
+            return VllmEngine(training, RemoteVllm(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
         if sampling.vllm is not None:
-            return Vllm(training, VllmProcess(samplers(model, sampling)[0], sampling.vllm, directory), directory)
+            return VllmEngine(
+                training, VllmProcess(sampler_configs(model, sampling)[0], sampling.vllm, directory), directory
+            )
         # A request that killed one sampler may be retried on another one, so they share their suspects.
-        suspects = Suspects(JOBS_SHRINK)
-        groups = [self._new_group(each, name, suspects) for name, each in named_samplers(model, sampling)]
+        suspects = Suspects(SUSPECT_SHRINK_FACTOR)
+        groups = [self._new_group(each, name, suspects) for name, each in named_sampler_configs(model, sampling)]
         if not groups:
-            return TrainingWorkers(training)
+            return TrainingWorkersEngine(training)
         return SamplerGroups(training, groups, AdapterCopies(directory))
 
 
 @dataclass(frozen=True)
-class _Home:
-    group: Group
+class _RunLocation:
+    group: RankGroup
     tenant_id: str
     base_model: str
     has_own_weights: bool

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from ..errors import RequestError
-from .invalid import shown
+from .invalid import show_value
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SLICE_BYTES = 1024
@@ -26,7 +26,7 @@ def decompress(body: bytes, content_encoding: str | None, limit_bytes: int) -> b
         return body
     if encoding == "zstd":
         return b"".join(_limited_pieces(body, limit_bytes))
-    raise RequestError(f"content encoding {shown(encoding)} is not supported: send zstd or none", 415)
+    raise RequestError(f"content encoding {show_value(encoding)} is not supported: send zstd or none", 415)
 
 
 def decompressed_size(body: bytes, content_encoding: str | None, limit_bytes: int) -> int:

@@ -28,7 +28,7 @@ def at_place(place: str) -> Iterator[None]:
         raise Invalid(f"{place}: {error}") from None
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     return shorten(_BEGINNINGS.repr(value))
 
 

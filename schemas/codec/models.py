@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from ..bounds import MAX_JSON_BYTES, check_json_size
 from ..errors import RequestError
 from .formats import check_json_text
-from .invalid import refused_with_400, shorten, shown
+from .invalid import refused_with_400, shorten, show_value
 
 PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
 _MOST_SHOWN = 5
@@ -48,5 +48,5 @@ def _describe(error: dict) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown field {place}: see /docs for the fields that exist"
     if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):
-        return f"prompt is {shown(error['input'])}: send tokens, {PROMPT_SHAPE}"
-    return f"{place or 'the body'} is {shown(error['input'])}: {error['msg']}"
+        return f"prompt is {show_value(error['input'])}: send tokens, {PROMPT_SHAPE}"
+    return f"{place or 'the body'} is {show_value(error['input'])}: {error['msg']}"

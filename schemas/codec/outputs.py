@@ -14,15 +14,15 @@ from .invalid import Invalid
 from .tensors import (
     DTYPE_NUMBERS,
     DTYPES,
-    array_of,
-    bytes_of,
+    array_from_bytes,
+    array_to_bytes,
     checked_shape,
+    decode_values,
     public_dtype,
-    shaped,
+    reshape_checked,
     tensor_rows,
-    widened,
 )
-from .values import JsonObject, json_object, json_pieces, whole
+from .values import JsonObject, json_object, json_pieces, without_rows
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
@@ -41,7 +41,7 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 def encode_forward_backward_output_json(output: ForwardBackwardOutput) -> JsonObject:
     """Returns the output as a JSON object, with NaN and infinities as null."""
-    return json_object(whole(_rows(output)), "an answer")
+    return json_object(without_rows(_rows(output)), "an answer")
 
 
 def forward_backward_output_json_pieces(output: ForwardBackwardOutput) -> Iterator[bytes]:
@@ -99,8 +99,8 @@ def _write_column(column: Column, message: wire.BatchedTensor) -> None:
     """Writes a column; rank 0 cannot be represented, so a scalar becomes a row of one."""
     values = column.values if column.values.dtype.name in DTYPE_NUMBERS else public_dtype(column.values)
     stops = column.shapes.prod(axis=1).cumsum() * values.itemsize
-    message.data = bytes_of(values, values.dtype)
-    message.offsets = bytes_of(np.concatenate(([0], stops)), np.int64)
+    message.data = array_to_bytes(values, values.dtype)
+    message.offsets = array_to_bytes(np.concatenate(([0], stops)), np.int64)
     message.dtype = DTYPE_NUMBERS[values.dtype.name]
     message.trailing_shape.extend(column.shapes[0, 1:].tolist())
 
@@ -113,13 +113,13 @@ def _read_record(record: wire.ArrayRecord) -> list[dict[str, np.ndarray]]:
 
 
 def _read_batched(message: wire.BatchedTensor) -> list[np.ndarray]:
-    values = widened(message.data, message.dtype)
-    offsets = array_of(message.offsets, np.int64) // DTYPES[message.dtype].itemsize
+    values = decode_values(message.data, message.dtype)
+    offsets = array_from_bytes(message.offsets, np.int64) // DTYPES[message.dtype].itemsize
     trailing_shape = checked_shape(message.trailing_shape)
     if not offsets.size or offsets[0] != 0 or offsets[-1] != values.size or (np.diff(offsets) < 0).any():
         raise Invalid("the offsets of an output field do not tile its data")
     row = math.prod(trailing_shape)
     return [
-        shaped(values[start:stop], ((stop - start) // row if row else 0, *trailing_shape))
+        reshape_checked(values[start:stop], ((stop - start) // row if row else 0, *trailing_shape))
         for start, stop in itertools.pairwise(offsets.tolist())
     ]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from .compression import ZSTD_MAGIC, decompressed_prefix
-from .fields import protobuf_fields
 from .formats import is_protobuf
+from .protobuf_fields import protobuf_fields
 
 _PEEK_BYTES = 1 << 20
 _MAX_ID_BYTES = 1024

@@ -10,12 +10,20 @@ from .. import trainhouse_wire_pb2 as wire
 from ..bounds import MAX_JSON_BYTES
 from ..errors import RequestError
 from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
-from .fields import check_num_messages
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
 from .inputs import as_loss_input, is_integer_input
-from .invalid import Invalid, at_place, refused_with_400, shown
-from .plain import plain_data
-from .tensors import MAX_DENSE_BYTES, Budget, array_of, bytes_of, dense_from_json, read_tensor, write_tensor
+from .invalid import Invalid, at_place, refused_with_400, show_value
+from .protobuf_fields import check_num_messages
+from .tensors import (
+    MAX_DENSE_BYTES,
+    DenseBytesBudget,
+    array_from_bytes,
+    array_to_bytes,
+    dense_from_json,
+    read_tensor,
+    write_tensor,
+)
+from .uniform_data import decode_uniform_data
 from .values import (
     JsonObject,
     json_boolean,
@@ -50,12 +58,12 @@ def decode_forward_backward(
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send protobuf", 413)
     with refused_with_400():
         if is_protobuf(content_type):
-            request = _request_from_protobuf(body, Budget(max_dense_bytes))
+            request = _request_from_protobuf(body, DenseBytesBudget(max_dense_bytes))
             return replace(request, forward_only=forward_only or request.forward_only)
         if is_json(content_type):
-            request = _request_from_json(body, Budget(max_dense_bytes))
+            request = _request_from_json(body, DenseBytesBudget(max_dense_bytes))
             return replace(request, forward_only=forward_only or request.forward_only)
-    raise RequestError(f"content type {shown(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415)
+    raise RequestError(f"content type {show_value(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415)
 
 
 def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
@@ -77,7 +85,7 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
     return message.SerializeToString()
 
 
-def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardRequest:
+def _request_from_protobuf(body: bytes, budget: DenseBytesBudget) -> ForwardBackwardRequest:
     if len(body) > _MAX_UNCOUNTED_BYTES:
         check_num_messages(body, _MAX_MESSAGES)
     message = wire.ForwardBackwardRequest()
@@ -86,7 +94,7 @@ def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardReques
         ForwardBackwardRequest(
             model_id=message.model_id,
             seq_id=message.seq_id,
-            data=plain_data(message.data)
+            data=decode_uniform_data(message.data)
             or tuple(_datum_from_protobuf(index, datum, budget) for index, datum in enumerate(message.data)),
             loss_fn=message.loss_fn,
             loss_fn_config=_loss_config_from_protobuf(message),
@@ -106,7 +114,7 @@ def _loss_config_from_protobuf(message: wire.ForwardBackwardRequest) -> Mapping[
     }
 
 
-def _datum_from_protobuf(index: int, message: wire.Datum, budget: Budget) -> Datum:
+def _datum_from_protobuf(index: int, message: wire.Datum, budget: DenseBytesBudget) -> Datum:
     try:
         return Datum(
             tokens=_tokens_from_protobuf(message.model_input),
@@ -131,15 +139,15 @@ def _tokens_from_protobuf(chunks: Sequence[wire.Chunk]) -> np.ndarray:
 def _chunk_tokens(chunk: wire.Chunk) -> np.ndarray:
     kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
-        return array_of(chunk.encoded_text.tokens, np.int32)
+        return array_from_bytes(chunk.encoded_text.tokens, np.int32)
     raise Invalid(_refusal_of_chunk(kind))
 
 
-def _input_from_protobuf(name: str, tensor: wire.Tensor, budget: Budget) -> np.ndarray:
+def _input_from_protobuf(name: str, tensor: wire.Tensor, budget: DenseBytesBudget) -> np.ndarray:
     try:
         return as_loss_input(name, read_tensor(tensor, budget))
     except Invalid as error:
-        raise Invalid(f"loss_fn_inputs[{shown(name)}]: {error}") from None
+        raise Invalid(f"loss_fn_inputs[{show_value(name)}]: {error}") from None
 
 
 def _span_from_protobuf(message: wire.ProvenanceSpan) -> ProvenanceSpan:
@@ -155,7 +163,7 @@ def _span_from_protobuf(message: wire.ProvenanceSpan) -> ProvenanceSpan:
 
 
 def _datum_to_protobuf(datum: Datum, message: wire.Datum) -> None:
-    message.model_input.add().encoded_text.tokens = bytes_of(datum.tokens, np.int32)
+    message.model_input.add().encoded_text.tokens = array_to_bytes(datum.tokens, np.int32)
     for name, array in datum.loss_fn_inputs.items():
         write_tensor(array, message.loss_fn_inputs[name])
     if datum.feature_ref is not None:
@@ -171,7 +179,7 @@ def _write_span(span: ProvenanceSpan, message: wire.ProvenanceSpan) -> None:
     arm.sequence_id, arm.offset, arm.length = span.sequence_id, span.offset, span.length
 
 
-def _request_from_json(body: bytes, budget: Budget) -> ForwardBackwardRequest:
+def _request_from_json(body: bytes, budget: DenseBytesBudget) -> ForwardBackwardRequest:
     request = json_object(parse_json(body), "the body")
     forward_only = request.get("forward_only", "forward_input" in request)
     nested = request.get("forward_backward_input", request.get("forward_input"))
@@ -195,7 +203,7 @@ def _optional_text(value: object, place: str) -> str | None:
     return None if value is None else json_text(value, place) or None
 
 
-def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
+def _datum_from_json(index: int, value: object, budget: DenseBytesBudget) -> Datum:
     with at_place(f"data[{index}]"):
         datum = json_object(value, "a datum")
         inputs = json_object(datum.get("loss_fn_inputs", {}), "loss_fn_inputs")
@@ -234,9 +242,9 @@ def _chunk_tokens_from_json(value: object) -> np.ndarray:
         return tokens.astype(np.int32)
 
 
-def _input_from_json(name: str, value: object, budget: Budget) -> np.ndarray:
+def _input_from_json(name: str, value: object, budget: DenseBytesBudget) -> np.ndarray:
     json_text(name, "an input name")
-    with at_place(f"loss_fn_inputs[{shown(name)}]"):
+    with at_place(f"loss_fn_inputs[{show_value(name)}]"):
         if isinstance(value, list):
             return as_loss_input(name, numeric_array(value, integer=is_integer_input(name)))
         return as_loss_input(name, dense_from_json(value, 0, budget, integer=is_integer_input(name)))
@@ -249,7 +257,7 @@ def _spans_from_json(value: object, place: str) -> tuple[ProvenanceSpan, ...]:
 def _span_from_json(span: JsonObject) -> ProvenanceSpan:
     kind = span.get("kind")
     if kind not in ("prompt", "sampled"):
-        raise Invalid(f"provenance span kind {shown(kind)} must be prompt or sampled")
+        raise Invalid(f"provenance span kind {show_value(kind)} must be prompt or sampled")
     return _checked_span(
         ProvenanceSpan(
             kind="prompt" if kind == "prompt" else "sampled",
@@ -265,7 +273,7 @@ def _loss_config_from_json(value: object) -> Mapping[str, float | str]:
     return {
         json_text(key, "a loss_fn_config key"): json_text(entry, key)
         if isinstance(entry, str)
-        else json_number(entry, f"loss_fn_config[{shown(key)}]")
+        else json_number(entry, f"loss_fn_config[{show_value(key)}]")
         for key, entry in config.items()
     }
 
@@ -277,7 +285,7 @@ def _checked(request: ForwardBackwardRequest) -> ForwardBackwardRequest:
         raise Invalid("data is empty: send at least one datum")
     for name in ("model_id", "loss_fn", "capture_for"):
         if "\0" in (getattr(request, name) or ""):
-            raise Invalid(f"{name} is {shown(getattr(request, name))}: it must not contain NUL")
+            raise Invalid(f"{name} is {show_value(getattr(request, name))}: it must not contain NUL")
     if not math.isfinite(request.loss_weight):
         raise Invalid(f"loss_weight is {request.loss_weight}: it must be finite")
     return request
@@ -285,9 +293,9 @@ def _checked(request: ForwardBackwardRequest) -> ForwardBackwardRequest:
 
 def _checked_span(span: ProvenanceSpan) -> ProvenanceSpan:
     if not span.sequence_id or span.offset < 0 or span.length < 0:
-        raise Invalid(f"provenance span {shown(span)} needs a sequence_id, offset >= 0 and length >= 0")
+        raise Invalid(f"provenance span {show_value(span)} needs a sequence_id, offset >= 0 and length >= 0")
     return span
 
 
 def _refusal_of_chunk(kind: object) -> str:
-    return f"a model_input chunk of type {shown(kind)} is not supported: send encoded_text chunks only"
+    return f"a model_input chunk of type {show_value(kind)} is not supported: send encoded_text chunks only"

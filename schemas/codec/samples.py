@@ -10,17 +10,17 @@ from ..sampling import EMPTY_LOGPROB, GuessCounts, SampledSequence, SampleRespon
 from .formats import parse_protobuf
 from .tensors import (
     MAX_DENSE_BYTES,
-    Budget,
     CsrLayout,
-    array_of,
-    bytes_of,
+    DenseBytesBudget,
+    array_from_bytes,
+    array_to_bytes,
     read_tensor,
-    shaped,
+    reshape_checked,
     tensor_rows,
     write_target_logprobs,
     write_tensor,
 )
-from .values import JsonObject, Rows, json_object, json_pieces, rows_of, whole
+from .values import JsonObject, JsonRows, json_object, json_pieces, rows_of, without_rows
 
 
 def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | None = None) -> bytes:
@@ -36,7 +36,7 @@ def _messages(response: SampleResponse, target_layout: CsrLayout | None) -> Iter
         _write_sequence(sequence, message.sequences.add())
         yield message
     if response.prompt_logprobs is not None:
-        yield wire.SampleResponse(prompt_logprobs=bytes_of(response.prompt_logprobs, np.float32))
+        yield wire.SampleResponse(prompt_logprobs=array_to_bytes(response.prompt_logprobs, np.float32))
     if response.topk_prompt_logprobs is not None:
         _write_topk(response.topk_prompt_logprobs, (message := wire.SampleResponse()).topk_prompt_logprobs)
         yield message
@@ -62,7 +62,7 @@ def encode_sample_response_json(response: SampleResponse) -> JsonObject:
     logprob],
     null where nothing was scored.
     """
-    return json_object(whole(_rows(response)), "an answer")
+    return json_object(without_rows(_rows(response)), "an answer")
 
 
 def sample_response_json_pieces(response: SampleResponse) -> Iterator[bytes]:
@@ -92,11 +92,11 @@ def decode_sample_response(body: bytes) -> SampleResponse:
     """Decodes protobuf. Raises ValueError."""
     message = wire.SampleResponse()
     parse_protobuf(message, body)
-    budget = Budget(MAX_DENSE_BYTES)
+    budget = DenseBytesBudget(MAX_DENSE_BYTES)
     has_alternatives = message.HasField("prompt_alt_tokens")
     return SampleResponse(
         sequences=tuple(_read_sequence(sequence) for sequence in message.sequences),
-        prompt_logprobs=array_of(message.prompt_logprobs, np.float32) if message.prompt_logprobs else None,
+        prompt_logprobs=array_from_bytes(message.prompt_logprobs, np.float32) if message.prompt_logprobs else None,
         topk_prompt_logprobs=_read_topk(message.topk_prompt_logprobs) if message.topk_prompt_logprobs.k else None,
         target_prompt_logprobs=read_tensor(message.target_prompt_logprobs, budget)
         if message.HasField("target_prompt_logprobs")
@@ -112,16 +112,16 @@ def decode_sample_response(body: bytes) -> SampleResponse:
 
 def _write_sequence(sequence: SampledSequence, message: wire.SampledSequence) -> None:
     message.stop_reason = wire.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire.STOP_REASON_LENGTH
-    message.tokens = bytes_of(sequence.tokens, np.int32)
-    message.logprobs = bytes_of(sequence.logprobs, np.float32)
+    message.tokens = array_to_bytes(sequence.tokens, np.int32)
+    message.logprobs = array_to_bytes(sequence.logprobs, np.float32)
     if sequence.topk_logprobs is not None:
         _write_topk(sequence.topk_logprobs, message.topk_sampled_logprobs)
 
 
 def _write_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
     message.length, message.k = topk.token_ids.shape
-    message.token_ids = bytes_of(topk.token_ids, np.int32)
-    message.logprobs = bytes_of(topk.logprobs, np.float32)
+    message.token_ids = array_to_bytes(topk.token_ids, np.int32)
+    message.logprobs = array_to_bytes(topk.logprobs, np.float32)
 
 
 def _write_guesses(guesses: GuessCounts, message: wire.GuessCounts) -> None:
@@ -136,8 +136,8 @@ def _read_guesses(message: wire.GuessCounts) -> GuessCounts:
 def _read_sequence(message: wire.SampledSequence) -> SampledSequence:
     return SampledSequence(
         stop_reason="length" if message.stop_reason == wire.STOP_REASON_LENGTH else "stop",
-        tokens=array_of(message.tokens, np.int32),
-        logprobs=array_of(message.logprobs, np.float32),
+        tokens=array_from_bytes(message.tokens, np.int32),
+        logprobs=array_from_bytes(message.logprobs, np.float32),
         topk_logprobs=_read_topk(message.topk_sampled_logprobs) if message.topk_sampled_logprobs.k else None,
     )
 
@@ -145,8 +145,8 @@ def _read_sequence(message: wire.SampledSequence) -> SampledSequence:
 def _read_topk(message: wire.TopkLogprobs) -> TopkLogprobs:
     shape = (message.length, message.k)
     return TopkLogprobs(
-        token_ids=shaped(array_of(message.token_ids, np.int32), shape),
-        logprobs=shaped(array_of(message.logprobs, np.float32), shape),
+        token_ids=reshape_checked(array_from_bytes(message.token_ids, np.int32), shape),
+        logprobs=reshape_checked(array_from_bytes(message.logprobs, np.float32), shape),
     )
 
 
@@ -165,7 +165,7 @@ def _guesses_to_json(guesses: GuessCounts) -> JsonObject:
     return {**asdict(guesses), "acceptance_length": guesses.acceptance_length}
 
 
-def _topk_rows(topk: TopkLogprobs) -> Rows:
+def _topk_rows(topk: TopkLogprobs) -> JsonRows:
     num, k = topk.token_ids.shape
 
     def entries(start: int, stop: int) -> list[list[list[float]] | None]:
@@ -175,4 +175,4 @@ def _topk_rows(topk: TopkLogprobs) -> Rows:
         )
         return [row or None for row in cells]
 
-    return Rows(num, entries, 2 * k)
+    return JsonRows(num, entries, 2 * k)

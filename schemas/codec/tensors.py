@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
-from .invalid import Invalid, at_place, refused_with_400, shown
-from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, whole
+from .invalid import Invalid, at_place, refused_with_400, show_value
+from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, without_rows
 
 MAX_DENSE_BYTES = 1 << 30
 """Maximum bytes that the sparse tensors of one request may take when made dense."""
@@ -30,7 +30,7 @@ DTYPE_NUMBERS: dict[str, wire.DType] = {
 }
 
 
-class Budget:
+class DenseBytesBudget:
     """Limits the memory that the sparse tensors of one request allocate together."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -73,12 +73,12 @@ def tensor_from_json(
         RequestError: the tensor is invalid, or too large when made dense.
     """
     with refused_with_400(), at_place(name):
-        return dense_from_json(value, fill, Budget(max_dense_bytes), integer=None)
+        return dense_from_json(value, fill, DenseBytesBudget(max_dense_bytes), integer=None)
 
 
 def tensor_to_json(array: np.ndarray) -> JsonObject:
     """Returns dense TensorData: {data, dtype, shape}, with NaN and infinities as null."""
-    return json_object(whole(tensor_rows(array)), "a tensor")
+    return json_object(without_rows(tensor_rows(array)), "a tensor")
 
 
 def tensor_rows(array: np.ndarray) -> JsonObject:
@@ -97,25 +97,28 @@ def csr_layout_from_json(value: object) -> CsrLayout | None:
         return _csr_layout_from_json(tensor, _json_shape(tensor)) if _is_csr(tensor) else None
 
 
-def read_tensor(tensor: wire.Tensor, budget: Budget) -> np.ndarray:
+def read_tensor(tensor: wire.Tensor, budget: DenseBytesBudget) -> np.ndarray:
     """Returns the tensor made dense, from either encoding; without a shape it is one-dimensional."""
     shape = checked_shape(tensor.shape)
     match tensor.WhichOneof("encoding"):
         case "dense":
-            return shaped(widened(tensor.dense, tensor.dtype), shape)
+            return reshape_checked(decode_values(tensor.dense, tensor.dtype), shape)
         case "sparse_csr":
             csr = tensor.sparse_csr
-            crow_indices, col_indices = array_of(csr.crow_indices, np.int64), array_of(csr.col_indices, np.int64)
-            values = widened(csr.values, tensor.dtype)
+            crow_indices, col_indices = (
+                array_from_bytes(csr.crow_indices, np.int64),
+                array_from_bytes(csr.col_indices, np.int64),
+            )
+            values = decode_values(csr.values, tensor.dtype)
             return _densified(values, _checked_csr(shape, crow_indices, col_indices), 0, budget)
         case _:
             # proto3 writes nothing for an empty tensor whose bytes were never set
-            return shaped(widened(b"", tensor.dtype), shape)
+            return reshape_checked(decode_values(b"", tensor.dtype), shape)
 
 
 def write_tensor(array: np.ndarray, message: wire.Tensor) -> None:
     array = array if array.dtype.name in DTYPE_NUMBERS else public_dtype(array)
-    message.dense = bytes_of(array, array.dtype)
+    message.dense = array_to_bytes(array, array.dtype)
     message.dtype = DTYPE_NUMBERS[array.dtype.name]
     message.shape.extend(array.shape)
 
@@ -125,13 +128,13 @@ def write_target_logprobs(logprobs: np.ndarray, layout: CsrLayout | None, messag
         return write_tensor(logprobs, message)
     message.dtype = wire.DTYPE_FLOAT32
     message.shape.extend(layout.shape)
-    message.sparse_csr.values = bytes_of(logprobs[layout.rows, layout.col_indices], np.float32)
-    message.sparse_csr.crow_indices = bytes_of(layout.crow_indices, np.int64)
-    message.sparse_csr.col_indices = bytes_of(layout.col_indices, np.int64)
+    message.sparse_csr.values = array_to_bytes(logprobs[layout.rows, layout.col_indices], np.float32)
+    message.sparse_csr.crow_indices = array_to_bytes(layout.crow_indices, np.int64)
+    message.sparse_csr.col_indices = array_to_bytes(layout.col_indices, np.int64)
     return None
 
 
-def dense_from_json(value: object, fill: float, budget: Budget, integer: bool | None) -> np.ndarray:
+def dense_from_json(value: object, fill: float, budget: DenseBytesBudget, integer: bool | None) -> np.ndarray:
     """Returns TensorData as a dense array.
 
     Args:
@@ -140,12 +143,12 @@ def dense_from_json(value: object, fill: float, budget: Budget, integer: bool | 
     tensor = json_object(value, "a tensor")
     dtype = tensor.get("dtype", {True: "int64", False: "float32", None: None}[integer])
     if dtype not in ("int64", "float32"):
-        raise Invalid(f"unknown dtype {shown(dtype)}: send int64 or float32")
+        raise Invalid(f"unknown dtype {show_value(dtype)}: send int64 or float32")
     values = numeric_array(json_list(tensor.get("data"), "data"), integer=dtype == "int64")
     shape = _json_shape(tensor)
     if _is_csr(tensor):
         return _densified(values.reshape(-1), _csr_layout_from_json(tensor, shape), fill, budget)
-    return shaped(values, shape)
+    return reshape_checked(values, shape)
 
 
 def _is_csr(tensor: JsonObject) -> bool:
@@ -167,11 +170,13 @@ def _csr_layout_from_json(tensor: JsonObject, shape: tuple[int, ...]) -> CsrLayo
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 2**31 for size in shape):
-        raise Invalid(f"shape {shown(list(shape))} is out of bounds: at most {_MAX_DIMENSIONS} sizes from 0 to 2^31-1")
+        raise Invalid(
+            f"shape {show_value(list(shape))} is out of bounds: at most {_MAX_DIMENSIONS} sizes from 0 to 2^31-1"
+        )
     return tuple(shape)
 
 
-def shaped(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def reshape_checked(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if not shape:
         return values
     if values.size != math.prod(shape):
@@ -196,7 +201,7 @@ def _checked_csr(shape: tuple[int, ...], crow_indices: np.ndarray, col_indices: 
     return layout
 
 
-def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: Budget) -> np.ndarray:
+def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: DenseBytesBudget) -> np.ndarray:
     if values.size != layout.col_indices.size:
         raise Invalid(f"a CSR tensor has {values.size} values for {layout.col_indices.size} column indices")
     budget.take(math.prod(layout.shape) * values.itemsize)
@@ -205,16 +210,16 @@ def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: Budge
     return dense
 
 
-def widened(data: bytes | bytearray, dtype_number: int) -> np.ndarray:
+def decode_values(data: bytes | bytearray, dtype_number: int) -> np.ndarray:
     """Returns flat values; bfloat16 (the upper half of a float32) is converted to float32."""
     dtype = DTYPES.get(dtype_number)
     if dtype is None:
         raise Invalid(f"unknown dtype {dtype_number}: send 1 float32, 2 int64, 3 int32 or 4 bfloat16")
-    values = array_of(data, dtype)
+    values = array_from_bytes(data, dtype)
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype_number == wire.DTYPE_BFLOAT16 else values
 
 
-def array_of(data: bytes | bytearray, dtype: np.typing.DTypeLike) -> np.ndarray:
+def array_from_bytes(data: bytes | bytearray, dtype: np.typing.DTypeLike) -> np.ndarray:
     """Returns a writable array: a copy of bytes (torch warns about read-only arrays), a view of a bytearray."""
     little = np.dtype(dtype).newbyteorder("<")
     if len(data) % little.itemsize:
@@ -222,7 +227,7 @@ def array_of(data: bytes | bytearray, dtype: np.typing.DTypeLike) -> np.ndarray:
     return np.frombuffer(data, dtype=little).astype(dtype, copy=isinstance(data, bytes))
 
 
-def bytes_of(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
+def array_to_bytes(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
     return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
 
 

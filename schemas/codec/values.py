@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .invalid import Invalid, shown
+from .invalid import Invalid, show_value
 
 JsonObject: TypeAlias = dict[str, object]
 """A JSON object as the `json` module reads and writes it."""
@@ -20,7 +20,7 @@ _PIECE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Rows:
+class JsonRows:
     """A JSON list that is built in pieces.
 
     entries: returns the entries from start to stop. width: how many numbers each entry has.
@@ -31,21 +31,21 @@ class Rows:
     width: int = 1
 
 
-def rows_of(array: np.ndarray) -> Rows:
+def rows_of(array: np.ndarray) -> JsonRows:
     """Returns the array's numbers, flattened; those that JSON cannot represent become None."""
     flat = array.ravel()
-    return Rows(flat.size, lambda start, stop: json_numbers(flat[start:stop]))
+    return JsonRows(flat.size, lambda start, stop: json_numbers(flat[start:stop]))
 
 
-def whole(value: object) -> object:
+def without_rows(value: object) -> object:
     """Replaces each Rows in the value by a list."""
     match value:
-        case Rows():
+        case JsonRows():
             return list(value.entries(0, value.num))
         case dict():
-            return {key: whole(entry) for key, entry in value.items()}
+            return {key: without_rows(entry) for key, entry in value.items()}
         case list():
-            return [whole(entry) for entry in value]
+            return [without_rows(entry) for entry in value]
         case _:
             return value
 
@@ -67,7 +67,7 @@ def json_pieces(value: object) -> Iterator[bytes]:
 
 def _texts(value: object) -> Iterator[str]:
     match value:
-        case Rows():
+        case JsonRows():
             yield "["
             step = max(1, _PIECE_CELLS // max(1, value.width))
             for start in range(0, value.num, step):
@@ -96,38 +96,38 @@ def _text(value: object) -> str:
 
 def json_object(value: object, what: str) -> JsonObject:
     if not isinstance(value, dict):
-        raise Invalid(f"{what} must be an object, not {shown(value)}")
+        raise Invalid(f"{what} must be an object, not {show_value(value)}")
     return value
 
 
 def json_list(value: object, what: str) -> list[object]:
     if not isinstance(value, list):
-        raise Invalid(f"{what} must be a list, not {shown(value)}")
+        raise Invalid(f"{what} must be a list, not {show_value(value)}")
     return value
 
 
 def json_text(value: object, what: str) -> str:
     # JSON can spell half a surrogate pair, which no database or header takes.
     if not isinstance(value, str) or (not value.isascii() and re.search("[\ud800-\udfff]", value)):
-        raise Invalid(f"{what} must be a string, not {shown(value)}")
+        raise Invalid(f"{what} must be a string, not {show_value(value)}")
     return value
 
 
 def json_integer(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
-        raise Invalid(f"{what} must be an integer, not {shown(value)}")
+        raise Invalid(f"{what} must be an integer, not {show_value(value)}")
     return value
 
 
 def json_number(value: object, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e308:
-        raise Invalid(f"{what} must be a number, not {shown(value)}")
+        raise Invalid(f"{what} must be a number, not {show_value(value)}")
     return float(value)
 
 
 def json_boolean(value: object, what: str) -> bool:
     if not isinstance(value, bool):
-        raise Invalid(f"{what} must be true or false, not {shown(value)}")
+        raise Invalid(f"{what} must be true or false, not {show_value(value)}")
     return value
 
 
@@ -140,9 +140,9 @@ def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
     if array.size == 0:
         return array.astype(np.int64 if integer else np.float32)
     if integer and array.dtype.kind != "i":
-        raise Invalid(f"expected 64-bit integers, not {shown(values[0])} ...")
+        raise Invalid(f"expected 64-bit integers, not {show_value(values[0])} ...")
     if array.dtype.kind not in "biuf":
-        raise Invalid(f"expected numbers, not {shown(values[0])} ...")
+        raise Invalid(f"expected numbers, not {show_value(values[0])} ...")
     return array.astype(np.int64) if integer else to_float32(array)
 
 

@@ -33,12 +33,12 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import TrainingConfig, training_of
-from ...workers.protocol.verbs import WorkerLost
-from ..files.config import PlaceConfig
+from ...workers.protocol.calls import WorkerLost
 from ..files.directories import directory_name
 from ..files.manifest import read_manifest
-from ..files.object_store import PlaceError, Places
-from ..logs.repeated_errors import Trouble
+from ..files.object_store import ObjectStore, ObjectStoreError
+from ..files.storage_config import CheckpointStorageConfig
+from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import (
     CheckpointCopyRecord,
     CheckpointKind,
@@ -50,8 +50,8 @@ from ..store import (
     TenantRecord,
 )
 from ..tenants.auth import Auth, Tenant
-from .files import CLOSING_SECONDS, CheckpointFiles, link_files
-from .mirror import Mirror
+from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, link_files
+from .mirror import CheckpointMirrors
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +73,13 @@ class Checkpoints:
         auth: Auth,
         state_dir: Path,
         clock: Callable[[], float] = time.time,
-        config: PlaceConfig = PlaceConfig(),  # noqa: B008
+        config: CheckpointStorageConfig = CheckpointStorageConfig(),  # noqa: B008
     ) -> None:
         self._store = store
         self._auth = auth
-        self._places = Places(config.pauses_seconds, config.mirrors)
-        self._mirror = Mirror(store, self._places, config)
-        self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.copies)
+        self._places = ObjectStore(config.retry_pauses_seconds, config.mirrors)
+        self._mirror = CheckpointMirrors(store, self._places, config)
+        self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.complete_copies)
         self._secret_file = state_dir / "url_secret"
         self._secret = b""
         self._clock = clock
@@ -91,13 +91,13 @@ class Checkpoints:
         # Listed before the rows are read: a checkpoint published in between must not look like one without a row.
         found = await self._files.found()
         published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
-        published |= await self._take_back(await self._files.unlisted(found, published))
+        published |= await self._restore_lost_rows(await self._files.find_without_row(found, published))
         runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
         await self._files.sweep(found, runs, published)
         await self._mirror.start(self._files, published)
-        self._tasks = [asyncio.create_task(self._expire_in_time()), asyncio.create_task(self._sweep_url(runs))]
+        self._tasks = [asyncio.create_task(self._expire_periodically()), asyncio.create_task(self._sweep_url(runs))]
 
-    def let_go(self) -> None:
+    def schedule_transfer_cancellation(self) -> None:
         """Cancels transfers to and from URLs, and those that wait for them, CLOSING_SECONDS from now.
 
         Used at the end of a process; the next one resumes unfinished work.
@@ -137,9 +137,9 @@ class Checkpoints:
 
         async with self._files.staging(draft.directory) as staging:
             yield staging
-            about = await self._about(draft, request_id)
+            about = await self._manifest_entries(draft, request_id)
             bring = partial(self._files.publish, staging, draft.directory, about)
-            await _to_the_end(self._publish(draft, bring, partial(self._insert, overwrite)))
+            await _shielded(self._publish(draft, bring, partial(self._insert_or_replace, overwrite)))
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
         """True if this very save published the checkpoint before a crash lost its response.
@@ -157,14 +157,14 @@ class Checkpoints:
         Entering raises OperationError (server) if the files and all copies are lost or damaged.
         """
         async with AsyncExitStack() as held:
-            async with self._read_in_words(checkpoint):
+            async with self._hiding_paths(checkpoint):
                 here = await held.enter_async_context(self._files.reading(checkpoint.directory))
             yield here
 
     async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
         """Returns directory -> its copies at mirrors."""
         found: dict[str, list[CheckpointCopyRecord]] = defaultdict(list)
-        for copy in await self._store.list_copies([checkpoint.directory for checkpoint in checkpoints]):
+        for copy in await self._store.list_mirror_copies([checkpoint.directory for checkpoint in checkpoints]):
             found[copy.directory].append(copy)
         return found
 
@@ -174,25 +174,25 @@ class Checkpoints:
         Raises:
             RequestError: 400 if `path` is not a checkpoint path, 404 if it does not exist or may not be read.
         """
-        return await self.readable(path, {tenant.id, await self.reader(access_token)})
+        return await self.resolve_for(path, {tenant.id, await self.reader_id(access_token)})
 
-    async def reader(self, access_token: str | None) -> str | None:
+    async def reader_id(self, access_token: str | None) -> str | None:
         """Returns the id of the tenant whose key this is, or None."""
         shown = await self._auth.tenant_of(access_token) if access_token else None
         return None if shown is None else shown.id
 
-    async def readable(self, path: str, readers: Collection[str | None]) -> CheckpointRecord:
+    async def resolve_for(self, path: str, readers: Collection[str | None]) -> CheckpointRecord:
         """Like `resolve`, for a caller that may read the checkpoints of the tenants with these ids."""
         record = await self._find(*parse_path(path))
         if record is None or not (record.public or record.tenant_id in readers):
-            raise _missing(path)
+            raise _not_found_error(path)
         return record
 
-    async def known(self, path: str) -> CheckpointRecord | None:
+    async def find(self, path: str) -> CheckpointRecord | None:
         """Returns the checkpoint without an access check, for a caller that passed it before."""
         return await self._find(*parse_path(path))
 
-    async def owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
+    async def resolve_owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
         """Returns a checkpoint that the tenant may change.
 
         Args:
@@ -208,8 +208,8 @@ class Checkpoints:
 
     async def delete(self, checkpoint: CheckpointRecord) -> None:
         """Deletes the checkpoint. Its copies at mirrors are deleted later, in the background."""
-        await self._files.condemn(checkpoint.directory)
-        async with self._mirror.forgetting(checkpoint.directory):
+        await self._files.mark_deleted(checkpoint.directory)
+        async with self._mirror.deleting(checkpoint.directory):
             await self._store.delete_checkpoint(checkpoint)
         await self._files.remove(checkpoint.directory)
 
@@ -231,7 +231,7 @@ class Checkpoints:
         Raises:
             RequestError: 503 if the source cannot be read or the copy cannot be written.
         """
-        if known := await self._store.find_copy(to):
+        if known := await self._store.find_copied_checkpoint(to):
             return known
         now = self._clock()
         run = RunRecord(
@@ -247,11 +247,11 @@ class Checkpoints:
             user_metadata={"copied_from": source.tinker_path},
         )
         draft = self._draft(run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer)
-        with _refusing():
-            await self._copy(source, draft, partial(self._store.insert_copy, to, run))
+        with _as_request_errors():
+            await self._copy(source, draft, partial(self._store.insert_copied_checkpoint, to, run))
         return await self.resolve(Tenant(to.tenant_id, ""), draft.tinker_path)
 
-    async def make(
+    async def create(
         self,
         run: RunRecord,
         session: SessionRecord,
@@ -268,19 +268,19 @@ class Checkpoints:
         Raises:
             OperationError: the name is not allowed, the checkpoint could not be saved, or `write` raised it.
         """
-        if known := await self._store.find_copy(session):
+        if known := await self._store.find_copied_checkpoint(session):
             return known
         draft = self._draft(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
-        new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
+        new_run, staging = self._files.marking_new_run(draft.directory), self._files.staging(draft.directory)
         async with new_run, staging as staging:
             try:
                 training = await write(staging)
             except OperationError:
-                await self._files.drop_new_run(draft.directory)
+                await self._files.discard_new_run(draft.directory)
                 raise
             draft, run = replace(draft, training=training), replace(run, training=training)
-            bring = partial(self._files.publish, staging, draft.directory, await self._about(draft))
-            await _to_the_end(self._publish(draft, bring, partial(self._store.insert_copy, session, run)))
+            bring = partial(self._files.publish, staging, draft.directory, await self._manifest_entries(draft))
+            await _shielded(self._publish(draft, bring, partial(self._store.insert_copied_checkpoint, session, run)))
         return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
 
     async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
@@ -290,7 +290,7 @@ class Checkpoints:
             RequestError: 503 if the manifest cannot be read.
         """
         expires = int(self._clock()) + URL_LIFETIME_SECONDS
-        with _refusing():
+        with _as_request_errors():
             files = (await self._manifest(checkpoint))["files"]
         return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
 
@@ -306,16 +306,16 @@ class Checkpoints:
             raise RequestError("this download URL is not valid, or its checkpoint was deleted: request a new URL", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: request a new URL", 403)
-        with _refusing():
-            async with self._read_in_words(record):
+        with _as_request_errors():
+            async with self._hiding_paths(record):
                 return await self._files.file(record.directory, signed.name)
 
     async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
-        async with self._read_in_words(checkpoint):
+        async with self._hiding_paths(checkpoint):
             return await self._files.manifest(checkpoint.directory)
 
     @asynccontextmanager
-    async def _read_in_words(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
+    async def _hiding_paths(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
         """Replaces the message of an OperationError by one that names no local path; the original goes to the log."""
         try:
             yield
@@ -341,7 +341,7 @@ class Checkpoints:
         """Returns the time that decides expiry: what has expired by then is hidden, deleted or not."""
         return self._clock()
 
-    async def _take_back(self, unlisted: Sequence[Path]) -> Set[str]:
+    async def _restore_lost_rows(self, unlisted: Sequence[Path]) -> Set[str]:
         """Restores lost rows and returns the directories of those checkpoints.
 
         Only for manifests that name their tenant: versions that did not write it did not mark deleted checkpoints
@@ -350,9 +350,9 @@ class Checkpoints:
         taken = set()
         for directory in unlisted:
             about = await asyncio.to_thread(read_manifest, directory)
-            path = await lost_path(self._store, str(directory), about, self._files.is_ours_alone(directory))
+            path = await path_of_lost_row(self._store, str(directory), about, self._files.is_ours_alone(directory))
             if path is not None and "tenant_id" in about:
-                await take_back(self._store, str(directory), about)
+                await restore_row(self._store, str(directory), about)
                 logger.warning("the database had lost %s, which is in %s: its row is restored", path, directory)
                 taken.add(str(directory))
         return taken
@@ -362,7 +362,7 @@ class Checkpoints:
         directories.
         """
         moves = await self._files.follow_moved_root(directories)
-        await self._mirror.follow(moves)
+        await self._mirror.move_directories(moves)
         if moves:
             await self._store.move_checkpoint_directories(moves)
         return {moves.get(directory, directory) for directory in directories}
@@ -370,18 +370,18 @@ class Checkpoints:
     async def _sweep_url(self, runs: Collection[str]) -> None:
         try:
             await self._files.sweep_url(runs, self._store.list_checkpoint_directories)
-        except PlaceError as error:
+        except ObjectStoreError as error:
             logger.warning("could not look for unfinished uploads that a crash may have left: %s", error)
 
-    async def _expire_in_time(self) -> None:
-        trouble = Trouble(logger, "deleting expired checkpoints")
+    async def _expire_periodically(self) -> None:
+        trouble = RepeatedErrorLog(logger, "deleting expired checkpoints")
         while True:
             try:
                 await self.expire()
             except SQLAlchemyError as error:  # possibly temporary, such as a full disk
                 trouble.failed(error)
             else:
-                trouble.passed()
+                trouble.succeeded()
             await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)
 
     async def _copy(
@@ -390,23 +390,23 @@ class Checkpoints:
         draft: CheckpointRecord,
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
-        about = await self._about(draft)
-        if self._files.may_copy_there(source.directory, draft.directory):
-            bring = partial(self._files.copy_there, source.directory, draft.directory, about)
-            await _to_the_end(self._publish(draft, bring, insert))
+        about = await self._manifest_entries(draft)
+        if self._files.can_copy_remotely(source.directory, draft.directory):
+            bring = partial(self._files.copy_remotely, source.directory, draft.directory, about)
+            await _shielded(self._publish(draft, bring, insert))
             return
-        new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
+        new_run, staging = self._files.marking_new_run(draft.directory), self._files.staging(draft.directory)
         async with new_run, staging as staging, self.reading(source) as files:
             await asyncio.to_thread(link_files, files, staging)
             bring = partial(self._files.publish, staging, draft.directory, about)
-            await _to_the_end(self._publish(draft, bring, insert))
+            await _shielded(self._publish(draft, bring, insert))
 
-    async def _insert(self, overwrite: bool, record: CheckpointRecord) -> None:
+    async def _insert_or_replace(self, overwrite: bool, record: CheckpointRecord) -> None:
         """Inserts the row, replacing a checkpoint of the same name if `overwrite`."""
         known = await self._store.get_checkpoint(record.run_id, record.kind, record.name) if overwrite else None
         if known is not None:
-            await self._files.condemn(known.directory)
-        async with self._mirror.forgetting(known.directory) if known else nullcontext():
+            await self._files.mark_deleted(known.directory)
+        async with self._mirror.deleting(known.directory) if known else nullcontext():
             replaced = await self._store.put_checkpoint(record, overwrite)
         if replaced is not None:
             await self._files.remove(replaced.directory)
@@ -414,7 +414,7 @@ class Checkpoints:
     async def _publish(
         self,
         draft: CheckpointRecord,
-        bring: Callable[[], Awaitable[int]],
+        move_files: Callable[[], Awaitable[int]],
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
         """Brings the files into place, then inserts the row; removes the files if that fails.
@@ -423,14 +423,14 @@ class Checkpoints:
             bring: moves the files to the draft's directory and returns their bytes.
         """
         try:
-            record = replace(draft, size_bytes=await bring())
+            record = replace(draft, size_bytes=await move_files())
             await insert(record)
-        except (PlaceError, OSError) as error:
+        except (ObjectStoreError, OSError) as error:
             await self._files.remove(draft.directory)
             raise OperationError(f"checkpoint {draft.tinker_path} could not be saved: {error}", "server") from error
         except IntegrityError:
             await self._files.remove(draft.directory)
-            raise _taken(draft) from None
+            raise _name_in_use_error(draft) from None
         except DatabaseUnreachable:
             raise  # the row may have been committed; if not, the files are swept
         except Exception:
@@ -465,7 +465,7 @@ class Checkpoints:
             has_optimizer=has_optimizer,
         )
 
-    async def _about(self, draft: CheckpointRecord, request_id: str | None = None) -> Mapping[str, object]:
+    async def _manifest_entries(self, draft: CheckpointRecord, request_id: str | None = None) -> Mapping[str, object]:
         """Returns what the manifest records in addition to the files: the content of the row, in case the row is
         lost.
         """
@@ -488,7 +488,7 @@ class Checkpoints:
 
     async def _require_free(self, draft: CheckpointRecord) -> None:
         if await self._find(draft.run_id, draft.kind, draft.name):
-            raise _taken(draft)
+            raise _name_in_use_error(draft)
         if expired := await self._store.get_checkpoint(draft.run_id, draft.kind, draft.name):
             await self.delete(expired)
 
@@ -544,18 +544,18 @@ def full_path(path: str) -> str:
     return f"tinker://{path.removeprefix('tinker://')}"
 
 
-def _missing(path: str) -> RequestError:
+def _not_found_error(path: str) -> RequestError:
     return RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
 
 
-def _taken(checkpoint: CheckpointRecord) -> OperationError:
+def _name_in_use_error(checkpoint: CheckpointRecord) -> OperationError:
     return OperationError(
         f"checkpoint {checkpoint.tinker_path} exists: choose another name, delete it first, or save with overwrite=True"
     )
 
 
 @contextmanager
-def loaded_as(name: str, directory: Path) -> Iterator[None]:
+def hiding_directory_as(name: str, directory: Path) -> Iterator[None]:
     """Rewrites errors of workers that load files: the tenant sees the name it used, and only the log has the
     directory.
     """
@@ -570,7 +570,7 @@ def loaded_as(name: str, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _as_request_errors() -> Iterator[None]:
     """Turns OperationError into RequestError: 409 for the user's errors, 503 for the server's."""
     try:
         yield
@@ -578,7 +578,7 @@ def _refusing() -> Iterator[None]:
         raise RequestError(error.message, 409 if error.category == "user" else 503) from error
 
 
-async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+async def _shielded(work: Coroutine[None, None, None]) -> None:
     """Runs `work` to its end even if the caller is cancelled, and only then raises CancelledError.
 
     `work` needs what the caller has made, and a row and its directory must be created and removed together.
@@ -595,8 +595,8 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
     task.result()
 
 
-async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
-    """Returns the path of a complete checkpoint whose row the database has lost, so that `take_back` can restore it.
+async def path_of_lost_row(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
+    """Returns the path of a complete checkpoint whose row the database has lost, so that `restore_row` can restore it.
 
     None if the manifest does not name the owner, if the name is in use, or if the run is unknown and other servers use
     the same place.
@@ -617,13 +617,13 @@ async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_o
     return about["tinker_path"] if is_known else None
 
 
-async def take_back(store: Store, directory: str, about: Mapping[str, Any]) -> str:
-    """Restores the row of a checkpoint that has a `lost_path`, and the rows it depends on. Returns that path.
+async def restore_row(store: Store, directory: str, about: Mapping[str, Any]) -> str:
+    """Restores the row of a checkpoint that has a `path_of_lost_row`, and the rows it depends on. Returns that path.
 
     The manifest does not record whether it was public, so it is private now.
     """
     run_id, kind, name = parse_path(about["tinker_path"])
-    run = await store.get_run(run_id) or await _take_run_back(store, run_id, about)
+    run = await store.get_run(run_id) or await _restore_run_row(store, run_id, about)
     record = CheckpointRecord(
         run_id=run_id,
         tenant_id=run.tenant_id,
@@ -645,7 +645,7 @@ async def take_back(store: Store, directory: str, about: Mapping[str, Any]) -> s
     return record.tinker_path
 
 
-async def _take_run_back(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
+async def _restore_run_row(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
     """Restores a run that can no longer be trained, with its session and its tenant."""
     created_at = about["created_at"]
     named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)

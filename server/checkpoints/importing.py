@@ -11,7 +11,7 @@ from ...schemas.codec import parse_json
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import LoraConfig
 from ...workers.dispatch import WorkerDispatch
-from ..config.served import require_served
+from ..config.base_model_lookup import require_served
 from ..store import CheckpointRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
 from .checkpoints import Checkpoints
@@ -21,7 +21,7 @@ _UPLOADED = "uploaded.safetensors"
 
 
 @dataclass(frozen=True)
-class Upload:
+class AdapterUpload:
     """A PEFT adapter as uploaded.
 
     weights: content of adapter_model.safetensors.
@@ -32,20 +32,20 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Import:
+class ImportRequest:
     """A request to import an adapter.
 
     base_model: None for the one that the adapter's configuration names.
     name: of the new checkpoint.
     """
 
-    upload: Upload
+    upload: AdapterUpload
     base_model: str | None
     name: str
     ttl_seconds: int | None
 
 
-def read_upload(body: bytes, config_bytes: int) -> Upload:
+def read_upload(body: bytes, config_bytes: int) -> AdapterUpload:
     """Splits a body of adapter_config.json followed by adapter_model.safetensors.
 
     Raises:
@@ -61,18 +61,18 @@ def read_upload(body: bytes, config_bytes: int) -> Upload:
         raise RequestError("adapter_config.json is not a JSON object: send it as PEFT saved it")
     if len(body) == config_bytes:
         raise RequestError("the body ends with adapter_config.json: append adapter_model.safetensors")
-    return Upload(PeftConfig.read(config), memoryview(body)[config_bytes:])
+    return AdapterUpload(PeftConfig.read(config), memoryview(body)[config_bytes:])
 
 
 async def import_checkpoint(
-    dispatch: WorkerDispatch, checkpoints: Checkpoints, tenant: Tenant, wanted: Import, session: SessionRecord
+    dispatch: WorkerDispatch, checkpoints: Checkpoints, tenant: Tenant, request: ImportRequest, session: SessionRecord
 ) -> CheckpointRecord:
     """Creates the checkpoint, in a new run of `session`. Neither the run nor the session may be in the store yet.
 
     Raises:
         RequestError: 400 if the adapter or the base model is refused, 503 if it could not be saved.
     """
-    config, base_model = wanted.upload.config, _base_model(dispatch, wanted)
+    config, base_model = request.upload.config, _base_model(dispatch, request)
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
     run = RunRecord(
         run_id=f"{session.session_id}:train:0",
@@ -87,19 +87,19 @@ async def import_checkpoint(
 
     async def write(directory: Path) -> LoraConfig:
         source = directory / _UPLOADED
-        await asyncio.to_thread(source.write_bytes, wanted.upload.weights)
+        await asyncio.to_thread(source.write_bytes, request.upload.weights)
         try:
             return await dispatch.convert_adapter(base_model, source, lora, directory, tenant.name)
         finally:
             await asyncio.to_thread(partial(source.unlink, missing_ok=True))
 
     try:
-        return await checkpoints.make(run, session, wanted.name, wanted.ttl_seconds, write)
+        return await checkpoints.create(run, session, request.name, request.ttl_seconds, write)
     except OperationError as error:
         raise RequestError(error.message, 400 if error.category == "user" else 503) from error
 
 
-def _base_model(dispatch: WorkerDispatch, wanted: Import) -> str:
+def _base_model(dispatch: WorkerDispatch, wanted: ImportRequest) -> str:
     named = wanted.upload.config.base_model
     if wanted.base_model is None and named not in dispatch.models:
         raise RequestError(

@@ -19,12 +19,12 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import OperationError
-from ..files.config import PlaceConfig
 from ..files.manifest import read_manifest
-from ..files.object_store import PlaceError, Places, key_of
-from ..logs.repeated_errors import Trouble
+from ..files.object_store import ObjectStore, ObjectStoreError, key_of
+from ..files.storage_config import CheckpointStorageConfig
+from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import CheckpointCopyRecord, Store
-from .files import CheckpointFiles
+from .checkpoint_files import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _MOST_TRIES_ELSEWHERE = 34
 """Attempts to remove a copy at a mirror that is no longer configured: about a day's worth."""
 
 
-class Mirror:
+class CheckpointMirrors:
     """Keeps one copy of each checkpoint at each mirror. Mirrors are served independently, so an unreachable one does
     not delay the others.
     """
 
     def __init__(
-        self, store: Store, places: Places, config: PlaceConfig, clock: Callable[[], float] = time.time
+        self, store: Store, places: ObjectStore, config: CheckpointStorageConfig, clock: Callable[[], float] = time.time
     ) -> None:
         self._store = store
         self._places = places
@@ -52,9 +52,9 @@ class Mirror:
         # A directory is in at most one of these: a copy made while its row is deleted would be left over unrecorded.
         self._being_copied: Counter[str] = Counter()
         self._being_removed: set[str] = set()
-        self._forgotten: set[str] = set()
+        self._being_deleted: set[str] = set()
         # Keyed by mirror, or by the directory of an unreadable checkpoint: the reasons already logged, until it works.
-        self._told: defaultdict[str, set[str]] = defaultdict(set)
+        self._logged_reasons: defaultdict[str, set[str]] = defaultdict(set)
 
     async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
         """Starts the background tasks.
@@ -62,7 +62,7 @@ class Mirror:
         Args:
             directories: those of all checkpoints; each gets the copies that it lacks.
         """
-        await self._forget_others()
+        await self._delete_unconfigured()
         if self._urls:
             await self._add_missing(sorted(directories))
         works = [lambda url=url: self._copy_due(files, url) for url in self._urls]
@@ -84,58 +84,58 @@ class Mirror:
         self._notice()
 
     @asynccontextmanager
-    async def forgetting(self, directory: str) -> AsyncIterator[None]:
+    async def deleting(self, directory: str) -> AsyncIterator[None]:
         """Wraps the deletion of the checkpoint's row: its copies are removed afterwards, and kept if the block
         raises.
         """
         # Mark the copies as waiting before the row is deleted: after a crash in between they must be found for removal.
-        self._forgotten.add(directory)
+        self._being_deleted.add(directory)
         has_copies = False
         try:
-            has_copies = await self._let_wait(directory)
+            has_copies = await self._mark_waiting(directory)
             yield
         except BaseException:
             has_copies = False
             raise
         finally:
             if not has_copies:  # else when the last copy is removed
-                self._forgotten.discard(directory)
+                self._being_deleted.discard(directory)
             self._notice()
 
-    async def follow(self, moves: Mapping[str, str]) -> None:
+    async def move_directories(self, moves: Mapping[str, str]) -> None:
         """Moves the copies of checkpoints to new directories (old -> new), before the checkpoints' own rows are
         changed.
         """
-        for directories in _parts(list(moves)):
-            for copy in await self._store.list_copies(directories):
-                await self._store.put_copy(replace(copy, directory=moves[copy.directory]))
-            await self._store.delete_copies(directories)
+        for directories in _batches(list(moves)):
+            for copy in await self._store.list_mirror_copies(directories):
+                await self._store.put_mirror_copy(replace(copy, directory=moves[copy.directory]))
+            await self._store.delete_mirror_copies(directories)
 
-    async def copies(self, directory: str) -> list[str]:
+    async def complete_copies(self, directory: str) -> list[str]:
         """Returns the URLs of the complete copies."""
-        return [copy.url for copy in await self._store.list_copies([directory]) if copy.state == "copied"]
+        return [copy.url for copy in await self._store.list_mirror_copies([directory]) if copy.state == "copied"]
 
     async def _add_missing(self, directories: Sequence[str]) -> None:
-        for part in _parts(directories):
-            known = {(copy.directory, copy.mirror) for copy in await self._store.list_copies(part)}
+        for part in _batches(directories):
+            known = {(copy.directory, copy.mirror) for copy in await self._store.list_mirror_copies(part)}
             for directory, url in product(part, self._urls):
                 if (directory, url) not in known:
                     place = f"{url}/{key_of(directory)}"
                     waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
-                    await self._store.put_copy(waiting)
+                    await self._store.put_mirror_copy(waiting)
 
-    async def _forget_others(self) -> None:
+    async def _delete_unconfigured(self) -> None:
         """Deletes the rows of copies that were never made and whose mirror is no longer configured."""
         there, _ = await self._unfinished()
         for copy in there:
             if copy.mirror not in self._urls:
-                await self._store.delete_copy(copy)
+                await self._store.delete_mirror_copy(copy)
 
-    async def _let_wait(self, directory: str) -> bool:
+    async def _mark_waiting(self, directory: str) -> bool:
         """Marks all copies of the checkpoint as waiting. True if it has any."""
-        copies = await self._store.list_copies([directory])
+        copies = await self._store.list_mirror_copies([directory])
         for copy in copies:
-            await self._store.put_copy(replace(copy, state="waiting", error=None, num_tries=0))
+            await self._store.put_mirror_copy(replace(copy, state="waiting", error=None, num_tries=0))
         return bool(copies)
 
     def _notice(self) -> None:
@@ -144,7 +144,7 @@ class Mirror:
 
     async def _repeat(self, work: Callable[[], Awaitable[float | None]]) -> None:
         """Runs `work` for ever. It returns the seconds until more work is due, or None if only a change brings more."""
-        change, trouble = asyncio.Event(), Trouble(logger, "keeping up the copies of checkpoints")
+        change, trouble = asyncio.Event(), RepeatedErrorLog(logger, "keeping up the copies of checkpoints")
         self._changes.append(change)
         while True:
             change.clear()
@@ -154,13 +154,13 @@ class Mirror:
                 trouble.failed(error)
                 seconds = self._first_pause_seconds
             else:
-                trouble.passed()
+                trouble.succeeded()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(change.wait(), seconds)
 
     async def _unfinished(self) -> tuple[list[CheckpointCopyRecord], list[CheckpointCopyRecord]]:
         """Returns the unfinished copies of existing checkpoints, and those of deleted ones."""
-        unfinished = await self._store.list_unfinished_copies()
+        unfinished = await self._store.list_unfinished_mirror_copies()
         # Read after the copies, since a checkpoint's row is inserted before the rows of its copies.
         published = await self._store.list_checkpoint_directories()
         there = [copy for copy in unfinished if copy.directory in published]
@@ -177,37 +177,37 @@ class Mirror:
 
     async def _copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord | None:
         """Makes the copy and returns its new record, or None if it is no longer wanted."""
-        if copy.directory in self._being_removed | self._forgotten:
+        if copy.directory in self._being_removed | self._being_deleted:
             return None
         self._being_copied[copy.directory] += 1
         try:
-            if copy.mirror not in {known.mirror for known in await self._store.list_copies([copy.directory])}:
+            if copy.mirror not in {known.mirror for known in await self._store.list_mirror_copies([copy.directory])}:
                 return None
-            after = await self._copied(files, copy)
+            after = await self._try_copy(files, copy)
             is_there = copy.directory in await self._store.list_checkpoint_directories()
-            if not is_there or copy.directory in self._forgotten:
+            if not is_there or copy.directory in self._being_deleted:
                 return None
-            await self._store.put_copy(after)
+            await self._store.put_mirror_copy(after)
             return after
         finally:
             self._being_copied -= Counter((copy.directory,))
 
-    async def _copied(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord:
+    async def _try_copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord:
         try:
             async with files.reading(copy.directory) as here:
-                if not await self._is_there(copy.url, here):
+                if not await self._is_complete_at(copy.url, here):
                     await self._places.upload(here, copy.url)
-        except (PlaceError, OperationError, OSError, ValueError) as error:
+        except (ObjectStoreError, OperationError, OSError, ValueError) as error:
             return self._failed(copy, error)
-        self._told.pop(copy.directory, None)
-        if self._told.pop(copy.mirror, None):
+        self._logged_reasons.pop(copy.directory, None)
+        if self._logged_reasons.pop(copy.mirror, None):
             logger.info("%s: copying to this mirror works again", copy.mirror)
         return replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
 
-    async def _is_there(self, url: str, here: Path) -> bool:
+    async def _is_complete_at(self, url: str, here: Path) -> bool:
         try:
             return await self._places.manifest(url) == await asyncio.to_thread(read_manifest, here)
-        except PlaceError:
+        except ObjectStoreError:
             return False
 
     async def _remove_due(self) -> float | None:
@@ -226,7 +226,7 @@ class Mirror:
         """
         self._being_removed.add(directory)
         try:
-            copies = await self._store.list_copies([directory])
+            copies = await self._store.list_mirror_copies([directory])
             seconds = max(map(self._seconds_until, copies), default=0.0)
             return seconds if seconds > 0 else await self._remove_now(directory, copies)
         finally:
@@ -237,29 +237,29 @@ class Mirror:
         for copy in copies:
             try:
                 await self._places.remove(copy.url)
-            except PlaceError as error:
+            except ObjectStoreError as error:
                 if copy.mirror not in self._urls and copy.num_tries >= _MOST_TRIES_ELSEWHERE:
                     logger.warning("%s; giving up, since this mirror is no longer configured: delete it by hand", error)
                     continue
                 failed.append(self._failed(copy, error))
-                await self._store.put_copy(failed[-1])
+                await self._store.put_mirror_copy(failed[-1])
         if not failed:
-            await self._store.delete_copies([directory])
-            self._forgotten.discard(directory)
+            await self._store.delete_mirror_copies([directory])
+            self._being_deleted.discard(directory)
         return max(map(self._seconds_until, failed), default=0.0)
 
     def _failed(self, copy: CheckpointCopyRecord, error: Exception) -> CheckpointCopyRecord:
         failed = replace(copy, state="failed", error=str(error), num_tries=copy.num_tries + 1, updated_at=self._clock())
-        self._tell(copy, error)
+        self._log_failure(copy, error)
         return failed
 
-    def _tell(self, copy: CheckpointCopyRecord, error: Exception) -> None:
+    def _log_failure(self, copy: CheckpointCopyRecord, error: Exception) -> None:
         """Logs why copies fail, once per reason."""
         about, reason = copy.directory, str(error)
-        if isinstance(error, PlaceError):
+        if isinstance(error, ObjectStoreError):
             about, reason = copy.mirror, error.reason.replace(key_of(copy.url), "...")
-        if reason not in self._told[about]:
-            self._told[about].add(reason)
+        if reason not in self._logged_reasons[about]:
+            self._logged_reasons[about].add(reason)
             logger.warning(
                 "%s: copying failed (%s); retrying with growing pauses, logged again only for a new reason",
                 about,
@@ -274,7 +274,7 @@ class Mirror:
         return copy.updated_at + pause - self._clock()
 
 
-def _parts(directories: Sequence[str]) -> Iterator[Sequence[str]]:
+def _batches(directories: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yields the directories in parts that are small enough for one query."""
     for first in range(0, len(directories), _MOST_PER_QUERY):
         yield directories[first : first + _MOST_PER_QUERY]

@@ -52,27 +52,32 @@ class PeftConfig:
             RequestError: a setting is not supported; the message names it and the remedy.
         """
         if config.get("peft_type") != "LORA":
-            raise _refused("peft_type", config.get("peft_type"), "only LORA can be imported")
+            raise _unsupported_error("peft_type", config.get("peft_type"), "only LORA can be imported")
         if config.get("task_type") not in (None, "CAUSAL_LM"):
-            raise _refused("task_type", config["task_type"], "only CAUSAL_LM can be imported")
+            raise _unsupported_error("task_type", config["task_type"], "only CAUSAL_LM can be imported")
         if (init := config.get("init_lora_weights", True)) not in _KEEPING_BASE:
             remedy = "it changes the base model: save with path_initial_model_for_weight_conversion"
-            raise _refused("init_lora_weights", init, f"{remedy}, and set it to true")
+            raise _unsupported_error("init_lora_weights", init, f"{remedy}, and set it to true")
         for key, value in config.items():
-            if value and key not in _NEUTRAL and (key, value) != ("bias", "none") and not _is_of_experts(key, config):
-                raise _refused(key, value, _REMEDIES.get(key, "not supported: train without it"))
+            if (
+                value
+                and key not in _NEUTRAL
+                and (key, value) != ("bias", "none")
+                and not _is_expert_pattern(key, config)
+            ):
+                raise _unsupported_error(key, value, _REMEDIES.get(key, "not supported: train without it"))
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise _refused("r", rank, "expected a whole number of at least 1")
+            raise _unsupported_error("r", rank, "expected a whole number of at least 1")
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
-            raise _refused("lora_alpha", alpha, "expected a finite number above 0")
+            raise _unsupported_error("lora_alpha", alpha, "expected a finite number above 0")
         base_model = config.get("base_model_name_or_path")
         # rsLoRA's scale is lora_alpha / sqrt(r).
         scaled = float(alpha) * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
         return PeftConfig(rank, scaled, base_model if isinstance(base_model, str) else None)
 
 
-def _is_of_experts(key: str, config: Mapping[str, object]) -> bool:
+def _is_expert_pattern(key: str, config: Mapping[str, object]) -> bool:
     """True if the pattern only gives the fused gate_up projection of experts twice the rank and alpha, as our exports
     do.
     """
@@ -80,6 +85,6 @@ def _is_of_experts(key: str, config: Mapping[str, object]) -> bool:
     return isinstance(of_all, int | float) and config[key] == {GATE_UP_PATTERN: 2 * of_all}
 
 
-def _refused(key: str, value: object, remedy: str) -> RequestError:
+def _unsupported_error(key: str, value: object, remedy: str) -> RequestError:
     shown = repr(value)
     return RequestError(f"adapter_config.json has {key} {shown if len(shown) < 80 else shown[:77] + '...'}: {remedy}")

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..checkpoints.files import link_or_copy, moves
-from ..config.values import is_url
+from ..checkpoints.checkpoint_files import link_or_copy, moved_directories
+from ..config.knob_values import is_url
 from ..files.directories import STAGING
 from ..files.object_store import key_of
-from ..files.wal import Place, cut, whole_bytes
+from ..files.wal import RecordPosition, complete_bytes, truncate_segment
 from ..journal.restore_marker import mark_copy
 from ..replication.leases import live_directory
-from ..replication.state_lock import OF_STATE, keep_private
+from ..replication.state_lock import STATE_PATTERNS, keep_private
 from ..store import DATABASE_NAME
 
 _SECRET = "url_secret"
@@ -58,8 +58,8 @@ class Backup:
             newest, began_at = _numbers(self._live / "journal")[-1:], time.time()
             named = self._take_all()
             if self._has_all_since(newest):
-                mark_copy(self._live, self._taken(self._live), began_at)
-                self._tell(named, say)
+                mark_copy(self._live, self._target_of(self._live), began_at)
+                self._report(named, say)
                 return
             for path in self.target.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -84,7 +84,7 @@ class Backup:
 
     def _has_all_since(self, newest: list[int]) -> bool:
         """True if the copy has every journal segment since `newest`: none was added and deleted in between."""
-        taken = _numbers(self._taken(self._live / "journal"))
+        taken = _numbers(self._target_of(self._live / "journal"))
         return not newest or (
             set(newest) <= set(_numbers(self._live / "journal"))
             and taken[taken.index(newest[0]) :] == list(range(newest[0], taken[-1] + 1))
@@ -100,7 +100,7 @@ class Backup:
         if self.target.resolve().is_relative_to(self.source.resolve()):
             raise BackupError(f"{self.target} is inside the state directory {self.source}: name a directory outside it")
         self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
-        keep_private(self.target, OF_STATE)
+        keep_private(self.target, STATE_PATTERNS)
         if self.has_database and any(self.target.iterdir()):
             raise BackupError(f"{self.target} is not empty: name a directory that does not exist yet")
 
@@ -135,18 +135,18 @@ class Backup:
 
     def _drop_newer_results(self) -> None:
         """Drops rows of results newer than the copied segments; the operations run again when a server starts."""
-        results = self._taken(self._live / "results")
+        results = self._target_of(self._live / "results")
         sizes = {path.stem: path.stat().st_size for path in results.glob("*.segment")}
         with closing(sqlite3.connect(self.target / DATABASE_NAME)) as database, database:
             rows = database.execute("SELECT request_id, place FROM results").fetchall()
-            places = [(request_id, Place.parse(place)) for request_id, place in rows]
+            places = [(request_id, RecordPosition.parse(place)) for request_id, place in rows]
             newer = [(request_id,) for request_id, at in places if at.offset >= sizes.get(f"{at.segment:08d}", 0)]
             database.executemany("DELETE FROM results WHERE request_id = ?", newer)
 
     def _take_named(self, named: Collection[str]) -> None:
         """Copies checkpoints from their present directories; after a move of the state directory, the rows name the old
         ones until a server has started."""
-        moved = moves(named, (self.source.absolute() / "checkpoints",))
+        moved = moved_directories(named, (self.source.absolute() / "checkpoints",))
         for directory in named:
             if not is_url(directory):
                 _take_directory(Path(moved.get(directory, directory)), self._place_of(directory))
@@ -157,16 +157,16 @@ class Backup:
     def _take_trees(self) -> None:
         for pattern in ("snapshots/*/[0-9]*", "loaded/*/[0-9]*", "ephemeral/*/[0-9]*"):
             for directory in self._live.glob(pattern):
-                _take_directory(directory, self._taken(directory))
+                _take_directory(directory, self._target_of(directory))
 
-    def _taken(self, path: Path) -> Path:
+    def _target_of(self, path: Path) -> Path:
         return self.target / path.relative_to(self.source)
 
     def _take_segments(self, name: str) -> None:
         segments = sorted((self._live / name).glob("*.segment"))
-        self._taken(self._live / name).mkdir(parents=True, exist_ok=True)
+        self._target_of(self._live / name).mkdir(parents=True, exist_ok=True)
         for segment in segments:
-            taken = self._taken(segment)
+            taken = self._target_of(segment)
             try:
                 if segment == segments[-1]:
                     _copy_whole_records(segment, taken)
@@ -176,7 +176,7 @@ class Backup:
             except FileNotFoundError:  # the server has deleted it meanwhile
                 continue
 
-    def _tell(self, named: Collection[str], say: Callable[[str], None]) -> None:
+    def _report(self, named: Collection[str], say: Callable[[str], None]) -> None:
         afar = [directory for directory in named if is_url(directory)]
         if afar:
             words = f"{len(afar)} checkpoints are at URLs, such as {afar[0]}, and are not in the copy"
@@ -198,9 +198,9 @@ def _copy_whole_records(segment: Path, taken: Path) -> None:
     """Copies a segment that may be written at the moment, without an incomplete last record."""
     taken.unlink(missing_ok=True)
     shutil.copyfile(segment, taken)
-    num_bytes = whole_bytes(taken)
+    num_bytes = complete_bytes(taken)
     if num_bytes is not None and num_bytes < taken.stat().st_size:
-        cut(taken, num_bytes)
+        truncate_segment(taken, num_bytes)
 
 
 def _take_directory(source: Path, target: Path) -> None:

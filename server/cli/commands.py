@@ -29,7 +29,14 @@ from ..config.knobs import (
     worker_knobs,
 )
 from ..logs.setup import configure_logging
-from ..replication.state_lock import OF_STATE, StartError, check_database, check_kind, keep_private, private_files
+from ..replication.state_lock import (
+    STATE_PATTERNS,
+    StartError,
+    check_database_exists,
+    check_database_kind,
+    keep_private,
+    private_files,
+)
 from ..store import DatabaseUnreachable, Store, StoreConfig, open_store
 from ..tenants.auth import create_key, list_keys, revoke_key
 from ..tenants.scopes import SCOPES, TENANT_SCOPES, parse_scopes
@@ -39,7 +46,7 @@ from .verify import lock_to_verify, verify
 FAILED = 1
 WRONGLY_USED = 2
 
-_OF_ITS_USER = ("plan", "import", "export")
+_COMMANDS_FOR_USERS = ("plan", "import", "export")
 """Commands that write files for their user, so that the umask for private server files does not apply."""
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -51,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{_nearest_flag(unknown[0])}")
-        with nullcontext() if options.command in _OF_ITS_USER else private_files():
+        with nullcontext() if options.command in _COMMANDS_FOR_USERS else private_files():
             return options.run(options)
     except ConfigError as error:
         return _say_error(options.command, error, WRONGLY_USED)
@@ -154,11 +161,11 @@ def _metavar(entry: Field) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from ..serving.process import serve  # imports the whole application, which no other command needs
+    from ..serving.server_process import serve  # imports the whole application, which no other command needs
 
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
     configure_logging(config.log_level)
-    check_kind(StoreConfig(config.state_dir, config.database_url))
+    check_database_kind(StoreConfig(config.state_dir, config.database_url))
     serve(config)
     return 0
 
@@ -190,7 +197,7 @@ The knobs are those of `trainhouse serve`, also from its file and environment: b
 
 
 def _workers(options: argparse.Namespace) -> int:
-    from .worker_daemon import keep
+    from .workers import run_daemon
 
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
     if not config.base_models:
@@ -200,7 +207,7 @@ def _workers(options: argparse.Namespace) -> int:
         given = "is not given" if listen is None else f"is {listen!r}"
         raise ConfigError(f"--listen {given}: expected {ADDRESS.words}, such as 127.0.0.1:7000")
     configure_logging(config.log_level)
-    keep(config, listen)
+    run_daemon(config, listen)
     return 0
 
 
@@ -246,11 +253,11 @@ def _with_store(
     def run(options: argparse.Namespace) -> int:
         config = _store_config(options)
         if config.database_url is None:  # else no directory matters
-            check_kind(config)
+            check_database_kind(config)
             if makes:
-                keep_private(config.state_dir, OF_STATE)
+                keep_private(config.state_dir, STATE_PATTERNS)
         if not makes:
-            check_database(config)
+            check_database_exists(config)
         store = open_store(config)
         try:
             asyncio.run(command(store, options))
@@ -264,7 +271,7 @@ def _with_store(
 async def _create_key(store: Store, options: argparse.Namespace) -> None:
     scopes = None if options.scopes is None else _scopes(options.scopes)
     per_minute = None if options.requests_per_minute is None else _per_minute(options.requests_per_minute)
-    is_first = (await store.count_keys()).made == 0
+    is_first = (await store.count_keys()).created == 0
     print(await create_key(store, options.name, scopes, per_minute))
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
     if is_first:
@@ -342,7 +349,7 @@ def _store_config(options: argparse.Namespace) -> StoreConfig:
 
 def _backup(options: argparse.Namespace) -> int:
     store_config = _store_config(options)
-    check_kind(store_config)
+    check_database_kind(store_config)
     Backup(store_config.state_dir, options.target, store_config.database_url is None).run(print)
     return 0
 
@@ -350,8 +357,8 @@ def _backup(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     given = (_knob_flags(options), os.environ, _config_file(options))
     store_config, place_config = store_config_of(*given), place_config_of(*given)
-    check_kind(store_config)
-    check_database(store_config)
+    check_database_kind(store_config)
+    check_database_exists(store_config)
     logging.disable()  # verify itself reports what it finds
     try:
         with lock_to_verify(store_config.state_dir, options.repair) as is_running:

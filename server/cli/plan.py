@@ -9,26 +9,34 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ...workers.planner.checks import check_layout, cuda_devices, nothing_known
-from ...workers.planner.choice import (
-    Choice,
+from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
+from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
+from ...workers.planner.footprint import gigabytes
+from ...workers.planner.layout_search import (
+    PlannedLayout,
     Remedy,
     layout_that_fits,
-    lighter,
+    loads_with_fewer_activations,
     micro_batch_tokens,
     remedies,
     usable_bytes,
 )
-from ...workers.planner.estimate import Memory, estimate, kv_cache_tokens, num_learned
-from ...workers.planner.footprint import gigabytes
-from ...workers.planner.load import Load, Training
-from ...workers.planner.parameters import Parameters, num_parameters, parameters
-from ...workers.planner.trainable import bytes_per_number
-from ...workers.protocol.config import ServedModel
+from ...workers.planner.parameters import ParameterGroup, num_parameters, parameters
+from ...workers.planner.trainable_memory import bytes_per_number
+from ...workers.planner.workload import Training, Workload
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from ...workers.protocol.worker_config import ServedModel
 from ...workers.shapes.families import FAMILIES
-from ...workers.shapes.model_shape import Model, ModelShape, model_of, read_model
-from ..config.values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_bytes, parse_layout, parse_served_model
+from ...workers.shapes.model_shape import ModelDescription, ModelShape, describe_model, read_model
+from ..config.knob_values import (
+    AUTO,
+    NO_SHARD_OF_AUTO,
+    ConfigError,
+    is_url,
+    parse_bytes,
+    parse_layout,
+    parse_served_model,
+)
 
 DOES_NOT_FIT = 1
 WRONGLY_USED = 2
@@ -44,12 +52,12 @@ _OF_OTHERS = {
 }
 
 
-class NotPlanned(Exception):
+class NoEstimate(Exception):
     """The model can be served with this layout, but its memory cannot be estimated."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The estimate for one layout.
 
     device_bytes: memory of each device; None if the estimate is not compared with one.
@@ -58,11 +66,11 @@ class Plan:
 
     shape: ModelShape
     spec: ParallelSpec
-    load: Load
-    memory: Memory
+    load: Workload
+    memory: MemoryEstimate
     device_bytes: int | None
     num_devices: int | None
-    choice: Choice | None
+    choice: PlannedLayout | None
 
     @property
     def fits(self) -> bool | None:
@@ -78,12 +86,12 @@ class Plan:
         return micro_batch_tokens(self.shape, self.spec, self.load, free)
 
     @property
-    def least(self) -> int:
+    def least_bytes(self) -> int:
         """Bytes in a rank's memory with one slot in use and no pass running."""
-        return self.memory.base + estimate(self.shape, self.spec, self.load.with_slots(1)).learned.total
+        return self.memory.base + estimate(self.shape, self.spec, self.load.with_slots(1)).trainable.total
 
     @property
-    def filling(self) -> ParallelSpec | None:
+    def with_replicas(self) -> ParallelSpec | None:
         """The layout with as many replicas as the devices allow, if that is more than one."""
         num_copies = (self.num_devices or 0) // self.spec.num_ranks
         return replace(self.spec, replicas=self.spec.replicas * num_copies) if num_copies > 1 else None
@@ -100,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         plan = plan_of(options)
-    except NotPlanned as served:
+    except NoEstimate as served:
         print(json.dumps({"fits": None, "note": str(served)}, indent=2) if options.json else served)
         return 0
     except ValueError as error:
@@ -126,19 +134,19 @@ def _parser() -> argparse.ArgumentParser:
         ("device-memory", "BYTES", "memory of each device, such as 80GB"),
         ("num-devices", "N", "number of devices, one for each rank"),
         ("max-context-length", "N", "longest sequence, in tokens (the model's)"),
-        ("micro-batch-tokens", "N", f"as for serve ({Load.micro_batch_tokens})"),
-        ("head-chunk-tokens", "N", f"as for serve ({Load.head_chunk_tokens})"),
-        ("training", "lora|full", f"what is trained: adapters, or all weights ({Load.training})"),
+        ("micro-batch-tokens", "N", f"as for serve ({Workload.micro_batch_tokens})"),
+        ("head-chunk-tokens", "N", f"as for serve ({Workload.head_chunk_tokens})"),
+        ("training", "lora|full", f"what is trained: adapters, or all weights ({Workload.training})"),
         ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
-        ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
-        ("adapter-slots", "N", f"adapters in use at a time ({Load.adapter_slots})"),
-        ("full-slots", "N", f"as for serve, with --training full ({Load.full_slots})"),
-        ("base-quantization", "none|nf4", f"as for serve ({Load.base_quantization})"),
-        ("optimizer-states", "float32|8bit", f"as for serve, with --training full ({Load.optimizer_states})"),
-        ("kv-cache-bytes", "BYTES", f"as for serve ({Load.kv_cache_bytes >> 20}MiB)"),
-        ("tp-activations", "sharded|whole", f"as for serve ({Load.tp_activations})"),
-        ("zero-stage", "3|2", f"as for serve ({Load.zero_stage})"),
-        ("activations", "keep|recompute|offload", f"as for serve ({Load.activations})"),
+        ("lora-rank", "N", f"of each adapter ({Workload.lora_rank})"),
+        ("adapter-slots", "N", f"adapters in use at a time ({Workload.adapter_slots})"),
+        ("full-slots", "N", f"as for serve, with --training full ({Workload.full_slots})"),
+        ("base-quantization", "none|nf4", f"as for serve ({Workload.base_quantization})"),
+        ("optimizer-states", "float32|8bit", f"as for serve, with --training full ({Workload.optimizer_states})"),
+        ("kv-cache-bytes", "BYTES", f"as for serve ({Workload.kv_cache_bytes >> 20}MiB)"),
+        ("tp-activations", "sharded|whole", f"as for serve ({Workload.tp_activations})"),
+        ("zero-stage", "3|2", f"as for serve ({Workload.zero_stage})"),
+        ("activations", "keep|recompute|offload", f"as for serve ({Workload.activations})"),
     )
     for name, metavar, words in knobs:
         action = "append" if name in ("base-model", "shard") else "store"
@@ -148,13 +156,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(options: argparse.Namespace) -> Plan:
+def plan_of(options: argparse.Namespace) -> MemoryPlan:
     """Returns the plan.
 
     Raises:
         ConfigError: a value is malformed.
         ValueError: the layout is impossible.
-        NotPlanned: the model's memory cannot be estimated.
+        NoEstimate: the model's memory cannot be estimated.
     """
     if options.base_model is None:
         raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
@@ -170,12 +178,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
     spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), shard)
     model = _model(parse_served_model(options.base_model[0]))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
-    quantization = options.base_quantization or Load.base_quantization
-    check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations, quantization)
+    quantization = options.base_quantization or Workload.base_quantization
+    check_layout(spec, model, num_devices, longest, dtype, options.activations or Workload.activations, quantization)
     if not isinstance(model, ModelShape):
         if is_auto:
-            raise ValueError(nothing_known(model))
-        raise NotPlanned(
+            raise ValueError(auto_refusal(model))
+        raise NoEstimate(
             f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas only; memory is "
             f"planned for models of type {', '.join(FAMILIES)}"
         )
@@ -184,23 +192,23 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
     choice = None
     if is_auto:
-        loads = [load] if options.activations else [load, *lighter(load)]
+        loads = [load] if options.activations else [load, *loads_with_fewer_activations(load)]
         choice = _choice(model, loads, device_bytes, num_devices)
         spec, load = choice.spec, choice.load
-    return Plan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
+    return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
 
 
-def _model(served: ServedModel) -> Model:
+def _model(served: ServedModel) -> ModelDescription:
     if not is_url(served.source):
         return read_model(served)
     try:  # imported late, as it is slow and rarely needed
         from ...workers.models.model_cache import read_config
     except ModuleNotFoundError as error:
         raise ValueError(f"{served.source} needs the package {error.name}: pip install fsspec") from None
-    return model_of(served.name, read_config(served.source))
+    return describe_model(served.name, read_config(served.source))
 
 
-def as_json(plan: Plan) -> dict[str, object]:
+def as_json(plan: MemoryPlan) -> dict[str, object]:
     shape, spec, memory = plan.shape, plan.spec, plan.memory
     return {
         "model": {"name": shape.name, "type": shape.model_type, "parameters": num_parameters(shape)},
@@ -213,36 +221,36 @@ def as_json(plan: Plan) -> dict[str, object]:
         "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
         "memory": {
             "base": memory.base,
-            "learned": asdict(memory.learned) | {"total": memory.learned.total},
+            "learned": asdict(memory.trainable) | {"total": memory.trainable.total},
             "kv_cache": memory.kv_cache,
             "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
             "activations": asdict(memory.activations) | {"total": memory.activations.total},
             "gathered": memory.gathered,
-            "arriving": memory.arriving,
+            "arriving": memory.prefetched,
             "gathered_gradients": memory.gathered_gradients,
             "gathered_head": memory.gathered_head,
             "sampling": memory.sampling,
             "saving": memory.saving,
             "step": memory.step,
             "work": memory.work,
-            "least": plan.least,
+            "least": plan.least_bytes,
             "total": memory.total,
         },
         "usable": None if plan.device_bytes is None else usable_bytes(plan.device_bytes),
         "fits": plan.fits,
         "default_micro_batch_tokens": plan.micro_batch_tokens,
-        "filling": None if plan.filling is None else str(plan.filling),
-        "remedies": [remedy.words for remedy in plan.remedies],
+        "filling": None if plan.with_replicas is None else str(plan.with_replicas),
+        "remedies": [remedy.flags for remedy in plan.remedies],
     }
 
 
-def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Load:
+def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Workload:
     length = longest or shape.max_positions
     if length is None:
         raise ConfigError(f"the config.json of {shape.name} has no context length: give --max-context-length")
     given = {name: _number(options, name) for name in _NUMBERS}
     given["kv_cache_bytes"] = _bytes(options, "kv_cache_bytes")
-    return Load(
+    return Workload(
         longest=length,
         dtype="bfloat16" if dtype == "auto" else dtype,
         tp_activations=_one_of(options, "tp_activations", ("sharded", "whole")),
@@ -267,7 +275,9 @@ def _training(options: argparse.Namespace) -> Training:
     return training
 
 
-def _choice(shape: ModelShape, loads: list[Load], device_bytes: int | None, num_devices: int | None) -> Choice:
+def _choice(
+    shape: ModelShape, loads: list[Workload], device_bytes: int | None, num_devices: int | None
+) -> PlannedLayout:
     """Returns the smallest layout that fits, with the first of the loads for which there is one."""
     if device_bytes is None:
         raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
@@ -306,7 +316,7 @@ def _flag(name: str) -> str:
 # Text output
 
 
-def _text(plan: Plan) -> Iterator[str]:
+def _text(plan: MemoryPlan) -> Iterator[str]:
     yield from _head(plan)
     yield ""
     yield from _aligned(
@@ -319,7 +329,7 @@ def _text(plan: Plan) -> Iterator[str]:
     yield from _verdict(plan)
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: MemoryPlan) -> Iterator[str]:
     shape, load = plan.shape, plan.load
     experts = shape.experts
     of_experts = "" if experts is None else f", {experts.num} experts of which a token takes {experts.per_token}"
@@ -336,19 +346,19 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with a number)"
 
 
-def _table(plan: Plan) -> list[Parameters]:
+def _table(plan: MemoryPlan) -> list[ParameterGroup]:
     return parameters(plan.shape, plan.spec)
 
 
-def _row(each: Parameters, number_bytes: int) -> tuple[str, ...]:
+def _row(each: ParameterGroup, number_bytes: int) -> tuple[str, ...]:
     whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
     kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
     return each.pattern, str(each.count), whole, each.style, own, kept, gigabytes(each.kept * number_bytes)
 
 
-def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _memory_rows(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
     memory, load = plan.memory, plan.load
-    learned, activations = memory.learned, memory.activations
+    learned, activations = memory.trainable, memory.activations
     yield "base parameters", gigabytes(memory.base), ""
     of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
     of_learned += f"optimizer {gigabytes(int(learned.optimizer))}, copies {gigabytes(learned.copies)}"
@@ -366,7 +376,11 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "host memory, in addition", gigabytes(activations.host), "inputs of layers (--activations offload)"
     if memory.gathered:
         what = "a layer" if load.zero_stage == "3" else "all layers"
-        yield f"{what} gathered along fsdp", gigabytes(memory.gathered + memory.arriving), "and the next one's weights"
+        yield (
+            f"{what} gathered along fsdp",
+            gigabytes(memory.gathered + memory.prefetched),
+            "and the next one's weights",
+        )
     if memory.gathered_gradients:
         yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, being reduced"
     if memory.gathered_head:
@@ -382,11 +396,11 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "a matrix gathered to save", gigabytes(memory.saving), "when no pass runs"
     if memory.step:
         yield "gradients summed", gigabytes(memory.step), "at a step, when no pass runs"
-    yield "at least, between passes", gigabytes(plan.least), "the base, and one model or adapter in training"
+    yield "at least, between passes", gigabytes(plan.least_bytes), "the base, and one model or adapter in training"
     yield "at most at a time", gigabytes(memory.total), ""
 
 
-def _learned(plan: Plan) -> str:
+def _learned(plan: MemoryPlan) -> str:
     load = plan.load
     plural = "s" if load.slots > 1 else ""
     if load.training == "lora":
@@ -395,9 +409,9 @@ def _learned(plan: Plan) -> str:
     return f"{load.slots} model{plural} of {billions:.2f} billion weights, {bytes_per_number(load).total} bytes each"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def _verdict(plan: MemoryPlan) -> Iterator[str]:
     if plan.device_bytes is None:
-        least, most = gigabytes(plan.least), gigabytes(plan.memory.total)
+        least, most = gigabytes(plan.least_bytes), gigabytes(plan.memory.total)
         yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
         return
     usable = usable_bytes(plan.device_bytes)
@@ -407,23 +421,23 @@ def _verdict(plan: Plan) -> Iterator[str]:
     )
     if plan.fits:
         spare = usable - plan.memory.total
-        more = spare // (plan.memory.learned.total // plan.load.slots)
+        more = spare // (plan.memory.trainable.total // plan.load.slots)
         further = f", enough for {more} more adapters of that rank" if plan.load.training == "lora" else ""
         yield f"fits {room}: {gigabytes(spare)} to spare{further}"
         yield from _reason(plan)
     else:
         yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
-        yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
+        yield from (f"it would with {remedy.flags}" for remedy in plan.remedies)
     if plan.micro_batch_tokens is not None and plan.micro_batch_tokens < plan.load.micro_batch_tokens:
         yield (
             f"serve makes micro-batches of at most {plan.micro_batch_tokens} tokens there, which fill a third of the"
             " memory that the base leaves free (--micro-batch-tokens sets another limit)"
         )
-    if plan.filling is not None:
-        yield f"with {plan.filling.num_ranks} of the {plan.num_devices} devices: {plan.filling}"
+    if plan.with_replicas is not None:
+        yield f"with {plan.with_replicas.num_ranks} of the {plan.num_devices} devices: {plan.with_replicas}"
 
 
-def _reason(plan: Plan) -> Iterator[str]:
+def _reason(plan: MemoryPlan) -> Iterator[str]:
     """Explains the layout that `--parallel auto` chose."""
     if plan.choice is None:
         return

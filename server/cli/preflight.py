@@ -10,17 +10,17 @@ import sys
 from collections.abc import Sequence
 
 from ...workers.planner.checks import check_layout
-from ...workers.protocol.config import ServedModel, WorkerConfig
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from ...workers.protocol.worker_config import ServedModel, WorkerConfig
 from ...workers.shapes.draft_spec import check_drafts
 from ...workers.shapes.model_shape import model_directory, read_model, refuse_missing_weights
-from ..config.values import AUTO, ENVIRONMENT_PREFIX, ConfigError, parse_layout, parse_served_model
+from ..config.knob_values import AUTO, ENVIRONMENT_PREFIX, ConfigError, parse_layout, parse_served_model
 
 FAILED = 1
 WRONGLY_USED = 2
 
 
-def refused(arguments: Sequence[str]) -> int:
+def check_arguments(arguments: Sequence[str]) -> int:
     """Prints the reason if the arguments are refused; returns the exit status, 0 if no problem was found."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--parallel", default=str(SINGLE))
@@ -35,12 +35,12 @@ def refused(arguments: Sequence[str]) -> int:
     try:
         options, _ = parser.parse_known_args(arguments)
         models = [parse_served_model(model) for model in options.base_model]
-        spec = SINGLE if _may_be_said_elsewhere(options) else _spec(options.parallel, options.shard)
+        spec = SINGLE if _may_be_set_elsewhere(options) else _spec(options.parallel, options.shard)
         _check_layout(spec, options.activations, models)
         _check_samplers(_spec(options.sampler_parallel, (), "--sampler-parallel"), models)
         if options.draft_parallel is not None:
             wanted = parse_layout(options.draft_parallel, (), "--draft-parallel")
-            _check_drafts(wanted, spec, () if _may_be_of_others(options) else models)
+            _check_drafts(wanted, spec, () if _drafts_may_differ(options) else models)
         for model in models:
             refuse_missing_weights(model.source)
     except argparse.ArgumentError:
@@ -51,16 +51,16 @@ def refused(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _may_be_said_elsewhere(options: argparse.Namespace) -> bool:
+def _may_be_set_elsewhere(options: argparse.Namespace) -> bool:
     """True if a part of the layout may be set in a file, in the environment or at the workers."""
     in_environment = any(f"{ENVIRONMENT_PREFIX}{name}" in os.environ for name in ("PARALLEL", "SHARD"))
     return in_environment or options.config is not None or options.workers is not None
 
 
-def _may_be_of_others(options: argparse.Namespace) -> bool:
+def _drafts_may_differ(options: argparse.Namespace) -> bool:
     """True if drafts may run on ranks with a layout other than --parallel, or one not chosen yet."""
     in_environment = f"{ENVIRONMENT_PREFIX}ROLE_GROUPS" in os.environ
-    is_open = options.parallel == AUTO or _may_be_said_elsewhere(options)
+    is_open = options.parallel == AUTO or _may_be_set_elsewhere(options)
     return is_open or in_environment or bool(options.role_group)
 
 

@@ -17,21 +17,21 @@ from sqlalchemy import Connection, Row, Table, delete, select
 from sqlalchemy.exc import DatabaseError
 
 from ...schemas.errors import OperationError
-from ..checkpoints.checkpoints import lost_path, take_back
-from ..checkpoints.files import UNLISTED_DAYS, CheckpointFiles, is_whole
-from ..checkpoints.mirror import Mirror
-from ..config.values import is_url
-from ..files.config import PlaceConfig
+from ..checkpoints.checkpoint_files import UNLISTED_DAYS, CheckpointFiles, has_complete_files
+from ..checkpoints.checkpoints import path_of_lost_row, restore_row
+from ..checkpoints.mirror import CheckpointMirrors
+from ..config.knob_values import is_url
 from ..files.directories import STAGING, directory_name
-from ..files.manifest import MANIFEST, NotWhole, check, read_manifest
-from ..files.object_store import PlaceError, Places
-from ..files.wal import Damage, Place, cut, scan_segment, whole_bytes
+from ..files.manifest import MANIFEST, ManifestMismatch, check_directory, read_manifest
+from ..files.object_store import ObjectStore, ObjectStoreError
+from ..files.storage_config import CheckpointStorageConfig
+from ..files.wal import DamagedRange, RecordPosition, complete_bytes, scan_segment, truncate_segment
 from ..journal.journal import read_journal
 from ..replication.leases import LIVE_STATE, live_directory
-from ..replication.state_lock import StartError, locked
-from ..sampling.ephemeral import EphemeralWeights
+from ..replication.state_lock import StartError, locked_state_directory
+from ..sampling.ephemeral_weights import EphemeralWeights
 from ..store import CheckpointCopyRecord, RunRecord, Store
-from ..store.sqlite import REMEDY
+from ..store.sqlite import DAMAGE_REMEDY
 from ..store.tables import checkpoint_copies, checkpoints, results
 
 SEGMENTED = ("journal", "results", "recordings")
@@ -64,7 +64,7 @@ class Repair:
     """A repair that --repair makes.
 
     does: shown before the repair, as in "run with --repair, which ...".
-    work: makes the repair and returns what it did; raises OperationError, PlaceError or OSError if it cannot.
+    work: makes the repair and returns what it did; raises OperationError, ObjectStoreError or OSError if it cannot.
     """
 
     does: str
@@ -101,7 +101,7 @@ def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
         raise ValueError(f"there is no state directory {state_dir}: name it with --state-dir")
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(state_dir))
+            stack.enter_context(locked_state_directory(state_dir))
         except StartError:
             if repair:
                 raise
@@ -111,7 +111,12 @@ def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
 
 
 async def verify(
-    store: Store, state_dir: Path, config: PlaceConfig, is_running: bool, repair: bool, say: Callable[[str], None]
+    store: Store,
+    state_dir: Path,
+    config: CheckpointStorageConfig,
+    is_running: bool,
+    repair: bool,
+    say: Callable[[str], None],
 ) -> int:
     """Says each problem in one line; returns how many are left.
 
@@ -125,7 +130,7 @@ async def verify(
             await _check_epoch(store, state_dir)
         holder = None if is_running else await _holder(store)
     except DatabaseError as error:
-        say(f"database: {error.orig}; {REMEDY}")
+        say(f"database: {error.orig}; {DAMAGE_REMEDY}")
         return 1
     if holder is not None:
         if repair:
@@ -139,7 +144,7 @@ async def verify(
             problems = [problem for problem in problems if str(problem) in again]
         num_left = 0
         for problem in problems:
-            done = await _repaired(problem) if repair else None
+            done = await _try_repair(problem) if repair else None
             num_left += done is None
             then = f"repaired: {done}" if done else _advice(problem, is_running, repair)
             say(f"{problem}; {then}")
@@ -168,13 +173,13 @@ async def _holder(store: Store) -> str | None:
     return next((lease.url for lease in await store.list_leases() if lease.expires_at > time.time()), None)
 
 
-async def _repaired(problem: Problem) -> str | None:
+async def _try_repair(problem: Problem) -> str | None:
     """Returns what the repair did, or None if there is none or it failed."""
     if problem.repair is None:
         return None
     try:
         return await problem.repair.work()
-    except (OperationError, PlaceError, OSError, NotWhole):
+    except (OperationError, ObjectStoreError, OSError, ManifestMismatch):
         return None
 
 
@@ -187,14 +192,16 @@ def _advice(problem: Problem, is_running: bool, was_tried: bool) -> str:
 class Verification:
     """Runs the checks, each of which yields the problems that it finds."""
 
-    def __init__(self, store: Store, state_dir: Path, places: Places, config: PlaceConfig, is_running: bool) -> None:
+    def __init__(
+        self, store: Store, state_dir: Path, places: ObjectStore, config: CheckpointStorageConfig, is_running: bool
+    ) -> None:
         self._store = store
         self._state_dir = state_dir.absolute()
         self._live_dir = live_directory(self._state_dir)
         self._places = places
         self._config = config
         self._is_running = is_running
-        self._mirror = Mirror(store, places, config)
+        self._mirror = CheckpointMirrors(store, places, config)
         self._files = CheckpointFiles(state_dir, config, places, self._copies_of)
         self._moves: Mapping[str, str] = {}
         self._runs: set[str] = set()
@@ -204,9 +211,9 @@ class Verification:
     @classmethod
     @asynccontextmanager
     async def of(
-        cls, store: Store, state_dir: Path, config: PlaceConfig, is_running: bool
+        cls, store: Store, state_dir: Path, config: CheckpointStorageConfig, is_running: bool
     ) -> "AsyncIterator[Verification]":
-        places = Places(())
+        places = ObjectStore(())
         try:
             yield cls(store, state_dir, places, config, is_running)
         finally:
@@ -243,7 +250,7 @@ class Verification:
             lines = [str(error.orig)]
         for line in lines:
             if line != "ok":
-                yield Problem("database", " ".join(line.split()), REMEDY)
+                yield Problem("database", " ".join(line.split()), DAMAGE_REMEDY)
 
     # Checkpoints
 
@@ -255,9 +262,9 @@ class Verification:
                 if is_url(directory):
                     about = await self._places.check(directory)
                 else:
-                    await asyncio.to_thread(check, Path(directory))
+                    await asyncio.to_thread(check_directory, Path(directory))
                     about = await asyncio.to_thread(read_manifest, Path(directory))
-            except (PlaceError, NotWhole) as error:
+            except (ObjectStoreError, ManifestMismatch) as error:
                 yield await self._damaged(path, directory, error.reason)
             else:
                 if about.get("tinker_path") != path:
@@ -274,7 +281,7 @@ class Verification:
     async def _copies_of(self, directory: str) -> list[str]:
         """Returns the copies of the checkpoint at its present directory, which its row may not name yet."""
         former = {new: old for old, new in self._moves.items()}
-        return await self._mirror.copies(former.get(directory, directory))
+        return await self._mirror.complete_copies(former.get(directory, directory))
 
     async def _restore(self, directory: str) -> str:
         async with self._files.reading(directory) as here:
@@ -289,14 +296,14 @@ class Verification:
                 continue
             try:
                 await self._places.check(row.url)
-            except PlaceError as error:
+            except ObjectStoreError as error:
                 waiting = replace(CheckpointCopyRecord(**row._mapping), state="waiting", num_tries=0)
                 meaning = f"the copy of {paths.get(row.directory, row.directory)} is damaged: {error.reason}"
                 repair = Repair("has it copied again", lambda waiting=waiting: self._copy_again(waiting))
                 yield Problem(row.url, meaning, "delete it there, and run with --repair", repair)
 
     async def _copy_again(self, waiting: CheckpointCopyRecord) -> str:
-        await self._store.put_copy(waiting)
+        await self._store.put_mirror_copy(waiting)
         return "the server will copy it again"
 
     async def _leftovers(self) -> AsyncIterator[Problem]:
@@ -307,7 +314,7 @@ class Verification:
         root = self._live_dir
         for path in sorted((*self._files.local_root.glob("*/*/*"), *self._state_dir.glob("staging/*"))):
             is_ours = self._is_ours(path) and str(path) not in published
-            if is_ours and not path.name.startswith(STAGING) and await asyncio.to_thread(is_whole, path):
+            if is_ours and not path.name.startswith(STAGING) and await asyncio.to_thread(has_complete_files, path):
                 yield await self._unlisted(path)
             elif path.name.startswith(STAGING) or is_ours:
                 yield _leftover(path, "a checkpoint that was never published, or that was deleted")
@@ -322,13 +329,13 @@ class Verification:
         """True if the directory belongs to a run of this database, or, by its manifest, to one that it once had."""
         if path.parent.parent.name in self._runs:
             return True
-        return self._files.is_ours_alone(path) and is_whole(path) and "tenant_id" in read_manifest(path)
+        return self._files.is_ours_alone(path) and has_complete_files(path) and "tenant_id" in read_manifest(path)
 
     async def _unlisted(self, path: Path) -> Problem:
         when = f"servers remove it {UNLISTED_DAYS} days after one first reported it"
         remedy = f"delete it by hand, or leave it: {when}"
         about = await asyncio.to_thread(read_manifest, path)
-        lost = await lost_path(self._store, str(path), about, self._files.is_ours_alone(path))
+        lost = await path_of_lost_row(self._store, str(path), about, self._files.is_ours_alone(path))
         if lost is None:
             return Problem(str(path), f"is whole, but {_UNKNOWN}", remedy)
         return self._lost_row(str(path), about, lost, remedy)
@@ -341,8 +348,8 @@ class Verification:
         if is_url(directory):
             about = await self._places.check(directory)
         else:
-            await asyncio.to_thread(check, Path(directory))
-        return f"{await take_back(self._store, directory, about)} has its row again"
+            await asyncio.to_thread(check_directory, Path(directory))
+        return f"{await restore_row(self._store, directory, about)} has its row again"
 
     async def _leftovers_at_url(self) -> AsyncIterator[Problem]:
         root = self._config.checkpoints
@@ -351,7 +358,7 @@ class Verification:
         published = await self._store.list_checkpoint_directories()
         try:
             found = await self._places.list(root)
-        except PlaceError as error:
+        except ObjectStoreError as error:
             yield Problem(root, f"cannot be listed: {error.reason}", "check whether it can be reached from here")
             return
         for key, names in found.items():
@@ -369,9 +376,9 @@ class Verification:
     async def _unlisted_at(self, url: str) -> Problem:
         try:
             about = await self._places.check(url)
-        except PlaceError as error:
+        except ObjectStoreError as error:
             return Problem(url, f"{_UNKNOWN}, and damaged: {error.reason}", _BY_HAND)
-        lost = await lost_path(self._store, url, about, is_ours_alone=False)
+        lost = await path_of_lost_row(self._store, url, about, is_ours_alone=False)
         return Problem(url, _UNKNOWN, _BY_HAND) if lost is None else self._lost_row(url, about, lost, _BY_HAND)
 
     async def _remove_at(self, url: str) -> str:
@@ -428,7 +435,7 @@ class Verification:
     async def _results(self) -> AsyncIterator[Problem]:
         of_segments: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for row in await self._rows(results):
-            place = Place.parse(row.place)
+            place = RecordPosition.parse(row.place)
             of_segments[place.segment].append((place.offset, row.request_id))
         for segment, wanted in sorted(of_segments.items()):
             path = self._live_dir / "results" / f"{segment:08d}.segment"
@@ -493,13 +500,13 @@ def _of_runs(root: Path) -> list[Path]:
     return [*root.glob("*"), *root.glob(f"*/{STAGING}*")]
 
 
-def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, NotWhole]]:
+def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ManifestMismatch]]:
     """Returns the directories that match their manifests, and the error of each other one."""
     damaged = {}
     for directory in directories:
         try:
-            check(directory)
-        except NotWhole as error:
+            check_directory(directory)
+        except ManifestMismatch as error:
             damaged[directory] = error
     return [directory for directory in directories if directory not in damaged], damaged
 
@@ -514,13 +521,15 @@ def _request_ids(segment: Path) -> Mapping[int, object]:
     """Returns the request ids of the segment's whole records by their offsets."""
     if not segment.exists():
         return {}
-    return {one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, Damage)}
+    return {
+        one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, DamagedRange)
+    }
 
 
 def _segment_problems(path: Path) -> Iterator[Problem]:
     try:
-        num_bytes, size = whole_bytes(path), path.stat().st_size
-        damages = [] if num_bytes is None else [one for one in scan_segment(path) if isinstance(one, Damage)]
+        num_bytes, size = complete_bytes(path), path.stat().st_size
+        damages = [] if num_bytes is None else [one for one in scan_segment(path) if isinstance(one, DamagedRange)]
     except FileNotFoundError:  # the server has deleted it meanwhile
         return
     if num_bytes is None:
@@ -538,5 +547,5 @@ def _segment_problems(path: Path) -> Iterator[Problem]:
 
 
 async def _cut(path: Path, num_bytes: int, size: int) -> str:
-    await asyncio.to_thread(cut, path, num_bytes)
+    await asyncio.to_thread(truncate_segment, path, num_bytes)
     return f"the last {size - num_bytes} bytes cut off"

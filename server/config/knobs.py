@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ...schemas.models import Role
-from ...workers.protocol.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from ...workers.protocol.worker_config import (
+    DispatchConfig,
+    RoleGroup,
+    SamplingConfig,
+    ServedModel,
+    VllmConfig,
+    WorkerConfig,
+)
 from ...workers.shapes.styles import replicated_units
-from ..files.config import PlaceConfig
 from ..files.object_store import check_url
+from ..files.storage_config import CheckpointStorageConfig
 from ..store import StoreConfig
-from .values import (
+from .knob_values import (
     AUTO,
     BYTE_UNITS,
     ENVIRONMENT_PREFIX,
@@ -37,7 +44,7 @@ from .values import (
 
 
 @dataclass(frozen=True)
-class Check:
+class ValueCheck:
     """A condition on a knob's value, and the words that describe it in an error."""
 
     holds: Callable[[object], bool]
@@ -56,19 +63,21 @@ class Knob:
 
     help: str
     common: bool = False
-    check: Check | None = None
+    check: ValueCheck | None = None
     only_with: tuple[str, object] | None = None
     not_with: tuple[str, object] | None = None
     flag: str | None = None
     secret: bool = False
 
 
-def between(low: float, high: float) -> Check:
-    return Check(lambda value: isinstance(value, int | float) and low <= value <= high, f"from {low:g} to {high:g}")
+def between(low: float, high: float) -> ValueCheck:
+    return ValueCheck(
+        lambda value: isinstance(value, int | float) and low <= value <= high, f"from {low:g} to {high:g}"
+    )
 
 
-def above(low: float) -> Check:
-    return Check(lambda value: isinstance(value, int | float) and low < value < math.inf, f"above {low:g}")
+def above(low: float) -> ValueCheck:
+    return ValueCheck(lambda value: isinstance(value, int | float) and low < value < math.inf, f"above {low:g}")
 
 
 Value = TypeVar("Value")
@@ -79,7 +88,7 @@ def knob(
     help: str,
     *,
     common: bool = False,
-    check: Check | None = None,
+    check: ValueCheck | None = None,
     only_with: tuple[str, object] | None = None,
     not_with: tuple[str, object] | None = None,
     flag: str | None = None,
@@ -91,36 +100,36 @@ def knob(
 
 
 _DEVICE = "(auto|cpu|cuda(:[0-9]+)?)"
-DEVICES = Check(
+DEVICES = ValueCheck(
     lambda value: re.fullmatch(f"{_DEVICE}(,{_DEVICE})*", str(value)) is not None,
     "auto, cpu, cuda, cuda:N, or a comma-separated list with one of them for each base model",
 )
-POSITIVE = Check(lambda value: isinstance(value, int | float) and 1 <= value < math.inf, "at least 1")
-NOT_NEGATIVE = Check(lambda value: isinstance(value, int | float) and 0 <= value < math.inf, "at least 0")
+POSITIVE = ValueCheck(lambda value: isinstance(value, int | float) and 1 <= value < math.inf, "at least 1")
+NOT_NEGATIVE = ValueCheck(lambda value: isinstance(value, int | float) and 0 <= value < math.inf, "at least 0")
 WITH_RAY = ("pool", "ray")
 WITH_VLLM = ("sampler", "vllm")
-URLS = Check(
+URLS = ValueCheck(
     lambda value: re.fullmatch(r"https?://[^\s,/]+[^\s,]*(,https?://[^\s,/]+[^\s,]*)*", str(value)) is not None,
     "http://HOST:PORT, or a comma-separated list with one for each base model",
 )
-ONE_URL = Check(
+ONE_URL = ValueCheck(
     lambda value: re.fullmatch(r"https?://[^\s/?#]+/?", str(value)) is not None, "http://HOST:PORT or https://HOST:PORT"
 )
-DATABASE_URL = Check(
+DATABASE_URL = ValueCheck(
     lambda value: re.fullmatch(r"postgresql(\+psycopg)?://[^\s]+", str(value)) is not None,
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
 )
-ADDRESS = Check(
+ADDRESS = ValueCheck(
     lambda value: re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", str(value)) is not None, "HOST:PORT"
 )
 REPEATED = ("base_models", "mirrors", "role_groups", "shard")
 """Knobs whose flag may be repeated on a command line."""
-ROLES_APART = tuple(role for role in typing.get_args(Role) if role != "policy")
+SEPARABLE_ROLES = tuple(role for role in typing.get_args(Role) if role != "policy")
 """The roles that may have rank groups of their own."""
-SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
+SHARE = ValueCheck(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
 
-_OF_WORKERS = {
+_WORKER_KNOBS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
     *("draft_parallel", "full_slots", "max_full_models", "full_sampling", "base_quantization", "optimizer_states"),
     *("shard", "tp_activations", "zero_stage", "activations"),
@@ -426,8 +435,8 @@ class ServerConfig:
             DispatchConfig(models=models, **shared), tenant_weights=weights, sampling=self._sampling_config()
         )
 
-    def place_config(self) -> PlaceConfig:
-        return PlaceConfig(**_shared(self, PlaceConfig))
+    def place_config(self) -> CheckpointStorageConfig:
+        return CheckpointStorageConfig(**_shared(self, CheckpointStorageConfig))
 
     def _sampling_config(self) -> SamplingConfig:
         return SamplingConfig(
@@ -459,7 +468,7 @@ def flag_of(knob_field: Field) -> str:
 
 def worker_knobs() -> list[Field]:
     """Returns the knobs that `trainhouse workers` has."""
-    return [entry for entry in fields(ServerConfig) if entry.name in _OF_WORKERS]
+    return [entry for entry in fields(ServerConfig) if entry.name in _WORKER_KNOBS]
 
 
 def load_config(
@@ -485,9 +494,9 @@ def store_config_of(
 
 def place_config_of(
     flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
-) -> PlaceConfig:
+) -> CheckpointStorageConfig:
     """Returns the place config of a server with these settings. Raises ConfigError."""
-    return PlaceConfig(**_chosen(PlaceConfig, _given(flags, environment, file)))
+    return CheckpointStorageConfig(**_chosen(CheckpointStorageConfig, _given(flags, environment, file)))
 
 
 def _chosen(target: type, given: Mapping[str, object]) -> dict[str, typing.Any]:
@@ -693,10 +702,10 @@ def _check_role_apart(role: str, group: RoleGroup, named: Collection[str]) -> No
     if role == "policy":
         raise ConfigError(
             f"role_groups: {group}: policies always run in the base model's own group, with the layout of --parallel "
-            f"and the device of --device: name {' or '.join(ROLES_APART)}"
+            f"and the device of --device: name {' or '.join(SEPARABLE_ROLES)}"
         )
-    if role not in ROLES_APART:
-        raise ConfigError(f"role_groups: {group}: unknown role {role!r}: expected {' or '.join(ROLES_APART)}")
+    if role not in SEPARABLE_ROLES:
+        raise ConfigError(f"role_groups: {group}: unknown role {role!r}: expected {' or '.join(SEPARABLE_ROLES)}")
     if role in named:
         raise ConfigError(f"role_groups: {group}: {role} already has a group: name it once")
 
@@ -753,7 +762,7 @@ def _check_sampler(config: ServerConfig) -> None:
     _check_sampler_parallel(config)
 
 
-_OF_TRAINING = {
+_TRAINING_ONLY_AXES = {
     "replicas": "replicas would wait for each other's samples: raise sampler_workers instead",
     "fsdp": "fsdp ranks gather all layers to sample, which takes the memory that fsdp saves: use tp or ep",
     "sp": "sp ranks hold all layers and sample separately, as additional sampler_workers do: use tp or ep",
@@ -772,7 +781,7 @@ def _check_sampler_parallel(config: ServerConfig) -> None:
         )
     if not config.sampler_workers:
         raise ConfigError("sampler_parallel has no effect without sampler_workers: leave it out or set sampler_workers")
-    for axis, reason in _OF_TRAINING.items():
+    for axis, reason in _TRAINING_ONLY_AXES.items():
         if getattr(spec, axis) > 1:
             raise ConfigError(f"sampler_parallel {spec}: {reason}")
 

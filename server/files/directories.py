@@ -11,7 +11,7 @@ from pathlib import Path
 STAGING = ".staging-"
 
 
-def staging_in(directory: Path) -> Path:
+def staging_path(directory: Path) -> Path:
     """Returns an unused staging name. A directory of such a name at the next start was never finished."""
     return directory / f"{STAGING}{secrets.token_hex(8)}"
 

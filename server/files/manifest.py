@@ -13,12 +13,12 @@ from typing import Any
 from .directories import sync_directory
 
 MANIFEST = "manifest.json"
-NO_MANIFEST = f"{MANIFEST} is damaged: it is not the JSON of a manifest"
+DAMAGED_MANIFEST = f"{MANIFEST} is damaged: it is not the JSON of a manifest"
 
 _READ_BYTES = 1 << 20
 
 
-class NotWhole(ValueError):
+class ManifestMismatch(ValueError):
     """A directory does not match its manifest.
 
     reason: what is wrong, without the directory's name.
@@ -29,7 +29,7 @@ class NotWhole(ValueError):
         self.reason = reason
 
 
-def seal(directory: Path, about: Mapping[str, object], *, sync: bool = True) -> int:
+def write_manifest(directory: Path, about: Mapping[str, object], *, sync: bool = True) -> int:
     """Writes a manifest of the directory's files, together with the entries of `about`. Returns the bytes of the files.
 
     Args:
@@ -56,20 +56,20 @@ def listed_files(directory: Path) -> list[str]:
     return list(read_manifest(directory)["files"])
 
 
-def check(directory: Path, *, hashes: bool = True) -> None:
-    """Raises NotWhole if a file is missing or differs; without `hashes` only sizes are compared."""
+def check_directory(directory: Path, *, hashes: bool = True) -> None:
+    """Raises ManifestMismatch if a file is missing or differs; without `hashes` only sizes are compared."""
     name = MANIFEST
     try:
         for name, listed in read_manifest(directory)["files"].items():
             check_file(directory / name, listed, hashes=hashes)
     except FileNotFoundError as error:
-        raise NotWhole(directory, f"{name} is missing" if directory.exists() else "it is missing") from error
+        raise ManifestMismatch(directory, f"{name} is missing" if directory.exists() else "it is missing") from error
     except OSError as error:
-        raise NotWhole(directory, f"{name} cannot be read ({error.strerror})") from error
+        raise ManifestMismatch(directory, f"{name} cannot be read ({error.strerror})") from error
     except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise NotWhole(directory, NO_MANIFEST) from error
+        raise ManifestMismatch(directory, DAMAGED_MANIFEST) from error
     except ValueError as error:
-        raise NotWhole(directory, str(error)) from error
+        raise ManifestMismatch(directory, str(error)) from error
 
 
 def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from .manifest import MANIFEST, NO_MANIFEST, check_file, check_size, listed_files
+from .manifest import DAMAGED_MANIFEST, MANIFEST, check_file, check_size, listed_files
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 """Errors that a retry would not fix, such as a missing bucket, missing rights or a damaged manifest."""
 
 
-class PlaceError(Exception):
+class ObjectStoreError(Exception):
     """Raised if a directory at a URL could not be read or written. The message names the URL and the reason."""
 
     def __init__(self, url: str, reason: str) -> None:
@@ -63,7 +63,7 @@ def key_of(directory: str) -> str:
     return "/".join(PurePosixPath(directory).parts[-KEY_PARTS:])
 
 
-class Places:
+class ObjectStore:
     """Transfers directories to and from URLs, and retries errors that may be temporary.
 
     It has its own threads, so that an unresponsive place blocks nothing else.
@@ -72,27 +72,27 @@ class Places:
     quiet: URLs below which failed attempts are only logged at level DEBUG, since the caller retries and reports.
     """
 
-    def __init__(self, pauses_seconds: tuple[float, ...], quiet: Collection[str] = ()) -> None:
+    def __init__(self, pauses_seconds: tuple[float, ...], quiet_urls: Collection[str] = ()) -> None:
         self._pauses_seconds = pauses_seconds
-        self._quiet = tuple(quiet)
+        self._quiet = tuple(quiet_urls)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="places")
         self._waiting: set[asyncio.Task[Any] | None] = set()
         self._is_closed = False
 
     async def upload(self, source: Path, url: str) -> None:
-        """Uploads a directory that has a manifest. Raises PlaceError."""
+        """Uploads a directory that has a manifest. Raises ObjectStoreError."""
         for name in [*await asyncio.to_thread(listed_files, source), MANIFEST]:
             await self._try(url, lambda at, name=name: at.put(source / name, name))
 
     async def download(self, url: str, target: Path) -> None:
-        """Downloads into an existing directory and checks each file against the manifest. Raises PlaceError."""
+        """Downloads into an existing directory and checks each file against the manifest. Raises ObjectStoreError."""
         manifest = await self.manifest(url)
         for name, listed in manifest["files"].items():
             await self._try(url, lambda at, name=name, listed=listed: at.get(name, listed, target / name))
         await asyncio.to_thread((target / MANIFEST).write_text, json.dumps(manifest, indent=1))
 
     async def copy(self, source: str, target: str, about: Mapping[str, object]) -> int:
-        """Copies within one object store, without a download. Returns the bytes of the files. Raises PlaceError.
+        """Copies within one object store, without a download. Returns the bytes of the files. Raises ObjectStoreError.
 
         Args:
             about: further entries for the copy's manifest.
@@ -104,22 +104,22 @@ class Places:
         return sum(listed["size_bytes"] for listed in files.values())
 
     async def manifest(self, url: str) -> dict[str, Any]:
-        """Returns the manifest. Raises PlaceError if there is none."""
-        return await self._try(url, _At.manifest)
+        """Returns the manifest. Raises ObjectStoreError if there is none."""
+        return await self._try(url, _RemoteDirectory.manifest)
 
     async def check(self, url: str) -> dict[str, Any]:
-        """Returns the manifest after comparing sizes; the content is not read. Raises PlaceError if a file is missing
-        or differs.
+        """Returns the manifest after comparing sizes; the content is not read. Raises ObjectStoreError if a file is
+        missing or differs.
         """
-        return await self._try(url, _At.check)
+        return await self._try(url, _RemoteDirectory.check)
 
     async def remove(self, url: str) -> None:
-        """Removes the directory, complete or not; it need not exist. Raises PlaceError."""
-        await self._try(url, _At.remove)
+        """Removes the directory, complete or not; it need not exist. Raises ObjectStoreError."""
+        await self._try(url, _RemoteDirectory.remove)
 
     async def list(self, root: str) -> Mapping[str, Set[str]]:
-        """Returns the file names of every directory below `root`, by key. Raises PlaceError."""
-        return await self._try(root, _At.list)
+        """Returns the file names of every directory below `root`, by key. Raises ObjectStoreError."""
+        return await self._try(root, _RemoteDirectory.list)
 
     def close(self) -> None:
         """Cancels all current and later callers. Threads that are in the middle of a transfer are not waited for."""
@@ -129,23 +129,25 @@ class Places:
             if task is not None:
                 task.cancel()
 
-    async def _try(self, url: str, work: "Callable[[_At], T]") -> T:
+    async def _try(self, url: str, work: "Callable[[_RemoteDirectory], T]") -> T:
         if self._is_closed:
             raise asyncio.CancelledError
         task = asyncio.current_task()
         self._waiting.add(task)
         try:
-            return await self._try_again(url, work)
+            return await self._retry(url, work)
         finally:
             self._waiting.discard(task)
 
-    async def _try_again(self, url: str, work: "Callable[[_At], T]") -> T:
+    async def _retry(self, url: str, work: "Callable[[_RemoteDirectory], T]") -> T:
         for pause_seconds in (*self._pauses_seconds, None):
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(_at(url)))
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, lambda: work(_open_directory(url))
+                )
             except Exception as error:  # each of fsspec's backends raises its own types
                 if pause_seconds is None or isinstance(error, _FINAL):
-                    raise PlaceError(url, str(error) or type(error).__name__) from error
+                    raise ObjectStoreError(url, str(error) or type(error).__name__) from error
                 level = logging.DEBUG if url.startswith(self._quiet) else logging.WARNING
                 logger.log(level, "%s: %s; retrying in %g s", url, error, pause_seconds)
             await asyncio.sleep(pause_seconds)
@@ -153,7 +155,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class _At:
+class _RemoteDirectory:
     """Blocking operations on a directory in an fsspec file system."""
 
     files: fsspec.AbstractFileSystem
@@ -171,7 +173,7 @@ class _At:
         check_file(target, listed)
 
     def copy(self, source: str, name: str) -> None:
-        self.files.cp_file(_at(source).file(name), self.file(name))
+        self.files.cp_file(_open_directory(source).file(name), self.file(name))
 
     def write(self, name: str, content: bytes) -> None:
         self.files.pipe_file(self.file(name), content)
@@ -183,7 +185,7 @@ class _At:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{MANIFEST} is missing") from error
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(NO_MANIFEST) from error
+            raise ValueError(DAMAGED_MANIFEST) from error
         for name in names:
             if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"its manifest names {name!r}, which is outside the directory")
@@ -217,8 +219,8 @@ class _At:
         return f"{self.path}/{name}"
 
 
-def _at(url: str) -> _At:
+def _open_directory(url: str) -> _RemoteDirectory:
     """Opens the directory without fsspec's listings cache, since other processes may write there."""
     is_local = urlsplit(url).scheme in ("", "file", "local")
     files, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **({"auto_mkdir": True} if is_local else {}))
-    return _At(files, path.rstrip("/"))
+    return _RemoteDirectory(files, path.rstrip("/"))

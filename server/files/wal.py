@@ -51,7 +51,7 @@ Guard = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPosition:
     """Position of a record: the number of its segment and the offset of its first byte."""
 
     segment: int
@@ -61,13 +61,13 @@ class Place:
         return f"{self.segment}:{self.offset}"
 
     @classmethod
-    def parse(cls, text: str) -> "Place":
+    def parse(cls, text: str) -> "RecordPosition":
         segment, _, offset = text.partition(":")
         return cls(int(segment), int(offset))
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LogRecord:
     """A record as it was appended.
 
     header: a small JSON object.
@@ -80,7 +80,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class DamagedRange:
     """A damaged stretch of a segment that is followed by a complete record.
 
     header: as far as it can be read; unverified.
@@ -91,17 +91,17 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Append:
+class _PendingAppend:
     header: bytes
     body: bytes
-    written: "asyncio.Future[Place]"
+    written: "asyncio.Future[RecordPosition]"
 
 
 class RecordTooLarge(OSError):
     """The record exceeds the size that a segment can store, regardless of free space. Nothing was written."""
 
 
-class Segments:
+class SegmentLog:
     """Appends records to the segments of a directory, as its only writer. Segments of earlier processes are listed in
     `earlier` and never appended to.
 
@@ -120,12 +120,12 @@ class Segments:
         self._file: BufferedWriter | None = None
         self._tag = b""
         self._file_bytes = 0
-        self._pending: list[_Append] = []
+        self._pending: list[_PendingAppend] = []
         self._flush: asyncio.Task[None] | None = None
         self._deleting: set[asyncio.Future[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
 
-    def append(self, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":
+    def append(self, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[RecordPosition]":
         """Appends a record. The future is done as soon as the operating system has it.
 
         A small record is written before this returns unless others are queued. Larger ones are written by a thread,
@@ -136,8 +136,8 @@ class Segments:
             OSError: (in the future) the record was not written, or the guard raised.
             RecordTooLarge: (in the future) the body exceeds MOST_BODY_BYTES, or the header its limit.
         """
-        written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        append = _Append(json.dumps(header, separators=(",", ":")).encode(), body, written)
+        written: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
+        append = _PendingAppend(json.dumps(header, separators=(",", ":")).encode(), body, written)
         if len(append.header) > _MOST_HEADER_BYTES or len(body) > MOST_BODY_BYTES:
             written.set_exception(
                 RecordTooLarge(
@@ -154,7 +154,7 @@ class Segments:
             self._flush = asyncio.create_task(self._write_pending())
         return written
 
-    async def try_to_write(self) -> None:
+    async def check_writable(self) -> None:
         """Writes and removes a temporary file. Raises OSError if nothing can be appended."""
         await asyncio.to_thread(self._try_to_write)
 
@@ -164,7 +164,7 @@ class Segments:
             file.write(bytes(_SMALL_BYTES))
             file.flush()
 
-    async def read(self, place: Place) -> Record:
+    async def read(self, place: RecordPosition) -> LogRecord:
         """Raises ValueError if there is no complete record at `place`, OSError if the segment cannot be read."""
         return await asyncio.get_running_loop().run_in_executor(None, self._read, place)
 
@@ -200,7 +200,7 @@ class Segments:
         self._thread.shutdown()
         self._close_file()
 
-    def _write_at_once(self, append: _Append) -> None:
+    def _write_at_once(self, append: _PendingAppend) -> None:
         try:
             append.written.set_result(self._write_guarded([append])[0])
         except Exception as error:
@@ -220,7 +220,7 @@ class Segments:
                     append.written.set_result(place)
         self._flush = None
 
-    def _write_guarded(self, batch: list[_Append]) -> list[Place]:
+    def _write_guarded(self, batch: list[_PendingAppend]) -> list[RecordPosition]:
         """Runs in the writer's thread, or on the event loop while that thread is idle."""
         self._guard()
         places = self._write(batch)
@@ -228,7 +228,7 @@ class Segments:
         self._guard()
         return places
 
-    def _write(self, batch: list[_Append]) -> list[Place]:
+    def _write(self, batch: list[_PendingAppend]) -> list[RecordPosition]:
         file, num_bytes = self._file, self._file_bytes
         try:
             # A batch goes into one segment, so that a batch that fails can be cut off as a whole.
@@ -245,8 +245,8 @@ class Segments:
             raise
         return places
 
-    def _write_one(self, file: BufferedWriter, append: _Append) -> Place:
-        place = Place(self.current, self._file_bytes)
+    def _write_one(self, file: BufferedWriter, append: _PendingAppend) -> RecordPosition:
+        place = RecordPosition(self.current, self._file_bytes)
         checksum = zlib.crc32(append.body, zlib.crc32(append.header))
         file.write(self._tag + _FRAME.pack(len(append.header), len(append.body), checksum))
         file.write(append.header)
@@ -282,7 +282,7 @@ class Segments:
             logger.error("closing %s failed: %s", self._file.name, error)
         self._file = None
 
-    def _read(self, place: Place) -> Record:
+    def _read(self, place: RecordPosition) -> LogRecord:
         with self.path(place.segment).open("rb") as file:
             tag = _tag_of(file)
             file.seek(place.offset)
@@ -292,7 +292,7 @@ class Segments:
         return record
 
 
-def shut_out(directory: Path) -> None:
+def fence_off_writer(directory: Path) -> None:
     """Fences off a former writer: its open segment is replaced by a copy, so that later writes reach no reader.
     Blocking.
 
@@ -312,12 +312,12 @@ def shut_out(directory: Path) -> None:
     sync_directory(directory)
 
 
-def read_segment(path: Path) -> Iterator[Record]:
+def read_segment(path: Path) -> Iterator[LogRecord]:
     """Yields the complete records in the order in which they were written. Torn ends and damage are logged."""
-    return (found for found in scan_segment(path) if isinstance(found, Record))
+    return (found for found in scan_segment(path) if isinstance(found, LogRecord))
 
 
-def scan_segment(path: Path) -> Iterator[Record | Damage]:
+def scan_segment(path: Path) -> Iterator[LogRecord | DamagedRange]:
     """Like `read_segment`, but also yields damage between complete records. A torn end, which a crash leaves, is not
         yielded:
     its appends were never acknowledged.
@@ -326,7 +326,7 @@ def scan_segment(path: Path) -> Iterator[Record | Damage]:
         if (tag := _tag_of(file)) is None:
             if path.stat().st_size > _HEAD_BYTES:
                 logger.error("%s is not a segment of this version, or its head is damaged: it is skipped", path)
-                yield Damage(0, None)
+                yield DamagedRange(0, None)
             return
         while True:
             while (record := _read_record(file, tag)) is not None:
@@ -340,7 +340,7 @@ def scan_segment(path: Path) -> Iterator[Record | Damage]:
         logger.warning("%s is torn: its last %d bytes are not a complete record", path, torn_bytes)
 
 
-def whole_bytes(segment: Path) -> int | None:
+def complete_bytes(segment: Path) -> int | None:
     """Returns the offset after the last complete record, or None if the file is not a segment."""
     with segment.open("rb") as file:
         if (tag := _tag_of(file)) is None:
@@ -348,14 +348,14 @@ def whole_bytes(segment: Path) -> int | None:
             return 0 if _MAGIC.startswith(file.read(_HEAD_BYTES)) else None
         end = file.tell()
         for found in scan_segment(segment):
-            if isinstance(found, Record):
+            if isinstance(found, LogRecord):
                 file.seek(found.offset)
                 _read_record(file, tag)
                 end = file.tell()
     return end
 
 
-def cut(segment: Path, num_bytes: int) -> None:
+def truncate_segment(segment: Path, num_bytes: int) -> None:
     """Truncates the segment to `num_bytes`; deletes a file that would hold no record."""
     if num_bytes <= _HEAD_BYTES:
         segment.unlink()
@@ -379,7 +379,7 @@ def _tag_of(file: BinaryIO) -> bytes | None:
     return at_first_record if is_damaged else tag
 
 
-def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
+def _damage(file: BinaryIO, tag: bytes) -> DamagedRange | None:
     """Returns the damage at the file's position and moves the file to the next complete record.
 
     None if no record follows; then the file stays where it is.
@@ -387,13 +387,13 @@ def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
     offset = file.tell()
     rest = file.read()
     if rest and not tag:  # without a tag, in format 1, the next record cannot be found
-        return Damage(offset, _header_in(rest) if len(rest) > _FRAME.size else None)
+        return DamagedRange(offset, _header_in(rest) if len(rest) > _FRAME.size else None)
     at = rest.find(tag, 1)
     while at >= 0:
         file.seek(offset + at)
         if _whole_record(file, tag, offset + at) is not None:
             file.seek(offset + at)
-            return Damage(offset, _header_in(rest[len(tag) :]))
+            return DamagedRange(offset, _header_in(rest[len(tag) :]))
         at = rest.find(tag, at + 1)
     file.seek(offset)
     return None
@@ -409,7 +409,7 @@ def _header_in(damaged: bytes) -> Mapping[str, object] | None:
     return header if isinstance(header, dict) else None
 
 
-def _read_record(file: BinaryIO, tag: bytes) -> Record | None:
+def _read_record(file: BinaryIO, tag: bytes) -> LogRecord | None:
     """Reads a record. None, with the file back at the start, if no complete record follows."""
     offset = file.tell()
     record = _whole_record(file, tag, offset)
@@ -418,7 +418,7 @@ def _read_record(file: BinaryIO, tag: bytes) -> Record | None:
     return record
 
 
-def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> Record | None:
+def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> LogRecord | None:
     if file.read(len(tag)) != tag or len(frame := file.read(_FRAME.size)) < _FRAME.size:
         return None
     header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
@@ -428,7 +428,7 @@ def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> Record | None:
     header, body = file.read(header_bytes), file.read(body_bytes)
     if zlib.crc32(body, zlib.crc32(header)) != checksum:
         return None
-    return Record(json.loads(header), body, offset)
+    return LogRecord(json.loads(header), body, offset)
 
 
 def _cut_off(file: BufferedWriter | None, num_bytes: int) -> None:
@@ -449,7 +449,7 @@ def _as_os_error(error: Exception) -> OSError:
     return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
 
-def _fail(batch: list[_Append], error: OSError) -> None:
+def _fail(batch: list[_PendingAppend], error: OSError) -> None:
     for append in batch:
         if not append.written.cancelled():
             append.written.set_exception(error)

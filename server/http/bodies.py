@@ -15,13 +15,13 @@ from ...schemas.codec import PROTOBUF, decode_forward_backward, decode_model, de
 from ...schemas.errors import RequestError
 from ...schemas.training import ForwardBackwardRequest
 from ..config.knobs import ServerConfig
-from .decoding import decode_apart
+from .decoding import decode_in_process
 
 LARGE_BYTES = 256 << 10
 """Larger bodies are decoded and encoded off the event loop."""
 
-APART_JSON_BYTES = 1 << 20
-APART_PROTOBUF_BYTES = 32 << 20
+PROCESS_JSON_BYTES = 1 << 20
+PROCESS_PROTOBUF_BYTES = 32 << 20
 """Larger bodies are decoded in a separate process. The parsers take about equally long for these two sizes."""
 
 CONTROL_BODY_BYTES = 1 << 20
@@ -36,7 +36,7 @@ JsonSchema = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Received:
+class ReceivedBody:
     """A body as received. too_large: it exceeded the limit, and `body` is only its beginning."""
 
     body: bytes
@@ -78,7 +78,7 @@ class Decoder(Generic[Decoded]):
     """
 
     decode: Callable[[bytes], Decoded]
-    apart_bytes: float
+    process_bytes: float
 
     def __call__(self, body: bytes) -> Decoded:
         return self.decode(body)
@@ -122,7 +122,7 @@ async def _drop_rest(message: Message, receive: Receive, most_bytes: int) -> Non
         num_dropped += len(message.get("body", b""))
 
 
-async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> Received:
+async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> ReceivedBody:
     """Reads the body, keeping only its beginning if its declared or actual size exceeds the limit.
 
     Args:
@@ -145,7 +145,7 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
         too_large = True
         pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
     headers = request.headers
-    return Received(
+    return ReceivedBody(
         b"".join(pieces), headers.get("content-type", "application/json"), headers.get("content-encoding"), too_large
     )
 
@@ -172,7 +172,7 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
     return beginning
 
 
-async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:
+async def decode_body(received: ReceivedBody, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:
     """Returns the body decompressed and decoded.
 
     Raises:
@@ -185,10 +185,10 @@ async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[
     if received.content_encoding is None and size < LARGE_BYTES:
         return decode(received.body)
     decode, apart_bytes = (
-        (decode.decode, decode.apart_bytes) if isinstance(decode, Decoder) else (decode, APART_JSON_BYTES)
+        (decode.decode, decode.process_bytes) if isinstance(decode, Decoder) else (decode, PROCESS_JSON_BYTES)
     )
     if size >= apart_bytes:
-        return await decode_apart(decode, received.body, received.content_encoding, limits.decompressed_bytes)
+        return await decode_in_process(decode, received.body, received.content_encoding, limits.decompressed_bytes)
 
     def decompress_and_decode() -> Decoded:
         return decode(decompress(received.body, received.content_encoding, limits.decompressed_bytes))
@@ -196,7 +196,7 @@ async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[
     return await asyncio.to_thread(decompress_and_decode)
 
 
-async def size_of(received: Received, limits: BodyLimits) -> int:
+async def size_of(received: ReceivedBody, limits: BodyLimits) -> int:
     """Returns the decompressed size in bytes without allocating it, or the received size if the body was cut off.
 
     Raises RequestError if the body cannot be decompressed within the limit.
@@ -218,7 +218,7 @@ def forward_backward_decoder(content_type: str, forward_only: bool = False) -> D
     Args:
         forward_only: overrides the body's own flag.
     """
-    apart_bytes = APART_PROTOBUF_BYTES if is_protobuf(content_type) else APART_JSON_BYTES
+    apart_bytes = PROCESS_PROTOBUF_BYTES if is_protobuf(content_type) else PROCESS_JSON_BYTES
     return Decoder(partial(decode_forward_backward, content_type=content_type, forward_only=forward_only), apart_bytes)
 
 

@@ -22,11 +22,11 @@ from typing import NamedTuple, TypeVar
 
 from ...schemas.codec import decompress
 from ...schemas.errors import RequestError
-from ...workers.protocol.messages import Incoming, Outgoing, decode, encode
+from ...workers.protocol.messages import FrameReader, FrameWriter, decode, encode
 
 Decoded = TypeVar("Decoded")
 
-_AT_ONCE = ThreadPoolExecutor(2, thread_name_prefix="decode-apart")
+_DECODER_THREADS = ThreadPoolExecutor(2, thread_name_prefix="decode-apart")
 """Bounds how many bodies are decoded at a time. Separate from the default executor, so that waiting bodies do not block
 other work."""
 
@@ -39,7 +39,9 @@ _PR_SET_PDEATHSIG = 1
 _RETRY_SECONDS = 5.0
 
 
-async def decode_apart(decoder: Callable[[bytes], Decoded], body: bytes, encoding: str | None, limit: int) -> Decoded:
+async def decode_in_process(
+    decoder: Callable[[bytes], Decoded], body: bytes, encoding: str | None, limit: int
+) -> Decoded:
     """Returns the body, decompressed to at most `limit` bytes and decoded in a separate process.
 
     The decoder and its result must be picklable.
@@ -49,7 +51,7 @@ async def decode_apart(decoder: Callable[[bytes], Decoded], body: bytes, encodin
             no room for another process.
     """
     work = _Work(decoder, encoding, limit, pickle.PickleBuffer(body))
-    answer = await asyncio.get_running_loop().run_in_executor(_AT_ONCE, _done_apart, work)
+    answer = await asyncio.get_running_loop().run_in_executor(_DECODER_THREADS, _run_decoder_process, work)
     if isinstance(answer, Exception):
         raise answer
     return answer  # pyright: ignore[reportReturnType]
@@ -66,7 +68,7 @@ class _Work(NamedTuple):
         return memoryview(self.body).nbytes
 
 
-def _done_apart(work: _Work) -> object:
+def _run_decoder_process(work: _Work) -> object:
     """Returns the decoded body or the exception."""
     try:
         pipe, process = _start()
@@ -74,8 +76,8 @@ def _done_apart(work: _Work) -> object:
         return _no_room(f"no process can be started ({error.strerror})")
     with pipe, process:
         try:
-            Outgoing(encode(work)).send(pipe)
-            frame = Incoming().receive(pipe)
+            FrameWriter(encode(work)).send(pipe)
+            frame = FrameReader().receive(pipe)
         except (EOFError, OSError):
             if process.wait() == -signal.SIGKILL:  # its own limits end it by other means
                 return _no_room("its decoder process was killed, probably because the machine ran out of memory")
@@ -122,9 +124,9 @@ def main() -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold a tenant's data
     with socket.socket(fileno=int(sys.argv[1])) as pipe:
-        frame = Incoming().receive(pipe)
+        frame = FrameReader().receive(pipe)
         assert frame is not None, "the pipe blocks"
-        Outgoing(encode(_decoded(frame))).send(pipe)
+        FrameWriter(encode(_decoded(frame))).send(pipe)
 
 
 def _decoded(frame: memoryview) -> object:

@@ -19,8 +19,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
-from ..files.wal import MOST_BODY_BYTES, Guard, Place, Segments, read_segment
-from ..logs.repeated_errors import Trouble
+from ..files.wal import MOST_BODY_BYTES, Guard, RecordPosition, SegmentLog, read_segment
+from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import ResultRecord, Store
 from .journal import Header
 from .quarantine import STRIKES
@@ -73,7 +73,7 @@ def failure(message: str, category: Category) -> Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ResultSummary:
     """A summary of a result without its body; num_bytes is the size of the body."""
 
     request_id: str
@@ -93,11 +93,11 @@ class Future:
     pending: Callable[[], Pending]
     on_stored: Callable[[], None]
     result: Result | None = None
-    place: Place | None = None
+    place: RecordPosition | None = None
     resolved_at: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops the references to the operation, which no callback needs any more."""
         self.pending, self.on_stored = Pending, _nothing
 
@@ -114,7 +114,7 @@ class Futures:
         sync: bool = False,
         guard: Guard = lambda: None,
     ) -> None:
-        self._segments = Segments(directory, _SEGMENT_BYTES, sync, guard)
+        self._segments = SegmentLog(directory, _SEGMENT_BYTES, sync, guard)
         self._store = store
         self._ttl_seconds = ttl_seconds
         self._memory_bytes = memory_bytes
@@ -126,24 +126,24 @@ class Futures:
         self._has_unstored = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
         # Held while a large result is encoded or decoded, since each step of that blocks the event loop for a moment.
-        self.one_at_a_time = asyncio.Lock()
+        self.large_result_lock = asyncio.Lock()
         self._kept_bytes: Counter[str] = Counter()
         self._sum_again_at = 0.0
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._writing = Trouble(logger, f"writing results to {directory}")
-        self._storing = Trouble(logger, "storing the places of results")
+        self._writing = RepeatedErrorLog(logger, f"writing results to {directory}")
+        self._storing = RepeatedErrorLog(logger, "storing the places of results")
 
     async def open(self) -> None:
-        await self._tell_store_of_those_after(await self._store.newest_result())
-        await self._sum_up()
+        await self._store_results_after(await self._store.newest_result())
+        await self._recount_bytes()
         self._writer = asyncio.create_task(self._write_behind())
 
-    async def lose(self, headers: Iterable[Header]) -> None:
+    async def fail_lost(self, headers: Iterable[Header]) -> None:
         """Fails operations that an earlier process accepted and that will not be resumed."""
         waited_for = [one for one in headers if one.refused is None and one.kind not in STRIKES]
         by_id = {header.request_id: header for header in waited_for if header.request_id not in self._live}
-        answered = await self.earlier(list(by_id))
+        answered = await self.find_encodings(list(by_id))
         for request_id, header in by_id.items():
             if request_id not in answered:
                 self.fail(self.create(request_id, header.tenant_id), _lost(header), "server")
@@ -152,16 +152,20 @@ class Futures:
         """True if the store has a result of this request; requests in progress are not considered."""
         return await self._store.get_result(request_id) is not None
 
-    async def earlier(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
+    async def find_encodings(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
         """Returns the encoding of the result, by request id, for those requests whose result is in the store."""
         return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.get_results(request_ids)}
 
-    async def ended(self, prefix: str) -> list[Ended]:
+    async def list_summaries(self, prefix: str) -> list[ResultSummary]:
         """Returns the requests with this id prefix that have a result, including those of earlier processes."""
         here = [future for request_id, future in self._live.items() if request_id.startswith(prefix) and future.result]
         stored = await self._store.list_results(prefix)
-        known = {one.request_id: Ended(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored}
-        known |= {one.request_id: Ended(one.request_id, one.result.is_error, _size(one)) for one in here if one.result}
+        known = {
+            one.request_id: ResultSummary(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored
+        }
+        known |= {
+            one.request_id: ResultSummary(one.request_id, one.result.is_error, _size(one)) for one in here if one.result
+        }
         return list(known.values())
 
     @property
@@ -251,7 +255,7 @@ class Futures:
         """Returns about how many bytes the tenant's results take on disk."""
         return self._kept_bytes[tenant_id]
 
-    async def _sum_up(self) -> None:
+    async def _recount_bytes(self) -> None:
         """Recounts the bytes kept per tenant: results in the store, and those not stored yet."""
         began_at = time.monotonic()
         if began_at < self._sum_again_at:
@@ -269,8 +273,8 @@ class Futures:
         await self._store.delete_results(oldest)
         await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
         while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
-            self._forget_oldest()
-        await self._sum_up()
+            self._evict_oldest()
+        await self._recount_bytes()
 
     async def close(self) -> None:
         self._closing.set()
@@ -295,7 +299,7 @@ class Futures:
             return failure(f"the result of {request_id} is damaged on the server's disk", "server")
 
     async def _read(self, record: ResultRecord) -> Result:
-        stored = await self._segments.read(Place.parse(record.place))
+        stored = await self._segments.read(RecordPosition.parse(record.place))
         return Result(stored.body, cast(Encoding, record.encoding))
 
     def _append(self, future: Future) -> None:
@@ -306,11 +310,11 @@ class Futures:
         else:
             written.add_done_callback(partial(self._appended, future))
 
-    def _append_to_file(self, future: Future) -> "asyncio.Future[Place]":
+    def _append_to_file(self, future: Future) -> "asyncio.Future[RecordPosition]":
         assert future.result is not None
         return self._segments.append(_header(future, future.result), future.result.body)
 
-    def _appended(self, future: Future, written: "asyncio.Future[Place]") -> None:
+    def _appended(self, future: Future, written: "asyncio.Future[RecordPosition]") -> None:
         future.done.set()
         if error := written.exception():
             # Nothing is lost while this process lives: the result stays in memory, and the write is retried.
@@ -320,7 +324,7 @@ class Futures:
                 return
             logger.error("result %s cannot be written (%s)", future.request_id, error)
         else:
-            self._writing.passed()
+            self._writing.succeeded()
             future.place = written.result()
             self._unstored.append(future)
         self._appending.discard(future)
@@ -342,45 +346,45 @@ class Futures:
                 self._storing.failed(error)
                 await self._linger(_RETRY_SECONDS)
                 continue
-            self._storing.passed()
+            self._storing.succeeded()
             del self._unstored[: len(batch)]
             for future in batch:
                 future.on_stored()
-                future.let_go()
-                self._keep(future)
-            self._shrink()
+                future.release()
+                self._cache(future)
+            self._evict()
 
     async def _linger(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def _tell_store_of_those_after(self, newest: ResultRecord | None) -> None:
+    async def _store_results_after(self, newest: ResultRecord | None) -> None:
         """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
-        start = Place(-1, 0) if newest is None else Place.parse(newest.place)
+        start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
         await self._put(await asyncio.to_thread(lambda: list(self._records_after(start))))
 
     async def _put(self, records: list[ResultRecord]) -> None:
         for first in range(0, len(records), _MOST_PER_WRITE):
             await self._store.put_results(records[first : first + _MOST_PER_WRITE])
 
-    def _records_after(self, start: Place) -> Iterator[ResultRecord]:
+    def _records_after(self, start: RecordPosition) -> Iterator[ResultRecord]:
         for segment in self._segments.earlier:
             if segment < start.segment:
                 continue
             for stored in read_segment(self._segments.path(segment)):
                 if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
-                    place = str(Place(segment, stored.offset))
+                    place = str(RecordPosition(segment, stored.offset))
                     yield ResultRecord(place=place, size_bytes=len(stored.body), **stored.header)  # pyright: ignore[reportArgumentType]
 
-    def _keep(self, future: Future) -> None:
+    def _cache(self, future: Future) -> None:
         self._stored[future.request_id] = future
         self._stored_bytes += _size(future) + _BYTES_BESIDE_BODY
 
-    def _shrink(self) -> None:
+    def _evict(self) -> None:
         while self._stored_bytes > self._memory_bytes:
-            self._forget_oldest()
+            self._evict_oldest()
 
-    def _forget_oldest(self) -> None:
+    def _evict_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
         self._stored_bytes -= _size(future) + _BYTES_BESIDE_BODY
         del self._live[request_id]

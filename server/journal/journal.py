@@ -13,8 +13,17 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import RequestError
-from ..files.wal import Damage, Guard, Place, Record, RecordTooLarge, Segments, read_segment, scan_segment
-from ..logs.repeated_errors import Trouble
+from ..files.wal import (
+    DamagedRange,
+    Guard,
+    LogRecord,
+    RecordPosition,
+    RecordTooLarge,
+    SegmentLog,
+    read_segment,
+    scan_segment,
+)
+from ..logs.repeated_errors import RepeatedErrorLog
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +56,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """A journaled operation; offset is that of its first byte in the segment."""
 
     header: Header
@@ -56,10 +65,10 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Journaled:
+class EntryLocation:
     """Locates an entry, without its body."""
 
-    place: Place
+    place: RecordPosition
     header: Header
 
 
@@ -70,22 +79,22 @@ class Journal:
     """
 
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
-        self._segments = Segments(directory, segment_bytes, sync, guard)
+        self._segments = SegmentLog(directory, segment_bytes, sync, guard)
         self._directory = directory
-        self._trouble = Trouble(logger, f"writing the journal in {directory}")
+        self._trouble = RepeatedErrorLog(logger, f"writing the journal in {directory}")
         self.unreadable: set[int] = set()
         # The offsets of held entries, by segment.
         self._held: defaultdict[int, set[int]] = defaultdict(set)
         # The newest segment with an entry in _held; all entries of earlier segments have been added there.
         self._newest = self._segments.current
 
-    def append(self, header: Header, body: bytes = b"") -> "asyncio.Future[Place]":
+    def append(self, header: Header, body: bytes = b"") -> "asyncio.Future[RecordPosition]":
         """Returns a future that is done as soon as the entry is durable.
 
         It fails with RequestError: 503 if the journal cannot be written, 413 if the entry is too large to be written at
         all.
         """
-        appended: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        appended: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
         written = self._segments.append(vars(header), body)
         if written.done():
             self._written(appended, written)
@@ -93,7 +102,7 @@ class Journal:
             written.add_done_callback(partial(self._written, appended))
         return appended
 
-    def _written(self, appended: "asyncio.Future[Place]", written: "asyncio.Future[Place]") -> None:
+    def _written(self, appended: "asyncio.Future[RecordPosition]", written: "asyncio.Future[RecordPosition]") -> None:
         if appended.cancelled():
             return
         if error := written.exception():
@@ -104,27 +113,27 @@ class Journal:
             self._trouble.failed(_named(error))
             appended.set_exception(RequestError(self._unwritable(error), 503))
             return
-        self._trouble.passed()
+        self._trouble.succeeded()
         place = written.result()
         self._held[place.segment].add(place.offset)
         self._newest = place.segment
         self._delete_done()
         appended.set_result(place)
 
-    async def try_to_write(self) -> str | None:
+    async def check_writable(self) -> str | None:
         """Returns None if operations can be accepted now, else the reason why not. Logs each change."""
         try:
-            await self._segments.try_to_write()
+            await self._segments.check_writable()
         except OSError as error:
             self._trouble.failed(_named(error))
             return self._unwritable(error)
-        self._trouble.passed()
+        self._trouble.succeeded()
         return None
 
     def _unwritable(self, error: OSError) -> str:
         return f"the server's journal in {self._directory} cannot be written ({_named(error)}): free space there"
 
-    def release(self, place: Place) -> None:
+    def release(self, place: RecordPosition) -> None:
         """Marks the entry as no longer needed: its operation is done, its result durable, its effect in a snapshot.
 
         Releasing it again is a no-op.
@@ -132,38 +141,38 @@ class Journal:
         self._held[place.segment].discard(place.offset)
         self._delete_done()
 
-    async def read(self, place: Place) -> Entry:
+    async def read(self, place: RecordPosition) -> JournalEntry:
         """Raises OSError or ValueError if the entry cannot be read."""
         entry = _entry(await self._segments.read(place))
         if entry is None:
             raise ValueError(f"the journal's entry at {place} has another format version")
         return entry
 
-    def earlier(self) -> list[Journaled]:
+    def list_earlier(self) -> list[EntryLocation]:
         """Returns the entries that earlier processes left, some of which may be done. Blocking; call it only once.
 
         Damaged entries are included if their header is readable; `read` fails for them. Each entry is held until it is
-        released; then `forget_earlier` deletes segments without held entries.
+        released; then `delete_unneeded_segments` deletes segments without held entries.
         """
         found = [one for segment in self._segments.earlier for one in self._earlier_in(segment)]
         for one in found:
             self._held[one.place.segment].add(one.place.offset)
         return found
 
-    def _earlier_in(self, segment: int) -> Iterator[Journaled]:
+    def _earlier_in(self, segment: int) -> Iterator[EntryLocation]:
         path = self._segments.path(segment)
         for found in scan_segment(path):
-            if isinstance(found, Damage):
+            if isinstance(found, DamagedRange):
                 self.unreadable.add(segment)
             if (header := _header(found)) is not None:
-                yield Journaled(Place(segment, found.offset), header)
+                yield EntryLocation(RecordPosition(segment, found.offset), header)
             else:
                 self.unreadable.add(segment)
                 logger.error(
                     "%s: the record at byte %d has another format version, or names no run", path, found.offset
                 )
 
-    def forget_earlier(self) -> None:
+    def delete_unneeded_segments(self) -> None:
         """Deletes segments without held entries; damaged ones are kept for manual recovery."""
         for segment in self._segments.earlier:
             if not self._held[segment] and segment not in self.unreadable:
@@ -183,7 +192,7 @@ class Journal:
                 self._segments.delete(segment)
 
 
-def read_journal(path: Path) -> Iterator[Entry]:
+def read_journal(path: Path) -> Iterator[JournalEntry]:
     """Yields the complete entries of a segment, in the order in which they were written; a torn tail ends it."""
     for record in read_segment(path):
         if (entry := _entry(record)) is None:
@@ -192,9 +201,9 @@ def read_journal(path: Path) -> Iterator[Entry]:
             yield entry
 
 
-def _entry(record: Record) -> Entry | None:
+def _entry(record: LogRecord) -> JournalEntry | None:
     header = _header(record)
-    return None if header is None else Entry(header, record.body, record.offset)
+    return None if header is None else JournalEntry(header, record.body, record.offset)
 
 
 def _named(error: OSError) -> OSError:
@@ -202,7 +211,7 @@ def _named(error: OSError) -> OSError:
     return OSError(error.strerror) if error.strerror else error
 
 
-def _header(found: Record | Damage) -> Header | None:
+def _header(found: LogRecord | DamagedRange) -> Header | None:
     """Returns None if the record has another format version, or its header cannot be read."""
     if found.header is None or found.header.get("version") != FORMAT_VERSION:
         return None

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from ...schemas.errors import OperationError, RequestError
-from ...workers.protocol.verbs import WorkerLost
+from ...workers.protocol.calls import WorkerLost
 
 logger = logging.getLogger(__name__)
 
-MOST_STRIKES = 3
+MAX_STRIKES = 3
 
 STRIKE = "strike"
 """Kind of a journal entry saying that a worker crashed while running only this operation or sampling request."""
@@ -24,7 +24,7 @@ Its seq_id is that of the snapshot from which the run was being rebuilt, or -1 i
 STRIKES = (STRIKE, REBUILD_STRIKE)
 
 
-class StruckOut(OperationError):
+class PoisonOperation(OperationError):
     """The operation was given up, since workers crashed running it."""
 
 
@@ -36,24 +36,24 @@ class Strikes:
     not resumed after a restart.
     """
 
-    def __init__(self, work: str, note: Callable[[], Awaitable[None]] | None = None, num: int = 0) -> None:
+    def __init__(self, work: str, record: Callable[[], Awaitable[None]] | None = None, num: int = 0) -> None:
         self.num = num
         self._work = work
-        self._note = note
+        self._note = record
 
     @property
-    def are_out(self) -> bool:
-        return self.num >= MOST_STRIKES
+    def is_exhausted(self) -> bool:
+        return self.num >= MAX_STRIKES
 
     def check(self) -> None:
-        """Raises StruckOut if there are too many strikes; call it before each attempt."""
-        if self.are_out:
-            raise StruckOut(
-                f"the worker died {MOST_STRIKES} times while running only {self._work}: it will not be retried"
+        """Raises PoisonOperation if there are too many strikes; call it before each attempt."""
+        if self.is_exhausted:
+            raise PoisonOperation(
+                f"the worker died {MAX_STRIKES} times while running only {self._work}: it will not be retried"
             )
 
     async def add(self, lost: WorkerLost) -> None:
-        """Counts the crash, and makes it durable if possible. Raises StruckOut if it was the last one allowed.
+        """Counts the crash, and makes it durable if possible. Raises PoisonOperation if it was the last one allowed.
 
         Crashes during which other work was running are not counted, since that may have been the cause.
         """

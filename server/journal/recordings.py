@@ -17,7 +17,7 @@ import numpy as np
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...schemas.training import Datum, ForwardBackwardRequest, ProvenanceSpan
-from ..files.wal import Place, Record, Segments, read_segment
+from ..files.wal import LogRecord, RecordPosition, SegmentLog, read_segment
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,8 @@ class Recordings:
         Args:
             sync: whether recordings must survive a machine crash.
         """
-        self._segments = Segments(directory, _SEGMENT_BYTES, sync)
-        self._places: dict[str, Place] = {}
+        self._segments = SegmentLog(directory, _SEGMENT_BYTES, sync)
+        self._places: dict[str, RecordPosition] = {}
         self._in_memory: OrderedDict[str, Recording] = OrderedDict()
         self._read_earlier = not self._segments.earlier
         self._reading = asyncio.Lock()
@@ -160,12 +160,12 @@ class Recordings:
                 self._places.update(await asyncio.to_thread(self._earlier_places))
                 self._read_earlier = True
 
-    def _earlier_places(self) -> Mapping[str, Place]:
+    def _earlier_places(self) -> Mapping[str, RecordPosition]:
         places = {}
         for segment in self._segments.earlier:
             with contextlib.suppress(FileNotFoundError):  # expired
                 for record in read_segment(self._segments.path(segment)):
-                    places[str(record.header["request_id"])] = Place(segment, record.offset)
+                    places[str(record.header["request_id"])] = RecordPosition(segment, record.offset)
         return places
 
     def _remember(self, request_id: str, recording: Recording) -> None:
@@ -213,7 +213,7 @@ def _body(recording: Recording) -> bytes:
     return b"".join(array.tobytes() for array in arrays)
 
 
-def _recording(record: Record) -> Recording:
+def _recording(record: LogRecord) -> Recording:
     lengths = record.header["sequences"]
     num_prompt = record.header["prompt"]
     assert isinstance(lengths, list) and isinstance(num_prompt, int)

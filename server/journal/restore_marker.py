@@ -17,7 +17,7 @@ _NAME = "copied.json"
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _MarkerContent:
     """The content of the marker file.
 
     at: time of the copy, in seconds since 1970. waiting: runs that have not continued since; None: not determined yet.
@@ -35,10 +35,10 @@ def mark_copy(live: Path, copy: Path, at: float) -> None:
     Runs that are behind in a marker of `live` stay so in the copy.
     """
     mark = _read(live)
-    _write(copy, _Mark(at, behind=[] if mark is None else mark.behind))
+    _write(copy, _MarkerContent(at, behind=[] if mark is None else mark.behind))
 
 
-class Copied:
+class RestoreMarker:
     """The restore marker of this server's live state. Without a marker file, no run is waiting or behind."""
 
     def __init__(self, directory: Path) -> None:
@@ -67,22 +67,22 @@ class Copied:
     def is_behind(self, run_id: str) -> bool:
         return self._mark is not None and run_id in self._mark.behind
 
-    def goes_on(self, run_id: str) -> None:
+    def mark_continued(self, run_id: str) -> None:
         """Removes the run from the marker: its next operation has arrived, or the run is over."""
         if (mark := self._mark) is not None and (self.is_waiting(run_id) or self.is_behind(run_id)):
             self._change(_without(run_id, mark))
 
-    def found_behind(self, run_id: str) -> None:
+    def mark_behind(self, run_id: str) -> None:
         """Records that the client is ahead of the run, which is permanent."""
         if (mark := self._mark) is not None:
             self._change(replace(_without(run_id, mark), behind=sorted({*mark.behind, run_id})))
 
     @property
-    def when(self) -> str:
+    def copied_at(self) -> str:
         """Returns the time of the copy as text, or "" without a marker."""
         return "" if self._mark is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._mark.at))
 
-    def _change(self, mark: _Mark) -> None:
+    def _change(self, mark: _MarkerContent) -> None:
         """Replaces the marker. A write error is only logged: at the next start the run is judged again, as strictly."""
         self._mark = mark
         try:
@@ -95,23 +95,23 @@ class Copied:
             logger.error("%s cannot be written: %s", self._directory / _NAME, error)
 
 
-def _without(run_id: str, mark: _Mark) -> _Mark:
+def _without(run_id: str, mark: _MarkerContent) -> _MarkerContent:
     others = ([one for one in several or () if one != run_id] for several in (mark.waiting, mark.behind))
-    return _Mark(mark.at, *others)
+    return _MarkerContent(mark.at, *others)
 
 
-def _read(directory: Path) -> _Mark | None:
+def _read(directory: Path) -> _MarkerContent | None:
     path = directory / _NAME
     try:
-        return _Mark(**json.loads(path.read_bytes()))
+        return _MarkerContent(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         logger.error("%s is damaged (%s): assuming that no run has continued since the copy", path, error)
-        return _Mark(path.stat().st_mtime)
+        return _MarkerContent(path.stat().st_mtime)
 
 
-def _write(directory: Path, mark: _Mark) -> None:
+def _write(directory: Path, mark: _MarkerContent) -> None:
     aside = directory / f".{_NAME}"
     aside.write_text(json.dumps(asdict(mark)))
     aside.replace(directory / _NAME)

@@ -18,15 +18,15 @@ def draw_seed() -> int:
     return secrets.randbelow(_SEED_LIMIT)
 
 
-def draw_open_seeds(operation: object) -> dict[str, int]:
+def draw_missing_seeds(operation: object) -> dict[str, int]:
     """Returns the seeds that the operation's loss needs and its config lacks."""
     if not isinstance(operation, ForwardBackwardRequest) or operation.loss_fn not in _SEEDED_LOSSES:
         return {}
     return {} if _SEED in operation.loss_fn_config else {_SEED: draw_seed()}
 
 
-def with_drawn(operation: T, drawn: Mapping[str, int]) -> T:
-    """Returns the operation with the seeds that `draw_open_seeds` drew when it was accepted."""
+def with_drawn_seeds(operation: T, drawn: Mapping[str, int]) -> T:
+    """Returns the operation with the seeds that `draw_missing_seeds` drew when it was accepted."""
     if not drawn:
         return operation
     assert isinstance(operation, ForwardBackwardRequest)

@@ -9,13 +9,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import OperationError
 from ..store import LeaseLost
-from ..store.outages import OUTAGES, words_of
+from ..store.database_errors import OUTAGE_ERRORS, driver_message
 
-FORESEEN = (OSError, LeaseLost, *OUTAGES)
+EXPECTED_ERRORS = (OSError, LeaseLost, *OUTAGE_ERRORS)
 """A full disk, an unreachable database, a lost lease: a traceback would add nothing."""
 
 
-class Trouble:
+class RepeatedErrorLog:
     """Logs the failures of one activity that is repeated.
 
     words: the reason of the current failure, or None.
@@ -24,26 +24,26 @@ class Trouble:
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger = logger
         self._what = what
-        self.words: str | None = None
+        self.reason: str | None = None
 
     def failed(self, error: Exception) -> None:
-        words = words_of(error) if isinstance(error, SQLAlchemyError) else str(error)
-        if words == self.words:
+        words = driver_message(error) if isinstance(error, SQLAlchemyError) else str(error)
+        if words == self.reason:
             return
-        self.words = words
-        if isinstance(error, FORESEEN):
+        self.reason = words
+        if isinstance(error, EXPECTED_ERRORS):
             self._logger.error("%s failed, will retry: %s", self._what, words)
         else:
             self._logger.error("%s failed, will retry", self._what, exc_info=error)
 
-    def passed(self) -> None:
-        if self.words is not None:
+    def succeeded(self) -> None:
+        if self.reason is not None:
             self._logger.warning("%s works again", self._what)
-            self.words = None
+            self.reason = None
 
 
 @contextlib.contextmanager
-def room_for(what: str) -> Iterator[None]:
+def refusing_full_disk(what: str) -> Iterator[None]:
     """Turns a full disk in the block into OperationError (server), with a message for the tenant that saves."""
     try:
         yield

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pydantic import JsonValue
 
 from ...schemas.openai import ChatCompletionRequest, ChatMessage, OpenAiError
-from ...schemas.openai_answers import AnswerMessage, ChatChoice, ChatLogprobs, TokenLogprob
+from ...schemas.openai_responses import AnswerMessage, ChatChoice, ChatLogprobs, TokenLogprob
 from ..sampling.prompts import Prompt
-from ..text.tokenizer import Chat, Tokenizer, UnreadTools
-from .answer import Answer, Told, alternatives
-from .choices import Fragment, Scored
-from .kind import Kind
+from ..text.tokenizer import Chat, Tokenizer, ToolsNotSupported
+from .choices import ChoiceDelta, TokenScores
+from .completion_kind import CompletionKind
+from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
 
 
 def check(asked: ChatCompletionRequest) -> None:
@@ -23,7 +23,7 @@ def check(asked: ChatCompletionRequest) -> None:
         raise OpenAiError(f"tool_choice {wanted} is not supported: send auto or none", param="tool_choice")
 
 
-def prompts_of(asked: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
+def render_prompts(asked: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
     chat = Chat(
         messages=[_template_message(number, message) for number, message in enumerate(asked.messages)],
         tools=asked.tools if asked.tools and asked.tool_choice != "none" else None,
@@ -32,7 +32,7 @@ def prompts_of(asked: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: 
     )
     try:
         return [Prompt(tokenizer.encode_chat(chat, most_tokens))]
-    except UnreadTools:
+    except ToolsNotSupported:
         raise OpenAiError(
             f"the chat template of {asked.model} ignores tools, so the model would never see them: leave them out "
             "and describe them in a message, or use a model that was trained to call tools",
@@ -75,26 +75,26 @@ def _template_call(number: int, call: dict[str, JsonValue]) -> dict[str, JsonVal
         raise OpenAiError(f"{place} has arguments that are not valid JSON: {error}", param=place) from None
 
 
-class ChatAnswer(Answer):
+class ChatResponseWriter(ResponseWriter):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def choices(self, told: Told) -> Iterator[ChatChoice]:
+    def choices(self, told: PromptOutput) -> Iterator[ChatChoice]:
         for fragment in told.fragments:
             choice = self._choice(fragment)
             choice["message"] = _message(fragment)
             yield choice
 
-    def part(self, fragment: Fragment) -> ChatChoice:
+    def chunk_choice(self, fragment: ChoiceDelta) -> ChatChoice:
         choice = self._choice(fragment)
         choice["delta"] = _message(fragment)
         return choice
 
-    def beside(self, first: bool) -> dict[str, JsonValue]:
+    def extra_fields(self, first: bool) -> dict[str, JsonValue]:
         return {"prompt_token_ids": list(self.prompts[0].token_ids)} if first and self.asked.return_token_ids else {}
 
-    def _choice(self, fragment: Fragment) -> ChatChoice:
+    def _choice(self, fragment: ChoiceDelta) -> ChatChoice:
         choice: ChatChoice = {
             "index": fragment.index,
             "logprobs": None if fragment.scored is None else self._logprobs(fragment.scored),
@@ -104,8 +104,8 @@ class ChatAnswer(Answer):
             choice["token_ids"] = fragment.token_ids
         return choice
 
-    def _logprobs(self, scored: Scored) -> ChatLogprobs:
-        columns = zip(scored.token_ids, scored.logprobs.tolist(), alternatives(scored), strict=True)
+    def _logprobs(self, scored: TokenScores) -> ChatLogprobs:
+        columns = zip(scored.token_ids, scored.logprobs.tolist(), top_logprobs_of(scored), strict=True)
         return {
             "content": [
                 {
@@ -121,8 +121,8 @@ class ChatAnswer(Answer):
         return {"token": self.tokenizer.name_of(token_id), "logprob": logprob, "bytes": spelled}
 
 
-def _message(fragment: Fragment) -> AnswerMessage:
+def _message(fragment: ChoiceDelta) -> AnswerMessage:
     return {"role": "assistant", "content": fragment.text} if fragment.first else {"content": fragment.text}
 
 
-CHATS = Kind(ChatCompletionRequest, check, prompts_of, ChatAnswer)
+CHATS = CompletionKind(ChatCompletionRequest, check, render_prompts, ChatResponseWriter)

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.openai import Asking
-from ...schemas.openai_answers import CompletionTokensDetails, FinishReason, Usage
+from ...schemas.openai import BaseCompletionRequest
+from ...schemas.openai_responses import CompletionTokensDetails, FinishReason, Usage
 from ...schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
-from ...workers.protocol.verbs import SampledPart
+from ...workers.protocol.calls import SampledPart
 from ..sampling.prompts import Prompt
 from ..sampling.sampling_job import Stops
 from ..text.sample_text import SampleText
 from ..text.stop_strings import StopString
 from ..text.tokenizer import Tokenizer
-from .sample_batch import Drawn, Grown
+from .sample_batch import JobProgress, JobResult
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenScores:
     """Log-probabilities of the tokens of a prompt or a sample, one entry per token.
 
     offsets: characters of the choice's text before each token. logprobs: NaN where a token has none.
@@ -32,18 +32,18 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class ChoiceDelta:
     """Holds what is added to a choice. scored: None if not requested. finish_reason: None if the choice continues."""
 
     index: int
     first: bool
     text: str
     token_ids: list[int]
-    scored: Scored | None
+    scored: TokenScores | None
     finish_reason: FinishReason | None
 
     @property
-    def tells_something(self) -> bool:
+    def has_content(self) -> bool:
         """True if the fragment is worth a chunk; it is empty while its text could be the start of a stop string."""
         return bool(self.first or self.text or self.finish_reason or self.scored is not None)
 
@@ -53,13 +53,13 @@ class Echo:
     """The prompt as echoed before its choices. scored: None if not requested."""
 
     text: str = ""
-    scored: Scored | None = None
+    scored: TokenScores | None = None
 
 
-class Choice:
+class ChoiceStream:
     """One sample as it grows. Its fragments, in order, add up to the choice. is_over: the last one was returned."""
 
-    def __init__(self, asked: Asking, index: int, text: SampleText) -> None:
+    def __init__(self, asked: BaseCompletionRequest, index: int, text: SampleText) -> None:
         self._asked = asked
         self._index = index
         self._text = text
@@ -67,11 +67,11 @@ class Choice:
         self._first = True
         self.is_over = False
 
-    def echo(self, echo: Echo) -> Fragment:
+    def echo(self, echo: Echo) -> ChoiceDelta:
         """Returns the fragment with the prompt, which must precede all others."""
-        return self._told(echo.text, [], None, None)
+        return self._delta(echo.text, [], None, None)
 
-    def grow(self, part: SampledPart, num_echoed: int) -> Fragment:
+    def grow(self, part: SampledPart, num_echoed: int) -> ChoiceDelta:
         """Returns the fragment for the part.
 
         Args:
@@ -80,7 +80,7 @@ class Choice:
         self.is_over = part.stop_reason is not None
         return self._fragment(part.tokens, part.logprobs, part.topk_logprobs, part.stop_reason, num_echoed)
 
-    def finish(self, sequence: SampledSequence, num_echoed: int) -> Fragment:
+    def finish(self, sequence: SampledSequence, num_echoed: int) -> ChoiceDelta:
         """Returns the last fragment, with all tokens of the finished sample that earlier fragments did not have.
 
         Args:
@@ -88,8 +88,8 @@ class Choice:
             num_echoed: characters of the choice's text that belong to the echoed prompt.
         """
         self.is_over = True
-        if self._asked.samples_nothing:
-            return self._told("", [], None, "length")
+        if self._asked.wants_prompt_only:
+            return self._delta("", [], None, "length")
         start, top = self._num_tokens, sequence.topk_logprobs
         rest = None if top is None else TopkLogprobs(top.token_ids[start:], top.logprobs[start:])
         tokens, logprobs = sequence.tokens[start:], sequence.logprobs[start:]
@@ -102,28 +102,30 @@ class Choice:
         top: TopkLogprobs | None,
         finish_reason: FinishReason | None,
         num_echoed: int,
-    ) -> Fragment:
+    ) -> ChoiceDelta:
         token_ids = tokens.tolist()
         self._num_tokens += len(token_ids)
         offsets = [num_echoed + offset for offset in self._text.add(token_ids)]
         shown = self._text.take(last=finish_reason is not None)
         # The worker may reach the token limit before it has searched the last tokens for stop strings.
-        if finish_reason is not None and self._text.stopped:
+        if finish_reason is not None and self._text.found_stop:
             finish_reason = "stop"
-        scored = None if self._asked.num_top is None else Scored(token_ids, offsets, logprobs, top)
-        return self._told(shown, token_ids, scored, finish_reason)
+        scored = None if self._asked.num_top_logprobs is None else TokenScores(token_ids, offsets, logprobs, top)
+        return self._delta(shown, token_ids, scored, finish_reason)
 
-    def _told(
-        self, text: str, token_ids: list[int], scored: Scored | None, finish_reason: FinishReason | None
-    ) -> Fragment:
+    def _delta(
+        self, text: str, token_ids: list[int], scored: TokenScores | None, finish_reason: FinishReason | None
+    ) -> ChoiceDelta:
         first, self._first = self._first, False
-        return Fragment(self._index, first, text, token_ids, scored, finish_reason)
+        return ChoiceDelta(self._index, first, text, token_ids, scored, finish_reason)
 
 
-class Choices:
+class RequestChoices:
     """The choices of a request: `n` samples per prompt, one sampling job per prompt. Counts the usage."""
 
-    def __init__(self, asked: Asking, tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self, asked: BaseCompletionRequest, tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Prompt]
+    ) -> None:
         self._asked = asked
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -135,7 +137,7 @@ class Choices:
         strings, ends = [StopString(stop) for stop in stops.strings], frozenset(stops.token_ids)
         self._choices = [
             [
-                Choice(asked, job * asked.n + sample, SampleText(tokenizer, strings, ends, asked.min_tokens))
+                ChoiceStream(asked, job * asked.n + sample, SampleText(tokenizer, strings, ends, asked.min_tokens))
                 for sample in range(asked.n)
             ]
             for job in range(len(prompts))
@@ -153,38 +155,38 @@ class Choices:
         text = SampleText(self._tokenizer)
         offsets = text.add(prompt.token_ids)
         shown = text.take(last=True)
-        num_cut = prompt.num_marks(shown, self._tokenizer)
+        num_cut = prompt.num_added_spaces(shown, self._tokenizer)
         self._num_echoed[job] = len(shown) - num_cut
         if response is None or response.prompt_logprobs is None:
             return Echo(shown[num_cut:])
         offsets = [max(0, offset - num_cut) for offset in offsets]
-        scored = Scored(prompt.token_ids, offsets, response.prompt_logprobs, response.topk_prompt_logprobs)
+        scored = TokenScores(prompt.token_ids, offsets, response.prompt_logprobs, response.topk_prompt_logprobs)
         return Echo(shown[num_cut:], scored)
 
-    def echoed(self, job: int, echo: Echo) -> Iterator[Fragment]:
+    def echo_choices(self, job: int, echo: Echo) -> Iterator[ChoiceDelta]:
         """Yields the echo once for each choice of the job."""
         yield from (choice.echo(echo) for choice in self._choices[job])
 
-    def grow(self, event: Grown) -> Iterator[Fragment]:
+    def grow(self, event: JobProgress) -> Iterator[ChoiceDelta]:
         for part in event.parts:
             yield self._choices[event.job][part.sample].grow(part, self._num_echoed[event.job])
 
-    def finish(self, event: Drawn) -> Iterator[Fragment]:
+    def finish(self, event: JobResult) -> Iterator[ChoiceDelta]:
         """Returns the last fragments of the job's unfinished choices; the usage is counted at the call, not lazily."""
         response = event.response
         self._num_cached += response.prompt_cache_hit_tokens
         if response.guesses is not None:
             self._guesses.append(response.guesses)
-        if not self._asked.samples_nothing:
+        if not self._asked.wants_prompt_only:
             self._num_sampled += response.num_tokens
         pairs = list(zip(self._choices[event.job], response.sequences, strict=True))
         num_echoed = self._num_echoed[event.job]
         return (choice.finish(sequence, num_echoed) for choice, sequence in pairs if not choice.is_over)
 
-    def num_numbers(self, event: Drawn) -> int:
+    def count_numbers(self, event: JobResult) -> int:
         """Returns how many tokens and alternatives the job adds to the response; a measure of the work to encode it."""
         num_echoed = self._asked.n * len(self._prompts[event.job].token_ids) if self._asked.echoes else 0
-        return (event.response.num_tokens + num_echoed) * (1 + (self._asked.num_top or 0))
+        return (event.response.num_tokens + num_echoed) * (1 + (self._asked.num_top_logprobs or 0))
 
     def usage(self) -> Usage:
         """Returns the usage of the jobs finished so far."""

@@ -4,52 +4,52 @@ import math
 from collections.abc import Iterator
 
 from ...schemas.openai import CompletionRequest, OpenAiError
-from ...schemas.openai_answers import CompletionChoice, CompletionLogprobs
+from ...schemas.openai_responses import CompletionChoice, CompletionLogprobs
 from ..sampling.prompts import Prompt
-from ..sampling.sampling_job import MOST_SAMPLES
+from ..sampling.sampling_job import MAX_SAMPLES
 from ..text.tokenizer import Tokenizer
-from .answer import Answer, Told, alternatives
-from .choices import Fragment, Scored
-from .kind import Kind
+from .choices import ChoiceDelta, TokenScores
+from .completion_kind import CompletionKind
+from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
 
 
 def check(asked: CompletionRequest) -> None:
     if not asked.num_prompts:
         raise OpenAiError("prompt is an empty list: send at least one prompt", param="prompt")
-    if (num_choices := asked.num_prompts * asked.n) > MOST_SAMPLES:
+    if (num_choices := asked.num_prompts * asked.n) > MAX_SAMPLES:
         raise OpenAiError(
             f"{asked.num_prompts} prompts with n {asked.n} make {num_choices} choices, more than the maximum of "
-            f"{MOST_SAMPLES}: split them into several requests",
+            f"{MAX_SAMPLES}: split them into several requests",
             param="prompt",
         )
-    if asked.samples_nothing and not asked.echo:
+    if asked.wants_prompt_only and not asked.echo:
         raise OpenAiError("max_tokens 0 without echo returns nothing: raise it, or set echo", param="max_tokens")
     if asked.stream and asked.echo and asked.logprobs is not None:
         raise OpenAiError("echo with logprobs cannot be streamed: leave out stream, echo or logprobs", param="stream")
 
 
-def prompts_of(asked: CompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
+def tokenize_prompts(asked: CompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
     return [
         Prompt(tokenizer.encode(one, most_tokens), one) if isinstance(one, str) else Prompt(one)
         for one in asked.prompts
     ]
 
 
-class CompletionAnswer(Answer):
+class CompletionResponseWriter(ResponseWriter):
     kind = "text_completion"
     chunk_kind = kind
     id_prefix = "cmpl"
 
-    def choices(self, told: Told) -> Iterator[CompletionChoice]:
+    def choices(self, told: PromptOutput) -> Iterator[CompletionChoice]:
         echoed = self._logprobs(told.echo.scored)
         for fragment in told.fragments:
             logprobs = _joined(echoed, self._logprobs(fragment.scored))
             yield self._choice(fragment, told.echo.text + fragment.text, logprobs)
 
-    def part(self, fragment: Fragment) -> CompletionChoice:
+    def chunk_choice(self, fragment: ChoiceDelta) -> CompletionChoice:
         return self._choice(fragment, fragment.text, self._logprobs(fragment.scored))
 
-    def _choice(self, fragment: Fragment, text: str, logprobs: CompletionLogprobs | None) -> CompletionChoice:
+    def _choice(self, fragment: ChoiceDelta, text: str, logprobs: CompletionLogprobs | None) -> CompletionChoice:
         choice: CompletionChoice = {
             "index": fragment.index,
             "text": text,
@@ -62,11 +62,11 @@ class CompletionAnswer(Answer):
                 choice["prompt_token_ids"] = list(self.prompts[fragment.index // self.asked.n].token_ids)
         return choice
 
-    def _logprobs(self, scored: Scored | None) -> CompletionLogprobs | None:
+    def _logprobs(self, scored: TokenScores | None) -> CompletionLogprobs | None:
         if scored is None:
             return None
         logprobs = [None if math.isnan(logprob) else logprob for logprob in scored.logprobs.tolist()]
-        tops = zip(scored.token_ids, logprobs, alternatives(scored), strict=True)
+        tops = zip(scored.token_ids, logprobs, top_logprobs_of(scored), strict=True)
         return {
             "tokens": [self.tokenizer.name_of(token_id) for token_id in scored.token_ids],
             "token_logprobs": logprobs,
@@ -96,4 +96,4 @@ def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None)
     }
 
 
-COMPLETIONS = Kind(CompletionRequest, check, prompts_of, CompletionAnswer)
+COMPLETIONS = CompletionKind(CompletionRequest, check, tokenize_prompts, CompletionResponseWriter)

@@ -20,9 +20,9 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..files.directories import sync_directory
-from ..files.wal import shut_out
+from ..files.wal import fence_off_writer
 from ..store import LeaseLost, LeaseRecord, Store
-from ..store.outages import words_of
+from ..store.database_errors import driver_message
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +36,15 @@ _MARGIN = 0.1
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 2.0
 """A renewal that takes longer is reported."""
-_SEGMENTED = ("journal", "results", "recordings")
+_SEGMENT_DIRECTORIES = ("journal", "results", "recordings")
 
 
-def awake_seconds() -> float:
+def boottime_seconds() -> float:
     """Returns a clock that no one can set, and that also advances while the process or the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-class TenureOver(OSError):
+class LeaseExpired(OSError):
     """Raised if this server must no longer write, since another server may have the lease."""
 
 
@@ -91,12 +91,12 @@ class Lease:
             )
         _directory(state_dir, 0).mkdir(mode=0o700, exist_ok=True)
 
-    async def taken(self) -> "Tenure":
+    async def acquire(self) -> "Tenure":
         """Waits until the lease is free (released or expired), then takes it."""
         may_be_free = True
         while True:
             try:
-                is_resting = awake_seconds() < self._rests_until
+                is_resting = boottime_seconds() < self._rests_until
                 if may_be_free and not is_resting and (tenure := await self._try()) is not None:
                     return tenure
                 may_be_free = await self._look()
@@ -104,7 +104,7 @@ class Lease:
                 logger.error("the lease cannot be requested: %s", error)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def renewed(self, record: LeaseRecord) -> bool:
+    async def renew(self, record: LeaseRecord) -> bool:
         """Renews the lease. True if no other server has had it since `record`."""
         if await self._store.renew_leases(self._holder, time.time(), self.seconds):
             return True
@@ -115,15 +115,15 @@ class Lease:
         """Lets other servers take the lease at once. Raises SQLAlchemyError."""
         await self._store.release_leases(self._holder)
 
-    async def give_up(self, seconds: float) -> None:
+    async def release_and_rest(self, seconds: float) -> None:
         """Releases a lease that this server cannot use, and waits `seconds` before the next attempt, so that others can
         be first.
         """
-        self._rests_until = awake_seconds() + seconds
+        self._rests_until = boottime_seconds() + seconds
         await self.release()
 
     async def _try(self) -> "Tenure | None":
-        sent_at = awake_seconds()
+        sent_at = boottime_seconds()
         taken = await self._store.acquire_leases(self._names, self._holder, self._url, time.time(), self.seconds)
         if taken is None:
             return None
@@ -137,8 +137,8 @@ class Lease:
         self.holder_url = held[0].url if held else None
         newest = max((lease.expires_at for lease in held), default=0.0)
         if newest != self._expires_at:
-            self._expires_at, self._seen_at = newest, awake_seconds()
-        return not held or awake_seconds() - self._seen_at >= self.seconds
+            self._expires_at, self._seen_at = newest, boottime_seconds()
+        return not held or boottime_seconds() - self._seen_at >= self.seconds
 
 
 class Tenure:
@@ -156,19 +156,19 @@ class Tenure:
     @property
     def is_valid(self) -> bool:
         """True while no other server can have the lease. May be called in any thread."""
-        return awake_seconds() < self._valid_until
+        return boottime_seconds() < self._valid_until
 
     @property
-    def trouble(self) -> str | None:
+    def renewal_error(self) -> str | None:
         """Says why the lease cannot be renewed now, or is None."""
         return self._trouble and f"the server's database does not answer ({self._trouble})"
 
     def check(self) -> None:
-        """Serves as the guard of segments. Raises TenureOver if the lease may have expired."""
+        """Serves as the guard of segments. Raises LeaseExpired if the lease may have expired."""
         if not self.is_valid:
-            raise TenureOver(f"the lease of epoch {self.record.epoch} has run out: another server may have it now")
+            raise LeaseExpired(f"the lease of epoch {self.record.epoch} has run out: another server may have it now")
 
-    async def keep(self) -> None:
+    async def keep_renewing(self) -> None:
         """Renews the lease until another server has taken it, then returns.
 
         If the database is unreachable the lease expires; it becomes valid again if no other server has taken it
@@ -176,12 +176,12 @@ class Tenure:
         """
         while True:
             await asyncio.sleep(self._lease.seconds / _RENEWALS if self.is_valid else 0)
-            sent_at = awake_seconds()
+            sent_at = boottime_seconds()
             try:
                 if not await self._renewed():
                     break
             except SQLAlchemyError as error:
-                self._fails(words_of(error))
+                self._report_outage(driver_message(error))
                 await asyncio.sleep(_LOOK_SECONDS)
             else:
                 self._extend(sent_at)
@@ -193,16 +193,16 @@ class Tenure:
 
     async def _renewed(self) -> bool:
         """Renews the lease. If the database does not answer, waits for it and reports that."""
-        renewing = asyncio.create_task(self._lease.renewed(self.record))
+        renewing = asyncio.create_task(self._lease.renew(self.record))
         try:
             done, _ = await asyncio.wait({renewing}, timeout=_SILENT_SECONDS)
             if not done:
-                self._fails(f"not for {_SILENT_SECONDS:g} s")
+                self._report_outage(f"not for {_SILENT_SECONDS:g} s")
             return await renewing
         finally:
             renewing.cancel()
 
-    def _fails(self, words: str) -> None:
+    def _report_outage(self, words: str) -> None:
         """Logs the outage when it begins."""
         if self._trouble is None:
             logger.error("the lease cannot be renewed: the database does not answer (%s)", words)
@@ -236,7 +236,7 @@ class Tenure:
         except FileNotFoundError:
             raise LeaseLost(f"the live state of epoch {found[-1]} has just been taken by another server") from None
         sync_directory(state_dir)
-        for name in _SEGMENTED:
+        for name in _SEGMENT_DIRECTORIES:
             _try_to_shut_out(directory / name)
         for older in found[:-1]:  # a former holder may have created it before it noticed its loss
             shutil.rmtree(_directory(state_dir, older), ignore_errors=True)
@@ -258,7 +258,7 @@ def _try_to_shut_out(directory: Path) -> None:
     acknowledged.
     """
     try:
-        shut_out(directory)
+        fence_off_writer(directory)
     except OSError as error:
         logger.error("a former server may still write to the last segment of %s: %s", directory, error)
 

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 _LOCK_NAME = "server.lock"
 _OTHERS = 0o077
 """The permission bits of group and others."""
-OF_STATE = (
+STATE_PATTERNS = (
     *(f"{DATABASE_NAME}*", _LOCK_NAME, "url_secret", "*.json", "*.log", "live-*", "checkpoints", "staging", "cache"),
     *("journal", "results", "recordings", "snapshots", "loaded", "features", "ephemeral", "pages"),
 )
 """Patterns of everything that servers store in their state directory."""
-OF_CHECKPOINTS = ("*/weights", "*/sampler_weights", "*/external_weights")
+CHECKPOINT_PATTERNS = ("*/weights", "*/sampler_weights", "*/external_weights")
 
 
 class StartError(Exception):
@@ -86,7 +86,7 @@ def _close_to_others(path: Path) -> None:
                 each.chmod(each.stat().st_mode & 0o7777 & ~_OTHERS)
 
 
-def check_kind(config: StoreConfig) -> None:
+def check_database_kind(config: StoreConfig) -> None:
     """Raises StartError if an existing state directory belongs to servers on the other kind of database.
 
     Otherwise a sweep or a repair would remove everything that this database has no record of.
@@ -109,7 +109,7 @@ def check_kind(config: StoreConfig) -> None:
         )
 
 
-def check_database(config: StoreConfig) -> None:
+def check_database_exists(config: StoreConfig) -> None:
     """Raises StartError if the SQLite database does not exist. For commands that must not create one."""
     path = config.state_dir / DATABASE_NAME
     if config.database_url is None and not path.is_file():
@@ -120,7 +120,7 @@ def check_database(config: StoreConfig) -> None:
 
 
 @contextlib.contextmanager
-def made(state_dir: Path, sync: bool = False) -> "Iterator[Claim | None]":
+def created_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[StateLock | None]":
     """Creates the state directory if needed. Raises StartError.
 
     Args:
@@ -131,7 +131,7 @@ def made(state_dir: Path, sync: bool = False) -> "Iterator[Claim | None]":
 
 
 @contextlib.contextmanager
-def locked(state_dir: Path, sync: bool = False) -> "Iterator[Claim]":
+def locked_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[StateLock]":
     """Creates the state directory if needed and locks it for this process while the block runs.
 
     Args:
@@ -141,7 +141,7 @@ def locked(state_dir: Path, sync: bool = False) -> "Iterator[Claim]":
     """
     _make(state_dir, sync)
     try:
-        claim = Claim(state_dir)
+        claim = StateLock(state_dir)
     except BlockingIOError as error:
         raise StartError(
             f"state directory {state_dir} is in use by {error.strerror}: stop that one, or choose another directory "
@@ -155,13 +155,13 @@ def locked(state_dir: Path, sync: bool = False) -> "Iterator[Claim]":
         claim.close()
 
 
-class ClaimLost(OSError):
+class StateLockLost(OSError):
     """Raised if this server must no longer write: another server has taken the state directory, or its path leads
     elsewhere.
     """
 
 
-class Claim:
+class StateLock:
     """Holds a state directory by two locks: on the file server.lock, which names the holder, and on the directory
     itself.
 
@@ -181,9 +181,11 @@ class Claim:
             self._opened = opened.pop_all()
 
     def check(self) -> None:
-        """Serves as the guard of segments. Raises ClaimLost."""
+        """Serves as the guard of segments. Raises StateLockLost."""
         if not _is(self._state_dir, self._directory):
-            raise ClaimLost(f"{self._state_dir} is no longer the directory that this server locked: restart the server")
+            raise StateLockLost(
+                f"{self._state_dir} is no longer the directory that this server locked: restart the server"
+            )
         if _is(self._state_dir / _LOCK_NAME, self._file.fileno()):
             return
         with self._retaking:
@@ -206,7 +208,7 @@ class Claim:
         try:
             new = _locked_file(self._state_dir)
         except OSError as error:
-            raise ClaimLost(f"{self._state_dir} was taken from this server, by {error.strerror}") from None
+            raise StateLockLost(f"{self._state_dir} was taken from this server, by {error.strerror}") from None
         logger.warning("%s was removed from %s and has been recreated", _LOCK_NAME, self._state_dir)
         self._file.close()
         self._file = new

@@ -24,13 +24,13 @@ from ...schemas.checkpoints import (
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
 from ..checkpoints.checkpoints import SignedFile
-from ..checkpoints.importing import Import, import_checkpoint, read_upload
+from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
 from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord
 from ..tenants.auth import Tenant, TenantDependency
 from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
 from .services import Services, ServicesDependency
-from .submitting import receive_unordered
+from .submission import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 
@@ -47,7 +47,7 @@ _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 async def _owned(
     run_id: RunIdPath, kind: KindPath, name: NamePath, services: ServicesDependency, tenant: TenantDependency
 ) -> CheckpointRecord:
-    return await services.checkpoints.owned(tenant, run_id, f"{kind}/{name}")
+    return await services.checkpoints.resolve_owned(tenant, run_id, f"{kind}/{name}")
 
 
 async def _readable(
@@ -158,7 +158,7 @@ async def copy_weights(
     source = await services.checkpoints.resolve(tenant, request.source_path, token)
     project_id = await _destination(services, tenant, request)
     copy = await services.checkpoints.copy(
-        source, _ended_session(tenant, project_id, idempotency_key, "copy_weights"), request.ttl_seconds
+        source, _closed_session_record(tenant, project_id, idempotency_key, "copy_weights"), request.ttl_seconds
     )
     return CopyWeightsResponse(tinker_path=copy.tinker_path)
 
@@ -180,11 +180,11 @@ async def import_weights(
 
     The body is adapter_config.json followed by adapter_model.safetensors.
     """
-    with services.quotas.admission(tenant.id) as admission:
+    with services.quotas.reservation(tenant.id) as admission:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
         submit = await receive_unordered(request, admission, decode)
-        imported = Import(submit.content, base_model, name, ttl_seconds)
-        session = _ended_session(tenant, None, idempotency_key, "import_weights")
+        imported = ImportRequest(submit.content, base_model, name, ttl_seconds)
+        session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)
     lora = lora_of(checkpoint.training)
     assert lora is not None, "only adapters are imported"
@@ -198,7 +198,9 @@ async def _destination(services: Services, tenant: Tenant, request: CopyWeightsR
     return (await services.sessions.require_open(tenant, request.session_id)).project_id
 
 
-def _ended_session(tenant: Tenant, project_id: str | None, idempotency_key: str | None, by: str) -> SessionRecord:
+def _closed_session_record(
+    tenant: Tenant, project_id: str | None, idempotency_key: str | None, by: str
+) -> SessionRecord:
     now = time.time()
     return SessionRecord(
         session_id=secrets.token_hex(8),

@@ -17,7 +17,7 @@ Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
+def find_endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
     """Returns path -> endpoint for the POST routes with these names.
 
     Their only parameters must be the request, the services and the tenant.
@@ -28,7 +28,7 @@ def endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str
     return found
 
 
-class Direct:
+class FastRoutes:
     """ASGI middleware that calls the endpoints itself.
 
     error_handlers: the application's handlers for the errors that the endpoints raise.

@@ -15,7 +15,7 @@ from ..http.bodies import json_body, json_decoder
 from ..tenants.auth import TenantDependency
 from .examples import MODEL_ID, SAMPLER_ID
 from .services import ServicesDependency
-from .submitting import pending_response, receive_submit, retrieved
+from .submission import pending_response, receive_submit, result_response
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
@@ -37,9 +37,9 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     """
     submit = await receive_submit(request, json_decoder(RetrieveFutureRequest))
     seconds = services.config.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
-    answered = await retrieved(request, services, tenant, submit.content.request_id, seconds)
+    answered = await result_response(request, services, tenant, submit.content.request_id, seconds)
     # A poll counts as a sign of life, for clients that send no heartbeats; a request id begins with its session's id.
-    services.sessions.heard_of(submit.content.request_id.partition(":")[0])
+    services.sessions.touch(submit.content.request_id.partition(":")[0])
     return pending_response(answered) if isinstance(answered, Pending) else answered
 
 
@@ -61,7 +61,7 @@ async def retrieve_futures(
     submit = await receive_submit(request, json_decoder(RetrieveFuturesRequest))
     seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
     seconds = min(seconds, services.config.long_poll_seconds)
-    return await services.sampling.completed(tenant, submit.content, seconds)
+    return await services.sampling.retrieve_completed(tenant, submit.content, seconds)
 
 
 @router.post(

@@ -19,7 +19,7 @@ from ...schemas.models import (
     TrainingRunList,
     lora_of,
 )
-from ..store import CheckpointCopyRecord, CheckpointRecord, Page, RunRecord
+from ..store import CheckpointCopyRecord, CheckpointRecord, PageInfo, RunRecord
 from ..tenants.auth import Tenant, TenantDependency
 from .examples import RunIdPath, SessionIdPath
 from .services import Services, ServicesDependency
@@ -177,7 +177,7 @@ def _checkpoint_of(record: CheckpointRecord | None) -> Checkpoint | None:
     return record and checkpoint_of(record)
 
 
-def _cursor(page: Page) -> Cursor:
+def _cursor(page: PageInfo) -> Cursor:
     return Cursor(offset=page.offset, limit=page.limit, total_count=page.total_count)
 
 

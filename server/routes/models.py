@@ -20,7 +20,7 @@ from ...schemas.models import (
     draft_of,
     lora_of,
 )
-from ...workers.protocol.config import ServedModel
+from ...workers.protocol.worker_config import ServedModel
 from ..http.bodies import json_body, json_parameter
 from ..tenants.auth import OperatorDependency, TenantDependency
 from ..text.hub_names import tokenizer_id
@@ -65,7 +65,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
     num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
     limits = services.quotas.limits(tenant, num_runs, num_sessions, kept_bytes)
     limits = limits.model_copy(update=services.features.room.limits(tenant.id))
-    return limits if is_operator else limits.of_tenant_alone()
+    return limits if is_operator else limits.without_other_tenants()
 
 
 @router.get("/workers")
@@ -109,7 +109,7 @@ async def get_info(
     )
 
 
-async def _served(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
+async def _served_model(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
     for model in services.config.base_models:
         if model.name == name:
             return model
@@ -117,7 +117,7 @@ async def _served(name: ModelPath, services: ServicesDependency, tenant: TenantD
     raise RequestError(f"base model {name} is not served here; use one of: {served}", status=404)
 
 
-ServedDependency = Annotated[ServedModel, Depends(_served)]
+ServedDependency = Annotated[ServedModel, Depends(_served_model)]
 
 
 @router.get("/models/{name:path}/tokenizer")

@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import (
     Asked,
-    Asking,
+    BaseCompletionRequest,
     ChatCompletionRequest,
     CompletionRequest,
     ErrorBody,
@@ -25,33 +25,33 @@ from ...schemas.openai import (
     OpenAiError,
     decoder,
 )
-from ...schemas.openai_answers import ChatCompletion, Completion
-from ..config.served import require_served
+from ...schemas.openai_responses import ChatCompletion, Completion
+from ..config.base_model_lookup import require_served
 from ..http.bodies import json_body
-from ..openai.answer import Answer, Told
 from ..openai.chats import CHATS
-from ..openai.choices import Choices, Fragment
+from ..openai.choices import ChoiceDelta, RequestChoices
+from ..openai.completion_kind import CompletionKind
 from ..openai.completions import COMPLETIONS
-from ..openai.kind import Kind
-from ..openai.sample_batch import Drawn, Draws, Grown
-from ..openai.sampling import check_alternatives, refusal, sample_requests, stops_of
-from ..sampling.drafts import NoDraft
+from ..openai.response_writer import PromptOutput, ResponseWriter
+from ..openai.sample_batch import JobProgress, JobResult, SampleBatch
+from ..openai.translation import check_alternatives, merge_stops, openai_error, sample_requests
+from ..sampling.draft_loader import DraftNotFound
 from ..sampling.prompts import Prompt
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.quotas import UNORDERED, Admission
+from ..tenants.quotas import UNORDERED, Reservation
 from ..text.tokenizer import Tokenizer
 from .examples import BASE_MODEL, ModelPath
 from .services import Services, ServicesDependency
-from .submitting import receive_unordered
+from .submission import receive_unordered
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 logger = logging.getLogger(__name__)
 
-_MOST_LISTED = 1000
+_MAX_LISTED = 1000
 _LARGE_REQUEST_BYTES = 8192
 _MANY_PROMPTS = 8
 _MANY_NUMBERS = 10_000
@@ -79,13 +79,13 @@ async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[Checkp
     """Returns the tenant's newest sampler checkpoints, at most _MOST_LISTED."""
     saved, offset = [], 0
     now = services.checkpoints.now()
-    while len(saved) < _MOST_LISTED:
-        records, _ = await services.store.list_checkpoints(tenant.id, now, offset, _MOST_LISTED)
+    while len(saved) < _MAX_LISTED:
+        records, _ = await services.store.list_checkpoints(tenant.id, now, offset, _MAX_LISTED)
         if not records:
             break
         saved += [record for record in records if record.kind == "sampler_weights"]
         offset += len(records)
-    return saved[:_MOST_LISTED]
+    return saved[:_MAX_LISTED]
 
 
 @router.get("/models/{name:path}")
@@ -98,7 +98,7 @@ async def retrieve_model(name: ModelPath, services: ServicesDependency, tenant: 
             record = await services.checkpoints.resolve(tenant, name)
             require_served(services.dispatch, record.base_model)
             return _checkpoint(record, tenant)
-        sampler = await services.samplers.named(tenant, name)
+        sampler = await services.samplers.find_by_name(tenant, name)
         return Model(id=name, created=int(sampler.record.created_at), owned_by=tenant.name)
     except RequestError as error:
         raise _no_model(services, name, error) from None
@@ -130,9 +130,9 @@ async def create_chat_completion(request: Request, services: ServicesDependency,
     return await _complete(request, services, tenant, CHATS)
 
 
-async def _complete(request: Request, services: Services, tenant: Tenant, kind: Kind[Asked]) -> Response:
+async def _complete(request: Request, services: Services, tenant: Tenant, kind: CompletionKind[Asked]) -> Response:
     with ExitStack() as stack:
-        admission = stack.enter_context(services.quotas.admission(tenant.id))
+        admission = stack.enter_context(services.quotas.reservation(tenant.id))
         submit = await receive_unordered(request, admission, decoder(kind.request))
         asked = submit.content
         kind.check(asked)
@@ -140,24 +140,26 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
         try:
             prepared = await _prepare(services, tenant, kind, asked, admission.num_bytes)
             _admit(services, tenant, stack, admission, prepared, len(submit.received.body))
-            draws = Draws(services.sampling, prepared.jobs, admission, asked.stream and not asked.samples_nothing)
+            draws = SampleBatch(
+                services.sampling, prepared.jobs, admission, asked.stream and not asked.wants_prompt_only
+            )
             stack.callback(draws.close)
             answer = kind.answer(asked, prepared.tokenizer, prepared.prompts)
-            choices = Choices(asked, prepared.tokenizer, prepared.stops, prepared.prompts)
+            choices = RequestChoices(asked, prepared.tokenizer, prepared.stops, prepared.prompts)
             if not asked.stream:
-                drawn = await _while_connected(request, _all(draws))
-                return await _whole(answer, choices, drawn)
+                drawn = await _while_connected(request, _collect_results(draws))
+                return await _whole_response(answer, choices, drawn)
             # Waits for the first event, so that an early failure is answered with its own HTTP status.
             events = draws.events()
-            events = _chained(await _while_connected(request, anext(events)), events)
-        except (OperationError, NoDraft) as error:
-            raise refusal(asked, error) from None
+            events = _prepend(await _while_connected(request, anext(events)), events)
+        except (OperationError, DraftNotFound) as error:
+            raise openai_error(asked, error) from None
         closing = stack.pop_all()
     return _EventStream(_stream(asked, answer, choices, prepared.prompts, events), closing.close)
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _PreparedRequest:
     """A request translated for the samplers, one job per prompt. sizes: bytes to reserve for each job."""
 
     tokenizer: Tokenizer
@@ -167,26 +169,28 @@ class _Prepared:
     sizes: list[int]
 
 
-async def _prepare(services: Services, tenant: Tenant, kind: Kind[Asked], asked: Asked, num_bytes: int) -> _Prepared:
+async def _prepare(
+    services: Services, tenant: Tenant, kind: CompletionKind[Asked], asked: Asked, num_bytes: int
+) -> _PreparedRequest:
     """Finds the sampler, tokenizes and validates; off the event loop if large. Raises RequestError, OperationError."""
     sampler = await _sampler(services, tenant, asked.model)
     model = services.dispatch.models[sampler.record.base_model]
     tokenizer = await services.tokenizers.get(model.name)
-    stops = stops_of(asked, model.eos_token_ids)
+    stops = merge_stops(asked, model.eos_token_ids)
 
-    def prepare() -> _Prepared:
+    def prepare() -> _PreparedRequest:
         prompts = kind.prompts(asked, tokenizer, model.max_context_length)
         requests = sample_requests(asked, prompts, model.max_context_length)
-        jobs = [services.sampling.drawing(sampler, one, stops) for one in requests]
+        jobs = [services.sampling.job_for_draw(sampler, one, stops) for one in requests]
         sizes = [job.num_bytes for job in jobs]
-        return _Prepared(tokenizer, stops, prompts, jobs, sizes)
+        return _PreparedRequest(tokenizer, stops, prompts, jobs, sizes)
 
     large = num_bytes > _LARGE_REQUEST_BYTES or asked.num_prompts > _MANY_PROMPTS
-    return await services.tokenizers.apart(prepare) if large else prepare()
+    return await services.tokenizers.run_in_thread(prepare) if large else prepare()
 
 
 def _admit(
-    services: Services, tenant: Tenant, stack: ExitStack, first: Admission, prepared: _Prepared, num_bytes: int
+    services: Services, tenant: Tenant, stack: ExitStack, first: Reservation, prepared: _PreparedRequest, num_bytes: int
 ) -> None:
     """Makes one reservation per job; closing the stack releases them.
 
@@ -197,7 +201,7 @@ def _admit(
         RequestError: 400 if the request can never fit the tenant's limits, 429 if it does not fit now.
     """
     sizes = [max(num_bytes, prepared.sizes[0]), *prepared.sizes[1:]]
-    config, most_bytes = services.config, services.quotas.most_bytes
+    config, most_bytes = services.config, services.quotas.max_request_bytes
     if len(sizes) > config.tenant_queued_operations or sum(sizes) > most_bytes:
         raise OpenAiError(
             f"{len(sizes)} prompts and their samples, at their maximum length, may take {sum(sizes)} bytes; the limits "
@@ -205,7 +209,7 @@ def _admit(
             "max_tokens, or send several requests"
         )
     first.grow(sizes[0], UNORDERED)
-    others = [stack.enter_context(services.quotas.admission(tenant.id)) for _ in sizes[1:]]
+    others = [stack.enter_context(services.quotas.reservation(tenant.id)) for _ in sizes[1:]]
     for admission, size in zip(others, sizes[1:], strict=True):
         admission.claim(size, UNORDERED)
     for admission, size, job in zip((first, *others), sizes, prepared.jobs, strict=True):
@@ -215,82 +219,90 @@ def _admit(
 
 async def _sampler(services: Services, tenant: Tenant, name: str) -> Sampler:
     try:
-        return await services.samplers.named(tenant, name)
+        return await services.samplers.find_by_name(tenant, name)
     except RequestError as error:
         raise _no_model(services, name, error) from None
 
 
-async def _all(draws: Draws) -> list[Drawn]:
+async def _collect_results(draws: SampleBatch) -> list[JobResult]:
     """Waits for all results and returns them in the order of the jobs."""
-    drawn = [event async for event in draws.events() if isinstance(event, Drawn)]
+    drawn = [event async for event in draws.events() if isinstance(event, JobResult)]
     return sorted(drawn, key=lambda event: event.job)
 
 
-async def _whole(answer: Answer, choices: Choices, drawn: list[Drawn]) -> Response:
+async def _whole_response(answer: ResponseWriter, choices: RequestChoices, drawn: list[JobResult]) -> Response:
     def make() -> bytes:
-        told = [Told(choices.echo(event.job, event.response), choices.finish(event)) for event in drawn]
-        return answer.whole(told, choices.usage())
+        told = [PromptOutput(choices.echo(event.job, event.response), choices.finish(event)) for event in drawn]
+        return answer.encode(told, choices.usage())
 
-    num_numbers = sum(map(choices.num_numbers, drawn))
-    body = await _apart_if(num_numbers > _MANY_NUMBERS, make)
+    num_numbers = sum(map(choices.count_numbers, drawn))
+    body = await _offload_if(num_numbers > _MANY_NUMBERS, make)
     return Response(body, media_type="application/json")
 
 
-async def _chained(first: Grown | Drawn, rest: AsyncIterator[Grown | Drawn]) -> AsyncIterator[Grown | Drawn]:
+async def _prepend(
+    first: JobProgress | JobResult, rest: AsyncIterator[JobProgress | JobResult]
+) -> AsyncIterator[JobProgress | JobResult]:
     yield first
     async for event in rest:
         yield event
 
 
 async def _stream(
-    asked: Asking, answer: Answer, choices: Choices, prompts: Sequence[Prompt], events: AsyncIterator[Grown | Drawn]
+    asked: BaseCompletionRequest,
+    answer: ResponseWriter,
+    choices: RequestChoices,
+    prompts: Sequence[Prompt],
+    events: AsyncIterator[JobProgress | JobResult],
 ) -> AsyncIterator[bytes]:
     """Yields the server-sent events of a response; if a job fails, the last event is an error."""
     try:
         for job, prompt in enumerate(prompts if asked.echoes else ()):
-            echo = await _apart_if(len(prompt.token_ids) > _MANY_NUMBERS, partial(choices.echo, job))
-            async for piece in _pieces(answer, choices.echoed(job, echo)):
+            echo = await _offload_if(len(prompt.token_ids) > _MANY_NUMBERS, partial(choices.echo, job))
+            async for piece in _pieces(answer, choices.echo_choices(job, echo)):
                 yield piece
         async for event in events:
-            if isinstance(event, Grown):
+            if isinstance(event, JobProgress):
                 pieces = _pieces(answer, choices.grow(event))
             else:
-                pieces = _pieces(answer, choices.finish(event), choices.num_numbers(event) > _MANY_NUMBERS)
+                pieces = _pieces(answer, choices.finish(event), choices.count_numbers(event) > _MANY_NUMBERS)
             async for piece in pieces:
                 yield piece
         if asked.stream_options.include_usage:
-            yield _event(answer.last_chunk(choices.usage()))
+            yield _event(answer.encode_usage_chunk(choices.usage()))
         yield b"data: [DONE]\n\n"
-    except (OperationError, NoDraft) as error:
-        yield _error_event(refusal(asked, error))
+    except (OperationError, DraftNotFound) as error:
+        yield _error_event(openai_error(asked, error))
     except RequestError as error:
         yield _error_event(OpenAiError(error.message, error.status))
 
 
-async def _pieces(answer: Answer, fragments: Iterator[Fragment], large: bool = False) -> AsyncIterator[bytes]:
+async def _pieces(
+    answer: ResponseWriter, fragments: Iterator[ChoiceDelta], large: bool = False
+) -> AsyncIterator[bytes]:
     """Yields server-sent events, several per piece, and lets other tasks run in between.
 
     Args:
         large: True if a fragment may be so large that it must be encoded off the event loop.
     """
-    while piece := await _apart_if(large, partial(_piece, answer, fragments)):
+    while piece := await _offload_if(large, partial(_piece, answer, fragments)):
         yield piece
         await asyncio.sleep(0)
 
 
-def _piece(answer: Answer, fragments: Iterator[Fragment]) -> bytes:
+def _piece(answer: ResponseWriter, fragments: Iterator[ChoiceDelta]) -> bytes:
     """Returns the next piece of server-sent events; empty when there are no more fragments."""
     events, num_bytes = [], 0
     for fragment in fragments:
-        if fragment.tells_something:
-            events.append(_event(answer.chunk(fragment)))
+        if fragment.has_content:
+            events.append(_event(answer.encode_chunk(fragment)))
             num_bytes += len(events[-1])
             if num_bytes > _PIECE_BYTES:
                 break
     return b"".join(events)
 
 
-async def _apart_if(large: bool, work: Callable[[], Worked]) -> Worked:
+async def _offload_if(large: bool, work: Callable[[], Worked]) -> Worked:
     return await asyncio.to_thread(work) if large else work()
 
 
@@ -329,7 +341,7 @@ class _EventStream(StreamingResponse):
 
 async def _while_connected(request: Request, work: Awaitable[Worked]) -> Worked:
     """Runs the work; cancels it and raises ClientDisconnect if the client disconnects first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_left(request))
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -340,7 +352,7 @@ async def _while_connected(request: Request, work: Awaitable[Worked]) -> Worked:
         leaving.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

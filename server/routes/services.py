@@ -8,16 +8,16 @@ from fastapi import Depends, Request
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.knobs import ServerConfig
-from ..features.captured import Features
+from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
 from ..replication.leases import Tenure
 from ..runs.runs import Runs
-from ..sampling.drafts import Drafts
+from ..sampling.draft_loader import DraftLoader
 from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
-from ..sampling.sampling import Sampling
+from ..sampling.sampling_service import SamplingService
 from ..store.base import Store
 from ..tenants.auth import Auth
 from ..tenants.quotas import Quotas
@@ -35,10 +35,10 @@ class Services:
     checkpoints: Checkpoints
     runs: Runs
     adapters: SamplerWeights
-    drafts: Drafts
-    features: Features
+    drafts: DraftLoader
+    features: FeatureStore
     samplers: Samplers
-    sampling: Sampling
+    sampling: SamplingService
     futures: Futures
     journal: Journal
     recordings: Recordings

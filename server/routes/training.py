@@ -22,7 +22,7 @@ from ...schemas.models import CreateModelRequest
 from ...schemas.training import MOST_INTEGER, ForwardBackwardRequest, OptimStepRequest
 from ..http.bodies import (
     Decoder,
-    Received,
+    ReceivedBody,
     forward_backward_decoder,
     json_body,
     json_decoder,
@@ -33,14 +33,14 @@ from ..runs.operations import LoadWeights
 from ..tenants.auth import TenantDependency
 from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
 from .services import ServicesDependency
-from .submitting import (
+from .submission import (
     SUBMIT_RESPONSES,
-    Submit,
-    answer,
+    ReceivedRequest,
     receive_operation,
     receive_unordered,
     run_operation,
     submit_operation,
+    submit_response,
 )
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
@@ -117,10 +117,10 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
     `model_role` is `policy`; `critic`, whose head predicts a value per token; `reference`, which is not trained; or
     `draft`, which predicts the tokens of a policy: `draft` configures it, `target_path` names the policy's checkpoint.
     """
-    with services.quotas.admission(tenant.id) as admission:
+    with services.quotas.reservation(tenant.id) as admission:
         submit = await receive_unordered(request, admission, json_decoder(CreateModelRequest))
         submitted = await services.runs.create(tenant, submit.content, submit.received, admission)
-    return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
+    return await submit_response(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
 
 
 @router.post("/forward_backward", openapi_extra=_FORWARD_BACKWARD_BODY)
@@ -198,17 +198,17 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     starts fresh.
     """
     decode = json_decoder(LoadWeightsRequest)
-    with services.quotas.admission(tenant.id) as admission:
+    with services.quotas.reservation(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, "load_weights", decode)
         load, submit = submit.content, _without_secret(submit)
         if load.model_id is not None:
-            reader = await services.checkpoints.reader(load.weights_access_token)
+            reader = await services.checkpoints.reader_id(load.weights_access_token)
             operation = LoadWeights(load.path, load.optimizer, reader)
             response = await submit_operation(services, tenant, submit, operation, admission)
         else:
             created = await services.runs.create_from_checkpoint(tenant, load, submit.received, admission)
             response = SubmitResponse(request_id=created.request_id)
-    return await answer(request, services, tenant, response)
+    return await submit_response(request, services, tenant, response)
 
 
 @router.post("/set_target", openapi_extra=json_body(SetTargetRequest, {"model_id": DRAFT_ID, "path": CHECKPOINT}))
@@ -261,12 +261,12 @@ async def release_features(
     return ReleaseFeaturesResponse(num_released=num_released)
 
 
-def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:
+def _without_secret(submit: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRequest[LoadWeightsRequest]:
     """The access token is another tenant's API key, and bodies are journaled as received."""
     if submit.content.weights_access_token is None:
         return submit
     shown = submit.content.model_copy(update={"weights_access_token": None})
-    return Submit(Received(shown.model_dump_json(exclude_none=True).encode()), shown)
+    return ReceivedRequest(ReceivedBody(shown.model_dump_json(exclude_none=True).encode()), shown)
 
 
 def _decoder(request: Request, forward_only: bool = False) -> Decoder[ForwardBackwardRequest]:

@@ -9,7 +9,7 @@ _RETRY_SECONDS = 5.0
 """Pause before giving up is retried; it fails as long as the journal cannot be written."""
 
 
-class Gap:
+class MissingSeqTimer:
     """Timer of one run: calls `give_up` if a gap in the seq_ids has blocked later operations for `seconds`.
 
     It calls again after a pause for as long as `watch` reports the gap.

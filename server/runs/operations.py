@@ -32,33 +32,33 @@ from ...schemas.sampling import SampleRequest
 from ...schemas.training import (
     AdamParams,
     Datum,
-    FeaturePlace,
+    FeatureLocation,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     OptimStepRequest,
     OptimStepResponse,
 )
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.verbs import RunInfo, RunSpec, Step, WorkerLost
-from ..checkpoints.checkpoints import Checkpoints, full_path, loaded_as
+from ...workers.protocol.calls import OptimizerStep, RunInfo, RunSpec, WorkerLost
+from ..checkpoints.checkpoints import Checkpoints, full_path, hiding_directory_as
 from ..checkpoints.encryption import encrypt_files, parse_recipients
-from ..features.captured import FEATURES, Features, check_captures, for_draft
-from ..files.wal import Place
-from ..http.bodies import LARGE_BYTES, Received
+from ..features.feature_store import FEATURES, FeatureStore, check_captures, with_capture_layers
+from ..files.wal import RecordPosition
+from ..http.bodies import LARGE_BYTES, ReceivedBody
 from ..journal.futures import Result
 from ..journal.journal import Journal
-from ..journal.journaled import Request, decode_entry
 from ..journal.recordings import Recordings
-from ..journal.seeds import with_drawn
-from ..logs.repeated_errors import room_for
+from ..journal.request_decoding import Request, decode_entry
+from ..journal.seeds import with_drawn_seeds
+from ..logs.repeated_errors import refusing_full_disk
 from ..sampling.samplers import Samplers
 from ..store import CheckpointKind, CheckpointRecord, RunRecord, Store
 from ..tenants.auth import Tenant
 from ..tenants.sessions import Sessions
 from .compatibility import check_loadable, check_target
-from .pinned_checkpoints import Loaded, Part
+from .pinned_checkpoints import Part, PinnedCheckpoints
 from .replay_log import Outcome
-from .vocabulary import most_frequent
+from .vocabulary import build_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class LoadWeights:
 Operation = CreateRun | LoadWeights | Request
 
 
-async def read_operation(journal: Journal, place: Place) -> Operation:
+async def read_operation(journal: Journal, place: RecordPosition) -> Operation:
     """Returns the operation as it was accepted.
 
     Raises:
@@ -108,14 +108,14 @@ async def read_operation(journal: Journal, place: Place) -> Operation:
         case LoadWeightsRequest(path=path, optimizer=optimizer):
             return CreateRun(path, optimizer, header.target_path)
         case ForwardBackwardRequest() as request:
-            return replace(with_drawn(request, header.drawn), has_room=header.feature_bytes is not None)
+            return replace(with_drawn_seeds(request, header.drawn), has_room=header.feature_bytes is not None)
         case SampleRequest():
             raise ValueError(f"the journal's entry at {place} is a sampling request")
         case request:
             return request
 
 
-async def read_again(journal: Journal, place: Place, outcome: Outcome | None) -> Operation:
+async def read_for_replay(journal: Journal, place: RecordPosition, outcome: Outcome | None) -> Operation:
     """Returns the operation as a rebuild must run it. Raises like `read_operation`.
 
     Args:
@@ -152,22 +152,22 @@ def loads_files(operation: Operation) -> bool:
 
 
 @dataclass(frozen=True)
-class Size:
+class OperationSize:
     """num_bytes: held in memory until the operation is done. num_tokens: to be trained on or scored."""
 
     num_bytes: int
     num_tokens: int = 0
 
 
-def size_of(operation: Operation, received: Received) -> Size:
+def size_of(operation: Operation, received: ReceivedBody) -> OperationSize:
     if isinstance(operation, CaptureRequest):
-        return Size(len(received.body), sum(len(each.tokens) for each in operation.data))
+        return OperationSize(len(received.body), sum(len(each.tokens) for each in operation.data))
     if not isinstance(operation, ForwardBackwardRequest):
-        return Size(len(received.body))
+        return OperationSize(len(received.body))
     num_tokens = sum(len(datum.tokens) for datum in operation.data)
     arrays = (array for datum in operation.data for array in datum.loss_fn_inputs.values())
     num_bytes = sum(array.nbytes for array in arrays) + 4 * num_tokens
-    return Size(max(num_bytes, len(received.body)), num_tokens)
+    return OperationSize(max(num_bytes, len(received.body)), num_tokens)
 
 
 def has_room(operation: Operation) -> bool:
@@ -198,8 +198,8 @@ class Operations:
         checkpoints: Checkpoints,
         samplers: Samplers,
         recordings: Recordings,
-        loaded: Loaded,
-        features: Features,
+        loaded: PinnedCheckpoints,
+        features: FeatureStore,
     ) -> None:
         self._dispatch = dispatch
         self._store = store
@@ -242,21 +242,21 @@ class Operations:
             case CaptureRequest():
                 return await self._capture(run, operation, seq_id)
 
-    async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
+    async def replay(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
         """Like `perform`, but while rebuilding a lost run: skips the access check, which passed the first time.
 
         Args:
-            operation: as returned by `read_again`.
+            operation: as returned by `read_for_replay`.
         """
         match operation:
             case LoadWeights(path=path):
                 await self._load(run, operation, seq_id, partial(self._known, path), again=True)
             case SetTargetRequest(path=path):
-                await self._move_target(run, path, seq_id, self._known, again=True)
+                await self._apply_target(run, path, seq_id, self._known, again=True)
             case _:
                 await self.perform(run, operation, seq_id)
 
-    async def recorded(self, run: RunRecord) -> RunRecord:
+    async def stored_record(self, run: RunRecord) -> RunRecord:
         """Returns the record of a created run as the store has it, with the defaults that the workers filled in."""
         stored = await self._store.get_run(run.run_id)
         assert stored is not None
@@ -269,7 +269,7 @@ class Operations:
     async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
         """Clears the gradients of the operations before this seq_id."""
         await self._dispatch.clear_gradients(run.run_id)
-        await self._features.stepped(run, seq_id, were_used=False)
+        await self._features.release_holds_before(run, seq_id, were_used=False)
 
     async def drop(self, run: RunRecord) -> None:
         """Drops the run from the workers at the end of its session. Raises OperationError."""
@@ -279,17 +279,17 @@ class Operations:
         await self._features.end_run(run)
         await self._dispatch.drop_run(run.run_id)
 
-    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> RunInfo:
+    async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> RunInfo:
         """Creates the run in the workers, for the first time or (again) to rebuild it. Raises OperationError."""
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
         # Access to weights is granted by tenant name, possibly before the tenant exists.
-        spec = RunSpec(run.run_id, run.training, run.role, is_new=not again and operation.path is None)
+        spec = RunSpec(run.run_id, run.training, run.role, is_new=not is_rebuild and operation.path is None)
         info = await self._dispatch.create_run(run.base_model, spec, tenant.name)
         if operation.path is not None:
-            await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
+            await self._load(run, operation, 0, partial(self._known, operation.path), again=is_rebuild)
         if operation.target_path is not None:
-            await self._move_target(run, operation.target_path, 0, self._known, again=again)
+            await self._apply_target(run, operation.target_path, 0, self._known, again=is_rebuild)
         self.infos[run.run_id] = info
         return info
 
@@ -299,7 +299,7 @@ class Operations:
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
         """Loads a snapshot into a run that has been created. Raises OperationError."""
-        with loaded_as(f"snapshot {snapshot.name}", snapshot):
+        with hiding_directory_as(f"snapshot {snapshot.name}", snapshot):
             await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
 
     async def snapshot(self, run: RunRecord, directory: Path) -> None:
@@ -309,7 +309,7 @@ class Operations:
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
         await self.discard(run)  # left by an earlier try that the database could not store
         try:
-            info = await self.make(run, operation, again=False)
+            info = await self.create_in_workers(run, operation, is_rebuild=False)
         except WorkerLost:
             raise
         except (OperationError, RequestError):
@@ -333,24 +333,24 @@ class Operations:
         if operation.loss_fn == "stable_reinforce":
             operation = await self._recordings.fill_in(run.tenant_id, operation)
         try:
-            told = self._features.told(run, operation)
+            told = self._features.with_feature_place(run, operation)
             if operation.capture_for is None:
                 output = await self._dispatch.forward_backward(told)
             else:
-                output = await self._captured_beside(run, told, operation.capture_for)
+                output = await self._capture_during_pass(run, told, operation.capture_for)
         except WorkerLost:
             raise
         except OperationError:
-            await self._features.let_go(run, operation.seq_id)
+            await self._features.release_hold(run, operation.seq_id)
             raise
         if operation.forward_only:
-            await self._features.let_go(run, operation.seq_id)
+            await self._features.release_hold(run, operation.seq_id)
         arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
         if sum(array.nbytes for array in arrays) < LARGE_BYTES:
             return Result(encode_forward_backward_output(output), "forward_backward")
         return Result(await asyncio.to_thread(encode_forward_backward_output, output), "forward_backward")
 
-    async def _captured_beside(
+    async def _capture_during_pass(
         self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
     ) -> ForwardBackwardOutput:
         """Runs a policy's pass and captures features for one use by the draft.
@@ -366,7 +366,7 @@ class Operations:
             return await self._uncaptured(operation)
         async with AsyncExitStack() as held:
             try:
-                place = for_draft(await self._capturing(run, held), draft)
+                place = with_capture_layers(await self._capturing(run, held), draft)
             except OperationError as error:
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
                 return await self._uncaptured(operation)
@@ -406,14 +406,16 @@ class Operations:
             )
         params = operation.adam_params or AdamParams()
         try:
-            metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale, seq_id=seq_id))
+            metrics = await self._dispatch.optim_step(
+                OptimizerStep(run.run_id, params, operation.gradient_scale, seq_id=seq_id)
+            )
         except WorkerLost:
             raise
         except OperationError as error:
             if error.category == "user":  # the gradients are cleared
-                await self._features.stepped(run, seq_id, were_used=False)
+                await self._features.release_holds_before(run, seq_id, were_used=False)
             raise
-        await self._features.stepped(run, seq_id, were_used=True)
+        await self._features.release_holds_before(run, seq_id, were_used=True)
         return _json(OptimStepResponse(metrics=metrics))
 
     async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest, request_id: str) -> Result:
@@ -470,7 +472,7 @@ class Operations:
                 has_optimizer=optimizer,
                 request_id=request_id,
             )
-            with room_for("the checkpoint was"):
+            with refusing_full_disk("the checkpoint was"):
                 async with writing as staging:
                     await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
                     await asyncio.to_thread(encrypt_files, staging, recipients)
@@ -479,13 +481,13 @@ class Operations:
     async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:
         """Replaces the weights, and replaces or clears the optimizer state; pending gradients are dropped."""
         readers = {run.tenant_id, operation.reader}
-        find = partial(self._checkpoints.readable, operation.path, readers)
+        find = partial(self._checkpoints.resolve_for, operation.path, readers)
         await self._load(run, operation, seq_id, find, again=False)
         return _json(LoadWeightsResponse(path=operation.path, model_id=run.run_id))
 
     async def _known(self, path: str) -> CheckpointRecord:
         """Returns the checkpoint without an access check, for a tenant whose access was checked before."""
-        checkpoint = await self._checkpoints.known(path)
+        checkpoint = await self._checkpoints.find(path)
         if checkpoint is None:
             raise OperationError(f"checkpoint {path} is gone")
         return checkpoint
@@ -500,23 +502,23 @@ class Operations:
             check_loadable(run, checkpoint, operation.optimizer)
             return checkpoint
 
-        directory = await self._kept(run, seq_id, "weights", found, again=again)
+        directory = await self._pinned_directory(run, seq_id, "weights", found, again=again)
         assert operation.path is not None
-        with loaded_as(full_path(operation.path), directory):
+        with hiding_directory_as(full_path(operation.path), directory):
             await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
-        await self._features.stepped(run, seq_id, were_used=False)
+        await self._features.release_holds_before(run, seq_id, were_used=False)
 
     async def _set_target(self, run: RunRecord, operation: SetTargetRequest, seq_id: int) -> Result:
         """Changes the target; pending gradients and the draft's weights stay as they are."""
         if run.role != "draft":
             raise OperationError(f"a {run.role} has no target: set_target is only for draft models")
-        find = partial(self._checkpoints.readable, readers={run.tenant_id})
+        find = partial(self._checkpoints.resolve_for, readers={run.tenant_id})
         path = operation.path and full_path(operation.path)
-        await self._move_target(run, path, seq_id, find, again=False)
+        await self._apply_target(run, path, seq_id, find, again=False)
         await self._store.set_run_target(run.run_id, path)
         return _json(SetTargetResponse(target_path=path))
 
-    async def _move_target(
+    async def _apply_target(
         self,
         run: RunRecord,
         path: str | None,
@@ -537,8 +539,8 @@ class Operations:
             check_target(checkpoint, run.base_model)
             return checkpoint
 
-        directory = await self._kept(run, seq_id, "target", found, again=again)
-        with loaded_as(full_path(path), directory):
+        directory = await self._pinned_directory(run, seq_id, "target", found, again=again)
+        with hiding_directory_as(full_path(path), directory):
             await self._dispatch.set_target(run.run_id, directory)
 
     async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest, seq_id: int) -> Result:
@@ -547,9 +549,9 @@ class Operations:
             raise OperationError(f"a {run.role} uses the full vocabulary: build_vocab_map is only for draft models")
         vocab_size = self._dispatch.models[run.base_model].vocab_size
         size = draft.draft_vocab_size or vocab_size
-        vocabulary = await asyncio.to_thread(most_frequent, operation, size, vocab_size)
+        vocabulary = await asyncio.to_thread(build_vocabulary, operation, size, vocab_size)
         await self._dispatch.set_vocabulary(run.run_id, vocabulary.token_ids)
-        await self._features.stepped(run, seq_id, were_used=False)
+        await self._features.release_holds_before(run, seq_id, were_used=False)
         return _json(vocabulary.described())
 
     async def _capture(self, run: RunRecord, operation: CaptureRequest, seq_id: int) -> Result:
@@ -570,7 +572,7 @@ class Operations:
                 raise OperationError(what, "server")
         return _json(kept)
 
-    async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:
+    async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeatureLocation:
         """Enters Features.capturing until `held` is closed. Raises OperationError if features cannot be written."""
         try:
             return await held.enter_async_context(self._features.capturing(run.tenant_id))
@@ -580,7 +582,7 @@ class Operations:
                 "server",
             ) from None
 
-    async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
+    async def _pinned_directory(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
         """Returns the directory of the checkpoint pinned for this operation, pinning the one that `find` returns if
         necessary.
 
@@ -599,7 +601,7 @@ class Operations:
         if directory is not None:
             return directory
         async with self._checkpoints.reading(await find()) as files:
-            return await self._loaded.keep(run.run_id, seq_id, files, part)
+            return await self._loaded.pin(run.run_id, seq_id, files, part)
 
 
 def _json(response: BaseModel) -> Result:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from ...schemas.errors import OperationError
-from ..checkpoints.files import link_files, link_or_copy
-from ..files.directories import STAGING, directory_name, make_directory, move_into_place, staging_in, sync_files
-from ..files.manifest import MANIFEST, check
+from ..checkpoints.checkpoint_files import link_files, link_or_copy
+from ..files.directories import STAGING, directory_name, make_directory, move_into_place, staging_path, sync_files
+from ..files.manifest import MANIFEST, check_directory
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ Part = Literal["weights", "target"]
 """The part of a run that a checkpoint was loaded into."""
 
 
-class Loaded:
+class PinnedCheckpoints:
     """Keeps and finds the pinned checkpoints of all runs; sync: whether they must survive a machine crash."""
 
     def __init__(self, root: Path, sync: bool) -> None:
@@ -38,10 +38,10 @@ class Loaded:
         directory = self._of(run_id) / _name(seq_id, part)
         if not await asyncio.to_thread(directory.exists):
             return None
-        await asyncio.to_thread(check, directory)
+        await asyncio.to_thread(check_directory, directory)
         return directory
 
-    async def keep(self, run_id: str, seq_id: int, checkpoint: Path, part: Part = "weights") -> Path:
+    async def pin(self, run_id: str, seq_id: int, checkpoint: Path, part: Part = "weights") -> Path:
         """Pins the checkpoint, replacing what was pinned for this operation before.
 
         Args:
@@ -59,7 +59,7 @@ class Loaded:
             reason = f"the checkpoint was not loaded: the server cannot keep a copy of it ({error.strerror})"
             raise OperationError(f"{reason}: free space on its disk", "server") from error
 
-    async def forget(self, run_id: str, seq_id: int) -> None:
+    async def unpin_up_to(self, run_id: str, seq_id: int) -> None:
         """Deletes the checkpoints of operations up to this seq_id, which snapshots cover."""
         await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number > seq_id)
 
@@ -70,7 +70,7 @@ class Loaded:
         """
         await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number in seq_ids)
 
-    async def forget_all(self, run_id: str) -> None:
+    async def unpin_all(self, run_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._of(run_id), ignore_errors=True)
 
     def sweep(self, live: Collection[str]) -> None:
@@ -84,7 +84,7 @@ class Loaded:
         return self._root / directory_name(run_id)
 
     def _keep(self, of_run: Path, name: str, checkpoint: Path) -> Path:
-        staging = staging_in(of_run)
+        staging = staging_path(of_run)
         try:
             make_directory(staging, self._sync)
             link_files(checkpoint, staging)

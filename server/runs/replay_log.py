@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ...schemas.errors import OperationError
-from ..files.wal import Place
+from ..files.wal import RecordPosition
 from ..journal.quarantine import REBUILD_STRIKE, STRIKES
 
 _PAUSE_SECONDS = 0.05
@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.05
 REFUSED = "refused"
 """Kind of an operation that was not accepted."""
 
-KEPT = {
+STATE_KINDS = {
     "create_model",
     "create_model_from_checkpoint",
     "forward_backward",
@@ -29,7 +29,7 @@ KEPT = {
 }
 """Kinds of entries without which a run's state cannot be rebuilt."""
 
-BEGINS_WINDOW = {"load_weights", "build_vocab_map"}
+CLEARS_GRADIENTS = {"load_weights", "build_vocab_map"}
 """Kinds that clear pending gradients, so failures before them do not taint the next step."""
 
 _REPEATED = {"forward_backward", "load_weights", "set_target", "build_vocab_map"}
@@ -47,11 +47,11 @@ class Outcome(Enum):
 
     DONE = "done"
     FAILED = "failed"
-    BROKE = "broke"
-    STRUCK = "struck"
+    SERVER_FAILED = "broke"
+    POISONED = "struck"
 
 
-class Repeat(Enum):
+class ReplayAction(Enum):
     """An action of a rebuild for a logged operation. AGAIN: run it again. CLEAR: drop the pending gradients."""
 
     AGAIN = "again"
@@ -59,7 +59,7 @@ class Repeat(Enum):
 
 
 @dataclass(eq=False)
-class Past:
+class ReplayEntry:
     """An operation that was begun.
 
     outcome: None until it has ended, or if it is no longer known. taints: the next step would be wrong without it.
@@ -69,7 +69,7 @@ class Past:
 
     seq_id: int
     kind: str
-    place: Place
+    place: RecordPosition
     num_bytes: int = 0
     outcome: Outcome | None = None
     taints: bool = False
@@ -82,20 +82,20 @@ class Past:
         return not (self.is_answered and self.is_covered)
 
 
-class History:
+class ReplayLog:
     """The replay log of a run.
 
     release: called with the journal place of each operation that is no longer needed.
     """
 
-    def __init__(self, release: Callable[[Place], None]) -> None:
+    def __init__(self, release: Callable[[RecordPosition], None]) -> None:
         self._release = release
-        self._pasts: dict[Past, None] = {}
+        self._pasts: dict[ReplayEntry, None] = {}
         self._num_steps = self._num_bytes = 0
 
-    def add(self, past: Past) -> Past:
+    def add(self, past: ReplayEntry) -> ReplayEntry:
         """Adds an operation; call it in the order of seq_ids."""
-        past.is_covered |= past.kind not in KEPT
+        past.is_covered |= past.kind not in STATE_KINDS
         self._pasts[past] = None
         if not past.is_covered:
             self._num_steps += past.kind == "optim_step"
@@ -103,7 +103,7 @@ class History:
         self._let_go([past])
         return past
 
-    def answered(self, past: Past) -> None:
+    def mark_answered(self, past: ReplayEntry) -> None:
         """Marks the operation's result as durable."""
         past.is_answered = True
         self._let_go([past])
@@ -133,7 +133,7 @@ class History:
         while any(not past.is_answered for past in self._pasts if past.seq_id <= seq_id):  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def repeats(self, after: int, is_tainted: bool) -> Iterator[tuple[Past, Repeat]]:
+    def replay_actions(self, after: int, is_tainted: bool) -> Iterator[tuple[ReplayEntry, ReplayAction]]:
         """Yields what a rebuild must do after loading a snapshot of seq_id `after`, in order.
 
         Args:
@@ -147,15 +147,15 @@ class History:
             if past.outcome is None:
                 raise OperationError(f"the outcome of {past.kind} with seq_id {past.seq_id} is not known", "server")
             is_done = past.outcome is Outcome.DONE
-            if past.kind == "optim_step" and past.outcome is Outcome.BROKE and not is_tainted:
+            if past.kind == "optim_step" and past.outcome is Outcome.SERVER_FAILED and not is_tainted:
                 continue
             if past.kind == "optim_step":
-                clears = is_tainted or past.outcome is Outcome.STRUCK
-                yield past, Repeat.CLEAR if clears else Repeat.AGAIN
+                clears = is_tainted or past.outcome is Outcome.POISONED
+                yield past, ReplayAction.CLEAR if clears else ReplayAction.AGAIN
                 is_tainted = False
             elif past.kind in _REPEATED and is_done:
-                yield past, Repeat.AGAIN
-                is_tainted &= past.kind not in BEGINS_WINDOW
+                yield past, ReplayAction.AGAIN
+                is_tainted &= past.kind not in CLEARS_GRADIENTS
             is_tainted |= past.taints or (past.kind == "forward_backward" and not is_done)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class History:
             past.is_covered = True
         self._let_go(list(self._pasts))
 
-    def _let_go(self, pasts: list[Past]) -> None:
+    def _let_go(self, pasts: list[ReplayEntry]) -> None:
         for past in pasts:
             if not past.is_needed and past in self._pasts:
                 del self._pasts[past]

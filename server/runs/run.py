@@ -21,23 +21,23 @@ from ...schemas.drafts import SetTargetRequest
 from ...schemas.errors import Category, OperationError, RequestError
 from ...schemas.futures import Pending
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
-from ...workers.protocol.verbs import RunInfo, WorkerLost
-from ..features.captured import uses_of
-from ..files.wal import Place
-from ..http.bodies import Received
+from ...workers.protocol.calls import RunInfo, WorkerLost
+from ..features.feature_store import uses_of
+from ..files.wal import RecordPosition
+from ..http.bodies import ReceivedBody
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
-from ..journal.quarantine import STRIKE, Strikes, StruckOut
+from ..journal.quarantine import STRIKE, PoisonOperation, Strikes
 from ..store import RunRecord
-from ..store.outages import OUTAGES, words_of
-from ..tenants.quotas import Admission, Standing
-from .missing_seq import Gap
+from ..store.database_errors import OUTAGE_ERRORS, driver_message
+from ..tenants.quotas import QueuePosition, Reservation
+from .missing_seq import MissingSeqTimer
 from .operations import CreateRun, LoadWeights, Operation, has_room, kind_of, loads_files, size_of
-from .queued import GAP, Entry, Refused, Slot
-from .recovery import Inherited, Resuming, Undone
-from .replay_log import BEGINS_WINDOW, KEPT, Outcome, Past
+from .queued import GAP, JournalHandle, QueuedOperation, RefusedOperation
+from .recovery import JournaledRun, RunRecovery, UnfinishedOperation
+from .replay_log import CLEARS_GRADIENTS, STATE_KINDS, Outcome, ReplayEntry
 from .run_services import RunServices
-from .snapshotting import Boundary, RunState, Window
+from .snapshotting import Boundary, RunState, SnapshotWindow
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +69,13 @@ class Run:
         self.last_request_at = record.last_request_at
         self._services = services
         # By seq_id, in the order of arrival: operations that wait, and operations in progress.
-        self._slots: dict[int, Slot] = {}
-        self._under_way: dict[int, Slot] = {}
+        self._slots: dict[int, QueuedOperation] = {}
+        self._in_progress: dict[int, QueuedOperation] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._one_ended = asyncio.Event()
         self._next_seq_id = 0
         self._refusals: dict[int, str] = {}
-        self._window = Window()
+        self._window = SnapshotWindow()
         self._state = RunState(record, services)
         self._rebuilding: asyncio.Task[None] | None = None
         # Operations that wait for a rebuild, by seq_id.
@@ -85,15 +85,15 @@ class Run:
         self._has_stopped = False
         # True until an operation arrives that follows those of an earlier process; and the checkpoints to suggest if
         # the run cannot continue.
-        self._has_not_gone_on = False
-        self._loadable: Sequence[str] = ()
+        self._awaits_first_operation = False
+        self._checkpoint_paths: Sequence[str] = ()
         self._working: asyncio.Task[None] | None = None
-        self._gap = Gap(services.config.seq_gap_seconds, self._give_up_gap)
+        self._gap = MissingSeqTimer(services.config.seq_gap_seconds, self._give_up_gap)
 
     async def info(self) -> RunInfo:
         """Raises RequestError 409 until the run has been created."""
         if self.is_lost:
-            await self._made_again(-1)
+            await self._wait_until_rebuilt(-1)
         info = self._services.operations.infos.get(self.record.run_id)
         if info is None:
             raise RequestError(f"run {self.record.run_id} is not created yet: wait for the result of that first", 409)
@@ -103,8 +103,8 @@ class Run:
         self,
         seq_id: int,
         operation: Operation,
-        received: Received,
-        admission: Admission,
+        received: ReceivedBody,
+        admission: Reservation,
         drawn: dict[str, int] | None = None,
     ) -> Submitted:
         """Returns as soon as the operation is journaled.
@@ -124,20 +124,20 @@ class Run:
             return self._submitted_before(seq_id)
         if seq_id not in self._slots:
             self._check_acceptable(seq_id)
-            goes_on = self._has_not_gone_on and seq_id == self._first_missing
+            goes_on = self._awaits_first_operation and seq_id == self._first_missing
             self._accept(seq_id, operation, received, admission, drawn or {})
         else:
             goes_on = False
         slot = self._slots[seq_id]
         await self._wait_until_journaled(seq_id, slot)
         if goes_on:
-            self._has_not_gone_on = False
-            self._services.copied.goes_on(self.record.run_id)
-        if isinstance(slot.content, Refused):
+            self._awaits_first_operation = False
+            self._services.restore_marker.mark_continued(self.record.run_id)
+        if isinstance(slot.content, RefusedOperation):
             raise _refused_before(seq_id, slot.content.reason)
         return Submitted(self.request_id(seq_id), seq_id)
 
-    async def resume(self, inherited: Inherited, loadable: Sequence[str] = ()) -> None:
+    async def resume(self, inherited: JournaledRun, loadable: Sequence[str] = ()) -> None:
         """Continues where an earlier process ended.
 
         Args:
@@ -145,18 +145,18 @@ class Run:
         Raises:
             ValueError, OSError, RequestError: the run cannot be resumed.
         """
-        resumed = await Resuming(self.record, self._services, self._state, inherited).resumed()
+        resumed = await RunRecovery(self.record, self._services, self._state, inherited).recover()
         self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
         for seq_id, reason in resumed.refusals.items():
             self._remember_refusal(seq_id, reason)
         for seq_id, uses in resumed.held.items():
-            self._services.features.hold_again(self.record, seq_id, uses)
-        for seq_id, undone in resumed.undone.items():
+            self._services.features.restore_hold(self.record, seq_id, uses)
+        for seq_id, undone in resumed.unfinished.items():
             self._slots[seq_id] = self._slot_of(seq_id, undone)
-        self._has_not_gone_on, self._loadable = True, loadable
-        if self._services.copied.is_behind(self.record.run_id):
+        self._awaits_first_operation, self._checkpoint_paths = True, loadable
+        if self._services.restore_marker.is_behind(self.record.run_id):
             self._unusable = self._behind()
-        self._go_on()
+        self._start_work()
 
     async def share(self, adapter_id: str) -> bool:
         """Copies the run's weights to a sampler, after a rebuild if the workers have lost them; False if the run is
@@ -166,40 +166,40 @@ class Run:
             OperationError: the copy failed; WorkerLost if the workers lost the run meanwhile.
         """
         while self.is_lost and not self._has_stopped:
-            await self._made_again(-1)
+            await self._wait_until_rebuilt(-1)
         if self._has_stopped or not (self.is_usable and self._state.is_live):
             return False
         try:
             await self._services.operations.share(self.record, adapter_id)
         except WorkerLost:
-            self._state.lost()
+            self._state.mark_lost()
             raise
         return True
 
-    def came_before(self, seq_id: int) -> bool:
+    def arrived_before(self, seq_id: int) -> bool:
         """True if this seq_id arrived before, so that only its response is requested."""
         return 0 < seq_id < self._next_seq_id or seq_id in self._slots
 
-    def standing(self, seq_id: int) -> Standing:
+    def priority_of(self, seq_id: int) -> QueuePosition:
         """Returns the priority of an operation that will be submitted with this seq_id."""
         seq_id = seq_id or self._free_seq_id()
-        if self.came_before(seq_id):
-            return Standing(self.record.run_id, needed=True)
+        if self.arrived_before(seq_id):
+            return QueuePosition(self.record.run_id, may_unblock=True)
         missing = self._first_missing
         has_gap = len(self._slots) > missing - self._next_seq_id
-        rests = missing == self._next_seq_id and not self._under_way
+        rests = missing == self._next_seq_id and not self._in_progress
         ready = seq_id == missing
         # Clients may send the operation that fills a gap only after later ones were accepted.
-        return Standing(
+        return QueuePosition(
             self.record.run_id,
             ready,
-            alone=ready and rests,
-            needed=has_gap and (ready or rests),
+            is_alone=ready and rests,
+            may_unblock=has_gap and (ready or rests),
             num_operations=len(self._slots),
             num_bytes=sum(slot.num_bytes for slot in self._slots.values()),
         )
 
-    async def refuse(self, seq_id: int, refused: Refused) -> None:
+    async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
         if max(self._next_seq_id, 1) <= seq_id <= self._next_seq_id + MOST_AHEAD and seq_id not in self._slots:
             self._add_refusal(seq_id, refused)
@@ -215,11 +215,11 @@ class Run:
         """
         if not self._state.history.is_older_than(held_seconds) or self._unusable is not None:
             return
-        if not self._rests:
-            self._state.hurry()
+        if not self._is_idle:
+            self._state.make_snapshot_due()
             return
         if self.is_lost:
-            await self._made_again(-1)
+            await self._wait_until_rebuilt(-1)
         await self._settle(twice=True)
 
     async def snapshot(self) -> None:
@@ -228,8 +228,8 @@ class Run:
             await self._settle(twice=False)
 
     async def _settle(self, twice: bool) -> None:
-        if self._rests and self._state.is_live:
-            await self._state.settle(Boundary(self._next_seq_id - 1, self._window), twice=twice)
+        if self._is_idle and self._state.is_live:
+            await self._state.snapshot_when_idle(Boundary(self._next_seq_id - 1, self._window), with_copy=twice)
 
     async def end(self, reason: str) -> None:
         """Fails queued operations, lets those in progress finish, and releases the run's state."""
@@ -244,7 +244,7 @@ class Run:
         while under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
             await asyncio.wait(under_way)
         await self._state.close()
-        self._services.copied.goes_on(self.record.run_id)
+        self._services.restore_marker.mark_continued(self.record.run_id)
         try:
             await self._services.operations.drop(self.record)
         except OperationError as error:
@@ -263,14 +263,14 @@ class Run:
             slot.release()
 
     @property
-    def has_come(self) -> bool:
+    def has_operations(self) -> bool:
         """True if an operation of the run was accepted, or is about to be."""
         return bool(self._slots) or self._next_seq_id > 0
 
     @property
     def is_busy(self) -> bool:
         """True if an operation is in progress, or about to begin."""
-        return bool(self._under_way) or self._next_seq_id in self._slots or self._rebuilding is not None
+        return bool(self._in_progress) or self._next_seq_id in self._slots or self._rebuilding is not None
 
     @property
     def is_usable(self) -> bool:
@@ -283,8 +283,8 @@ class Run:
         return self._state.is_lost and self._unusable is None
 
     @property
-    def _rests(self) -> bool:
-        return not self._slots and not self._under_way
+    def _is_idle(self) -> bool:
+        return not self._slots and not self._in_progress
 
     # Accepting
 
@@ -312,7 +312,7 @@ class Run:
             )
 
     def _accept(
-        self, seq_id: int, operation: Operation, received: Received, admission: Admission, drawn: dict[str, int]
+        self, seq_id: int, operation: Operation, received: ReceivedBody, admission: Reservation, drawn: dict[str, int]
     ) -> None:
         header = replace(
             self._header(kind_of(operation), seq_id),
@@ -330,20 +330,22 @@ class Run:
         slot.admission = admission
         slot.future = self._new_future(seq_id, slot)
 
-    def _add_refusal(self, seq_id: int, refused: Refused) -> None:
+    def _add_refusal(self, seq_id: int, refused: RefusedOperation) -> None:
         header = replace(self._header(refused.kind, seq_id), refused=refused.reason)
         self._add(seq_id, refused, self._services.journal.append(header))
 
     def _header(self, kind: str, seq_id: int) -> Header:
         return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))
 
-    def _add(self, seq_id: int, content: Operation | Refused, journaled: "asyncio.Future[Place]") -> Slot:
-        slot = Slot(content, time.monotonic(), Entry(journaled))
+    def _add(
+        self, seq_id: int, content: Operation | RefusedOperation, journaled: "asyncio.Future[RecordPosition]"
+    ) -> QueuedOperation:
+        slot = QueuedOperation(content, time.monotonic(), JournalHandle(journaled))
         self._slots[seq_id] = slot
-        self._go_on()
+        self._start_work()
         return slot
 
-    async def _wait_until_journaled(self, seq_id: int, slot: Slot) -> None:
+    async def _wait_until_journaled(self, seq_id: int, slot: QueuedOperation) -> None:
         """Raises RequestError if the entry cannot be written; the operation is then forgotten, and its seq_id is free
         again.
         """
@@ -353,51 +355,51 @@ class Run:
             if self._slots.get(seq_id) is slot:
                 del self._slots[seq_id]
                 slot.release()
-                await self._services.features.let_go(self.record, seq_id)
+                await self._services.features.release_hold(self.record, seq_id)
                 if slot.future is not None:
                     self._services.futures.forget(slot.future)
                 self._gap.watch(self._gap_since)
             raise
 
-    def _answered(self, entry: Entry) -> None:
+    def _answered(self, entry: JournalHandle) -> None:
         """Called as soon as the operation's result is durable."""
         if entry.past is not None:
-            self._state.history.answered(entry.past)
+            self._state.history.mark_answered(entry.past)
         else:
             self._services.journal.release(entry.place.result())
 
-    def _slot_of(self, seq_id: int, undone: Undone) -> Slot:
+    def _slot_of(self, seq_id: int, undone: UnfinishedOperation) -> QueuedOperation:
         """Queues an operation that an earlier process accepted or refused."""
-        journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        journaled: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
-        slot = Slot(
+        slot = QueuedOperation(
             undone.content,
             time.monotonic(),
-            Entry(journaled),
+            JournalHandle(journaled),
             num_strikes=undone.num_strikes,
-            has_broken=undone.earlier.outcome is Outcome.BROKE,
+            failed_before=undone.earlier.outcome is Outcome.SERVER_FAILED,
         )
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
-            slot.admission = self._room_again(undone.earlier.feature_bytes or 0)
-        if slot.future is not None or undone.earlier.kind in KEPT:
-            self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
+            slot.admission = self._restore_admission(undone.earlier.feature_bytes or 0)
+        if slot.future is not None or undone.earlier.kind in STATE_KINDS:
+            self._services.features.restore_hold(self.record, seq_id, uses_of(undone.content))
         return slot
 
-    def _room_again(self, feature_bytes: int) -> Admission:
+    def _restore_admission(self, feature_bytes: int) -> Reservation:
         """Reserves space for what a resumed operation captures."""
         tenant_id = self.record.tenant_id
-        admission = self._services.quotas.admission(tenant_id)
-        admission.also(feature_bytes, self._services.features.room.claim_again(tenant_id, feature_bytes))
+        admission = self._services.quotas.reservation(tenant_id)
+        admission.add_features(feature_bytes, self._services.features.room.reserve_unchecked(tenant_id, feature_bytes))
         return admission
 
-    def _new_future(self, seq_id: int, slot: Slot) -> Future:
+    def _new_future(self, seq_id: int, slot: QueuedOperation) -> Future:
         pending, answered = partial(self._pending, seq_id), partial(self._answered, slot.entry)
         return self._services.futures.create(self.request_id(seq_id), self.record.tenant_id, pending, answered)
 
     # Executing
 
-    def _go_on(self) -> None:
+    def _start_work(self) -> None:
         """Starts executing if the next operation has arrived; call it after every change of the queue."""
         if self._working is None and self._next_seq_id in self._slots:
             self._working = asyncio.create_task(self._work())
@@ -418,33 +420,33 @@ class Run:
             logger.error("%s: %s", self.record.run_id, error)
         finally:
             self._working = None
-        self._go_on()
+        self._start_work()
 
-    def _may_begin(self, slot: Slot) -> bool:
+    def _may_begin(self, slot: QueuedOperation) -> bool:
         """True if the operation may begin now; operations that are not chained run alone."""
         if self._rebuilding is not None and self._unusable is None:
             return False
-        under_way = self._under_way.values()
-        if isinstance(slot.content, Refused) or not under_way or self._unusable is not None:
+        under_way = self._in_progress.values()
+        if isinstance(slot.content, RefusedOperation) or not under_way or self._unusable is not None:
             return True
         chained = slot.is_chained and next(iter(under_way)).is_chained
         num_bytes = slot.num_bytes + sum(other.num_bytes for other in under_way)
         return chained and len(under_way) < _MOST_UNDER_WAY and num_bytes <= _MOST_BYTES_UNDER_WAY
 
-    def _begin(self, seq_id: int, slot: Slot) -> None:
+    def _begin(self, seq_id: int, slot: QueuedOperation) -> None:
         """Begins an operation. Tasks take their first steps in the order of creation, so the dispatch receives them in
         order.
         """
-        self._services.quotas.moves(self.record.tenant_id, self.record.run_id)
+        self._services.quotas.mark_unstalled(self.record.tenant_id, self.record.run_id)
         past = slot.entry.past = self._state.history.add(slot.past(seq_id))
-        if isinstance(slot.content, Refused):
+        if isinstance(slot.content, RefusedOperation):
             self._window.refused(seq_id, slot.content)
             self._remember_refusal(seq_id, slot.content.reason)
             return
         window = self._window
         if isinstance(slot.content, OptimStepRequest):
-            self._window = Window()
-        self._under_way[seq_id] = slot
+            self._window = SnapshotWindow()
+        self._in_progress[seq_id] = slot
         self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
         # A task that is cancelled before its first step never reaches its `finally`.
         self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
@@ -452,12 +454,12 @@ class Run:
             boundary = Boundary(seq_id, self._window, past, self._tasks[seq_id])
             self._state.snapshot_if_due(boundary, is_step=isinstance(slot.content, OptimStepRequest))
 
-    async def _take_turn(self, seq_id: int, slot: Slot, window: Window) -> None:
+    async def _take_turn(self, seq_id: int, slot: QueuedOperation, window: SnapshotWindow) -> None:
         past = slot.entry.past
         assert past is not None
-        if slot.future is None and past.kind not in KEPT:
+        if slot.future is None and past.kind not in STATE_KINDS:
             # It changed no state that could be lost, and must not be published again.
-            self._state.history.answered(past)
+            self._state.history.mark_answered(past)
             self._end_turn(seq_id)
             return
         strikes = Strikes(f"this {past.kind}", partial(self._note_strike, seq_id), slot.num_strikes)
@@ -471,7 +473,7 @@ class Run:
             await self._fail(seq_id, slot, window, error.message, "user")
         except Exception:
             logger.exception("%s failed", self.request_id(seq_id))
-            past.outcome = Outcome.BROKE
+            past.outcome = Outcome.SERVER_FAILED
             message = f"internal error in {past.kind} {self.request_id(seq_id)}: see the server's log"
             await self._fail(seq_id, slot, window, message, "server")
         else:
@@ -482,20 +484,20 @@ class Run:
                 self._services.futures.resolve(slot.future, result)
         finally:
             if slot.future is None:
-                self._state.history.answered(past)
+                self._state.history.mark_answered(past)
             self._end_turn(seq_id)
-        self._services.sessions.heard_of(self.record.session_id)
+        self._services.sessions.touch(self.record.session_id)
 
     def _note_done(self, seq_id: int, operation: Operation) -> None:
         if isinstance(operation, CreateRun):
-            self._state.began(operation, self.record)
+            self._state.mark_created(operation, self.record)
         if loads_files(operation):
             # The pinned checkpoint can then be deleted soon.
             self._state.snapshot(Boundary(seq_id, self._window))
 
     def _end_turn(self, seq_id: int) -> None:
         """Removes an operation that has ended or was cancelled. Calling it again is a no-op."""
-        slot = self._under_way.pop(seq_id, None)
+        slot = self._in_progress.pop(seq_id, None)
         if slot is None:
             return
         del self._tasks[seq_id]
@@ -504,7 +506,7 @@ class Run:
         slot.release()
         self._one_ended.set()
 
-    async def _perform(self, seq_id: int, slot: Slot, window: Window, strikes: Strikes) -> Result:
+    async def _perform(self, seq_id: int, slot: QueuedOperation, window: SnapshotWindow, strikes: Strikes) -> Result:
         """Performs the operation, retrying after crashes of workers and database outages.
 
         Raises:
@@ -515,38 +517,38 @@ class Run:
             if self._unusable is not None:
                 raise OperationError(self._unusable, "server")
             if self.is_lost:
-                await self._made_again(seq_id)
+                await self._wait_until_rebuilt(seq_id)
                 continue
             try:
-                if slot.has_broken or strikes.are_out:
+                if slot.failed_before or strikes.is_exhausted:
                     await self._fail_again(seq_id, slot.operation, window, strikes)
                 return await self._perform_once(seq_id, slot.operation, window)
             except WorkerLost as lost:
-                self._state.lost()
+                self._state.mark_lost()
                 await strikes.add(lost)
-            except OUTAGES as error:
+            except OUTAGE_ERRORS as error:
                 await self._wait_out(error)
 
-    async def _fail_again(self, seq_id: int, operation: Operation, window: Window, strikes: Strikes) -> None:
+    async def _fail_again(self, seq_id: int, operation: Operation, window: SnapshotWindow, strikes: Strikes) -> None:
         """Fails an operation that failed in an earlier process, so that its result stays the same. Raises
         OperationError.
         """
-        if isinstance(operation, OptimStepRequest) and (strikes.are_out or window.tainted_by is not None):
+        if isinstance(operation, OptimStepRequest) and (strikes.is_exhausted or window.tainted_by is not None):
             await self._services.operations.clear_gradients(self.record, seq_id)
         strikes.check()
         raise OperationError("it failed before the server restarted", "server")
 
-    async def _perform_once(self, seq_id: int, operation: Operation, window: Window) -> Result:
+    async def _perform_once(self, seq_id: int, operation: Operation, window: SnapshotWindow) -> Result:
         if isinstance(operation, OptimStepRequest):
             return await self._perform_step(seq_id, operation, window)
         result = await self._services.operations.perform(self.record, operation, seq_id)
-        if kind_of(operation) in BEGINS_WINDOW:
-            self._window = Window()
+        if kind_of(operation) in CLEARS_GRADIENTS:
+            self._window = SnapshotWindow()
         if isinstance(operation, CreateRun | SetTargetRequest):
-            self.record = await self._services.operations.recorded(self.record)
+            self.record = await self._services.operations.stored_record(self.record)
         return result
 
-    async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: Window) -> Result:
+    async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: SnapshotWindow) -> Result:
         """Performs an optimizer step, unless a part of its batch failed: such a step would be wrong.
 
         If a part fails after the step was handed to the dispatch, the worker refuses the step and clears the gradients.
@@ -566,26 +568,26 @@ class Run:
             raise
 
     async def _wait_out(self, outage: SQLAlchemyError) -> None:
-        reason = f"the server's database cannot be used ({words_of(outage)})"
+        reason = f"the server's database cannot be used ({driver_message(outage)})"
         if reason != self._outage:
             logger.error("%s waits: %s", self.record.run_id, reason)
         self._outage = reason
         await asyncio.sleep(_OUTAGE_SECONDS)
 
-    async def _made_again(self, seq_id: int) -> None:
+    async def _wait_until_rebuilt(self, seq_id: int) -> None:
         """Returns as soon as the state is rebuilt and all operations before this seq_id have been handed over again."""
         if self._rebuilding is None:
-            self._rebuilding = asyncio.create_task(self._make_again())
+            self._rebuilding = asyncio.create_task(self._rebuild())
             # A task that is cancelled before its first step wakes no waiter by itself.
             self._rebuilding.add_done_callback(self._rebuilt)
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append((seq_id, waiting))
         await waiting
 
-    async def _make_again(self) -> None:
+    async def _rebuild(self) -> None:
         try:
-            await self._state.make_again()
-        except OUTAGES as error:
+            await self._state.rebuild()
+        except OUTAGE_ERRORS as error:
             await self._wait_out(error)
         except (OperationError, RequestError, OSError, ValueError) as error:
             logger.error("%s cannot be rebuilt: %s", self.record.run_id, error)
@@ -609,9 +611,11 @@ class Run:
     async def _note_strike(self, seq_id: int) -> None:
         """Raises RequestError if the journal cannot be written."""
         strike = await self._services.journal.append(self._header(STRIKE, seq_id))
-        self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
+        self._state.history.add(ReplayEntry(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
 
-    async def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
+    async def _fail(
+        self, seq_id: int, slot: QueuedOperation, window: SnapshotWindow, message: str, category: Category
+    ) -> None:
         operation = slot.content
         if isinstance(operation, CreateRun):
             self._unusable = f"run {self.record.run_id} could not be created: {message}"
@@ -619,7 +623,7 @@ class Run:
             window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
         elif isinstance(operation, ForwardBackwardRequest):
             # No optimizer step releases what a forward pass holds.
-            await self._services.features.let_go(self.record, seq_id)
+            await self._services.features.release_hold(self.record, seq_id)
         if slot.future is not None:
             self._services.futures.fail(slot.future, message, category)
 
@@ -637,7 +641,7 @@ class Run:
             return Pending(queue_state_reason=self._outage)
         if self._rebuilding is not None:
             return Pending(queue_state_reason="the worker died: the state of this run is being rebuilt")
-        earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]
+        earlier = [other for other in (*self._in_progress, *self._slots) if other < seq_id]
         if not earlier:
             return Pending(queue_state_reason=self._services.status(self.record.base_model, self.record.role))
         are = "operations of this run are" if len(earlier) > 1 else "operation of this run is"
@@ -662,43 +666,44 @@ class Run:
 
     def _give_up_gap(self) -> None:
         """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
-        run_id, copied, first = self.record.run_id, self._services.copied, min(self._slots)
+        run_id, copied, first = self.record.run_id, self._services.restore_marker, min(self._slots)
         within = f"within {self._services.config.seq_gap_seconds:g} s"
         if copied.is_waiting(run_id):
-            copied.found_behind(run_id)
+            copied.mark_behind(run_id)
             self._unusable = self._behind()
             logger.error("seq_id %d did not arrive %s: %s", self._next_seq_id, within, self._unusable)
             self._give_up_gaps(self._unusable)
             return
-        doubt = _DOUBT if self._has_not_gone_on else ""
+        doubt = _DOUBT if self._awaits_first_operation else ""
         if (last := first - 1) == self._next_seq_id:
             which, those = f"seq_id {last}", "it"
         else:
             which, those = f"seq_id {self._next_seq_id} to {last}", "they"
         logger.warning("%s: %s given up: %s did not arrive %s%s", run_id, which, those, within, doubt)
         for seq_id in range(self._next_seq_id, first):
-            self._add_refusal(seq_id, Refused(GAP, f"it did not arrive {within}{doubt}", taints=True))
+            self._add_refusal(seq_id, RefusedOperation(GAP, f"it did not arrive {within}{doubt}", taints=True))
 
     def _behind(self) -> str:
         remedy = "create a new run; this one has no checkpoint to start from"
-        if self._loadable:
-            newest = ", ".join(self._loadable[: -_MOST_LOADABLE - 1 : -1])
+        if self._checkpoint_paths:
+            newest = ", ".join(self._checkpoint_paths[: -_MOST_LOADABLE - 1 : -1])
             remedy = f"create a new run from a checkpoint (create_training_client_from_state), newest first: {newest}"
         return (
             f"run {self.record.run_id} is over: the server was restored from a copy of its state of "
-            f"{self._services.copied.when}, and the client is ahead of that, so steps it has seen are missing: {remedy}"
+            f"{self._services.restore_marker.copied_at}, and the client is ahead of that, so steps it has seen are "
+            f"missing: {remedy}"
         )
 
     def _give_up_gaps(self, reason: str) -> None:
         for seq_id in range(self._next_seq_id, max(self._slots, default=0)):
             if seq_id not in self._slots:
-                self._add_refusal(seq_id, Refused(GAP, reason, taints=True))
+                self._add_refusal(seq_id, RefusedOperation(GAP, reason, taints=True))
 
 
 def _outcome(error: OperationError) -> Outcome:
-    if isinstance(error, StruckOut):
-        return Outcome.STRUCK
-    return Outcome.BROKE if error.category == "server" else Outcome.FAILED
+    if isinstance(error, PoisonOperation):
+        return Outcome.POISONED
+    return Outcome.SERVER_FAILED if error.category == "server" else Outcome.FAILED
 
 
 def _incomplete(reason: str) -> OperationError:

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config.knobs import ServerConfig
-from ..features.captured import Features
+from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Journal
-from ..journal.restore_marker import Copied
-from ..journal.snapshots import Snapshots
+from ..journal.restore_marker import RestoreMarker
+from ..journal.snapshot_store import SnapshotStore
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 from .operations import Operations
-from .pinned_checkpoints import Loaded
+from .pinned_checkpoints import PinnedCheckpoints
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class RunServices:
     config: ServerConfig
     futures: Futures
     journal: Journal
-    snapshots: Snapshots
-    loaded: Loaded
-    features: Features
+    snapshots: SnapshotStore
+    pinned_checkpoints: PinnedCheckpoints
+    features: FeatureStore
     operations: Operations
     sessions: Sessions
     quotas: Quotas
     status: Callable[[str, str], str | None]
-    copied: Copied
+    restore_marker: RestoreMarker

@@ -22,18 +22,18 @@ from ...schemas.models import (
 )
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
-from ..config.served import base_model_of, require_served
-from ..files.wal import Place
-from ..http.bodies import Received
-from ..journal.journal import Journaled
-from ..journal.journaled import decode_entry
+from ..config.base_model_lookup import base_model_of, require_served
+from ..files.wal import RecordPosition
+from ..http.bodies import ReceivedBody
+from ..journal.journal import EntryLocation
+from ..journal.request_decoding import decode_entry
 from ..journal.seeds import draw_seed
 from ..store import CheckpointRecord, RunRecord, Store, string_metadata
 from ..tenants.auth import Tenant
-from ..tenants.quotas import Admission
+from ..tenants.quotas import Reservation
 from .compatibility import check_role, check_target
 from .operations import CreateRun
-from .recovery import Inherited
+from .recovery import JournaledRun
 from .run import Run, Submitted
 from .run_services import RunServices
 
@@ -61,17 +61,17 @@ class Runs:
         self._services = services
         self._runs: dict[str, Run] = {}
         self._ending: dict[asyncio.Task[None], Run] = {}
-        self._not_resumed: dict[str, Sequence[Journaled]] = {}
+        self._not_resumed: dict[str, Sequence[EntryLocation]] = {}
         self._saved_at = time.time()
 
-    async def resume(self, journaled: Iterable[Journaled], session_ids: Iterable[str]) -> set[Place]:
+    async def resume(self, journaled: Iterable[EntryLocation], session_ids: Iterable[str]) -> set[RecordPosition]:
         """Resumes the runs of sessions that an earlier process left open; returns the journal places they need.
 
         A run cannot be resumed if its base model is not served now or its entries cannot be read; then the journal
         keeps all of
         its entries until its session ends.
         """
-        of_runs: dict[str, list[Journaled]] = defaultdict(list)
+        of_runs: dict[str, list[EntryLocation]] = defaultdict(list)
         for one in journaled:
             of_runs[one.header.run_id].append(one)
         records: dict[str, RunRecord | None] = {}
@@ -79,20 +79,20 @@ class Runs:
             begun = [run_id for run_id in of_runs if run_id.startswith(f"{session_id}:train:")]
             records |= dict.fromkeys(begun)
             records |= {record.run_id: record for record in await self._store.list_session_runs(session_id)}
-        self._services.copied.begin(records.keys())
-        held: set[Place] = set()
+        self._services.restore_marker.begin(records.keys())
+        held: set[RecordPosition] = set()
         for run_id, record in records.items():
             try:
                 await self._resume(record, of_runs[run_id])
             except (RequestError, OSError, ValueError) as error:
                 logger.error("%s cannot be resumed now: %s", run_id, error)
                 self._not_resumed[run_id] = of_runs[run_id]
-                await self._services.futures.lose(one.header for one in of_runs[run_id])
+                await self._services.futures.fail_lost(one.header for one in of_runs[run_id])
             held |= {one.place for one in of_runs[run_id]}
         return held
 
     async def create(
-        self, tenant: Tenant, request: CreateModelRequest, received: Received, admission: Admission
+        self, tenant: Tenant, request: CreateModelRequest, received: ReceivedBody, admission: Reservation
     ) -> Submitted:
         """Creates a run, or returns the existing one if the same request was sent before.
 
@@ -101,7 +101,7 @@ class Runs:
         """
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
-        asked = _asked(request)
+        asked = _requested_training(request)
         if isinstance(asked, LoraConfig) and asked.rank > (most := self._services.config.max_lora_rank):
             raise RequestError(
                 f"rank {asked.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
@@ -110,12 +110,14 @@ class Runs:
         await self._services.sessions.require_open(tenant, request.session_id)
         target_path = await self._target(tenant, request)
         drawn = {} if asked.seed is not None else {_SEEDS[type(asked)]: draw_seed()}
-        shape = _Shape(request.base_model, _accepted(request, drawn), request.model_role, target_path)
+        shape = _ModelParameters(
+            request.base_model, _training_with_seed(request, drawn), request.model_role, target_path
+        )
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         return await self._create(record, CreateRun(target_path=target_path), received, admission, drawn)
 
     async def create_from_checkpoint(
-        self, tenant: Tenant, request: LoadWeightsRequest, received: Received, admission: Admission
+        self, tenant: Tenant, request: LoadWeightsRequest, received: ReceivedBody, admission: Reservation
     ) -> Submitted:
         """Creates a run with the checkpoint's base model, training config and weights. Raises RequestError like
         `create`.
@@ -129,8 +131,8 @@ class Runs:
         checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
-        target_path = await self._target_left(tenant, checkpoint)
-        shape = _Shape(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
+        target_path = await self._target_of_saved_draft(tenant, checkpoint)
+        shape = _ModelParameters(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         creation = CreateRun(checkpoint.tinker_path, request.optimizer, target_path)
         return await self._create(record, creation, received, admission, {})
@@ -139,7 +141,7 @@ class Runs:
         """Returns a live run of the tenant. Raises RequestError: 404 if there is none, 410 if it is no longer live."""
         run = self._runs.get(run_id)
         if run is not None and run.record.tenant_id == tenant.id:
-            self._services.sessions.heard_of(run.record.session_id)
+            self._services.sessions.touch(run.record.session_id)
             return run
         record = None if run is not None else await self._store.get_run(run_id)
         if record is not None and record.tenant_id == tenant.id:
@@ -159,7 +161,7 @@ class Runs:
 
     async def end_session(self, session_id: str) -> None:
         for run_id in [run_id for run_id in self._not_resumed if run_id.startswith(f"{session_id}:train:")]:
-            self._services.copied.goes_on(run_id)
+            self._services.restore_marker.mark_continued(run_id)
             for one in self._not_resumed.pop(run_id):
                 self._services.journal.release(one.place)
         ended = [run for run in self._runs.values() if run.record.session_id == session_id]
@@ -176,10 +178,10 @@ class Runs:
         """Deletes snapshots, pinned checkpoints and features of runs that no longer exist; for server start."""
         live = {*self._runs, *self._not_resumed}
         await asyncio.to_thread(self._services.snapshots.sweep, live)
-        await asyncio.to_thread(self._services.loaded.sweep, live)
+        await asyncio.to_thread(self._services.pinned_checkpoints.sweep, live)
         await self._services.features.sweep(live)
 
-    async def settle(self, held_seconds: float = _HELD_SECONDS) -> None:
+    async def snapshot_old_runs(self, held_seconds: float = _HELD_SECONDS) -> None:
         """Takes snapshots of runs with journal entries older than that, one run after the other.
 
         These runs then need no entries any more, nor the checkpoints and features that their operations refer to.
@@ -221,7 +223,7 @@ class Runs:
         """Returns the number of live runs of the tenant, or of all tenants."""
         return sum(tenant_id in (None, run.record.tenant_id) for run in self._runs.values())
 
-    async def _resume(self, record: RunRecord | None, entries: Sequence[Journaled]) -> None:
+    async def _resume(self, record: RunRecord | None, entries: Sequence[EntryLocation]) -> None:
         """Resumes one run; record: None if the run was accepted, but may not be created yet."""
         record = record or await self._record_of(entries)
         if record is None:
@@ -231,7 +233,7 @@ class Runs:
         require_served(self._dispatch, record.base_model)
         run = Run(record, self._services)
         loadable = await self._loadable(record.run_id)
-        await run.resume(await Inherited.of(entries, self._services.journal, self._services.futures), loadable)
+        await run.resume(await JournaledRun.of(entries, self._services.journal, self._services.futures), loadable)
         self._runs[record.run_id] = run
 
     async def _target(self, tenant: Tenant, request: CreateModelRequest) -> str | None:
@@ -242,7 +244,7 @@ class Runs:
         check_target(checkpoint, request.base_model)
         return checkpoint.tinker_path
 
-    async def _target_left(self, tenant: Tenant, checkpoint: CheckpointRecord) -> str | None:
+    async def _target_of_saved_draft(self, tenant: Tenant, checkpoint: CheckpointRecord) -> str | None:
         """Returns the target of the draft model saved in the checkpoint, or None if the tenant cannot read it
         any more.
         """
@@ -255,12 +257,12 @@ class Runs:
 
     async def _loadable(self, run_id: str) -> Sequence[str]:
         """Returns the paths of the run's checkpoints, oldest first, if its client may be ahead of a restored copy."""
-        if not (self._services.copied.is_waiting(run_id) or self._services.copied.is_behind(run_id)):
+        if not (self._services.restore_marker.is_waiting(run_id) or self._services.restore_marker.is_behind(run_id)):
             return ()
         saved = await self._store.list_run_checkpoints([run_id], time.time())
         return [checkpoint.tinker_path for checkpoint in saved if checkpoint.kind == "weights"]
 
-    async def _record_of(self, entries: Sequence[Journaled]) -> RunRecord | None:
+    async def _record_of(self, entries: Sequence[EntryLocation]) -> RunRecord | None:
         """Returns the record of a run that was accepted, but not created yet; None if its creation has a result or is
         missing.
         """
@@ -273,23 +275,23 @@ class Runs:
         entry = await self._services.journal.read(first.place)
         request = await decode_entry(entry)
         if isinstance(request, CreateModelRequest):
-            accepted = _accepted(request, header.drawn)
-            shape = _Shape(request.base_model, accepted, request.model_role, header.target_path)
+            accepted = _training_with_seed(request, header.drawn)
+            shape = _ModelParameters(request.base_model, accepted, request.model_role, header.target_path)
             return _record(tenant, session_id, int(number), shape, request)
         assert isinstance(request, LoadWeightsRequest)
-        checkpoint = await self._checkpoints.known(request.path)
+        checkpoint = await self._checkpoints.find(request.path)
         if checkpoint is None:
             raise RequestError(f"checkpoint {request.path}, from which it was created, no longer exists", 404)
         role = _role_from(checkpoint, request)
-        shape = _Shape(checkpoint.base_model, checkpoint.training, role, header.target_path)
+        shape = _ModelParameters(checkpoint.base_model, checkpoint.training, role, header.target_path)
         return _record(tenant, session_id, int(number), shape, request)
 
     async def _create(
         self,
         record: RunRecord,
         operation: CreateRun,
-        received: Received,
-        admission: Admission,
+        received: ReceivedBody,
+        admission: Reservation,
         drawn: dict[str, int],
     ) -> Submitted:
         if record.run_id not in self._runs:
@@ -303,7 +305,7 @@ class Runs:
         try:
             return await run.submit(0, operation, received, admission, drawn)
         finally:
-            if not run.has_come and self._runs.get(record.run_id) is run:
+            if not run.has_operations and self._runs.get(record.run_id) is run:
                 del self._runs[record.run_id]  # the model_seq_id can be used again
 
     def _check_full(self, new: RunRecord) -> None:
@@ -347,10 +349,10 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         raise RequestError(f"optimizer {optimizer.type!r} is not supported: use adamw, the default")
 
 
-def _asked(request: CreateModelRequest) -> TrainingConfig:
+def _requested_training(request: CreateModelRequest) -> TrainingConfig:
     """Returns the training config that the request implies. Raises RequestError."""
     if request.draft is not None or request.model_role == "draft" or request.target_path is not None:
-        return _asked_draft(request)
+        return _requested_draft(request)
     if request.training == "full" and request.lora_config is not None:
         raise RequestError(
             "training is 'full' and there is a lora_config: leave out lora_config to train all weights, or training to "
@@ -363,7 +365,7 @@ def _asked(request: CreateModelRequest) -> TrainingConfig:
     return request.lora_config or LoraConfig()
 
 
-def _asked_draft(request: CreateModelRequest) -> DraftConfig:
+def _requested_draft(request: CreateModelRequest) -> DraftConfig:
     if request.model_role != "draft":
         given = "draft" if request.draft is not None else "target_path"
         raise RequestError(
@@ -379,12 +381,12 @@ def _asked_draft(request: CreateModelRequest) -> DraftConfig:
     return DraftConfig(**request.draft.model_dump())
 
 
-def _accepted(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
+def _training_with_seed(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
     """Returns the training config with its seed filled in from `drawn`, the seeds that the request omitted.
 
     A drawn LoRA seed marks a request that an earlier version accepted, which trained LoRA by default.
     """
-    asked = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _asked(request)
+    asked = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _requested_training(request)
     return asked.model_copy(update={"seed": drawn.get(_SEEDS[type(asked)], asked.seed)})
 
 
@@ -396,7 +398,7 @@ def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Rol
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _ModelParameters:
     """Determines the parameters of a model."""
 
     base_model: str
@@ -409,7 +411,7 @@ def _record(
     tenant: Tenant,
     session_id: str,
     model_seq_id: int,
-    shape: _Shape,
+    shape: _ModelParameters,
     request: CreateModelRequest | LoadWeightsRequest,
 ) -> RunRecord:
     now = time.time()

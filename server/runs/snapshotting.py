@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.errors import OperationError, RequestError
-from ...workers.protocol.verbs import WorkerLost
-from ..files.wal import Place
-from ..journal.journal import Header, Journaled
+from ...workers.protocol.calls import WorkerLost
+from ..files.wal import RecordPosition
+from ..journal.journal import EntryLocation, Header
 from ..journal.quarantine import REBUILD_STRIKE, Strikes
-from ..journal.snapshots import Snapshot
+from ..journal.snapshot_store import RunSnapshot
 from ..store import RunRecord
-from .operations import CreateRun, Operation, is_chained, read_again
-from .queued import Refused
-from .replay_log import History, Outcome, Past, Repeat
+from .operations import CreateRun, Operation, is_chained, read_for_replay
+from .queued import RefusedOperation
+from .replay_log import Outcome, ReplayAction, ReplayEntry, ReplayLog
 from .run_services import RunServices
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _WINDOW_SHARE = 2
 
 
 @dataclass(eq=False)
-class Window:
+class SnapshotWindow:
     """The operations from one optimizer step to the next; tainted_by: why the step that ends it would be wrong."""
 
     tainted_by: str | None = None
@@ -41,7 +41,7 @@ class Window:
     def taint(self, reason: str) -> None:
         self.tainted_by = self.tainted_by or reason
 
-    def refused(self, seq_id: int, refused: Refused) -> None:
+    def refused(self, seq_id: int, refused: RefusedOperation) -> None:
         if refused.taints:
             self.taint(f"{refused.kind} with seq_id {seq_id} was refused ({refused.reason})")
 
@@ -55,8 +55,8 @@ class Boundary:
     """
 
     seq_id: int
-    window: Window
-    past: Past | None = None
+    window: SnapshotWindow
+    past: ReplayEntry | None = None
     ended: asyncio.Task[None] | None = None
 
 
@@ -64,14 +64,14 @@ class RunState:
     """Takes a run's snapshots and rebuilds its state; `began` and `lost` report whether the workers have the run."""
 
     def __init__(self, record: RunRecord, services: RunServices) -> None:
-        self.history = History(services.journal.release)
+        self.history = ReplayLog(services.journal.release)
         self._record = record
         self._services = services
         # How the run was created, None before that; and whether the workers have it.
         self._created: CreateRun | None = None
         self._is_live = False
         # The snapshots, newest first; the history has all operations from _first_held on.
-        self._kept: list[Snapshot] = []
+        self._kept: list[RunSnapshot] = []
         self._first_held = 0
         # Protects _kept, which must not change during a rebuild.
         self._keeping = asyncio.Lock()
@@ -81,15 +81,15 @@ class RunState:
         # True if the next operation must be followed by a snapshot.
         self._is_overdue = False
 
-    def began(self, created: CreateRun, record: RunRecord) -> None:
+    def mark_created(self, created: CreateRun, record: RunRecord) -> None:
         """Records that the workers have the run as it was created, and its record as it is now."""
         self._created, self._record, self._is_live = created, record, True
 
-    def began_before(self, created: CreateRun) -> None:
+    def mark_created_before(self, created: CreateRun) -> None:
         """Records that the run was created in an earlier process, whose workers are gone."""
         self._created = created
 
-    def lost(self) -> None:
+    def mark_lost(self) -> None:
         """Records that the workers have lost the run."""
         self._is_live = False
 
@@ -103,7 +103,7 @@ class RunState:
         """True if the run was created and must be rebuilt in the workers."""
         return self._created is not None and not self._is_live
 
-    async def find_snapshots(self, journaled: Collection[int], strikes: Collection[Journaled]) -> int:
+    async def find_snapshots(self, journaled: Collection[int], strikes: Collection[EntryLocation]) -> int:
         """Finds the snapshots of an earlier process, and returns the first seq_id that is still needed.
 
         Args:
@@ -122,7 +122,7 @@ class RunState:
         elif not has_beginning:
             raise ValueError(f"{self._record.run_id} has no snapshot, and its first operations are not in the journal")
         needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
-        await self._services.loaded.retain(self._record.run_id, needed)
+        await self._services.pinned_checkpoints.retain(self._record.run_id, needed)
         for one in strikes:
             self._hold_strike(one.header.seq_id, one.place)
             self._strikes.num += one.header.seq_id >= self._newest_seq_id
@@ -132,12 +132,12 @@ class RunState:
     def has_snapshots(self) -> bool:
         return bool(self._kept)
 
-    def first_window(self) -> Window:
+    def first_window(self) -> SnapshotWindow:
         """Returns the window of the operation whose seq_id `find_snapshots` returned."""
-        return Window(self._kept[-1].tainted_by if self._first_held > 0 else None)
+        return SnapshotWindow(self._kept[-1].tainted_by if self._first_held > 0 else None)
 
     @property
-    def held(self) -> Mapping[int, Mapping[str, int]]:
+    def held_features(self) -> Mapping[int, Mapping[str, int]]:
         """Returns the uses of captured features from the newest snapshot (see Snapshot)."""
         return self._kept[0].held if self._kept else {}
 
@@ -158,11 +158,11 @@ class RunState:
         if self.history.is_due(*limits) or self._is_overdue:
             self.snapshot(boundary)
 
-    def hurry(self) -> None:
+    def make_snapshot_due(self) -> None:
         """Makes a snapshot due after the next operation."""
         self._is_overdue = True
 
-    async def settle(self, boundary: Boundary, *, twice: bool) -> None:
+    async def snapshot_when_idle(self, boundary: Boundary, *, with_copy: bool) -> None:
         """Takes a snapshot of a live, idle run at the current boundary, unless one covers it.
 
         Args:
@@ -173,13 +173,13 @@ class RunState:
         if self._snapshotting:
             await asyncio.wait(self._snapshotting)
         if (
-            twice
+            with_copy
             and [one.seq_id for one in self._kept[:1]] == [boundary.seq_id]
             and self._first_held <= boundary.seq_id
         ):
             await self._keep_copy(self._kept[0])
 
-    async def make_again(self) -> None:
+    async def rebuild(self) -> None:
         """Rebuilds the run in the workers. Raises OperationError or RequestError if that is impossible."""
         while not self._is_live:
             self._strikes.check()
@@ -193,7 +193,7 @@ class RunState:
                 self._is_live = True
         if self._strikes.num:
             # The next snapshot clears the strikes, since no rebuild starts from the old one then.
-            self.hurry()
+            self.make_snapshot_due()
 
     async def stop(self) -> None:
         for task in self._snapshotting:
@@ -206,7 +206,7 @@ class RunState:
         await self.stop()
         self.history.close()
         await self._services.snapshots.remove_all(self._record.run_id)
-        await self._services.loaded.forget_all(self._record.run_id)
+        await self._services.pinned_checkpoints.unpin_all(self._record.run_id)
 
     # Snapshots
 
@@ -234,7 +234,7 @@ class RunState:
                 await self._publish(staging, boundary)
         except WorkerLost as lost:
             # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.
-            self.lost()
+            self.mark_lost()
             self._is_overdue = True
             logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._record.run_id, lost)
         except (OperationError, OSError) as error:
@@ -250,10 +250,10 @@ class RunState:
         is used.
         """
         snapshots, tainted_by = self._services.snapshots, boundary.window.tainted_by
-        held = self._services.features.held(self._record, boundary.seq_id)
+        held = self._services.features.pending_uses(self._record, boundary.seq_id)
         await self._keep(await snapshots.publish(staging, self._record.run_id, boundary.seq_id, tainted_by, held))
 
-    async def _keep_copy(self, snapshot: Snapshot) -> None:
+    async def _keep_copy(self, snapshot: RunSnapshot) -> None:
         try:
             await self._keep(await self._services.snapshots.copy(snapshot, self._record.run_id))
         except (OSError, ValueError) as error:
@@ -261,11 +261,11 @@ class RunState:
             if snapshot in self._kept and isinstance(error, ValueError):
                 self._kept.remove(snapshot)
 
-    async def _keep(self, snapshot: Snapshot) -> None:
+    async def _keep(self, snapshot: RunSnapshot) -> None:
         async with self._keeping:
             await self._replace_oldest(snapshot)
 
-    async def _replace_oldest(self, snapshot: Snapshot) -> None:
+    async def _replace_oldest(self, snapshot: RunSnapshot) -> None:
         if snapshot.seq_id > self._newest_seq_id:
             self._strikes.forget()
         newest_first = sorted([snapshot, *self._kept], key=lambda one: -one.seq_id)
@@ -273,7 +273,7 @@ class RunState:
         if len(self._kept) == _NUM_KEPT:
             self._first_held = self._kept[-1].seq_id + 1
             self.history.cover(self._kept[-1].seq_id)
-            await self._services.loaded.forget(self._record.run_id, self._kept[-1].seq_id)
+            await self._services.pinned_checkpoints.unpin_up_to(self._record.run_id, self._kept[-1].seq_id)
         for old in dropped:
             await self._services.snapshots.remove(old.directory)
 
@@ -287,17 +287,17 @@ class RunState:
         await operations.discard(record)
         if snapshot is None:
             assert self._created is not None
-            await operations.make(record, self._created, again=True)
+            await operations.create_in_workers(record, self._created, is_rebuild=True)
         else:
-            await operations.make(record, CreateRun(), again=True)
+            await operations.create_in_workers(record, CreateRun(), is_rebuild=True)
             await operations.restore(record, snapshot.directory)
         after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
-        repeats = list(self.history.repeats(after, is_tainted))
+        repeats = list(self.history.replay_actions(after, is_tainted))
         await self._repeat(repeats)
         begun = "its beginning" if snapshot is None else f"the snapshot behind seq_id {snapshot.seq_id}"
         logger.info("%s is rebuilt, from %s and %d operations", record.run_id, begun, len(repeats))
 
-    async def _newest_whole(self) -> Snapshot | None:
+    async def _newest_whole(self) -> RunSnapshot | None:
         for snapshot in list(self._kept):
             if await self._services.snapshots.is_whole(snapshot):
                 return snapshot
@@ -305,18 +305,18 @@ class RunState:
             await self._services.snapshots.remove(snapshot.directory)
         return None
 
-    async def _repeat(self, repeats: list[tuple[Past, Repeat]]) -> None:
+    async def _repeat(self, repeats: list[tuple[ReplayEntry, ReplayAction]]) -> None:
         """Repeats operations in order; chained ones are handed over several at a time, since the dispatch keeps their
         order.
         """
         under_way: list[asyncio.Task[None]] = []
         for past, repeat in repeats:
             operation = None
-            if repeat is Repeat.AGAIN:
-                operation = await read_again(self._services.journal, past.place, past.outcome)
+            if repeat is ReplayAction.AGAIN:
+                operation = await read_for_replay(self._services.journal, past.place, past.outcome)
             chained = operation is not None and is_chained(operation)
             if not chained or len(under_way) >= _MOST_AT_ONCE:
-                await _all(under_way)
+                await _wait_for_all(under_way)
                 under_way = []
             repeating = asyncio.create_task(self._repeat_one(past, operation))
             # Retrieve the exception: if several fail, only the first is reported.
@@ -325,17 +325,17 @@ class RunState:
             # Let the task take its first step, which hands the operation over.
             await asyncio.sleep(0)
             if not chained:
-                await _all(under_way)
+                await _wait_for_all(under_way)
                 under_way = []
-        await _all(under_way)
+        await _wait_for_all(under_way)
 
-    async def _repeat_one(self, past: Past, operation: Operation | None) -> None:
+    async def _repeat_one(self, past: ReplayEntry, operation: Operation | None) -> None:
         """Repeats one operation, or clears the pending gradients if `operation` is None."""
         try:
             if operation is None:
                 await self._services.operations.clear_gradients(self._record, past.seq_id)
             else:
-                await self._services.operations.repeat(self._record, operation, past.seq_id)
+                await self._services.operations.replay(self._record, operation, past.seq_id)
         except WorkerLost:
             raise
         except (OperationError, RequestError) as error:
@@ -358,11 +358,11 @@ class RunState:
         header = Header(REBUILD_STRIKE, record.tenant_id, record.run_id, seq_id, record.request_id(seq_id))
         self._hold_strike(seq_id, await self._services.journal.append(header))
 
-    def _hold_strike(self, seq_id: int, place: Place) -> None:
-        self.history.add(Past(seq_id, REBUILD_STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
+    def _hold_strike(self, seq_id: int, place: RecordPosition) -> None:
+        self.history.add(ReplayEntry(seq_id, REBUILD_STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
 
 
-async def _all(tasks: list[asyncio.Task[None]]) -> None:
+async def _wait_for_all(tasks: list[asyncio.Task[None]]) -> None:
     """Waits for all tasks, then raises the exception of the first that failed."""
     if tasks:
         await asyncio.wait(tasks)

@@ -14,7 +14,7 @@ _HASH_DIGITS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Vocabulary:
+class DraftVocabulary:
     """Holds the tokens of a draft model.
 
     token_ids: int64 [size], ascending. num_tokens: number of tokens counted, at least 1. num_covered: number of these
@@ -35,7 +35,7 @@ class Vocabulary:
         )
 
 
-def most_frequent(request: BuildVocabMapRequest, size: int, vocab_size: int) -> Vocabulary:
+def build_vocabulary(request: BuildVocabMapRequest, size: int, vocab_size: int) -> DraftVocabulary:
     """Returns the `size` most frequent of `vocab_size` tokens; ties, also at frequency 0, go to the lower id.
 
     Raises:
@@ -46,7 +46,7 @@ def most_frequent(request: BuildVocabMapRequest, size: int, vocab_size: int) -> 
         raise OperationError("no token was counted: give some, with weights other than 0, or counts above 0")
     # Stable, so that ties go to the lower id.
     chosen = np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64)
-    return Vocabulary(chosen, num_tokens, int(counts[chosen].sum()))
+    return DraftVocabulary(chosen, num_tokens, int(counts[chosen].sum()))
 
 
 def _counts(request: BuildVocabMapRequest, vocab_size: int) -> np.ndarray:

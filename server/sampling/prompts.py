@@ -13,8 +13,8 @@ class Prompt:
     token_ids: Sequence[int]
     text: str | None = None
 
-    def num_marks(self, shown: str, tokenizer: Tokenizer) -> int:
+    def num_added_spaces(self, shown: str, tokenizer: Tokenizer) -> int:
         """Returns how many leading spaces of `shown`, the decoded tokens, the tokenizer has added to the prompt."""
         if self.text is not None and shown.lstrip(" ") == self.text.lstrip(" "):
             return max(0, len(shown) - len(self.text))
-        return tokenizer.num_marks if shown.startswith(" ") else 0
+        return tokenizer.num_prefix_spaces if shown.startswith(" ") else 0

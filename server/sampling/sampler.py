@@ -24,11 +24,11 @@ class Sampler:
     first_seq_id: int = 0
     loading: asyncio.Future[None] | None = None
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
-    under_way: set[str] = field(default_factory=set)
-    drawing_numbers: Iterator[int] = field(default_factory=partial(count, 1))
+    running_jobs: set[str] = field(default_factory=set)
+    draw_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_joined: int = 0
     draft: CheckpointRecord | None = None
-    is_over: bool = False
+    has_ended: bool = False
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)
@@ -36,7 +36,7 @@ class Sampler:
 
     def next_drawing_id(self) -> str:
         """Returns an id for a request of `Sampling.draw`; it differs from all ids of seq_ids. Thread-safe."""
-        return f"{self.record.sampler_id}:draw-{next(self.drawing_numbers)}"
+        return f"{self.record.sampler_id}:draw-{next(self.draw_numbers)}"
 
     def join(self) -> int:
         """Returns a number for another client, counting from 1."""

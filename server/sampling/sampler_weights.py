@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
-from ..logs.repeated_errors import room_for
-from .ephemeral import EphemeralWeights
+from ..logs.repeated_errors import refusing_full_disk
+from .ephemeral_weights import EphemeralWeights
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +29,23 @@ class SamplerWeights:
         """True if the weights of an ephemeral sampler are on disk."""
         return self._weights.has(adapter_id)
 
-    async def sweep(self, wanted: Collection[str | None]) -> None:
+    async def remove_all_but(self, wanted: Collection[str | None]) -> None:
         """Deletes the files that belong to none of the wanted adapters. Called at server start."""
-        await self._weights.sweep(wanted)
+        await self._weights.remove_all_but(wanted)
 
-    async def take(self, run_id: str, adapter_id: str) -> None:
+    async def save_from_run(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights to an ephemeral sampler, first to disk and then in the workers.
 
         Raises:
             OperationError: the weights could not be saved or copied.
         """
-        with room_for("the sampler's weights were"):
+        with refusing_full_disk("the sampler's weights were"):
             async with self._weights.writing(adapter_id) as directory:
                 await self._dispatch.save_run(run_id, directory, optimizer=False)
         # Copied only after the files are written, so that a concurrent reload reads the new weights.
         await self._dispatch.copy_adapter(run_id, adapter_id)
 
-    async def forget(self, adapter_id: str) -> None:
+    async def remove(self, adapter_id: str) -> None:
         """Deletes the saved weights of an adapter that did not reach the workers."""
         await self._weights.remove(adapter_id)
 

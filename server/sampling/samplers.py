@@ -15,20 +15,20 @@ from ...schemas.models import CreateSessionRequest
 from ...schemas.sampling import CreateSamplingSessionRequest, SampleRequest
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.verbs import WorkerLost
+from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, full_path
-from ..config.served import base_model_of, require_served
-from ..journal.completions import Completions
+from ..config.base_model_lookup import base_model_of, require_served
+from ..journal.completion_log import Completions
 from ..store import RunRecord, SamplerRecord, Store
 from ..tenants.auth import Tenant
 from ..tenants.sessions import Sessions
-from .drafts import Drafts
+from .draft_loader import DraftLoader
 from .sampler import Sampler
 from .sampler_weights import SamplerWeights
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _OneShotKey:
     """Identifies the weights that a one-shot request samples."""
 
     tenant_id: str
@@ -46,7 +46,7 @@ class Samplers:
         sessions: Sessions,
         checkpoints: Checkpoints,
         adapters: SamplerWeights,
-        drafts: Drafts,
+        drafts: DraftLoader,
         completions: Completions,
     ) -> None:
         self._dispatch = dispatch
@@ -57,10 +57,10 @@ class Samplers:
         self._drafts = drafts
         self._completions = completions
         self._samplers: dict[str, Sampler] = {}
-        self._creating: dict[str | _Weights, asyncio.Task[str]] = {}
-        self._one_shots: dict[_Weights, str] = {}
+        self._creating: dict[str | _OneShotKey, asyncio.Task[str]] = {}
+        self._one_shots: dict[_OneShotKey, str] = {}
 
-    async def open(self) -> None:
+    async def restore(self) -> None:
         """Restores the samplers of sessions that an earlier process left open."""
         # The clock in microseconds exceeds every number that an earlier process gave, so request ids stay unique.
         first_seq_id = int(time.time() * 1e6)
@@ -68,12 +68,12 @@ class Samplers:
             sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
             if record.is_ephemeral and not self._adapters.has(record.adapter_id):
                 sampler.adapter_id = None
-        await self._adapters.sweep({sampler.adapter_id for sampler in self._samplers.values()})
+        await self._adapters.remove_all_but({sampler.adapter_id for sampler in self._samplers.values()})
 
     @property
     def is_busy(self) -> bool:
         """True if any sampler has a job that is loading or sampling."""
-        return any(sampler.under_way for sampler in self._samplers.values())
+        return any(sampler.running_jobs for sampler in self._samplers.values())
 
     # Creation
 
@@ -86,7 +86,7 @@ class Samplers:
         await self._sessions.require_open(tenant, request.session_id)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id not in self._samplers:
-            await self._once(sampler_id, lambda: self._create(tenant, sampler_id, request))
+            await self._share_creation(sampler_id, lambda: self._create(tenant, sampler_id, request))
         if (sampler := self._samplers.get(sampler_id)) is not None:  # None: its session has ended meanwhile
             _check_same(sampler.record, request)
         return sampler_id
@@ -111,7 +111,7 @@ class Samplers:
         )
         adapter_id = record.adapter_id
         assert adapter_id is not None
-        await self._take(run.run_id, adapter_id)
+        await self._save_weights(run.run_id, adapter_id)
         if sampler_id not in self._samplers:  # present: the save is a retry after a crash
             await self._add(record)
         for sampler in self._samplers.values():
@@ -119,18 +119,18 @@ class Samplers:
                 sampler.adapter_id, sampler.loading = adapter_id, _done()
         return sampler_id
 
-    async def _take(self, run_id: str, adapter_id: str) -> None:
+    async def _save_weights(self, run_id: str, adapter_id: str) -> None:
         """Takes the weights; if the workers refuse them, deletes the files unless other samplers use the adapter."""
         try:
-            await self._adapters.take(run_id, adapter_id)
+            await self._adapters.save_from_run(run_id, adapter_id)
         except WorkerLost:
             raise
         except OperationError:
             if all(sampler.record.adapter_id != adapter_id for sampler in self._samplers.values()):
-                await self._adapters.forget(adapter_id)
+                await self._adapters.remove(adapter_id)
             raise
 
-    async def _once(self, key: str | _Weights, create: Callable[[], Coroutine[None, None, str]]) -> str:
+    async def _share_creation(self, key: str | _OneShotKey, create: Callable[[], Coroutine[None, None, str]]) -> str:
         """Returns the result of `create`, which concurrent callers with the same key share."""
         if key not in self._creating:
             self._creating[key] = asyncio.create_task(create())
@@ -174,9 +174,9 @@ class Samplers:
         return base_model
 
     def _ephemeral_id(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
-        asked = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
-        if request.sampling_session_seq_id is not None and asked not in self._samplers:
-            return asked
+        sampler_for = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+        if request.sampling_session_seq_id is not None and sampler_for not in self._samplers:
+            return sampler_for
         return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
 
     async def _one_shot(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
@@ -184,12 +184,14 @@ class Samplers:
 
         All such requests of a tenant for the same weights share it; its session ends when it is idle.
         """
-        weights = _Weights(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
+        weights = _OneShotKey(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
         if weights not in self._one_shots:
-            self._one_shots[weights] = await self._once(weights, lambda: self._create_one_shot(tenant, weights))
+            self._one_shots[weights] = await self._share_creation(
+                weights, lambda: self._create_one_shot(tenant, weights)
+            )
         return self._one_shots[weights]
 
-    async def _create_one_shot(self, tenant: Tenant, weights: _Weights) -> str:
+    async def _create_one_shot(self, tenant: Tenant, weights: _OneShotKey) -> str:
         session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
         own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
         create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
@@ -201,7 +203,7 @@ class Samplers:
         """Returns the sampler, of any tenant, if its session is open."""
         return self._samplers.get(sampler_id)
 
-    async def named(self, tenant: Tenant, name: str) -> Sampler:
+    async def find_by_name(self, tenant: Tenant, name: str) -> Sampler:
         """Returns a sampler by a base model's name, a checkpoint's path or a sampling session's id.
 
         Raises:
@@ -214,7 +216,7 @@ class Samplers:
             sampler_id = await self._one_shot(tenant, name, None)
         else:
             sampler_id = name
-        return self._in_use(await self.get(tenant, sampler_id))
+        return self._require_usable(await self.get(tenant, sampler_id))
 
     async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
         """Returns the tenant's sampler.
@@ -239,12 +241,12 @@ class Samplers:
         if not sampler_id:
             _check_one_shot(request)
             sampler_id = await self._one_shot(tenant, request.base_model, request.model_path)
-        return self._in_use(await self.get(tenant, sampler_id))
+        return self._require_usable(await self.get(tenant, sampler_id))
 
-    def _in_use(self, sampler: Sampler) -> Sampler:
+    def _require_usable(self, sampler: Sampler) -> Sampler:
         """Records that the sampler's session is in use, and returns the sampler. Raises RequestError 410 if its weights
         are lost."""
-        self._sessions.heard_of(sampler.record.session_id)
+        self._sessions.touch(sampler.record.session_id)
         if sampler.record.is_ephemeral and sampler.adapter_id is None:
             raise RequestError(
                 f"the weights of sampler {sampler.record.sampler_id} were lost when the server restarted: "
@@ -265,10 +267,10 @@ class Samplers:
         ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
-            sampler.is_over = True
-            self._drafts.forget(sampler)
+            sampler.has_ended = True
+            self._drafts.release(sampler)
             self._completions.forget(sampler.record.sampler_id)
-            for request_id in sampler.under_way:
+            for request_id in sampler.running_jobs:
                 self._dispatch.cancel(request_id)
         self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
         loading = {sampler.adapter_id: sampler.loading for sampler in ended if sampler.adapter_id}

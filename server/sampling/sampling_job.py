@@ -7,13 +7,13 @@ import numpy as np
 from ...schemas.codec import CsrLayout, csr_layout_from_json, tensor_from_json
 from ...schemas.errors import RequestError
 from ...schemas.sampling import ALTERNATIVES, SampleRequest
-from ...workers.protocol.verbs import ModelInfo, SampleJob
+from ...workers.protocol.calls import ModelInfo, SampleJob
 from ..journal.quarantine import Strikes
 from ..journal.seeds import draw_seed
 from ..store import CheckpointRecord
 from .sampler import Sampler
 
-MOST_SAMPLES = 4096
+MAX_SAMPLES = 4096
 
 _MOST_TARGET_BYTES = 32 << 20
 """Limit on a sparse target_prompt_logprobs after conversion to a dense int64 array."""
@@ -117,7 +117,7 @@ class SamplingJob:
             target_prompt_tokens=self._targets,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             streams=streams,
-            owner=self.sampler.record.tenant_id,
+            tenant_id=self.sampler.record.tenant_id,
             num_draft_tokens=request.num_draft_tokens,
             seed_is_drawn=self.drawn_seed is not None,
         )
@@ -173,8 +173,8 @@ def _most_tokens(request: SampleRequest, model: ModelInfo, num_prompt: int) -> i
 
 
 def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> None:
-    if request.num_samples > MOST_SAMPLES:
-        raise RequestError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: split it into several requests")
+    if request.num_samples > MAX_SAMPLES:
+        raise RequestError(f"num_samples {request.num_samples} exceeds {MAX_SAMPLES}: split it into several requests")
     for name in ALTERNATIVES:
         if (count := getattr(request, name)) > model.vocab_size:
             raise RequestError(

@@ -5,11 +5,11 @@ from typing import Protocol
 
 from ...schemas.errors import OperationError, RequestError
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.verbs import WorkerLost
-from ..checkpoints.checkpoints import Checkpoints, loaded_as
+from ...workers.protocol.calls import WorkerLost
+from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..journal.quarantine import Strikes
 from ..tenants.auth import Tenant
-from .ephemeral import EphemeralWeights
+from .ephemeral_weights import EphemeralWeights
 from .sampler import Sampler
 
 
@@ -40,7 +40,7 @@ class WeightLoader:
         """Loads the sampler's weights; concurrent callers share one load. Retries when the worker crashes.
 
         Returns:
-            The completed load, which a caller passes to `load_again`; None for a bare base model.
+            The completed load, which a caller passes to `invalidate`; None for a bare base model.
         Raises:
             OperationError, RequestError: the weights cannot be loaded.
         """
@@ -52,15 +52,15 @@ class WeightLoader:
             try:
                 await asyncio.shield(loading)
             except WorkerLost as lost:
-                self.load_again(sampler, loading)
+                self.invalidate(sampler, loading)
                 await strikes.add(lost)
             except (OperationError, RequestError):
-                self.load_again(sampler, loading)
+                self.invalidate(sampler, loading)
                 raise
             else:
                 return loading
 
-    def load_again(self, sampler: Sampler, loading: "asyncio.Future[None] | None") -> None:
+    def invalidate(self, sampler: Sampler, loading: "asyncio.Future[None] | None") -> None:
         """Makes the next request reload the adapter, which a worker crash may have lost.
 
         No-op if `loading` is outdated: then another caller has already started a new load.
@@ -75,10 +75,10 @@ class WeightLoader:
             return
         if record.model_path is None:
             directory = self._weights.directory(sampler.adapter_id)
-            with loaded_as(f"sampler {record.sampler_id}", directory):
+            with hiding_directory_as(f"sampler {record.sampler_id}", directory):
                 await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
             return
         checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
         async with self._checkpoints.reading(checkpoint) as directory:
-            with loaded_as(checkpoint.tinker_path, directory):
+            with hiding_directory_as(checkpoint.tinker_path, directory):
                 await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)

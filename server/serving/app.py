@@ -24,31 +24,31 @@ from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.knobs import ServerConfig
-from ..features.captured import Features
+from ..features.feature_store import FeatureStore
 from ..files.wal import Guard
-from ..journal.completions import Completions
+from ..journal.completion_log import Completions
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
-from ..journal.restore_marker import Copied
-from ..journal.snapshots import Snapshots
-from ..logs.repeated_errors import Trouble
+from ..journal.restore_marker import RestoreMarker
+from ..journal.snapshot_store import SnapshotStore
+from ..logs.repeated_errors import RepeatedErrorLog
 from ..replication.leases import Tenure
 from ..routes import auth, checkpoints, futures, listing, models, openai, pages, sampling, sessions, training
-from ..routes.fast import Direct, endpoints
+from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services
 from ..runs.operations import Operations
-from ..runs.pinned_checkpoints import Loaded
+from ..runs.pinned_checkpoints import PinnedCheckpoints
 from ..runs.run_services import RunServices
 from ..runs.runs import Runs
-from ..sampling.drafts import Drafts
-from ..sampling.ephemeral import EphemeralWeights
+from ..sampling.draft_loader import DraftLoader
+from ..sampling.ephemeral_weights import EphemeralWeights
 from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
-from ..sampling.sampling import Sampling
+from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
-from ..store.outages import OUTAGES, words_of
+from ..store.database_errors import OUTAGE_ERRORS, driver_message
 from ..tenants.auth import Auth
 from ..tenants.gate import Gate
 from ..tenants.quotas import Quotas
@@ -120,17 +120,17 @@ def create_app(
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai, pages):
         app.include_router(routes.router)
     error_handlers = {
-        RequestError: refused,
+        RequestError: error_response,
         RequestValidationError: _invalid,
         HTTPException: _http_error,
-        ClientDisconnect: _broke_off,
-        **dict.fromkeys(OUTAGES, _no_database),
+        ClientDisconnect: _client_disconnected,
+        **dict.fromkeys(OUTAGE_ERRORS, _no_database),
     }
     for kind, handler in error_handlers.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, _internal_error)
-    busy = endpoints((training.router, sampling.router, futures.router), _BUSY)
-    app.add_middleware(Direct, endpoints=busy, error_handlers=error_handlers)
+    busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
+    app.add_middleware(FastRoutes, endpoints=busy, error_handlers=error_handlers)
     app.add_middleware(Gate, config=config, error_handlers=error_handlers)
     return app
 
@@ -139,8 +139,8 @@ def _services(
     config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None, guard: Guard
 ) -> Services:
     directory, guard = (config.state_dir, guard) if live is None else (live.directory, live.tenure.check)
-    store.needed_lease = None if live is None else live.tenure.record
-    auth = Auth(store, config.is_loopback, strangers_per_minute=config.unauthenticated_per_minute)
+    store.required_lease = None if live is None else live.tenure.record
+    auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.unauthenticated_per_minute)
     quotas = Quotas(config)
     sessions = Sessions(store, config.session_expiry_seconds, check_room=quotas.check_sessions)
     checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())
@@ -153,19 +153,19 @@ def _services(
     weights = EphemeralWeights(directory / "ephemeral", sync)
     adapters = SamplerWeights(dispatch, weights)
     completions = Completions(futures)
-    drafts = Drafts(dispatch, checkpoints)
+    drafts = DraftLoader(dispatch, checkpoints)
     samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
-    loaded = Loaded(directory / "loaded", sync)
-    features = Features(directory / "features", config)
+    loaded = PinnedCheckpoints(directory / "loaded", sync)
+    features = FeatureStore(directory / "features", config)
     operations = Operations(dispatch, store, sessions, checkpoints, samplers, recordings, loaded, features)
-    snapshots = Snapshots(directory / "snapshots", sync)
-    status, copied = dispatch.status, Copied(directory)
+    snapshots = SnapshotStore(directory / "snapshots", sync)
+    status, copied = dispatch.status, RestoreMarker(directory)
     of_runs = RunServices(
         config, futures, journal, snapshots, loaded, features, operations, sessions, quotas, status, copied
     )
     runs = Runs(store, dispatch, checkpoints, of_runs)
     loader = WeightLoader(dispatch, checkpoints, weights, live=runs)
-    of_samplers = Sampling(
+    of_samplers = SamplingService(
         dispatch, samplers, loader, drafts, sessions, futures, journal, recordings, completions, quotas
     )
     return Services(
@@ -202,36 +202,36 @@ async def _running(services: Services) -> AsyncIterator[None]:
         await services.checkpoints.start()
         stack.push_async_callback(services.checkpoints.close)
         await services.features.open()
-        await services.samplers.open()
+        await services.samplers.restore()
         stack.push_async_callback(services.adapters.close)
         stack.push_async_callback(services.drafts.close)
         stack.push_async_callback(services.sampling.close)
         stack.push_async_callback(services.runs.close)
-        stack.callback(services.checkpoints.let_go)
+        stack.callback(services.checkpoints.schedule_transfer_cancellation)
         services.sessions.on_end += [services.runs.end_session, services.samplers.end_session]
         await services.sessions.start()
         stack.push_async_callback(services.sessions.close)
         await _resume(services)
-        services.sessions.watch()
+        services.sessions.start_expiry()
         for name, chores in (
             ("housekeeping", partial(_tidy_up, services)),
-            ("bringing runs into snapshots", services.runs.settle),
-            ("writing a file for trial", services.journal.try_to_write),
+            ("bringing runs into snapshots", services.runs.snapshot_old_runs),
+            ("writing a file for trial", services.journal.check_writable),
         ):
-            stack.callback(asyncio.create_task(_now_and_then(name, chores)).cancel)
+            stack.callback(asyncio.create_task(_run_periodically(name, chores)).cancel)
         yield
 
 
 async def _resume(services: Services) -> None:
     """Resumes journaled operations of an earlier process; those that no run or sampler resumes are answered as lost."""
-    journaled = await asyncio.to_thread(services.journal.earlier)
+    journaled = await asyncio.to_thread(services.journal.list_earlier)
     held = await services.runs.resume(journaled, services.sessions.open_ids)
     held |= await services.sampling.resume(journaled)
     others = [one for one in journaled if one.place not in held]
-    await services.futures.lose(one.header for one in others)
+    await services.futures.fail_lost(one.header for one in others)
     for one in others:
         services.journal.release(one.place)
-    services.journal.forget_earlier()
+    services.journal.delete_unneeded_segments()
     await services.runs.sweep()
 
 
@@ -247,15 +247,15 @@ async def _tidy_up(services: Services) -> None:
     await services.runs.save_request_times()
     await services.futures.expire()
     await services.recordings.expire()
-    await services.features.tidy()
+    await services.features.delete_unneeded()
     services.quotas.forget_idle()
     config = services.config
     most_ended = _ENDED_SESSIONS * config.tenant_sessions
-    await services.sessions.forget(config.session_ttl_seconds, most_ended, services.runs.ending_session_ids)
+    await services.sessions.delete_ended(config.session_ttl_seconds, most_ended, services.runs.ending_session_ids)
 
 
-async def _now_and_then(name: str, chores: Callable[[], Awaitable[object]]) -> None:
-    trouble = Trouble(logger, name)
+async def _run_periodically(name: str, chores: Callable[[], Awaitable[object]]) -> None:
+    trouble = RepeatedErrorLog(logger, name)
     while True:
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
         try:
@@ -264,7 +264,7 @@ async def _now_and_then(name: str, chores: Callable[[], Awaitable[object]]) -> N
             # The next round may succeed, for example after a full disk was cleaned up.
             trouble.failed(error)
         else:
-            trouble.passed()
+            trouble.succeeded()
 
 
 def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -274,7 +274,7 @@ def _error(request: Request, message: str, status: int, headers: Mapping[str, st
     return JSONResponse({"detail": message}, status, headers)
 
 
-async def refused(request: Request, error: Exception) -> JSONResponse:
+async def error_response(request: Request, error: Exception) -> JSONResponse:
     """Returns the response to a RequestError, with Retry-After if it has one."""
     assert isinstance(error, RequestError)
     headers = {}
@@ -308,7 +308,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     return _error(request, detail, error.status_code, error.headers)
 
 
-async def _broke_off(request: Request, error: Exception) -> JSONResponse:
+async def _client_disconnected(request: Request, error: Exception) -> JSONResponse:
     # The client has disconnected, so no one reads the response; nothing was submitted, and the client will retry.
     logger.info("a client disconnected during %s %s", request.method, request.url.path)
     return _error(request, "the connection closed before the body was complete", 400)
@@ -317,8 +317,8 @@ async def _broke_off(request: Request, error: Exception) -> JSONResponse:
 async def _no_database(request: Request, error: Exception) -> JSONResponse:
     # 503, since a retry may succeed.
     assert isinstance(error, SQLAlchemyError)
-    logger.error("%s %s: the database fails (%s)", request.method, request.url.path, words_of(error))
-    message = f"the server's database cannot be used ({words_of(error)}): try again, or free space there"
+    logger.error("%s %s: the database fails (%s)", request.method, request.url.path, driver_message(error))
+    message = f"the server's database cannot be used ({driver_message(error)}): try again, or free space there"
     return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
 
 

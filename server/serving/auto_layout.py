@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import count
 
 from ...workers.models.devices import first_device
-from ...workers.planner.checks import check_layout, cuda_devices, nothing_known
-from ...workers.planner.choice import Choice, layout_that_fits, lighter
+from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
 from ...workers.planner.footprint import gigabytes, runs_on_cpu
-from ...workers.planner.load import Load
-from ...workers.protocol.config import DispatchConfig, WorkerConfig
+from ...workers.planner.layout_search import PlannedLayout, layout_that_fits, loads_with_fewer_activations
+from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE
+from ...workers.protocol.worker_config import DispatchConfig, WorkerConfig
 from ...workers.shapes.model_shape import ModelShape, read_model
 from ..config.knobs import ServerConfig
 
@@ -30,10 +30,10 @@ def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable
     devices = _Devices(config)
     models = []
     for model in config.models:
-        choice = _choice(model, memory, samples, devices.left(model))
+        choice = _choice(model, memory, samples, devices.num_available(model))
         needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
         way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
-        device = devices.given(model, choice.spec.num_ranks)
+        device = devices.assign(model, choice.spec.num_ranks)
         where = "" if device == model.device else f" --device {device}"
         say(f"{model.model.name}: --parallel {choice.spec}{way}{where} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
@@ -67,7 +67,7 @@ class _Devices:
         for first in (first_device(device) for device in devices if device.startswith("cuda")):
             self._taken |= dict.fromkeys(range(first, first + num_ranks), name)
 
-    def left(self, model: WorkerConfig) -> int | None:
+    def num_available(self, model: WorkerConfig) -> int | None:
         """Returns how many consecutive devices the model may use, or None if this process does not assign them."""
         if self._number is None or runs_on_cpu(model):
             return None
@@ -84,7 +84,7 @@ class _Devices:
             )
         return following - first
 
-    def given(self, model: WorkerConfig, num_ranks: int) -> str:
+    def assign(self, model: WorkerConfig, num_ranks: int) -> str:
         """Assigns devices to the model; returns the value of its --device."""
         if self._number is None or runs_on_cpu(model):
             return model.device
@@ -98,7 +98,7 @@ class _Devices:
         return next(number for number in count() if number not in self._taken)
 
 
-def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
+def with_one_layout(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
     """Returns the config with the chosen layout. Raises ValueError if the base models need different ones."""
     if config.parallel is not None:
         return config
@@ -113,18 +113,18 @@ def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
     return replace(config, parallel=models[0].parallel, activations=models[0].activations, device=device)
 
 
-def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> Choice:
+def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> PlannedLayout:
     shape = read_model(model.model)
     check_layout(SINGLE, shape)
     if not isinstance(shape, ModelShape):
-        raise ValueError(nothing_known(shape))
+        raise ValueError(auto_refusal(shape))
     longest = model.max_context_length or shape.max_positions
     if longest is None:
         raise ValueError(f"--parallel auto: {shape.name} has no context length: give --max-context-length")
     on_cpu = runs_on_cpu(model)
     dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
-    load = Load.of(model, longest, dtype, samples)
-    return layout_that_fits(shape, [load, *lighter(load)], memory, num_devices)
+    load = Workload.of(model, longest, dtype, samples)
+    return layout_that_fits(shape, [load, *loads_with_fewer_activations(load)], memory, num_devices)
 
 
 def _cuda_bytes() -> int:

@@ -10,29 +10,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from ...workers.models.model_cache import ModelCache, NoModel
-from ...workers.protocol.config import ServedModel
+from ...workers.models.model_cache import ModelCache, ModelUnavailableError
+from ...workers.protocol.worker_config import ServedModel
+from ..config.knob_values import is_url
 from ..config.knobs import ServerConfig
-from ..config.values import is_url
 from ..replication.state_lock import StartError
 
 
-async def with_models_here(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
+async def download_models(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
     """Returns the config with local directories as the sources of models at URLs. Raises StartError.
 
-    On cancellation the download continues in a thread, which the process does not wait for (see `left_soon`).
+    On cancellation the download continues in a thread, which the process does not wait for (see `bounded_exit`).
     """
     thread = ThreadPoolExecutor(1, "base-models")
     try:
-        models = await asyncio.get_running_loop().run_in_executor(thread, lambda: _brought(config, say))
-    except NoModel as error:
+        models = await asyncio.get_running_loop().run_in_executor(thread, lambda: _downloaded(config, say))
+    except ModelUnavailableError as error:
         raise StartError(str(error)) from None
     finally:
         thread.shutdown(wait=False)
     return replace(config, base_models=models)
 
 
-def _brought(config: ServerConfig, say: Callable[[str], None]) -> tuple[ServedModel, ...]:
+def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[ServedModel, ...]:
     cache, weights = ModelCache(config.model_cache), _are_loaded_here(config)
     models = []
     for model in config.base_models:
@@ -40,7 +40,7 @@ def _brought(config: ServerConfig, say: Callable[[str], None]) -> tuple[ServedMo
         if origin is None or Path(model.source).is_dir():
             models.append(model)
         else:
-            models.append(replace(model, source=str(cache.bring(origin, say, weights)), origin=origin))
+            models.append(replace(model, source=str(cache.fetch(origin, say, weights)), origin=origin))
     return tuple(models)
 
 

@@ -29,20 +29,20 @@ DRAIN_BYTES = 4 << 20
 DRAIN_SECONDS = 5.0
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """The HTTP protocol class, passed to uvicorn as `http`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self.transport = self._answers = _HeadWithBody(transport, self._has_more_to_drop)
-        self.flow = self._timed_flow = _TimedFlow(transport, self.loop.time)
+        self.transport = self._answers = _ResponseTransport(transport, self._has_more_to_drop)
+        self.flow = self._timed_flow = _TimedFlowControl(transport, self.loop.time)
         self._is_arriving = self._is_in_head = False
         self._num_bytes = 0
         self._began_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
         self._draining: asyncio.TimerHandle | None = None
         self._dropped_until = 0
-        _give_up_stalled(transport)
+        _set_user_timeout(transport)
         # A new connection may idle as long as one between two requests.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
@@ -131,14 +131,14 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def _give_up_stalled(transport: asyncio.Transport) -> None:
+def _set_user_timeout(transport: asyncio.Transport) -> None:
     """Has the kernel close a connection whose peer acknowledges nothing for STALLED_SECONDS. Linux only."""
     connection, option = transport.get_extra_info("socket"), getattr(socket, "TCP_USER_TIMEOUT", None)
     if connection is not None and option is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_SECONDS))
 
 
-class _TimedFlow(FlowControl):
+class _TimedFlowControl(FlowControl):
     """Flow control that counts the seconds in which the server reads, so that a client can send."""
 
     def __init__(self, transport: asyncio.Transport, clock: Callable[[], float]) -> None:
@@ -162,7 +162,7 @@ class _TimedFlow(FlowControl):
         super().resume_reading()
 
 
-class _HeadWithBody(asyncio.Transport):
+class _ResponseTransport(asyncio.Transport):
     """A transport that sends a response's head together with the first piece of its body.
 
     Has only the methods that uvicorn uses for writing. `close` takes effect at once, except while `stays_open()`.

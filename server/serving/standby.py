@@ -1,7 +1,7 @@
 """ASGI applications of a server that shares its database: a standby forwards all requests to the lease's holder.
 
-Requests and responses are streamed piece by piece; if the client disconnects, so does the standby. `Switch` receives
-requests for as long as the process lives, and `Held` serves them while this server holds the lease.
+Requests and responses are streamed piece by piece; if the client disconnects, so does the standby. `SwitchableApp`
+receives requests for as long as the process lives, and `LeaseGuard` serves them while this server holds the lease.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...schemas.errors import RequestError
 from ...schemas.models import Health, Readiness
 from ..replication.leases import Lease, Tenure
-from .app import refused
+from .app import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _HOP_BY_HOP = frozenset(
 )
 
 
-class Switch:
+class SwitchableApp:
     """An ASGI application that delegates to `target`, which may change at any time; answers health checks itself."""
 
     def __init__(self, target: ASGIApp) -> None:
@@ -59,7 +59,7 @@ class Switch:
             await self.target(scope, receive, send)
 
 
-class Held:
+class LeaseGuard:
     """The application of the lease's holder: sends a response only while the lease is certainly held."""
 
     def __init__(self, app: ASGIApp, tenure: Tenure) -> None:
@@ -81,7 +81,7 @@ class Held:
             if has_begun:
                 return
             reason = "this server no longer holds the lease"
-            if (trouble := self._tenure.trouble) is not None:
+            if (trouble := self._tenure.renewal_error) is not None:
                 reason = f"{reason}, because {trouble}"
             if scope["path"] == _READINESS:
                 await _readiness("unavailable", None, reason)(scope, receive, send)
@@ -91,7 +91,7 @@ class Held:
         await self._app(scope, receive, send_in_time)
 
 
-class TakingOver:
+class TakeoverApp:
     """Answers 503 while the server holds the lease, but has not recovered the state yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,21 +113,21 @@ class Standby:
             trust_env=False,  # other servers are reached directly, not through proxies
         )
         # Requests being forwarded, with the URL of the holder that they wait for.
-        self._under_way: dict[asyncio.Task[None], str] = {}
+        self._forwarding: dict[asyncio.Task[None], str] = {}
 
     async def close(self) -> None:
         await self._client.aclose()
 
     def drop_others(self) -> None:
         """Drops requests that still wait for a former holder, which may never respond."""
-        self._drop({url for url in self._under_way.values() if url != self._lease.holder_url})
+        self._drop({url for url in self._forwarding.values() if url != self._lease.holder_url})
 
     def drop_all(self) -> None:
         """Drops all forwarded requests, as this server stops."""
-        self._drop(set(self._under_way.values()))
+        self._drop(set(self._forwarding.values()))
 
     def _drop(self, urls: Collection[str]) -> None:
-        for forwarding, url in self._under_way.items():
+        for forwarding, url in self._forwarding.items():
             if url in urls:
                 forwarding.cancel()
 
@@ -145,17 +145,17 @@ class Standby:
                 f"a standby mistook this server for the holder, {holder}: give each server its own --advertise-url",
             )
         else:
-            await _Forwarding(self, holder, scope, receive, send).run()
+            await _ForwardedRequest(self, holder, scope, receive, send).run()
 
-    def begun(self, forwarding: "asyncio.Task[None]", url: str) -> None:
-        self._under_way[forwarding] = url
-        forwarding.add_done_callback(self._under_way.pop)
+    def register(self, forwarding: "asyncio.Task[None]", url: str) -> None:
+        self._forwarding[forwarding] = url
+        forwarding.add_done_callback(self._forwarding.pop)
 
-    async def ask(self, request: httpx.Request) -> httpx.Response:
+    async def send(self, request: httpx.Request) -> httpx.Response:
         return await self._client.send(request, stream=True)
 
 
-class _Forwarding:
+class _ForwardedRequest:
     """Forwards one request and its response."""
 
     def __init__(self, standby: Standby, url: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,7 +168,7 @@ class _Forwarding:
     async def run(self) -> None:
         """Runs until the response is sent, the client disconnects, or the holder changes."""
         answering, leaving = asyncio.create_task(self._answer()), asyncio.create_task(self._client_leaves())
-        self._standby.begun(answering, self._url)
+        self._standby.register(answering, self._url)
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             has_left = leaving.done()
@@ -182,7 +182,7 @@ class _Forwarding:
             await self._failed(error)
 
     async def _answer(self) -> None:
-        response = await self._standby.ask(self._request())
+        response = await self._standby.send(self._request())
         async with contextlib.aclosing(response):
             headers = [(name.lower(), value) for name, value in response.headers.raw]
             # uvicorn adds its own date header.
@@ -255,4 +255,4 @@ async def _unavailable(scope: Scope, receive: Receive, send: Send, reason: str) 
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: RequestError) -> None:
-    await (await refused(Request(scope), error))(scope, receive, send)
+    await (await error_response(Request(scope), error))(scope, receive, send)

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from .base import LeaseLost, Page, Store
-from .config import StoreConfig
+from .base import LeaseLost, PageInfo, Store
 from .engine import DatabaseUnreachable
 from .postgres import PostgresStore
 from .records import (
@@ -23,6 +22,7 @@ from .records import (
     string_metadata,
 )
 from .sqlite import DATABASE_NAME, SqliteStore
+from .store_config import StoreConfig
 
 STORES: Mapping[str, type[SqliteStore] | type[PostgresStore]] = {"sqlite": SqliteStore, "postgresql": PostgresStore}
 
@@ -46,7 +46,7 @@ __all__ = [
     "KeyCounts",
     "LeaseLost",
     "LeaseRecord",
-    "Page",
+    "PageInfo",
     "PostgresStore",
     "ResultRecord",
     "RunRecord",

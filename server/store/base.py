@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Page:
+class PageInfo:
     """A slice of a listing.
 
     total_count: entries of the whole listing.
@@ -58,11 +58,11 @@ class Store:
     """Everything that must survive a restart. Every method is awaited; a write has been committed when it returns.
 
     A duplicate key raises sqlalchemy.exc.IntegrityError. Get methods return None for a missing row; update and delete
-    methods then do nothing. With `needed_lease`, every write raises LeaseLost as soon as its base model's lease has
+    methods then do nothing. With `required_lease`, every write raises LeaseLost as soon as its base model's lease has
     another holder or epoch; a transaction that has seen the lease keeps other servers from taking it until the commit.
     """
 
-    needed_lease: LeaseRecord | None = None
+    required_lease: LeaseRecord | None = None
 
     def write(self, statements: Callable[[Connection], T]) -> "Future[T]":
         """Runs `statements` atomically, possibly in one transaction with other callers' statements."""
@@ -75,7 +75,7 @@ class Store:
         """Commits pending writes and releases the database."""
         raise NotImplementedError
 
-    async def check_whole(self) -> None:
+    async def check_integrity(self) -> None:
         """Raises ValueError if the stored data is damaged. Does nothing for databases that check their data
         themselves.
         """
@@ -153,7 +153,7 @@ class Store:
         """Returns the session of the same tenant and idempotency key."""
         return await self._one(SessionRecord, select(sessions).where(_same_request(session)))
 
-    async def shorten_sessions(self, most_text: int, most_json: int) -> None:
+    async def truncate_session_texts(self, most_text: int, most_json: int) -> None:
         """Truncates texts, and drops JSON, of sessions and runs that an older trainhouse accepted at any length."""
 
         def statements(connection: Connection) -> None:
@@ -170,7 +170,7 @@ class Store:
 
         await self._write(statements)
 
-    async def list_forgettable_sessions(self, ended_before: float, crowded_before: float, most: int) -> list[str]:
+    async def list_deletable_sessions(self, ended_before: float, crowded_before: float, most: int) -> list[str]:
         """Returns ended sessions without a checkpoint: those that ended before `ended_before`, and the excess of busy
         tenants.
 
@@ -257,7 +257,7 @@ class Store:
 
     async def list_runs(
         self, tenant_id: str, offset: int, limit: int, project_id: str | None = None, public_at: float | None = None
-    ) -> tuple[tuple[RunRecord, ...], Page]:
+    ) -> tuple[tuple[RunRecord, ...], PageInfo]:
         """Returns the tenant's runs, most recently used first.
 
         Args:
@@ -299,7 +299,9 @@ class Store:
 
         return await self._write(statements)
 
-    async def insert_copy(self, session: SessionRecord, run: RunRecord, checkpoint: CheckpointRecord) -> None:
+    async def insert_copied_checkpoint(
+        self, session: SessionRecord, run: RunRecord, checkpoint: CheckpointRecord
+    ) -> None:
         """Inserts a copied checkpoint with its run and its session, all or nothing."""
 
         def statements(connection: Connection) -> None:
@@ -308,7 +310,7 @@ class Store:
 
         await self._write(statements)
 
-    async def find_copy(self, session: SessionRecord) -> CheckpointRecord | None:
+    async def find_copied_checkpoint(self, session: SessionRecord) -> CheckpointRecord | None:
         """Returns the copy made for the same tenant under the same idempotency key."""
         copies = select(checkpoints).join(runs, runs.c.run_id == checkpoints.c.run_id).join(sessions)
         return await self._one(CheckpointRecord, copies.where(_same_request(session)))
@@ -325,7 +327,7 @@ class Store:
 
     async def list_checkpoints(
         self, tenant_id: str, unexpired_at: float, offset: int, limit: int
-    ) -> tuple[tuple[CheckpointRecord, ...], Page]:
+    ) -> tuple[tuple[CheckpointRecord, ...], PageInfo]:
         """Returns the tenant's unexpired checkpoints, newest first."""
         query = select(checkpoints).where(checkpoints.c.tenant_id == tenant_id, _unexpired(unexpired_at))
         order = (checkpoints.c.created_at.desc(), *checkpoints.primary_key)
@@ -349,18 +351,18 @@ class Store:
         await self._write(statements)
 
     async def set_checkpoint_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
-        await self._update(checkpoints, _exactly(checkpoint), {"public": public})
+        await self._update(checkpoints, _same_version(checkpoint), {"public": public})
 
     async def set_checkpoint_expiry(self, checkpoint: CheckpointRecord, expires_at: float | None) -> None:
-        await self._update(checkpoints, _exactly(checkpoint), {"expires_at": expires_at})
+        await self._update(checkpoints, _same_version(checkpoint), {"expires_at": expires_at})
 
     async def delete_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Deletes this version of the checkpoint, but not one that was saved under the same name since."""
-        await self._delete(checkpoints, _exactly(checkpoint))
+        await self._delete(checkpoints, _same_version(checkpoint))
 
     # Copies of checkpoints
 
-    async def put_copy(self, copy: CheckpointCopyRecord) -> None:
+    async def put_mirror_copy(self, copy: CheckpointCopyRecord) -> None:
         """Inserts or replaces the record of a copy."""
 
         def statements(connection: Connection) -> None:
@@ -369,20 +371,20 @@ class Store:
 
         await self._write(statements)
 
-    async def list_copies(self, directories: Collection[str]) -> tuple[CheckpointCopyRecord, ...]:
+    async def list_mirror_copies(self, directories: Collection[str]) -> tuple[CheckpointCopyRecord, ...]:
         """Returns the copies of the checkpoints in these directories, by directory and mirror."""
         of_these = select(checkpoint_copies).where(checkpoint_copies.c.directory.in_(directories))
         return await self._all(CheckpointCopyRecord, of_these.order_by(*checkpoint_copies.primary_key))
 
-    async def list_unfinished_copies(self) -> tuple[CheckpointCopyRecord, ...]:
+    async def list_unfinished_mirror_copies(self) -> tuple[CheckpointCopyRecord, ...]:
         """Returns waiting and failed copies, the least recently updated first."""
         unfinished = select(checkpoint_copies).where(checkpoint_copies.c.state != "copied")
         return await self._all(CheckpointCopyRecord, unfinished.order_by(checkpoint_copies.c.updated_at))
 
-    async def delete_copy(self, copy: CheckpointCopyRecord) -> None:
+    async def delete_mirror_copy(self, copy: CheckpointCopyRecord) -> None:
         await self._delete(checkpoint_copies, _same_copy(copy))
 
-    async def delete_copies(self, directories: Collection[str]) -> None:
+    async def delete_mirror_copies(self, directories: Collection[str]) -> None:
         await self._delete(checkpoint_copies, checkpoint_copies.c.directory.in_(directories))
 
     # Leases
@@ -448,7 +450,7 @@ class Store:
         """Called at the beginning of every write transaction. Raises LeaseLost if another server has the needed
         lease.
         """
-        lease = self.needed_lease
+        lease = self.required_lease
         if lease is None:
             return
         same = (leases.c.base_model == lease.base_model) & (leases.c.holder == lease.holder)
@@ -547,7 +549,7 @@ class Store:
 
     async def _page(
         self, record_type: type[Record], query: Select, offset: int, limit: int
-    ) -> tuple[tuple[Record, ...], Page]:
+    ) -> tuple[tuple[Record, ...], PageInfo]:
         """Returns one page. `query` must have an order without ties, so that pages neither overlap nor skip rows."""
 
         def statements(connection: Connection) -> tuple[Sequence[Row], int]:
@@ -555,7 +557,7 @@ class Store:
             return rows, _count(connection, query)
 
         rows, total_count = await self._read(statements)
-        return tuple(_record(record_type, row) for row in rows), Page(offset, limit, total_count)
+        return tuple(_record(record_type, row) for row in rows), PageInfo(offset, limit, total_count)
 
 
 def _count(connection: Connection, query: Select) -> int:
@@ -586,7 +588,7 @@ def _same_copy(copy: CheckpointCopyRecord) -> ColumnElement[bool]:
     return (checkpoint_copies.c.directory == copy.directory) & (checkpoint_copies.c.mirror == copy.mirror)
 
 
-def _exactly(checkpoint: CheckpointRecord) -> ColumnElement[bool]:
+def _same_version(checkpoint: CheckpointRecord) -> ColumnElement[bool]:
     same = _same_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
     return same & (checkpoints.c.directory == checkpoint.directory)
 

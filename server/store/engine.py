@@ -25,13 +25,13 @@ class EngineStore(Store):
 
     def __init__(self, writing: Engine, reading: Engine) -> None:
         self._writing, self._reading = writing, reading
-        self._writes: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[PendingWrite | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_until_closed, name="store-writer", daemon=True)
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="store-reader")
         self._writer.start()
 
     def write(self, statements: Callable[[Connection], T]) -> "Future[T]":
-        write = Write(statements)
+        write = PendingWrite(statements)
         self._writes.put(write)
         return write.done
 
@@ -48,7 +48,7 @@ class EngineStore(Store):
         with self._reading.connect() as connection:
             return statements(connection)
 
-    def _commit(self, group: "Sequence[Write]") -> None:
+    def _commit(self, group: "Sequence[PendingWrite]") -> None:
         """Runs the statements of all writes in one transaction."""
         with self._writing.begin() as connection:
             self._require_lease(connection)
@@ -61,11 +61,11 @@ class EngineStore(Store):
 
     def _write_until_closed(self) -> None:
         while group := self._next_group():
-            self._answer([write for write in group if write.done.set_running_or_notify_cancel()])
+            self._commit_and_resolve([write for write in group if write.done.set_running_or_notify_cancel()])
 
-    def _next_group(self) -> "list[Write]":
+    def _next_group(self) -> "list[PendingWrite]":
         """Waits for a write and returns it with those already queued; empty after the store is closed."""
-        group: list[Write] = []
+        group: list[PendingWrite] = []
         while len(group) < _MOST_PER_COMMIT and not (group and self._writes.empty()):
             write = self._writes.get()
             if write is None:
@@ -74,7 +74,7 @@ class EngineStore(Store):
             group.append(write)
         return group
 
-    def _answer(self, group: "Sequence[Write]") -> None:
+    def _commit_and_resolve(self, group: "Sequence[PendingWrite]") -> None:
         try:
             self._commit(group)
         except Exception as error:  # the transaction itself failed (disk full, out of memory); the thread must survive
@@ -82,7 +82,7 @@ class EngineStore(Store):
                 write.done.set_exception(error)
         else:
             for write in group:
-                write.answer()
+                write.resolve()
 
 
 def _first(error: OperationalError) -> OperationalError:
@@ -97,7 +97,7 @@ class DatabaseUnreachable(SQLAlchemyError):
     """The database has been unreachable for too long. The caller may retry."""
 
 
-class Write:
+class PendingWrite:
     """One caller's statements. Their result is delivered only after the commit."""
 
     def __init__(self, statements: Callable[[Connection], object]) -> None:
@@ -117,7 +117,7 @@ class Write:
         except Exception as error:
             self.error = error
 
-    def answer(self) -> None:
+    def resolve(self) -> None:
         if self.error is not None:
             self.done.set_exception(self.error)
         else:

@@ -13,13 +13,13 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
-from .config import StoreConfig
-from .engine import NUM_READERS, DatabaseUnreachable, EngineStore, Write
-from .format import open_format
+from .engine import NUM_READERS, DatabaseUnreachable, EngineStore, PendingWrite
+from .migrations import create_or_migrate
+from .store_config import StoreConfig
 
 T = TypeVar("T")
 
-_PATIENCE_SECONDS = 30.0
+_OUTAGE_SECONDS = 30.0
 """Shorter than a long poll, so that a poll can report the outage."""
 _CLOSING_SECONDS = 2.0
 _RETRY_SECONDS = 0.2
@@ -68,10 +68,10 @@ class PostgresStore(EngineStore):
             with engine.begin() as connection:
                 # Two servers may start at the same time on an empty database or after an upgrade.
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _OPENING_LOCK})
-                open_format(connection, self._place, "--database-url")
+                create_or_migrate(connection, self._place, "--database-url")
         except SQLAlchemyError as error:
             engine.dispose()
-            kind = DatabaseUnreachable if _passes(error) else ValueError
+            kind = DatabaseUnreachable if _is_temporary(error) else ValueError
             raise kind(f"{self._place} cannot be used: {_reason(error)}") from None
         except BaseException:
             engine.dispose()
@@ -90,13 +90,13 @@ class PostgresStore(EngineStore):
         super().close()
 
     def _read_now(self, statements: Callable[[Connection], T]) -> T:
-        return self._insist(lambda: super(PostgresStore, self)._read_now(statements))
+        return self._retry(lambda: super(PostgresStore, self)._read_now(statements))
 
-    def _commit(self, group: Sequence[Write]) -> None:
+    def _commit(self, group: Sequence[PendingWrite]) -> None:
         self._in_doubt = None
-        self._insist(lambda: self._commit_once(group))
+        self._retry(lambda: self._commit_once(group))
 
-    def _commit_once(self, group: Sequence[Write]) -> None:
+    def _commit_once(self, group: Sequence[PendingWrite]) -> None:
         if self._in_doubt is not None and self._was_committed(self._in_doubt):
             return
         self._in_doubt = None
@@ -114,13 +114,13 @@ class PostgresStore(EngineStore):
                 time.sleep(_RETRY_SECONDS)  # in total at most _IDLE_MILLISECONDS
         return found == "committed"
 
-    def _insist(self, attempt: Callable[[], T]) -> T:
+    def _retry(self, attempt: Callable[[], T]) -> T:
         """Retries errors that may pass. Raises DatabaseUnreachable if they last too long."""
         while True:
             try:
                 result = attempt()
             except DBAPIError as error:
-                if not _passes(error):
+                if not _is_temporary(error):
                     raise
                 if self._outage.is_too_long():
                     raise DatabaseUnreachable(f"{self._place} is out of reach: {_reason(error)}") from None
@@ -145,23 +145,23 @@ class _Outage:
 
     def is_too_long(self) -> bool:
         since = self._since = self._since or time.monotonic()
-        return time.monotonic() - since > (_CLOSING_SECONDS if self.closing.is_set() else _PATIENCE_SECONDS)
+        return time.monotonic() - since > (_CLOSING_SECONDS if self.closing.is_set() else _OUTAGE_SECONDS)
 
     def end(self) -> None:
         self._since = None
 
 
-def _run(write: Write, connection: Connection) -> None:
+def _run(write: PendingWrite, connection: Connection) -> None:
     """Runs the write. Raises only errors that end the whole transaction."""
     write.run(connection)
     if isinstance(write.error, IntegrityError):
         # Another server may have inserted the same row after the statements looked; now they see it.
         write.run(connection)
-    if write.error is not None and _passes(write.error):
+    if write.error is not None and _is_temporary(write.error):
         raise write.error
 
 
-def _passes(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     """True if the same statements may succeed on another connection or later."""
     if not isinstance(error, DBAPIError):
         return False

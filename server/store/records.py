@@ -52,12 +52,12 @@ class KeyCounts:
     made: includes revoked keys.
     """
 
-    made: int
+    created: int
     revoked: int
 
     @property
-    def in_force(self) -> int:
-        return self.made - self.revoked
+    def active(self) -> int:
+        return self.created - self.revoked
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError
 
-from .config import StoreConfig
 from .engine import EngineStore
-from .format import open_format
+from .migrations import create_or_migrate
+from .store_config import StoreConfig
 
 DATABASE_NAME = "trainhouse.db"  # inside the state directory
 _BUSY_MILLISECONDS = 10_000
 _OF_DAMAGE = ("malformed", "not a database")
-REMEDY = (
+DAMAGE_REMEDY = (
     "restore it from a backup; or move it away with its -wal and -shm files and make new keys for the same names: the "
     "next start restores the checkpoints whose manifests name their owner"
 )
@@ -39,7 +39,7 @@ class SqliteStore(EngineStore):
         writing = engine.execution_options(begin="BEGIN IMMEDIATE")
         try:
             with writing.begin() as connection:
-                open_format(connection, f"{path}", "--state-dir")
+                create_or_migrate(connection, f"{path}", "--state-dir")
         except DatabaseError as error:
             engine.dispose()
             if not any(words in str(error.orig) for words in _OF_DAMAGE):
@@ -51,7 +51,7 @@ class SqliteStore(EngineStore):
         super().__init__(writing, engine)
         self._path = path
 
-    async def check_whole(self) -> None:
+    async def check_integrity(self) -> None:
         """Reads the whole file. Raises ValueError if it is damaged."""
 
         def statements(connection: Connection) -> str:
@@ -70,7 +70,7 @@ class SqliteStore(EngineStore):
 
 
 def _damage(path: Path, reason: str) -> ValueError:
-    return ValueError(f"database {path} is damaged ({' '.join(reason.split())}): {REMEDY}")
+    return ValueError(f"database {path} is damaged ({' '.join(reason.split())}): {DAMAGE_REMEDY}")
 
 
 def _engine(path: Path, sync: bool) -> Engine:

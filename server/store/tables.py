@@ -28,7 +28,7 @@ from sqlalchemy.types import TypeEngine
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
-class Text(TypeDecorator):
+class PortableText(TypeDecorator):
     """Text that all databases store and compare alike, by code point and not by language.
 
     NUL and lone surrogates, which JSON allows and databases do not, become U+FFFD, in rows and in queries.
@@ -44,30 +44,30 @@ class Text(TypeDecorator):
         return None if value is None else _UNSTORABLE.sub("\ufffd", value)
 
 
-def storable(value: JsonValue) -> JsonValue:
+def replace_unstorable(value: JsonValue) -> JsonValue:
     """Replaces characters that a database or a response cannot hold with U+FFFD."""
     match value:
         case str():
             return _UNSTORABLE.sub("\ufffd", value)
         case list():
-            return [storable(entry) for entry in value]
+            return [replace_unstorable(entry) for entry in value]
         case dict():
-            return {_UNSTORABLE.sub("\ufffd", key): storable(entry) for key, entry in value.items()}
+            return {_UNSTORABLE.sub("\ufffd", key): replace_unstorable(entry) for key, entry in value.items()}
         case _:
             return value
 
 
-class Json(TypeDecorator):
+class PortableJson(TypeDecorator):
     """JSON that replaces unstorable characters like Text, also when reading rows of earlier versions."""
 
     impl = JSON
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> JsonValue:
-        return storable(list(value) if isinstance(value, tuple) else value)
+        return replace_unstorable(list(value) if isinstance(value, tuple) else value)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> JsonValue:
-        return storable(value)
+        return replace_unstorable(value)
 
 
 metadata = MetaData()
@@ -77,8 +77,8 @@ format_table = Table("format", metadata, Column("version", Integer, nullable=Fal
 tenants = Table(
     "tenants",
     metadata,
-    Column("tenant_id", Text, primary_key=True),
-    Column("name", Text, nullable=False, unique=True),
+    Column("tenant_id", PortableText, primary_key=True),
+    Column("name", PortableText, nullable=False, unique=True),
     Column("created_at", Float, nullable=False),
 )
 
@@ -87,29 +87,29 @@ api_keys = Table(
     metadata,
     Column("key_id", Integer, primary_key=True, autoincrement=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("key_hash", Text, nullable=False, unique=True),
+    Column("key_hash", PortableText, nullable=False, unique=True),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
-    Column("scopes", Json(none_as_null=True)),
+    Column("scopes", PortableJson(none_as_null=True)),
     Column("requests_per_minute", Integer),
 )
 
 sessions = Table(
     "sessions",
     metadata,
-    Column("session_id", Text, primary_key=True),
+    Column("session_id", PortableText, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("last_heartbeat_at", Float, nullable=False),
     Column("finished_at", Float, index=True),
-    Column("end", Text),
-    Column("end_detail", Text),
-    Column("tags", Json, nullable=False),
-    Column("user_metadata", Json(none_as_null=True)),
-    Column("sdk_version", Text),
-    Column("project_id", Text),
-    Column("display_name", Text),
-    Column("idempotency_key", Text),
+    Column("end", PortableText),
+    Column("end_detail", PortableText),
+    Column("tags", PortableJson, nullable=False),
+    Column("user_metadata", PortableJson(none_as_null=True)),
+    Column("sdk_version", PortableText),
+    Column("project_id", PortableText),
+    Column("display_name", PortableText),
+    Column("idempotency_key", PortableText),
     UniqueConstraint("tenant_id", "idempotency_key"),
     Index("sessions_by_tenant", "tenant_id", "created_at"),
 )
@@ -117,17 +117,17 @@ sessions = Table(
 runs = Table(
     "runs",
     metadata,
-    Column("run_id", Text, primary_key=True),
+    Column("run_id", PortableText, primary_key=True),
     Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", Text, nullable=False),
-    Column("training", Json, nullable=False),
+    Column("base_model", PortableText, nullable=False),
+    Column("training", PortableJson, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("last_request_at", Float, nullable=False),
-    Column("user_metadata", Json(none_as_null=True)),
-    Column("role", Text, nullable=False),
-    Column("target_path", Text),
-    Column("asked", Text),
+    Column("user_metadata", PortableJson(none_as_null=True)),
+    Column("role", PortableText, nullable=False),
+    Column("target_path", PortableText),
+    Column("asked", PortableText),
     Index("runs_by_tenant", "tenant_id", "last_request_at"),
 )
 
@@ -135,56 +135,56 @@ checkpoints = Table(
     "checkpoints",
     metadata,
     Column("run_id", ForeignKey("runs.run_id"), primary_key=True),
-    Column("kind", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
+    Column("kind", PortableText, primary_key=True),
+    Column("name", PortableText, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("directory", Text, nullable=False),
+    Column("directory", PortableText, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
     Column("public", Boolean, nullable=False),
-    Column("user_metadata", Json(none_as_null=True)),
-    Column("base_model", Text, nullable=False),
-    Column("training", Json, nullable=False),
+    Column("user_metadata", PortableJson(none_as_null=True)),
+    Column("base_model", PortableText, nullable=False),
+    Column("training", PortableJson, nullable=False),
     Column("has_optimizer", Boolean, nullable=False),
-    Column("role", Text, nullable=False),
-    Column("target_path", Text),
+    Column("role", PortableText, nullable=False),
+    Column("target_path", PortableText),
     Index("checkpoints_by_tenant", "tenant_id", "created_at"),
 )
 
 samplers = Table(
     "samplers",
     metadata,
-    Column("sampler_id", Text, primary_key=True),
+    Column("sampler_id", PortableText, primary_key=True),
     Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", Text, nullable=False),
+    Column("base_model", PortableText, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("kind", Text, nullable=False),
-    Column("model_path", Text),
-    Column("run_id", Text),
-    Column("draft_path", Text),
+    Column("kind", PortableText, nullable=False),
+    Column("model_path", PortableText),
+    Column("run_id", PortableText),
+    Column("draft_path", PortableText),
 )
 
 results = Table(
     "results",
     metadata,
-    Column("request_id", Text, primary_key=True),
+    Column("request_id", PortableText, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("place", Text, nullable=False),
+    Column("place", PortableText, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
-    Column("encoding", Text, nullable=False),
+    Column("encoding", PortableText, nullable=False),
     Column("created_at", Float, nullable=False, index=True),
 )
 
 checkpoint_copies = Table(
     "checkpoint_copies",
     metadata,
-    Column("directory", Text, primary_key=True),
-    Column("mirror", Text, primary_key=True),
-    Column("url", Text, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("error", Text),
+    Column("directory", PortableText, primary_key=True),
+    Column("mirror", PortableText, primary_key=True),
+    Column("url", PortableText, nullable=False),
+    Column("state", PortableText, nullable=False),
+    Column("error", PortableText),
     Column("num_tries", Integer, nullable=False),
     Column("updated_at", Float, nullable=False),
 )
@@ -192,9 +192,9 @@ checkpoint_copies = Table(
 leases = Table(
     "leases",
     metadata,
-    Column("base_model", Text, primary_key=True),
-    Column("holder", Text, nullable=False),
-    Column("url", Text, nullable=False),
+    Column("base_model", PortableText, primary_key=True),
+    Column("holder", PortableText, nullable=False),
+    Column("url", PortableText, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("expires_at", Float, nullable=False),
 )

@@ -19,7 +19,7 @@ from fastapi.security import APIKeyHeader
 from ...schemas.errors import RequestError
 from ..config.knobs import ServerConfig
 from ..store import ApiKeyRecord, KeyCounts, Store, TenantRecord
-from .rate_limits import UNCOUNTED, RateLimits, Strangers
+from .rate_limits import UNCOUNTED, RateLimits, UnauthenticatedLimits
 from .scopes import OPERATOR, TENANT_SCOPES, check_scopes
 from .tokens import Tokens
 
@@ -37,7 +37,7 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _AuthenticatedKey:
     """Pairs a tenant with its key; the key is None if an open server accepted a made-up one."""
 
     tenant: Tenant
@@ -58,20 +58,20 @@ class Auth:
         store: Store,
         loopback: bool,
         clock: Callable[[], float] = time.monotonic,
-        strangers_per_minute: int = ServerConfig.unauthenticated_per_minute,
+        unauthenticated_per_minute: int = ServerConfig.unauthenticated_per_minute,
     ) -> None:
         self._store = store
         self._loopback = loopback
         self._clock = clock
         self._tokens = Tokens()
         self._rates = RateLimits(clock)
-        self._strangers = Strangers(strangers_per_minute, clock)
+        self._unauthenticated_limits = UnauthenticatedLimits(unauthenticated_per_minute, clock)
         # Valid until the store's counts of keys change. Then both are replaced, so that a look-up that began earlier
         # writes to dicts that are no longer read. Refused keys are separate, so that they cannot evict valid ones.
-        self._known: dict[str, _Known] = {}
-        self._refused: dict[str, None] = {}
+        self._valid_keys: dict[str, _AuthenticatedKey] = {}
+        self._invalid_keys: dict[str, None] = {}
         # Keys that have been valid before: they are looked up even while their address is over its limit.
-        self._familiar: dict[str, None] = {}
+        self._once_valid: dict[str, None] = {}
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
 
@@ -117,14 +117,14 @@ class Auth:
 
     async def revoke(self, key: ApiKeyRecord) -> None:
         await revoke_key(self._store, key.key_id)
-        self._forget()
+        self._clear_caches()
 
     def _check(self, key: ApiKeyRecord, route: str) -> None:
         if key.requests_per_minute is not None and route not in UNCOUNTED:
             self._rates.take(key.key_id, key.requests_per_minute)
         check_scopes(key.scopes or TENANT_SCOPES, route)
 
-    async def _require(self, key: str | None, address: str | None = None) -> _Known:
+    async def _require(self, key: str | None, address: str | None = None) -> _AuthenticatedKey:
         """Returns the tenant of the key. Raises RequestError 401, 429.
 
         Args:
@@ -134,42 +134,42 @@ class Auth:
         if known is not None:
             return known
         if address is not None:
-            self._strangers.take(address)
+            self._unauthenticated_limits.take(address)
         if not key:
             raise RequestError(
                 "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
             )
         raise RequestError(_refusal(key, self._was_open()), status=401)
 
-    async def _look_up(self, key: str, address: str | None = None) -> _Known | None:
+    async def _look_up(self, key: str, address: str | None = None) -> _AuthenticatedKey | None:
         """Returns the key's tenant, or None if the key is not valid.
 
         Raises RequestError 429, without a query to the store, if the address has sent too many invalid keys.
         """
         if self._clock() >= self._counted_until:
-            await self._count()
+            await self._refresh_counts()
         stood_for = self._tokens.key_hash_of(key)
         key_hash = stood_for or hash_key(key)
-        in_force, refused = self._known, self._refused
+        in_force, refused = self._valid_keys, self._invalid_keys
         if key_hash in in_force:
             return in_force[key_hash]
         if key_hash in refused:
             return None
-        if address is not None and key_hash not in self._familiar:
-            self._strangers.check(address)
+        if address is not None and key_hash not in self._once_valid:
+            self._unauthenticated_limits.check(address)
         known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
         if known is not None:
-            _keep(in_force, key_hash, known)
-            _keep(self._familiar, key_hash, None)
+            _cache(in_force, key_hash, known)
+            _cache(self._once_valid, key_hash, None)
         else:
-            self._familiar.pop(key_hash, None)
-            _keep(refused, key_hash, None)
+            self._once_valid.pop(key_hash, None)
+            _cache(refused, key_hash, None)
         return known
 
-    def _forget(self) -> None:
-        self._known, self._refused = {}, {}
+    def _clear_caches(self) -> None:
+        self._valid_keys, self._invalid_keys = {}, {}
 
-    async def _count(self) -> None:
+    async def _refresh_counts(self) -> None:
         """Clears the caches if a key was created or revoked; one query serves all keys, which may be many."""
         # Set before the query, so that concurrent requests do not query the store, too.
         before, self._counted_until = self._counted_until, self._clock() + CACHE_SECONDS
@@ -179,25 +179,25 @@ class Auth:
             self._counted_until = before
             raise
         if counts != self._counts:
-            self._forget()
+            self._clear_caches()
             self._counts = counts
 
-    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known | None:
+    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _AuthenticatedKey | None:
         record = await self._store.find_key(key_hash)
         if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
             tenant = await self._store.get_tenant(record.tenant_id)
             assert tenant is not None
-            return _Known(Tenant(tenant.tenant_id, tenant.name), record)
+            return _AuthenticatedKey(Tenant(tenant.tenant_id, tenant.name), record)
         if record is None and may_be_new and await self._is_open():
-            return _Known(await self._own_tenant(key_hash), None)
+            return _AuthenticatedKey(await self._own_tenant(key_hash), None)
         return None
 
     async def _is_open(self) -> bool:
-        return self._loopback and (await self._store.count_keys()).made == 0
+        return self._loopback and (await self._store.count_keys()).created == 0
 
     def _was_open(self) -> bool:
         """True if the server was open when the keys were last counted."""
-        return self._loopback and self._counts is not None and self._counts.made == 0
+        return self._loopback and self._counts is not None and self._counts.created == 0
 
     async def _own_tenant(self, key_hash: str) -> Tenant:
         tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
@@ -205,7 +205,7 @@ class Auth:
         return tenant
 
 
-def _keep(cache: dict[str, T], key_hash: str, found: T) -> None:
+def _cache(cache: dict[str, T], key_hash: str, found: T) -> None:
     """Adds an entry; evicts the oldest ones if the cache is full."""
     while len(cache) >= _MOST_CACHED:
         del cache[next(iter(cache))]
@@ -266,7 +266,7 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
     """Raises ValueError if other machines can reach the server and no key is valid."""
     if config.is_loopback:
         return
-    if not (await store.count_keys()).in_force:
+    if not (await store.count_keys()).active:
         raise ValueError(
             f"host {config.host} can be reached from other machines and no API key is in force: "
             f"make one with `trainhouse keys create NAME {_place_of(config)}`, or listen on 127.0.0.1"

@@ -41,7 +41,7 @@ _DRAIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class QueuePosition:
     """The position of a request in the order of its run, which decides its priority.
 
     ready: all earlier operations of the run have arrived.
@@ -52,18 +52,18 @@ class Standing:
     """
 
     run_id: str = ""
-    ready: bool = True
-    alone: bool = False
-    needed: bool = False
+    is_ready: bool = True
+    is_alone: bool = False
+    may_unblock: bool = False
     num_operations: int = 0
     num_bytes: int = 0
 
 
-UNORDERED = Standing()
+UNORDERED = QueuePosition()
 
 
 @dataclass(frozen=True)
-class PutOff:
+class ThrottleReason:
     """The reason why a request was throttled.
 
     knob: sets the limit that was reached.
@@ -79,7 +79,7 @@ class PutOff:
 
 
 @dataclass
-class _Drain:
+class _ThroughputEstimate:
     """Estimates throughput: an exponential average of work done over about the last _DRAIN_SECONDS."""
 
     began_at: float
@@ -102,7 +102,7 @@ class _Drain:
 
 
 @dataclass
-class _Bucket:
+class _TokenBudget:
     """A token bucket for a tenant's tokens per minute. A level below zero is a debt, which shrinks with time."""
 
     per_minute: int
@@ -126,7 +126,7 @@ class _Bucket:
         self.at = now
 
 
-class _StandingStill:
+class _StalledRuns:
     """Runs that are stalled for lack of room; the first has precedence until it advances or stops sending requests."""
 
     def __init__(self) -> None:
@@ -141,12 +141,12 @@ class _StandingStill:
             del self._asked_at[other]
         return False
 
-    def moves(self, run_id: str) -> None:
+    def remove(self, run_id: str) -> None:
         self._asked_at.pop(run_id, None)
 
 
 @dataclass
-class _Usage:
+class _TenantUsage:
     """The usage of one tenant; an upload counts from its beginning.
 
     num_arriving, num_bytes_arriving: the part that is not accepted yet.
@@ -154,16 +154,16 @@ class _Usage:
     put_off: the last time a request was throttled.
     """
 
-    bucket: _Bucket
-    operations_drain: _Drain
-    bytes_drain: _Drain
+    bucket: _TokenBudget
+    operations_throughput: _ThroughputEstimate
+    bytes_throughput: _ThroughputEstimate
     num_operations: int = 0
     num_bytes: int = 0
     num_arriving: int = 0
     num_bytes_arriving: int = 0
-    num_bytes_leaving: int = 0
-    put_off: PutOff | None = None
-    standing_still: _StandingStill = field(default_factory=_StandingStill)
+    num_bytes_sending: int = 0
+    last_throttle: ThrottleReason | None = None
+    stalled_runs: _StalledRuns = field(default_factory=_StalledRuns)
 
 
 class Quotas:
@@ -176,29 +176,30 @@ class Quotas:
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._usages: dict[str, _Usage] = {}
+        self._usages: dict[str, _TenantUsage] = {}
         self._num_bytes = 0
         self._num_bytes_leaving = 0
-        self._drain = _Drain(clock(), clock())
-        self._standing_still = _StandingStill()
+        self._throughput = _ThroughputEstimate(clock(), clock())
+        self._stalled_runs = _StalledRuns()
         self.is_closed = False
 
     def close(self) -> None:
         """Refuses all requests from now on, with 503."""
         self.is_closed = True
 
-    def admission(self, tenant_id: str) -> "Admission":
-        return Admission(self, tenant_id)
+    def reservation(self, tenant_id: str) -> "Reservation":
+        return Reservation(self, tenant_id)
 
     def check_sessions(self, tenant_id: str, num_sessions: int) -> None:
         """Raises RequestError 429 if the tenant cannot have one more."""
         limit = self._config.tenant_sessions
         if num_sessions >= limit:
             reason = (
-                f"you have {num_sessions} open sessions, and {_words('tenant_sessions', limit)}: close those you no "
+                f"you have {num_sessions} open sessions, and {_limit_words('tenant_sessions', limit)}: close those "
+                "you no "
                 f"longer need, or stop their heartbeats for {self._config.session_expiry_seconds:g} s to end them"
             )
-            put_off = PutOff("tenant_sessions", reason, "paused_capacity", _SESSION_SECONDS, self._clock())
+            put_off = ThrottleReason("tenant_sessions", reason, "paused_capacity", _SESSION_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
     def check_runs(self, tenant_id: str, num_runs: int) -> None:
@@ -206,10 +207,13 @@ class Quotas:
         limit = self._config.tenant_runs
         if num_runs >= limit:
             reason = (
-                f"you have {num_runs} live runs, and {_words('tenant_runs', limit)}: close sessions you no longer "
+                f"you have {num_runs} live runs, and {_limit_words('tenant_runs', limit)}: close sessions you no "
+                "longer "
                 f"need, or stop their heartbeats for {self._config.session_expiry_seconds:g} s to end them"
             )
-            self._refuse(tenant_id, PutOff("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock()))
+            self._refuse(
+                tenant_id, ThrottleReason("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock())
+            )
 
     @property
     def max_logprobs(self) -> int:
@@ -217,7 +221,7 @@ class Quotas:
         return self._config.max_logprobs
 
     @property
-    def most_bytes(self) -> int:
+    def max_request_bytes(self) -> int:
         """The size in bytes beyond which a request could never be accepted."""
         return min(self._config.tenant_queued_bytes, self._config.queued_bytes // 2)
 
@@ -230,19 +234,21 @@ class Quotas:
         Raises:
             RequestError: 400 if the result could never fit, 429 if it does not fit now.
         """
-        if result_bytes > self.most_bytes:
+        if result_bytes > self.max_request_bytes:
             raise RequestError(
-                f"the result may take {result_bytes} bytes, and the limit is {self.most_bytes}: lower num_samples, "
+                f"the result may take {result_bytes} bytes, and the limit is {self.max_request_bytes}: lower "
+                "num_samples, "
                 f"max_tokens, {', '.join(ALTERNATIVES)}, or send several requests"
             )
         limit = self._config.tenant_result_bytes
         if kept_bytes and kept_bytes + result_bytes > limit:
             reason = (
                 f"your results take {kept_bytes} bytes, that of this request may take {result_bytes}, and "
-                f"{_words('tenant_result_bytes', limit)}: a result is deleted {self._config.result_ttl_seconds:g} s "
+                f"{_limit_words('tenant_result_bytes', limit)}: a result is deleted "
+                f"{self._config.result_ttl_seconds:g} s "
                 "after it is ready (--result-ttl-seconds)"
             )
-            put_off = PutOff("tenant_result_bytes", reason, "paused_rate_limit", _MOST_SECONDS, self._clock())
+            put_off = ThrottleReason("tenant_result_bytes", reason, "paused_rate_limit", _MOST_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
     def limits(self, tenant: Tenant, num_runs: int, num_sessions: int = 0, result_bytes: int = 0) -> Limits:
@@ -263,7 +269,7 @@ class Quotas:
     def pending(self, tenant_id: str) -> Pending | None:
         """Returns why the tenant's requests were throttled lately, for its waiting polls; None if they were not."""
         usage = self._usages.get(tenant_id)
-        put_off = usage and usage.put_off
+        put_off = usage and usage.last_throttle
         if not put_off or put_off.at + put_off.seconds + _REMEMBERED_SECONDS < self._clock():
             return None
         return Pending(queue_state=put_off.state, queue_state_reason=put_off.reason)
@@ -272,22 +278,22 @@ class Quotas:
         """Drops the records of tenants that have nothing queued, no debt and no recent refusal."""
         now = self._clock()
         for tenant_id, usage in list(self._usages.items()):
-            is_idle = not usage.num_operations and not usage.num_bytes_leaving
+            is_idle = not usage.num_operations and not usage.num_bytes_sending
             if is_idle and not usage.bucket.used(now) and self.pending(tenant_id) is None:
                 del self._usages[tenant_id]
 
-    def leaving(self, tenant_id: str) -> "Leaving":
-        return Leaving(self, tenant_id)
+    def result_reservation(self, tenant_id: str) -> "ResultReservation":
+        return ResultReservation(self, tenant_id)
 
     # For Leaving
 
-    def check_leaving(self, tenant_id: str, num_bytes: int) -> None:
+    def check_sending(self, tenant_id: str, num_bytes: int) -> None:
         """Raises RequestError 429 if the result exceeds a limit; one at a time per tenant is always allowed."""
         of_tenant, of_all = (
             self._config.tenant_queued_bytes // _LEAVING_PART,
             self._config.queued_bytes // _LEAVING_PART,
         )
-        own = self._usage(tenant_id).num_bytes_leaving
+        own = self._usage(tenant_id).num_bytes_sending
         if own and (own + num_bytes > of_tenant or self._num_bytes_leaving + num_bytes > of_all):
             reason = (
                 f"results with {own} bytes are being sent to you, this one takes {num_bytes}, and the limits are "
@@ -295,26 +301,28 @@ class Quotas:
                 "of --queued-bytes): "
                 "retrieve fewer at a time, or read responses faster"
             )
-            put_off = PutOff("tenant_queued_bytes", reason, "paused_capacity", _LEAVING_SECONDS, self._clock())
+            put_off = ThrottleReason("tenant_queued_bytes", reason, "paused_capacity", _LEAVING_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
-    def leaves(self, tenant_id: str, num_bytes: int) -> None:
+    def add_sending(self, tenant_id: str, num_bytes: int) -> None:
         """Adds bytes that are being sent; negative after they have been sent."""
-        self._usage(tenant_id).num_bytes_leaving += num_bytes
+        self._usage(tenant_id).num_bytes_sending += num_bytes
         self._num_bytes_leaving += num_bytes
 
     # For Admission
 
     def fits(self, tenant_id: str, num_bytes: int) -> bool:
         """True if a request of this size is accepted regardless of its position in the order of its run."""
-        within = self._put_off(self._usage(tenant_id), num_bytes, UNORDERED) is None
+        within = self._tenant_throttle(self._usage(tenant_id), num_bytes, UNORDERED) is None
         return within and not self.is_closed and self._num_bytes + num_bytes <= self._config.queued_bytes // 2
 
-    def check(self, tenant_id: str, num_bytes: int, standing: Standing) -> None:
+    def check(self, tenant_id: str, num_bytes: int, position: QueuePosition) -> None:
         """Raises RequestError 429 if the request exceeds a limit, 503 if the server is stopping."""
         if self.is_closed:
             raise RequestError("the server is stopping: send it again when it is back", 503, _STOPPING_SECONDS)
-        put_off = self._put_off(self._usage(tenant_id), num_bytes, standing) or self._no_memory(num_bytes, standing)
+        put_off = self._tenant_throttle(self._usage(tenant_id), num_bytes, position) or self._server_throttle(
+            num_bytes, position
+        )
         if put_off is not None:
             self._refuse(tenant_id, put_off)
 
@@ -324,7 +332,7 @@ class Quotas:
         usage.num_bytes += num_bytes
         self._num_bytes += num_bytes
 
-    def arrives(self, tenant_id: str, num_operations: int, num_bytes: int) -> None:
+    def add_arriving(self, tenant_id: str, num_operations: int, num_bytes: int) -> None:
         """Adds uploads in progress; negative after they have arrived."""
         usage = self._usage(tenant_id)
         usage.num_arriving += num_operations
@@ -334,40 +342,42 @@ class Quotas:
         self.add(tenant_id, -1, -num_bytes)
         if done:
             now, usage = self._clock(), self._usage(tenant_id)
-            usage.operations_drain.add(1, now)
-            usage.bytes_drain.add(num_bytes, now)
-            self._drain.add(num_bytes, now)
+            usage.operations_throughput.add(1, now)
+            usage.bytes_throughput.add(num_bytes, now)
+            self._throughput.add(num_bytes, now)
 
     def charge(self, tenant_id: str, num_tokens: int) -> None:
         self._usage(tenant_id).bucket.take(num_tokens)
 
-    def _usage(self, tenant_id: str) -> _Usage:
+    def _usage(self, tenant_id: str) -> _TenantUsage:
         usage = self._usages.get(tenant_id)
         if usage is None:
             now, per_minute = self._clock(), self._config.tenant_tokens_per_minute
-            bucket = _Bucket(per_minute, per_minute, now)
-            usage = self._usages[tenant_id] = _Usage(bucket, _Drain(now, now), _Drain(now, now))
+            bucket = _TokenBudget(per_minute, per_minute, now)
+            usage = self._usages[tenant_id] = _TenantUsage(
+                bucket, _ThroughputEstimate(now, now), _ThroughputEstimate(now, now)
+            )
         return usage
 
-    def _put_off(self, usage: _Usage, num_bytes: int, standing: Standing) -> PutOff | None:
+    def _tenant_throttle(self, usage: _TenantUsage, num_bytes: int, standing: QueuePosition) -> ThrottleReason | None:
         """Returns why the request exceeds a limit of the tenant, or None."""
-        if standing.needed and standing.ready:
+        if standing.may_unblock and standing.is_ready:
             return None
         if seconds := usage.bucket.seconds_in_debt(self._clock()):
             return self._too_many_tokens(usage, seconds)
-        if standing.alone or not usage.num_operations:
+        if standing.is_alone or not usage.num_operations:
             return None
-        put_off = self._beyond(usage, num_bytes)
+        put_off = self._queue_throttle(usage, num_bytes)
         return None if put_off and self._has_precedence(usage, num_bytes, standing) else put_off
 
-    def _beyond(self, usage: _Usage, num_bytes: int) -> PutOff | None:
+    def _queue_throttle(self, usage: _TenantUsage, num_bytes: int) -> ThrottleReason | None:
         if usage.num_operations >= self._config.tenant_queued_operations:
             return self._too_many_operations(usage)
         if usage.num_bytes + num_bytes > self._config.tenant_queued_bytes:
             return self._too_many_bytes(usage, num_bytes)
         return None
 
-    def _has_precedence(self, usage: _Usage, num_bytes: int, standing: Standing) -> bool:
+    def _has_precedence(self, usage: _TenantUsage, num_bytes: int, standing: QueuePosition) -> bool:
         """True if the request may exceed its tenant's limits because its run is stalled and has precedence.
 
         Otherwise stalled runs of a tenant, each of which misses an operation, could fill its limits forever. So one of
@@ -380,35 +390,36 @@ class Quotas:
             and usage.num_operations < 2 * most
             and usage.num_bytes + num_bytes <= 2 * most_bytes
         )
-        return standing.needed and fits and usage.standing_still.is_first(standing.run_id, self._clock())
+        return standing.may_unblock and fits and usage.stalled_runs.is_first(standing.run_id, self._clock())
 
-    def _too_many_tokens(self, usage: _Usage, seconds: float) -> PutOff:
+    def _too_many_tokens(self, usage: _TenantUsage, seconds: float) -> ThrottleReason:
         limit = self._config.tenant_tokens_per_minute
         reason = (
             f"you have used {usage.bucket.used(self._clock())} tokens recently, and "
-            f"{_words('tenant_tokens_per_minute', limit)}: more are accepted in {math.ceil(seconds)} s"
+            f"{_limit_words('tenant_tokens_per_minute', limit)}: more are accepted in {math.ceil(seconds)} s"
         )
-        return PutOff("tenant_tokens_per_minute", reason, "paused_rate_limit", seconds, self._clock())
+        return ThrottleReason("tenant_tokens_per_minute", reason, "paused_rate_limit", seconds, self._clock())
 
-    def _too_many_operations(self, usage: _Usage) -> PutOff:
+    def _too_many_operations(self, usage: _TenantUsage) -> ThrottleReason:
         limit, now = self._config.tenant_queued_operations, self._clock()
         reason = (
-            f"{usage.num_operations} of your operations are queued, and {_words('tenant_queued_operations', limit)}: "
+            f"{usage.num_operations} of your operations are queued, and "
+            f"{_limit_words('tenant_queued_operations', limit)}: "
             "more are accepted as those finish"
         )
-        seconds = usage.operations_drain.seconds_for(1, now)
-        return PutOff("tenant_queued_operations", reason, "paused_rate_limit", seconds, now)
+        seconds = usage.operations_throughput.seconds_for(1, now)
+        return ThrottleReason("tenant_queued_operations", reason, "paused_rate_limit", seconds, now)
 
-    def _too_many_bytes(self, usage: _Usage, num_bytes: int) -> PutOff:
+    def _too_many_bytes(self, usage: _TenantUsage, num_bytes: int) -> ThrottleReason:
         limit, now = self._config.tenant_queued_bytes, self._clock()
         reason = (
             f"your queued operations have {usage.num_bytes} bytes, this one has {num_bytes}, and "
-            f"{_words('tenant_queued_bytes', limit)}: more are accepted as those finish"
+            f"{_limit_words('tenant_queued_bytes', limit)}: more are accepted as those finish"
         )
-        seconds = usage.bytes_drain.seconds_for(usage.num_bytes + num_bytes - limit, now)
-        return PutOff("tenant_queued_bytes", reason, "paused_rate_limit", seconds, now)
+        seconds = usage.bytes_throughput.seconds_for(usage.num_bytes + num_bytes - limit, now)
+        return ThrottleReason("tenant_queued_bytes", reason, "paused_rate_limit", seconds, now)
 
-    def _no_memory(self, num_bytes: int, standing: Standing) -> PutOff | None:
+    def _server_throttle(self, num_bytes: int, standing: QueuePosition) -> ThrottleReason | None:
         """Returns why the request exceeds the limit of all tenants together, or None.
 
         Any operation may use half of the limit. The other half is for operations that can run at once, so it empties by
@@ -420,40 +431,40 @@ class Quotas:
             return None
         reason = (
             f"the server's memory for queued operations of all tenants is full, this one has {num_bytes} bytes, "
-            f"and {_words('queued_bytes', limit)}: more are accepted as those finish"
+            f"and {_limit_words('queued_bytes', limit)}: more are accepted as those finish"
         )
-        seconds = self._drain.seconds_for(missing, now)
-        return PutOff("queued_bytes", reason, "paused_capacity", seconds, now)
+        seconds = self._throughput.seconds_for(missing, now)
+        return ThrottleReason("queued_bytes", reason, "paused_capacity", seconds, now)
 
-    def _most_bytes(self, num_bytes: int, standing: Standing, now: float) -> int:
+    def _most_bytes(self, num_bytes: int, standing: QueuePosition, now: float) -> int:
         limit = self._config.queued_bytes
-        if standing.ready:
+        if standing.is_ready:
             return limit
-        beyond = standing.needed and self._num_bytes + num_bytes > limit // 2
-        if beyond and self._standing_still.is_first(standing.run_id, now):
+        beyond = standing.may_unblock and self._num_bytes + num_bytes > limit // 2
+        if beyond and self._stalled_runs.is_first(standing.run_id, now):
             return limit - self._config.max_body_bytes
         return limit // 2
 
-    def moves(self, tenant_id: str, run_id: str) -> None:
+    def mark_unstalled(self, tenant_id: str, run_id: str) -> None:
         """Records that the run is no longer stalled."""
-        self._standing_still.moves(run_id)
+        self._stalled_runs.remove(run_id)
         if usage := self._usages.get(tenant_id):
-            usage.standing_still.moves(run_id)
+            usage.stalled_runs.remove(run_id)
 
-    def _refuse(self, tenant_id: str, put_off: PutOff) -> None:
+    def _refuse(self, tenant_id: str, put_off: ThrottleReason) -> None:
         usage = self._usage(tenant_id)
-        if self.pending(tenant_id) is None or (usage.put_off and usage.put_off.knob != put_off.knob):
+        if self.pending(tenant_id) is None or (usage.last_throttle and usage.last_throttle.knob != put_off.knob):
             logger.info("requests of tenant %s are throttled: %s", tenant_id, put_off.reason)
-        usage.put_off = put_off
+        usage.last_throttle = put_off
         seconds = min(max(_LEAST_SECONDS, put_off.seconds), _MOST_SECONDS)
         raise RequestError(put_off.reason, 429, retry_after_seconds=seconds)
 
 
-def _words(knob: str, limit: int) -> str:
+def _limit_words(knob: str, limit: int) -> str:
     return f"the limit is {limit} (the server's --{knob.replace('_', '-')})"
 
 
-class Leaving:
+class ResultReservation:
     """The reservation of one large result, from before it is read until the client has received it or disconnected."""
 
     def __init__(self, quotas: Quotas, tenant_id: str) -> None:
@@ -464,17 +475,17 @@ class Leaving:
     def claim(self, num_bytes: int) -> None:
         """Reserves room for the result if it is large. Raises RequestError 429."""
         if num_bytes >= LARGE_BYTES:
-            self._quotas.check_leaving(self._tenant_id, num_bytes)
-            self._quotas.leaves(self._tenant_id, num_bytes)
+            self._quotas.check_sending(self._tenant_id, num_bytes)
+            self._quotas.add_sending(self._tenant_id, num_bytes)
             self._num_bytes += num_bytes
 
     def release(self) -> None:
         """Releases the reservation; a repeated call does nothing."""
-        self._quotas.leaves(self._tenant_id, -self._num_bytes)
+        self._quotas.add_sending(self._tenant_id, -self._num_bytes)
         self._num_bytes = 0
 
 
-class Admission:
+class Reservation:
     """The reservation of one request, from before its body is read until its operation is answered.
 
     The end of the `with` block releases it, unless `keep` was called for an accepted operation; then `release` does.
@@ -487,14 +498,14 @@ class Admission:
         self._tenant_id = tenant_id
         self._claimed = False
         self._kept = False
-        self._others: list[Callable[[], None]] = []
+        self._release_features: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._kept:
-            self._give_back(done=False)
+            self._release(done=False)
 
     def try_claim(self, num_bytes: int) -> bool:
         """Reserves room if a request of this size is accepted regardless of its run; returns whether it did."""
@@ -503,31 +514,31 @@ class Admission:
             self._claim(num_bytes)
         return fits
 
-    def claim(self, num_bytes: int, standing: Standing) -> None:
+    def claim(self, num_bytes: int, position: QueuePosition) -> None:
         """Reserves room for the request. Raises RequestError 429, 503."""
-        self._quotas.check(self._tenant_id, num_bytes, standing)
+        self._quotas.check(self._tenant_id, num_bytes, position)
         self._claim(num_bytes)
 
-    def grow(self, num_bytes: int, standing: Standing) -> None:
+    def grow(self, num_bytes: int, position: QueuePosition) -> None:
         """Raises the reservation to the body's decompressed size. Raises RequestError 429, 503."""
         if num_bytes > self.num_bytes:
-            self._give_back(done=False)
-            self.claim(num_bytes, standing)
+            self._release(done=False)
+            self.claim(num_bytes, position)
 
     def keep(self, num_bytes: int, num_tokens: int) -> None:
         """Keeps the reservation for an accepted operation, with its decoded size, and charges its tokens."""
         if not self._claimed:
             self._claim(0)
         self._kept = True
-        self._quotas.arrives(self._tenant_id, -1, -self.num_bytes)
+        self._quotas.add_arriving(self._tenant_id, -1, -self.num_bytes)
         self._quotas.add(self._tenant_id, 0, num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
         self._quotas.charge(self._tenant_id, num_tokens)
 
-    def also(self, feature_bytes: int, release: Callable[[], None]) -> None:
+    def add_features(self, feature_bytes: int, release: Callable[[], None]) -> None:
         """Adds a reservation of captured features, which is released together with this one."""
         self.feature_bytes += feature_bytes
-        self._others.append(release)
+        self._release_features.append(release)
 
     def charge(self, num_tokens: int) -> None:
         """Charges tokens that were not known when the operation was accepted."""
@@ -535,20 +546,20 @@ class Admission:
 
     def release(self) -> None:
         """Releases the reservation, as the operation is answered; a repeated call does nothing."""
-        self._give_back(done=True)
+        self._release(done=True)
 
     def _claim(self, num_bytes: int) -> None:
         assert not self._claimed
         self._claimed = True
         self.num_bytes = num_bytes
         self._quotas.add(self._tenant_id, 1, num_bytes)
-        self._quotas.arrives(self._tenant_id, 1, num_bytes)
+        self._quotas.add_arriving(self._tenant_id, 1, num_bytes)
 
-    def _give_back(self, done: bool) -> None:
-        while self._others:
-            self._others.pop()()
+    def _release(self, done: bool) -> None:
+        while self._release_features:
+            self._release_features.pop()()
         if self._claimed:
             self._claimed = False
             if not self._kept:
-                self._quotas.arrives(self._tenant_id, -1, -self.num_bytes)
+                self._quotas.add_arriving(self._tenant_id, -1, -self.num_bytes)
             self._quotas.subtract(self._tenant_id, self.num_bytes, done)

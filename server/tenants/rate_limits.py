@@ -25,7 +25,7 @@ _ADDRESSES_IN_ALL = 10
 
 
 @dataclass
-class _Bucket:
+class _RequestBucket:
     """A token bucket that holds at most a minute's worth. level: requests allowed at once, as of time `at`."""
 
     per_minute: int
@@ -44,12 +44,12 @@ class RateLimits:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _RequestBucket] = {}
 
     def take(self, key_id: int, per_minute: int) -> None:
         """Counts one request. Raises RequestError 429 if the key has exceeded its rate."""
         now = self._clock()
-        bucket = self._buckets.setdefault(key_id, _Bucket(per_minute, per_minute, now))
+        bucket = self._buckets.setdefault(key_id, _RequestBucket(per_minute, per_minute, now))
         if seconds := bucket.seconds_to_wait(now):
             raise RequestError(
                 f"this key has used up its limit of {per_minute} requests a minute: send fewer, larger ones, or use a "
@@ -60,7 +60,7 @@ class RateLimits:
         bucket.level -= 1
 
 
-class Strangers:
+class UnauthenticatedLimits:
     """Limits requests without a valid key, for each address and for all addresses together.
 
     Keeps the last _MOST_ADDRESSES addresses. clock: monotonic seconds.
@@ -69,7 +69,7 @@ class Strangers:
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._clock = clock
-        self._of_address: dict[str, _Bucket] = {}
+        self._of_address: dict[str, _RequestBucket] = {}
         self._of_all = _full_bucket(_ADDRESSES_IN_ALL * per_minute, clock())
 
     def check(self, address: str) -> None:
@@ -104,5 +104,5 @@ def network_of(address: str) -> str:
     return str(IPv6Address(int(known) >> 64 << 64)) if isinstance(known, IPv6Address) else address
 
 
-def _full_bucket(per_minute: int, now: float) -> _Bucket:
-    return _Bucket(per_minute, per_minute, now)
+def _full_bucket(per_minute: int, now: float) -> _RequestBucket:
+    return _RequestBucket(per_minute, per_minute, now)

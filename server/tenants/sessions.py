@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ...schemas.bounds import MOST_METADATA_BYTES, MOST_TEXT
 from ...schemas.errors import RequestError
 from ...schemas.models import CreateSessionRequest, FinishSessionRequest
-from ..logs.repeated_errors import Trouble
+from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import SessionEnd, SessionRecord, Store, string_metadata
 from .auth import Tenant
 
@@ -31,7 +31,7 @@ _FORGOTTEN_AT_ONCE = 500
 
 
 @dataclass
-class _Open:
+class _OpenSession:
     """An open session.
 
     heard_at: monotonic, so that a machine that slept does not end all sessions.
@@ -69,18 +69,18 @@ class Sessions:
         self._clock = clock
         self._check_room = check_room
         self._num_open: Counter[str] = Counter()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenSession] = {}
         self._saved_at = clock()
         self._watch: asyncio.Task[None] | None = None
         self.on_end: list[Callable[[str], Awaitable[None]]] = []
 
     async def start(self) -> None:
         now = self._clock()
-        await self._store.shorten_sessions(MOST_TEXT, _MOST_METADATA_TEXT)
-        self._open = {record.session_id: _Open(record, now) for record in await self._store.list_open_sessions()}
+        await self._store.truncate_session_texts(MOST_TEXT, _MOST_METADATA_TEXT)
+        self._open = {record.session_id: _OpenSession(record, now) for record in await self._store.list_open_sessions()}
         self._num_open = Counter(known.record.tenant_id for known in self._open.values())
 
-    def watch(self) -> None:
+    def start_expiry(self) -> None:
         """Starts to expire sessions without heartbeats."""
         now = self._clock()
         for known in self._open.values():
@@ -119,7 +119,7 @@ class Sessions:
         try:
             record = await self._store.insert_session(new)
             if record is new:
-                self._open[new.session_id] = _Open(new, self._clock())
+                self._open[new.session_id] = _OpenSession(new, self._clock())
             return record
         finally:
             if new.session_id not in self._open:
@@ -138,7 +138,7 @@ class Sessions:
         record = await self.get(tenant, session_id)
         if record.finished_at is not None:
             raise RequestError(f"session {session_id} has ended ({record.end}): create a new one", status=410)
-        self.heard_of(session_id)
+        self.touch(session_id)
         return record
 
     @property
@@ -151,13 +151,13 @@ class Sessions:
     def is_open(self, session_id: str) -> bool:
         return session_id in self._open
 
-    def heard_of(self, session_id: str) -> None:
+    def touch(self, session_id: str) -> None:
         """Counts any request of a session as a heartbeat. Ignores unknown and ended sessions."""
         if known := self._open.get(session_id):
             known.heard_at = self._clock()
 
     @contextmanager
-    def held(self, session_id: str) -> Iterator[None]:
+    def kept_open(self, session_id: str) -> Iterator[None]:
         """Keeps the session from expiring within the block. Ignores unknown and ended sessions."""
         known = self._open.get(session_id)
         if known is None:
@@ -189,7 +189,7 @@ class Sessions:
             if known.heard_at < silent_since and not known.num_held:
                 await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
 
-    async def forget(self, ttl_seconds: float, most: int, spared: Collection[str]) -> None:
+    async def delete_ended(self, ttl_seconds: float, most: int, spared: Collection[str]) -> None:
         """Deletes sessions that ended at least `ttl_seconds` ago and saved nothing, with their runs and samplers.
 
         Args:
@@ -197,7 +197,7 @@ class Sessions:
             spared: ids of sessions that are still being ended.
         """
         now = time.time()
-        old = await self._store.list_forgettable_sessions(now - ttl_seconds, now - _CROWDED_SECONDS, most)
+        old = await self._store.list_deletable_sessions(now - ttl_seconds, now - _CROWDED_SECONDS, most)
         forgotten = [session_id for session_id in old if session_id not in spared]
         for first in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
             await self._store.delete_sessions(forgotten[first : first + _FORGOTTEN_AT_ONCE])
@@ -216,7 +216,7 @@ class Sessions:
                 logger.exception("releasing the resources of session %s failed", session_id)
 
     async def _expire_in_time(self) -> None:
-        period, trouble = min(10.0, self._expiry_seconds / 4), Trouble(logger, "bringing sessions up to date")
+        period, trouble = min(10.0, self._expiry_seconds / 4), RepeatedErrorLog(logger, "bringing sessions up to date")
         while True:
             await asyncio.sleep(period)
             try:
@@ -225,7 +225,7 @@ class Sessions:
             except SQLAlchemyError as error:  # for example a full disk: the next round may succeed
                 trouble.failed(error)
             else:
-                trouble.passed()
+                trouble.succeeded()
 
     async def _save_heartbeats(self) -> None:
         """Stores the last heartbeats, which listings show; expiry does not read them from the store."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ...workers.protocol.config import ServedModel
+from ...workers.protocol.worker_config import ServedModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 _WITH_OWN_TOKENIZERS = ("TML/", "thinkingmachines/")
@@ -31,7 +31,7 @@ def tokenizer_id(model: ServedModel, is_loopback: bool) -> str:
     return model.name if _is_found(model.name, is_loopback) else _origin(model) or model.name
 
 
-def unresolved(models: Sequence[ServedModel], is_loopback: bool) -> Iterator[str]:
+def warn_unresolved(models: Sequence[ServedModel], is_loopback: bool) -> Iterator[str]:
     """Yields a warning for each served name under which the SDK finds no tokenizer."""
     for model in models:
         if not _is_found(model.name, is_loopback):
@@ -43,13 +43,13 @@ def unresolved(models: Sequence[ServedModel], is_loopback: bool) -> Iterator[str
 
 
 def _is_found(name: str, is_loopback: bool) -> bool:
-    place = _looked_up(name)
+    place = _sdk_tokenizer_name(name)
     if place.startswith(_WITH_OWN_TOKENIZERS):
         return False
     return _HUB_ID.fullmatch(place) is not None or (is_loopback and Path(place).is_absolute() and Path(place).is_dir())
 
 
-def _looked_up(name: str) -> str:
+def _sdk_tokenizer_name(name: str) -> str:
     """Returns the tokenizer id that tinker.lib.public_interfaces.sampling_client derives from a served name.
 
     ORGANISATION/MODEL/VARIANT and MODEL:VARIANT become MODEL. A directory with two slashes is truncated the same way.

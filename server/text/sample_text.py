@@ -25,7 +25,7 @@ class SampleText:
         end_token_ids: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self.stopped = False
+        self.found_stop = False
         self._tokenizer = tokenizer
         self._searches = [StopSearch(stop) for stop in stop_strings]
         self._end_token_ids = end_token_ids
@@ -58,12 +58,12 @@ class SampleText:
         """Returns the text that can be shown and was not taken yet. `last` means that no tokens follow."""
         if last:
             self._end_character()
-        if self.stopped:
+        if self.found_stop:
             return ""
         stop = self._find_stop()
-        self.stopped = stop is not None
+        self.found_stop = stop is not None
         if stop is None:
-            num_held = 0 if last else max((search.num_begun for search in self._searches), default=0)
+            num_held = 0 if last else max((search.num_matched for search in self._searches), default=0)
             stop = self._num_characters - num_held
         num_taken, self._num_taken = stop - self._num_taken, stop
         text, self._held = self._held[:num_taken], self._held[num_taken:]

@@ -27,7 +27,7 @@ class StopSearch:
 
     def __init__(self, stop: StopString) -> None:
         self.stop = stop
-        self.num_begun = 0
+        self.num_matched = 0
 
     def find(self, text: str, num_unstopped: int) -> int | None:
         """Returns how many characters of `text`, which continues the text searched so far, end with the stop string.
@@ -37,14 +37,14 @@ class StopSearch:
         stop, borders = self.stop.text, self.stop.borders
         place = 0
         while place < len(text):
-            if not self.num_begun and (place := text.find(stop[0], place)) < 0:
+            if not self.num_matched and (place := text.find(stop[0], place)) < 0:
                 return None
-            while self.num_begun and stop[self.num_begun] != text[place]:
-                self.num_begun = borders[self.num_begun - 1]
-            self.num_begun += stop[self.num_begun] == text[place]
+            while self.num_matched and stop[self.num_matched] != text[place]:
+                self.num_matched = borders[self.num_matched - 1]
+            self.num_matched += stop[self.num_matched] == text[place]
             place += 1
-            if self.num_begun == len(stop):
+            if self.num_matched == len(stop):
                 if place > num_unstopped:
                     return place
-                self.num_begun = borders[-1]
+                self.num_matched = borders[-1]
         return None

@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from pydantic import JsonValue
 
 from ...schemas.errors import OperationError, RequestError
-from ...workers.protocol.config import ServedModel
+from ...workers.protocol.worker_config import ServedModel
 from .chat_template import ChatTemplate, Message
 
 _NUM_THREADS = 2
@@ -60,7 +60,7 @@ class Chat:
     variables: Mapping[str, JsonValue] | None = None
 
 
-class UnreadTools(Exception):
+class ToolsNotSupported(Exception):
     """The chat has tools, but the model's chat template does not use them."""
 
 
@@ -84,9 +84,9 @@ class Tokenizer:
         self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._bytes: dict[int, bytes] = {}
         self._names: dict[int, str] = {}
-        self.num_marks = self._count_marks()
+        self.num_prefix_spaces = self._count_marks()
 
-    def encode(self, text: str, most_tokens: int) -> list[int]:
+    def encode(self, text: str, max_tokens: int) -> list[int]:
         """Encodes a text, with the tokens that begin every text of the model, such as BOS.
 
         Args:
@@ -96,19 +96,19 @@ class Tokenizer:
                 it;
                 other results may exceed `most_tokens`, too.
         """
-        return self._encode(text, most_tokens, add_special_tokens=True)
+        return self._encode(text, max_tokens, add_special_tokens=True)
 
     def encode_chat(self, chat: Chat, most_tokens: int) -> list[int]:
         """Encodes a chat like `AutoTokenizer.apply_chat_template`.
 
         Raises:
             RequestError: there is no chat template, it refuses the chat, or the text is too long (see `encode`).
-            UnreadTools: the template would ignore the tools.
+            ToolsNotSupported: the template would ignore the tools.
         """
         template = self._template(chat)
         try:
             if chat.tools is not None and not template.reads_tools:
-                raise UnreadTools
+                raise ToolsNotSupported
             text = template.render(chat.messages, chat.tools, chat.add_generation_prompt, chat.variables or {})
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template does not accept these messages: {error}") from None
@@ -191,7 +191,7 @@ class Tokenizers:
             self._reading[base_model] = asyncio.create_task(self._read(base_model))
         return await asyncio.shield(self._reading[base_model])
 
-    async def apart(self, work: Callable[[], Result]) -> Result:
+    async def run_in_thread(self, work: Callable[[], Result]) -> Result:
         """Runs `work` on a long text in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 

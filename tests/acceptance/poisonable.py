@@ -14,8 +14,8 @@ from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.workers.batch.micro_batch import MicroBatch
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.parallel.rows import TokenShare
-from trainhouse.workers.protocol.verbs import Failure, Pass
+from trainhouse.workers.parallel.token_shard import TokenShard
+from trainhouse.workers.protocol.calls import Failure, Pass
 from trainhouse.workers.worker.worker import Worker
 
 POISONABLE = "trainhouse.tests.acceptance.poisonable"
@@ -34,7 +34,7 @@ class PoisonableWorker(Worker):
         super()._load(mesh)
         run = self._base.shared_hidden_states
 
-        def refusing(micro_batch: MicroBatch, share: TokenShare, captured: dict[int, Tensor] | None = None) -> Tensor:
+        def refusing(micro_batch: MicroBatch, share: TokenShard, captured: dict[int, Tensor] | None = None) -> Tensor:
             if REFUSED in micro_batch.tokens:
                 raise OperationError("refused on one rank")
             return run(micro_batch, share, captured)

@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_while_a_server_attaches_is_replaced_for_the_next_one(
     with kept_workers(models, tmp_path) as workers:
         before, options = ranks(workers), {"hang_seconds": 0.5} | workers.options
         os.kill(before[0], signal.SIGSTOP)
-        hung = pytest.raises(RuntimeError, match="it hung: start_over had no answer after 5 s, so it was killed")
+        hung = pytest.raises(RuntimeError, match="it hung: reset had no answer after 5 s, so it was killed")
         with hung, live_server(models, tmp_path / "state", **options):
             pass
         with live_server(models, tmp_path / "state", **workers.options):

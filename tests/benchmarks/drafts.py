@@ -18,7 +18,7 @@ from trainhouse.examples.sft import rows as questions
 from trainhouse.schemas import training
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.server.cli.demo import MODEL, converted_model
-from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
 from ..live import live_server
@@ -116,7 +116,7 @@ def _by_vocabulary(scratch: Path) -> Found:
     growth, logits = costs[most].growth - costs[least].growth, 4 * LENGTH * TTT_LENGTH * (most - least)
     what = f"draft_vocab_size {most}, growth above {least} over the bytes of"
     lines = [
-        Line(f"{what} a chunk of logits", growth / LogitRoom.num_bytes, "at most", ROOMS_OF_LOGITS),
+        Line(f"{what} a chunk of logits", growth / LogitBudget.max_bytes, "at most", ROOMS_OF_LOGITS),
         Line(f"{what} all logits", growth / logits, "at most", 0.2),
     ]
     return [_row(f"draft_vocab_size {size}", LENGTH, cost) for size, cost in costs.items()], lines

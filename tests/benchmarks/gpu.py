@@ -20,11 +20,19 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.workers.planner.estimate import estimate
-from trainhouse.workers.planner.load import Load
 from trainhouse.workers.planner.parameters import adapter_size, num_parameters
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.planner.workload import Workload
+from trainhouse.workers.protocol.calls import (
+    Failure,
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunSpec,
+    SampleJob,
+    SamplingSlice,
+)
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -169,9 +177,9 @@ def train(bench: Bench) -> None:
         share = num_operations(shape, plan) / seconds / product
         figure = {"tokens/s": tokens / seconds, "ms": 1000 * seconds, "of the product's rate, %": 100 * share}
         bench.report(name, figure | {"peak GB": bench.peak_gigabytes()})
-    load = Load(length, "bfloat16", micro_batch_tokens=16 * length, lora_rank=RANK, adapter_slots=1, samples=False)
+    load = Workload(length, "bfloat16", micro_batch_tokens=16 * length, lora_rank=RANK, adapter_slots=1, samples=False)
     bench.report("plan's GB for one tenant", estimate(shape, SINGLE, load).total / 1e9)
-    steps = tuple(Step(f"run{number}", AdamParams()) for number in range(MOST_ADAPTERS))
+    steps = tuple(OptimizerStep(f"run{number}", AdamParams()) for number in range(MOST_ADAPTERS))
     small = _pass(bench, worker, [(1, 64)] * MOST_ADAPTERS)
     both = bench.seconds(lambda: (small(), worker.apply_steps(steps)))
     bench.report(f"optim_step of {MOST_ADAPTERS}", {"ms": 1000 * (both - bench.seconds(small))})
@@ -295,7 +303,7 @@ def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], None]:
         data = [Datum(row[:-1], {"target_tokens": row[1:].astype(np.int64), "weights": weights}) for row in ids]
         return ForwardBackwardRequest(f"run{run}", 1, tuple(data), "cross_entropy")
 
-    parts = Pass(tuple(Part(run, request(run, *rows)) for run, rows in enumerate(plan)))
+    parts = Pass(tuple(OperationPart(run, request(run, *rows)) for run, rows in enumerate(plan)))
 
     def run() -> None:
         if failures := [answer for answer in worker.run_pass(parts) if isinstance(answer, Failure)]:
@@ -316,9 +324,9 @@ def _sampling(
 
     def run() -> None:
         jobs = tuple(job(*each) for each in enumerate(lengths))
-        result = worker.sample_slice(Slice(jobs, (), 50.0))
+        result = worker.sample_slice(SamplingSlice(jobs, (), 50.0))
         while result.num_active:
-            result = worker.sample_slice(Slice((), (), 50.0))
+            result = worker.sample_slice(SamplingSlice((), (), 50.0))
 
     return run
 
@@ -342,7 +350,7 @@ def num_operations(shape: ModelShape, plan: Plan) -> float:
     Two products with each frozen weight but the embedding's (forward, and the gradient of its input), three with those
     of adapters, and in causal attention half of all scores, forward and twice that backward.
     """
-    frozen = num_parameters(shape) - (0 if shape.tied else shape.vocab * shape.hidden)
+    frozen = num_parameters(shape) - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)
     adapter = adapter_size(shape, SINGLE, RANK)
     pairs = 3 * 4 * shape.heads * shape.head_dim * shape.num_layers / 2
     return sum(rows * (length * (4 * frozen + 6 * adapter) + pairs * length**2) for rows, length in plan)

@@ -12,8 +12,8 @@ import psutil
 from trainhouse.schemas.models import DraftConfig, TrainingConfig
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.server.cli.demo import converted_model
+from trainhouse.workers.protocol.calls import RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec
 
 from ..live import LiveServer
 from ..tiny import tiny_model

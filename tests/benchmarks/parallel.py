@@ -16,11 +16,11 @@ import numpy as np
 
 from ...schemas.sampling import SamplingParams
 from ...schemas.training import AdamParams, ForwardBackwardOutput
-from ...workers.planner.estimate import Memory, estimate
-from ...workers.planner.load import Load
-from ...workers.protocol.config import ServedModel, ZeroStage
+from ...workers.planner.estimate import MemoryEstimate, estimate
+from ...workers.planner.workload import Workload
+from ...workers.protocol.calls import OptimizerStep, RunSpec, SampleJob
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from ...workers.protocol.verbs import RunSpec, SampleJob, Step
+from ...workers.protocol.worker_config import ServedModel, ZeroStage
 from ...workers.shapes.model_shape import ModelShape, read_model
 from ..tiny import tiny_model
 from ..workers.parallel.training import Layout, close, layout
@@ -63,11 +63,11 @@ class Spent:
 
 def spent(where: Layout, work: Callable[[], T]) -> tuple[T, Spent]:
     """Returns the work's result as well. where: has workers that clock exchanges."""
-    before, sent_before = where.answers("clocks"), where.call("num_exchanges")
+    before, sent_before = where.answers("clocks"), where.call("num_collectives")
     started = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - started
-    after, sent = where.answers("clocks"), where.call("num_exchanges")
+    after, sent = where.answers("clocks"), where.call("num_collectives")
     return result, Spent(
         seconds=seconds,
         exchanging=(sum(each.exchanging for each in after) - sum(each.exchanging for each in before)) / len(after),
@@ -79,7 +79,7 @@ def spent(where: Layout, work: Callable[[], T]) -> tuple[T, Spent]:
 def run_step(where: Layout, token_rows: Rows) -> float:
     """Runs a pass and an optimizer step; returns the loss."""
     (output,) = where.run_pass(request("run", token_rows))
-    (metrics,) = where.call("apply_steps", (Step("run", ADAM),))
+    (metrics,) = where.call("apply_steps", (OptimizerStep("run", ADAM),))
     assert isinstance(output, ForwardBackwardOutput) and isinstance(metrics, dict), (output, metrics)
     return output.metrics["loss:sum"]
 
@@ -185,7 +185,7 @@ SIZES = {
 }
 RANKS = (1, 2, 4)
 PASS_LENGTH = 256
-LOAD = Load(PASS_LENGTH, "float32", micro_batch_tokens=PASS_LENGTH, lora_rank=RANK, adapter_slots=1, samples=False)
+LOAD = Workload(PASS_LENGTH, "float32", micro_batch_tokens=PASS_LENGTH, lora_rank=RANK, adapter_slots=1, samples=False)
 HANG_SECONDS = 600.0
 
 
@@ -196,12 +196,12 @@ class RankMemory:
     spec: ParallelSpec
     loading: Loading
     least: MeteredPass
-    planned: Memory
+    planned: MemoryEstimate
 
     @property
     def planned_pass(self) -> int:
         """Returns the bytes that a pass makes, including its operation's gradients."""
-        return self.planned.work + self.planned.learned.weights
+        return self.planned.work + self.planned.trainable.weights
 
     @property
     def distance(self) -> float:
@@ -249,7 +249,7 @@ def _rank_memory(model: Path, shape: ModelShape, spec: ParallelSpec, setup: Setu
 
 
 def _metered_pass(where: Layout) -> MeteredPass:
-    run_step(where, rows([PASS_LENGTH] * where.spec.num_shares))
+    run_step(where, rows([PASS_LENGTH] * where.spec.num_data_shares))
     return max(where.answers("metered_pass"), key=lambda each: each.growth)
 
 

@@ -24,15 +24,15 @@ from torch import Tensor
 from trainhouse import SamplingClient, SamplingParams, ServiceClient
 
 from ...schemas.models import FullConfig, LoraConfig, TrainingConfig
-from ...workers.lora import Adapters, Segment
+from ...workers.lora import AdapterRegistry, Segment
 from ...workers.models.model import BaseModel
 from ...workers.ops.allocator import tune_allocator
 from ...workers.ops.attention import Packing, pack_lengths
-from ...workers.ops.kernels import Groups
-from ...workers.ops.kv_cache import CachedRow, DecodeStep, Shelf
-from ...workers.protocol.config import ServedModel, WorkerConfig
+from ...workers.ops.kernels import PrefixGroups
+from ...workers.ops.kv_cache import CachedRow, CacheShelf, DecodeStep
+from ...workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
 from ...workers.protocol.parallel_spec import SINGLE
-from ...workers.protocol.verbs import Part, Pass, RunSpec, Step
+from ...workers.protocol.worker_config import ServedModel, WorkerConfig
 from ...workers.state.residency import Residency
 from ...workers.worker.worker import Worker
 from ..acceptance.crashing import Crashing, until, worker_pids
@@ -112,8 +112,8 @@ def _operator_table(config: WorkerConfig, training: TrainingConfig, rows: Rows) 
     worker.create_run(RunSpec("run", training))
 
     def step() -> None:
-        worker.run_pass(Pass((Part(0, request("run", rows)),)))
-        worker.apply_steps((Step("run", ADAM),))
+        worker.run_pass(Pass((OperationPart(0, request("run", rows)),)))
+        worker.apply_steps((OptimizerStep("run", ADAM),))
 
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as recorded:
@@ -167,7 +167,7 @@ class Trunk:
 
     def __init__(self, directory: Path) -> None:
         self._base = BaseModel(WorkerConfig(ServedModel(MODEL, str(directory)), device="cpu"))
-        self._adapters = Adapters(self._base, max_rank=64)
+        self._adapters = AdapterRegistry(self._base, max_rank=64)
 
     def train(self, lengths: Sequence[int], ranks: Sequence[int], mlp: bool = True) -> Callable[[], None]:
         """Runs forward and backward of sequences, divided among adapters of these ranks."""
@@ -187,10 +187,10 @@ class Trunk:
         """Runs one token of sequences that have CACHED. rows: of each adapter."""
         num_rows = sum(rows)
         plan = self._adapters.plan(self._segments(rows, ranks, mlp) if ranks else [])
-        shelf = Shelf(SHAPE["num_hidden_layers"], CACHED + 1)
+        shelf = CacheShelf(SHAPE["num_hidden_layers"], CACHED + 1)
         shelf.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
-        alone = Groups(slots, torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
+        alone = PrefixGroups(slots, torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
 
         @torch.no_grad()
         def step() -> None:
@@ -286,15 +286,15 @@ def adapter_swaps(options: argparse.Namespace, scratch: Path) -> None:
                 rounds = in_turn({"swap": lambda: _swap(adapters, changed)}, options.rounds, warm_ups=1)["swap"]  # noqa: B023
                 cpu, clock = (statistics.median(values) for values in zip(*rounds, strict=True))
                 with adapters.resident(["0"]) as (adapter,):
-                    megabytes = sum(vector.nbytes for vector in adapter.live().values()) / 1e6
+                    megabytes = sum(vector.nbytes for vector in adapter.live_vectors().values()) / 1e6
                 what = f"rank {rank}, {megabytes:.1f} MB, to and from {place}, {'' if changed else 'un'}changed"
                 print(f"{what:48} {cpu:8.3f} ms of CPU {clock:8.3f} ms of time")
 
 
-def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> Adapters:
+def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> AdapterRegistry:
     """Returns adapters with moments, as after an optimizer step."""
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory))))
-    adapters = Adapters(base, rank, Residency(base.device, 1, host_bytes))
+    adapters = AdapterRegistry(base, rank, Residency(base.device, 1, host_bytes))
     for i in range(NUM_ADAPTERS):
         adapter = adapters.put(str(i), adapters.build(LoraConfig(rank=rank, train_unembed=False)))
         adapter.initialize()
@@ -303,7 +303,7 @@ def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> Ada
     return adapters
 
 
-def _swap(adapters: Adapters, changed: bool) -> tuple[float, float]:
+def _swap(adapters: AdapterRegistry, changed: bool) -> tuple[float, float]:
     """Returns the milliseconds of CPU and of the clock until an adapter was back, the mean of all."""
     cpu, clock = time.thread_time(), time.perf_counter()
     for adapter_id in adapters:

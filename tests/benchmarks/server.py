@@ -20,8 +20,8 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 from ..live import LiveServer
 from .harness import (
@@ -82,7 +82,7 @@ def _layers(setup: Setup, url: str) -> dict[str, float]:
         stack.callback(lambda: runner.run(dispatch.close()))
         runner.run(_start(pool, dispatch))
         empty = request("run", [EMPTY_ROW], 0, forward_only=True)
-        work = Pass((Part(0, empty),))
+        work = Pass((OperationPart(0, empty),))
 
         def of_worker(pause_seconds: float) -> Measure:
             return lambda: runner.run(pool.call("time_passes", work, WARM_UPS + PER_ROUND, pause_seconds))[0][WARM_UPS:]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import trainhouse
-from trainhouse.client.data import as_tokens, chunks, merged, num_bytes
+from trainhouse.client.data import as_tokens, merge_outputs, num_bytes, split_into_chunks
 from trainhouse.schemas import training
 from trainhouse.schemas.training import ForwardBackwardOutput
 
@@ -66,14 +66,14 @@ def test_a_prompt_is_a_model_input_or_any_sequence_of_tokens() -> None:
 
 def test_chunks_keep_order_and_both_limits() -> None:
     data = [datum(length) for length in (4, 4, 4, 4, 4)]
-    assert [len(piece) for piece in chunks(data, 2, 10**6)] == [2, 2, 1]
-    assert [len(piece) for piece in chunks(data, 100, 3 * num_bytes(data[0]))] == [3, 2]
-    assert [one for piece in chunks(data, 2, 10**6) for one in piece] == data
+    assert [len(piece) for piece in split_into_chunks(data, 2, 10**6)] == [2, 2, 1]
+    assert [len(piece) for piece in split_into_chunks(data, 100, 3 * num_bytes(data[0]))] == [3, 2]
+    assert [one for piece in split_into_chunks(data, 2, 10**6) for one in piece] == data
 
 
 def test_a_datum_over_the_byte_limit_is_sent_alone() -> None:
     data = [datum(4), datum(400), datum(4)]
-    assert [len(piece) for piece in chunks(data, 100, num_bytes(data[0]))] == [1, 1, 1]
+    assert [len(piece) for piece in split_into_chunks(data, 100, num_bytes(data[0]))] == [1, 1, 1]
 
 
 def test_metrics_of_chunks_are_merged_by_their_reduction() -> None:
@@ -81,7 +81,7 @@ def test_metrics_of_chunks_are_merged_by_their_reduction() -> None:
         metrics = {f"m:{reduction}": value for reduction in ("sum", "min", "max", "mean", "unheard_of")}
         return ForwardBackwardOutput(({},) * num_datums, metrics | extra)
 
-    whole = merged([output(1, 2, lonely=1), output(2, 2), output(3, 1)])
+    whole = merge_outputs([output(1, 2, lonely=1), output(2, 2), output(3, 1)])
     assert whole.metrics == {"m:sum": 6, "m:min": 1, "m:max": 3, "m:mean": 1.8}
     assert len(whole.loss_fn_outputs) == 5
 
@@ -91,5 +91,9 @@ def test_the_mean_over_chunks_is_the_ratio_of_their_sums() -> None:
         metrics = {"r:sum": numerator, "r/of:sum": denominator, "r:mean": numerator / max(denominator, 1)}
         return ForwardBackwardOutput(({},), metrics)
 
-    assert merged([output(6, 2), output(1, 1), output(0, 0)]).metrics == {"r:sum": 7, "r/of:sum": 3, "r:mean": 7 / 3}
-    assert merged([output(0, 0), output(0, 0)]).metrics["r:mean"] == 0
+    assert merge_outputs([output(6, 2), output(1, 1), output(0, 0)]).metrics == {
+        "r:sum": 7,
+        "r/of:sum": 3,
+        "r:mean": 7 / 3,
+    }
+    assert merge_outputs([output(0, 0), output(0, 0)]).metrics["r:mean"] == 0

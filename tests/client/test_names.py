@@ -7,7 +7,7 @@ import pytest
 import trainhouse
 from trainhouse import client
 from trainhouse.client.data import as_tokens
-from trainhouse.client.rest import checkpoint_address, inside
+from trainhouse.client.rest import checkpoint_address, path_inside
 
 
 def test_the_package_offers_the_client_and_nothing_else() -> None:
@@ -40,9 +40,9 @@ def test_a_checkpoint_path_is_an_address_of_three_parts() -> None:
 
 
 def test_a_download_stays_inside_its_directory(tmp_path) -> None:
-    assert inside(tmp_path, "a/b.json") == (tmp_path / "a/b.json").resolve()
+    assert path_inside(tmp_path, "a/b.json") == (tmp_path / "a/b.json").resolve()
     with pytest.raises(ValueError, match="outside"):
-        inside(tmp_path, "../b.json")
+        path_inside(tmp_path, "../b.json")
 
 
 def test_a_string_is_refused_as_a_prompt() -> None:

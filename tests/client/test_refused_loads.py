@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trainhouse import APIFuture, SamplingParams, ServiceClient, TrainhouseError, TrainingClient
 from trainhouse.schemas.checkpoints import SaveWeightsForSamplerResponse, SaveWeightsResponse
-from trainhouse.server.files.manifest import MANIFEST, read_manifest, seal
+from trainhouse.server.files.manifest import MANIFEST, read_manifest, write_manifest
 
 from ..live import LiveServer, live_server
 
@@ -73,7 +73,7 @@ def other_format(files: Path) -> None:
     about = read_manifest(files)
     (files / MANIFEST).unlink()
     (files / "trainhouse.json").write_text(json.dumps({"format": 99}))
-    seal(files, {name: each for name, each in about.items() if name != "files"})
+    write_manifest(files, {name: each for name, each in about.items() if name != "files"})
 
 
 def lost(files: Path) -> None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import trainhouse
 from trainhouse import ServiceClient
-from trainhouse.client.connection import Backoff
+from trainhouse.client.connection import RetryBackoff
 
 from ..live import LiveServer, live_server
 from .test_live import MODEL, batch, loss, new_client, train
@@ -145,8 +145,8 @@ def test_retries_log_the_unreachable_server(caplog: pytest.LogCaptureFixture) ->
 async def test_the_reason_of_a_retry_ends_with_one_full_stop(
     reason: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.client.connection.SILENT_SECONDS", -1.0)
-    await Backoff(300).pause(trainhouse.APIConnectionError(reason))
+    monkeypatch.setattr("trainhouse.client.connection.LOG_RETRY_AFTER_SECONDS", -1.0)
+    await RetryBackoff(300).pause(trainhouse.APIConnectionError(reason))
     assert caplog.messages == [f"{message} again for up to 300 s (retry_seconds)."]
 
 
@@ -205,9 +205,9 @@ def test_waiting_for_many_results_logs_each_reason_once(
         return len(message) - len(set(message))
 
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=0.02) as server:
-        monkeypatch.setattr("trainhouse.client.connection.QUIET_SECONDS", 600.0)
+        monkeypatch.setattr("trainhouse.client.connection.WAIT_LOG_INTERVAL_SECONDS", 600.0)
         assert repeated() == 0
-        monkeypatch.setattr("trainhouse.client.connection.QUIET_SECONDS", 0.0)
+        monkeypatch.setattr("trainhouse.client.connection.WAIT_LOG_INTERVAL_SECONDS", 0.0)
         assert repeated() > 0, "otherwise each result logs a line"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
-from trainhouse.client.wrong_values import refused_in_words
+from trainhouse.client.validation import readable_validation_errors
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from trainhouse.schemas.models import LoraConfig, NewDraft
 from trainhouse.schemas.sampling import SamplingParams
@@ -66,7 +66,7 @@ CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
     ],
 )
 def test_an_error_names_the_value_and_what_is_expected(make: Callable[[], Wire], words: str) -> None:
-    with pytest.raises(ValueError) as refused, refused_in_words():
+    with pytest.raises(ValueError) as refused, readable_validation_errors():
         make()
     assert not isinstance(refused.value, ValidationError)
     assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
@@ -96,6 +96,6 @@ def test_an_unknown_field_gets_a_suggestion(
 
 def test_every_suggestion_names_an_existing_field() -> None:
     for kind in (AdamParams, SamplingParams):
-        for name, field in kind.meant.items():
+        for name, field in kind.synonyms.items():
             assert name not in kind.model_fields
             assert set(field.split(" and ")) <= set(kind.model_fields) or "next to" in field

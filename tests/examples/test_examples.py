@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from trainhouse import ServiceClient
-from trainhouse.examples.draft import Saved, earlier
+from trainhouse.examples.draft import DraftCheckpoint, earlier_checkpoints
 
 from ..live import LiveServer, live_server
 
@@ -157,21 +157,21 @@ def test_earlier_checkpoints_are_found_after_repeated_resumes(shared_server: Liv
                 draft = service.create_training_client_from_state_with_optimizer(resumed)
             else:
                 draft = service.create_draft_client(MODEL, "dflash", seed=0)
-            paths = {step: draft.save_state(Saved.name(step, 1 + 1 / step)).result().path for step in steps}
+            paths = {step: draft.save_state(DraftCheckpoint.name(step, 1 + 1 / step)).result().path for step in steps}
             on_the_way += [paths[step] for step in steps if step <= last]
             resumed = paths[last]
-            assert [each.path for each in earlier(service, resumed)] == on_the_way
-    assert [Saved.at(path).step for path in on_the_way] == [2, 4, 6, 7, 8, 9]
-    assert [Saved.at(path).acceptance_length for path in on_the_way[:2]] == [1.5, 1.25]
+            assert [each.path for each in earlier_checkpoints(service, resumed)] == on_the_way
+    assert [DraftCheckpoint.parse(path).step for path in on_the_way] == [2, 4, 6, 7, 8, 9]
+    assert [DraftCheckpoint.parse(path).acceptance_length for path in on_the_way[:2]] == [1.5, 1.25]
     with pytest.raises(ValueError, match="not a checkpoint of this script"):
-        Saved.at("tinker://run/weights/step-3")
+        DraftCheckpoint.parse("tinker://run/weights/step-3")
 
 
 def test_checkpoints_of_another_kind_cannot_be_resumed(shared_server: LiveServer, short_text: Path) -> None:
     with ServiceClient(shared_server.url, "tml-examples") as service:
         draft = service.create_draft_client(MODEL, "eagle3")
         policy = service.create_lora_training_client(MODEL, rank=1)
-        of_draft, of_policy = (each.save_state(Saved.name(2, 1.5)).result().path for each in (draft, policy))
+        of_draft, of_policy = (each.save_state(DraftCheckpoint.name(2, 1.5)).result().path for each in (draft, policy))
         other_name = draft.save_state("mine").result().path
     for path, reason in (
         (of_draft, "is of a draft of eagle3, and --algorithm is dflash: resume it with --algorithm eagle3"),

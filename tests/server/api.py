@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import (
     DATABASE_NAME,
@@ -24,8 +24,8 @@ from trainhouse.server.store import (
 from trainhouse.server.tenants.auth import Auth, Tenant
 from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
-from trainhouse.workers.protocol.verbs import ModelInfo
+from trainhouse.workers.protocol.calls import ModelInfo
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 MODEL = "tiny/qwen3"
 ALICE, BOB = "tml-alice", "tml-bob"
@@ -86,7 +86,7 @@ async def running_api(
     state_dir: Path,
     source: Path | str = "tiny/source",
     host: str = "127.0.0.1",
-    places: PlaceConfig = PlaceConfig(),  # noqa: B008
+    places: CheckpointStorageConfig = CheckpointStorageConfig(),  # noqa: B008
 ) -> AsyncIterator[Api]:
     """Runs the API; entering it again with the same `state_dir` is a restart."""
     clock = Clock()

@@ -12,30 +12,30 @@ import numpy as np
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.features.captured import Features
-from trainhouse.server.files.wal import Place
-from trainhouse.server.http.bodies import Received
+from trainhouse.server.features.feature_store import FeatureStore
+from trainhouse.server.files.wal import RecordPosition
+from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.journal.futures import Futures, Result
-from trainhouse.server.journal.journal import Header, Journal, Journaled, read_journal
-from trainhouse.server.journal.restore_marker import Copied
-from trainhouse.server.journal.snapshots import Snapshots
+from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
+from trainhouse.server.journal.restore_marker import RestoreMarker
+from trainhouse.server.journal.snapshot_store import SnapshotStore
 from trainhouse.server.runs.operations import CreateRun, Operation
-from trainhouse.server.runs.pinned_checkpoints import Loaded
-from trainhouse.server.runs.recovery import Inherited
+from trainhouse.server.runs.pinned_checkpoints import PinnedCheckpoints
+from trainhouse.server.runs.recovery import JournaledRun
 from trainhouse.server.runs.run import Run, Submitted
 from trainhouse.server.runs.run_services import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
 from trainhouse.server.tenants.quotas import Quotas
 from trainhouse.server.tenants.sessions import Sessions
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
-BODY = Received(b"as received")
+BODY = ReceivedBody(b"as received")
 FORWARD_BACKWARD = json.dumps(
     {"model_id": RUN_ID, "data": [{"model_input": [1], "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
 ).encode()
-CREATION = Received(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}')
+CREATION = ReceivedBody(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}')
 
 
 @dataclass
@@ -96,36 +96,36 @@ class Bench:
     async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
         datum = Datum(np.array([1], np.int32))
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        return (await self.submit(seq_id, request, Received(FORWARD_BACKWARD))).request_id
+        return (await self.submit(seq_id, request, ReceivedBody(FORWARD_BACKWARD))).request_id
 
-    async def submit(self, seq_id: int, request: Operation, received: Received = BODY) -> Submitted:
-        with self.quotas.admission("alice") as admission:
+    async def submit(self, seq_id: int, request: Operation, received: ReceivedBody = BODY) -> Submitted:
+        with self.quotas.reservation("alice") as admission:
             return await self.run.submit(seq_id, request, received, admission)
 
     async def optim_step(self, seq_id: int) -> str:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
-        return (await self.submit(seq_id, request, Received(request.model_dump_json().encode()))).request_id
+        return (await self.submit(seq_id, request, ReceivedBody(request.model_dump_json().encode()))).request_id
 
-    async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> Place:
+    async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> RecordPosition:
         """Appends a journal record as an earlier process would have."""
         header = Header(kind, "alice", RUN_ID, seq_id, self.run.request_id(seq_id))
         return await self.services.journal.append(header, body)
 
     async def restart(self) -> None:
         """Stops the run and recovers it from the journal, as a new process would."""
-        slots = [*self.run._slots.values(), *self.run._under_way.values()]
+        slots = [*self.run._slots.values(), *self.run._in_progress.values()]
         await self.run.stop()
         for slot in slots:
             if slot.future is not None:
                 self.futures.forget(slot.future)
         await self.wait_until_stored()
         entries = [
-            Journaled(Place(int(path.stem), entry.offset), entry.header)
+            EntryLocation(RecordPosition(int(path.stem), entry.offset), entry.header)
             for path in sorted(self.journal_directory.glob("*.segment"))
             for entry in read_journal(path)
         ]
         self.run = Run(self.run.record, self.services)
-        await self.run.resume(await Inherited.of(entries, self.services.journal, self.futures))
+        await self.run.resume(await JournaledRun.of(entries, self.services.journal, self.futures))
 
     async def wait_until_stored(self) -> None:
         async with asyncio.timeout(10):
@@ -160,7 +160,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
         stack.push_async_callback(journal.close)
         futures = Futures(tmp_path / "results", store, 3600.0)
         await futures.open()
-        snapshots = Snapshots(tmp_path / "snapshots", sync=False)
+        snapshots = SnapshotStore(tmp_path / "snapshots", sync=False)
         stack.push_async_callback(futures.close)
 
         async def make(
@@ -186,13 +186,13 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 futures=futures,
                 journal=journal,
                 snapshots=snapshots,
-                loaded=Loaded(tmp_path / "loaded", sync=False),
-                features=Features(tmp_path / "features", config),
+                pinned_checkpoints=PinnedCheckpoints(tmp_path / "loaded", sync=False),
+                features=FeatureStore(tmp_path / "features", config),
                 operations=operations,  # pyright: ignore[reportArgumentType]
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,
                 status="busy: {}".format,
-                copied=Copied(tmp_path),
+                restore_marker=RestoreMarker(tmp_path),
             )
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)

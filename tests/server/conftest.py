@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.server.serving.app import create_app
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 from .api import Api, running_api
 from .bench import MakeBench, benches

@@ -11,7 +11,7 @@ from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
 from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.workers.dispatch import DispatchConfig
-from trainhouse.workers.protocol.verbs import Failure, Pass
+from trainhouse.workers.protocol.calls import Failure, Pass
 from trainhouse.workers.worker.worker import Worker
 
 GATED = "trainhouse.tests.server.gated"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
-from trainhouse.server.files.config import PlaceConfig
-from trainhouse.server.files.object_store import _At
+from trainhouse.server.files.object_store import _RemoteDirectory
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.store import DATABASE_NAME, SessionRecord, SqliteStore
 from trainhouse.server.tenants.auth import Auth, Tenant
 
@@ -46,7 +46,7 @@ async def save_twice(checkpoints: Checkpoints, store: SqliteStore) -> None:
 async def save_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await save(checkpoints, store)
     (run_id,) = await store.list_run_ids()
-    record = await checkpoints.known(f"tinker://{run_id}/weights/a")
+    record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     await checkpoints.delete(record)
 
@@ -54,7 +54,7 @@ async def save_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
 async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await save(checkpoints, store)
     (run_id,) = await store.list_run_ids()
-    record = await checkpoints.known(f"tinker://{run_id}/weights/a")
+    record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     session = SessionRecord("copied", record.tenant_id, 1.0, 1.0, finished_at=1.0, end="success")
     await checkpoints.copy(record, session, None)
@@ -63,13 +63,13 @@ async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
 
 async def save_mirror_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await save(checkpoints, store)
-    while await store.list_unfinished_copies():  # noqa: ASYNC110
+    while await store.list_unfinished_mirror_copies():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     (run_id,) = await store.list_run_ids()
-    record = await checkpoints.known(f"tinker://{run_id}/weights/a")
+    record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     await checkpoints.delete(record)
-    while await store.list_copies([record.directory]):  # noqa: ASYNC110
+    while await store.list_mirror_copies([record.directory]):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -89,7 +89,7 @@ def mirror_of(state_dir: Path) -> str:
 async def act(action: Action, state_dir: Path, place: str | None, steps: "Steps") -> None:
     store = SqliteStore(state_dir / DATABASE_NAME)
     mirrors = (mirror_of(state_dir),) if action is save_mirror_and_delete else ()
-    checkpoints = Checkpoints(store, Auth(store, True), state_dir, config=PlaceConfig(place, mirrors))
+    checkpoints = Checkpoints(store, Auth(store, True), state_dir, config=CheckpointStorageConfig(place, mirrors))
     await checkpoints.start()
     steps.watch(state_dir)
     await action(checkpoints, store)
@@ -119,7 +119,7 @@ class Steps:
         sys.addaudithook(hook)
         os.fsync = self._stepping(os.fsync)
         for name in ("put", "write", "copy", "remove"):
-            setattr(_At, name, self._stepping(getattr(_At, name)))
+            setattr(_RemoteDirectory, name, self._stepping(getattr(_RemoteDirectory, name)))
         SqliteStore._commit = self._stepping(SqliteStore._commit, behind=True)
 
     def _stepping(self, call: Callable[P, T], behind: bool = False) -> Callable[P, T]:

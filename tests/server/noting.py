@@ -13,8 +13,8 @@ from trainhouse.schemas.models import DraftConfig, TrainingConfig, training_of
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.workers.protocol.config import DispatchConfig, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, RunInfo, RunSpec, Step
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunInfo, RunSpec
+from trainhouse.workers.protocol.worker_config import DispatchConfig, WorkerConfig
 
 from ..workers.recording_worker import RecordingWorker
 
@@ -90,13 +90,13 @@ class NotingWorker(RecordingWorker):
         assert token_ids.dtype == np.int64
         draft.vocabulary = tuple(token_ids.tolist())
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         for step in steps:
-            if step.run_id in self._drafts and step.refused is None:
+            if step.run_id in self._drafts and step.refusal_reason is None:
                 self._drafts[step.run_id].num_steps += 1
         return super().apply_steps(steps)
 
-    def _run(self, part: Part, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
+    def _run(self, part: OperationPart, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
         if (draft := self._drafts.get(part.request.model_id)) is not None:
             pass_metrics = _draft_metrics(draft, part) | dict(pass_metrics)
         return super()._run(part, pass_metrics)
@@ -135,7 +135,7 @@ def _resolved(training: TrainingConfig) -> TrainingConfig:
     return training.model_copy(update={name: getattr(training, name) or value for name, value in RESOLVED.items()})
 
 
-def _draft_metrics(draft: DraftState, part: Part) -> dict[str, float]:
+def _draft_metrics(draft: DraftState, part: OperationPart) -> dict[str, float]:
     config = part.request.loss_fn_config
     first, *_ = draft.vocabulary or (-1,)
     return {

@@ -16,9 +16,9 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.server.routes.services import Services
 from trainhouse.server.serving.app import LiveState, create_app
-from trainhouse.server.serving.standby import Held
+from trainhouse.server.serving.standby import LeaseGuard
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 MODEL = "tiny/qwen3"
 VOCAB = 512
@@ -58,7 +58,7 @@ async def running_server(
     """Runs the server; entering it again with the same `config.state_dir` is a restart."""
     app = create_app(config, dispatch, live)
     async with app.router.lifespan_context(app), AsyncExitStack() as stack:
-        transport = httpx.ASGITransport(app if live is None else Held(app, live.tenure))
+        transport = httpx.ASGITransport(app if live is None else LeaseGuard(app, live.tenure))
         clients = {}
         for key in (ALICE, BOB):
             client = httpx.AsyncClient(

@@ -12,13 +12,13 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.checkpoint import Learned, save
-from trainhouse.workers.lora import Adapter, Adapters, Segment
+from trainhouse.workers.checkpoint import TrainedState, save
+from trainhouse.workers.lora import Adapter, AdapterRegistry, Segment
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.registry.models import Models
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.registry.model_registry import ModelRegistry
 from transformers import AutoModelForCausalLM
 
 Dtype = Literal["float32", "bfloat16"]
@@ -26,14 +26,14 @@ Dtype = Literal["float32", "bfloat16"]
 LENGTHS = [7, 5, 5]
 
 
-def created(adapters: Adapters, adapter_id: str, lora: LoraConfig) -> Adapter:
+def create_adapter(adapters: AdapterRegistry, adapter_id: str, lora: LoraConfig) -> Adapter:
     """Returns a new, initialized adapter."""
     adapter = adapters.build(lora)
     adapter.initialize()
     return adapters.put(adapter_id, adapter)
 
 
-def copied(adapters: Adapters, adapter_id: str, copy_id: str) -> Adapter:
+def copy_adapter(adapters: AdapterRegistry, adapter_id: str, copy_id: str) -> Adapter:
     """Copies the adapter's current weights to another id."""
     with adapters.resident([adapter_id]) as (source,):
         adapter = adapters.build(source.lora)
@@ -47,12 +47,12 @@ class Adapted:
     def __init__(self, directory: Path, dtype: Dtype = "float32", max_rank: int = 64) -> None:
         self.directory = directory
         self.base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", dtype=dtype))
-        self.adapters = Adapters(self.base, max_rank)
-        self.models = Models(self.base, self.adapters)
+        self.adapters = AdapterRegistry(self.base, max_rank)
+        self.models = ModelRegistry(self.base, self.adapters)
 
     def create(self, adapter_id: str, **lora: object) -> Adapter:
         """Creates an adapter whose weights are random, B included."""
-        adapter = created(self.adapters, adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
+        adapter = create_adapter(self.adapters, adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
         generator = torch.Generator().manual_seed(len(adapter_id) + adapter.lora.rank)
         for pair in adapter.pairs.values():
             pair.a.copy_(torch.randn(pair.a.shape, generator=generator) * 0.1)
@@ -92,7 +92,7 @@ def probe(logits: Tensor) -> Tensor:
     return torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)) / logits.shape[-1]
 
 
-def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
+def load_in_peft(directory: Path, adapter: Adapter) -> PeftModel:
     """Returns the base model of transformers with the same adapter in peft, ready to train."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     if adapter.adapts_experts:
@@ -113,7 +113,7 @@ def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
     """Loads the adapter from a file, because peft lays out the pairs of experts differently."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         quieten_peft()
-        save(Learned.by(adapter, Mesh(), optimizer=False), Path(directory), base_name="tiny")
+        save(TrainedState.without_gradients(adapter, Mesh(), optimizer=False), Path(directory), base_name="tiny")
         return PeftModel.from_pretrained(model, directory, is_trainable=True)
 
 

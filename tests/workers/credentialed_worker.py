@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from trainhouse.workers.protocol.config import WorkerConfig
+from trainhouse.workers.protocol.worker_config import WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 CREDENTIALED = "trainhouse.tests.workers.credentialed_worker:CredentialedWorker"

@@ -33,13 +33,13 @@ class EchoWorker:
         self._rank = config.rank
         self._num_counted = 0
 
-    def meet(self) -> str:
+    def open_rendezvous(self) -> str:
         return "here"
 
     def load(self, address: str) -> None:
         assert address == "here"
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         self._num_counted = 0
 
     def touch_when_freed(self, array: np.ndarray, path: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.workers.protocol.verbs import SampleJob, Slice, SliceResult
+from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice, SliceResult
 
 MOST_SLICES = 20_000
 
@@ -19,17 +19,17 @@ def job(job_id: str, prompt: Sequence[int] | np.ndarray, adapter_id: str | None 
     return SampleJob(job_id, adapter_id, tokens, SamplingParams.model_validate(params), **(stops | options))
 
 
-SampleSlice = Callable[[Slice], SliceResult]
+SampleSlice = Callable[[SamplingSlice], SliceResult]
 """The `sample_slice` of a Worker or of its sampler."""
 
 
 def slices(sample_slice: SampleSlice, *jobs: SampleJob, budget_milliseconds: float = 0) -> Iterator[SliceResult]:
     """Yields the results of slices until no job is active; all jobs join the first slice."""
-    yield (result := sample_slice(Slice(jobs, (), budget_milliseconds)))
+    yield (result := sample_slice(SamplingSlice(jobs, (), budget_milliseconds)))
     for _ in range(MOST_SLICES):
         if not result.num_active:
             return
-        yield (result := sample_slice(Slice((), (), budget_milliseconds)))
+        yield (result := sample_slice(SamplingSlice((), (), budget_milliseconds)))
     raise AssertionError(f"{result.num_active} jobs are still active after {MOST_SLICES} slices")
 
 

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from trainhouse.tests.workers.recording_worker import RecordingWorker
-from trainhouse.workers.protocol.config import WorkerConfig
+from trainhouse.workers.protocol.worker_config import WorkerConfig
 
 KILLS = "TRAINHOUSE_TEST_KILLS"
 """Names a directory: each file in it whose name begins with "import" or "load" causes one death and is removed."""

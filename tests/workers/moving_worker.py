@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainhouse.workers.protocol.verbs import Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from trainhouse.workers.protocol.calls import OptimizerStep, Pass, RunInfo, RunSpec, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker
 
 MOVING = "trainhouse.tests.workers.moving_worker:MovingWorker"
@@ -27,11 +27,11 @@ class MovingWorker(Worker):
         self._note("arrived")
         return super().run_pass(work)
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> Any:
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> Any:
         self._note("arrived")
         return super().apply_steps(steps)
 
-    def sample_slice(self, work: Slice) -> SliceResult:
+    def sample_slice(self, work: SamplingSlice) -> SliceResult:
         self._note("arrived")
         return super().sample_slice(work)
 
@@ -42,7 +42,7 @@ class MovingWorker(Worker):
             log.write(f"{time.monotonic()} {event}\n")
 
 
-def stays(log: Path) -> list[tuple[float, float]]:
+def device_intervals(log: Path) -> list[tuple[float, float]]:
     """Returns the intervals in which the process was on its device."""
     found: list[tuple[float, float]] = []
     began = None

@@ -11,8 +11,18 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
-from trainhouse.workers.protocol.config import WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, ModelInfo, Part, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from trainhouse.workers.protocol.calls import (
+    Failure,
+    ModelInfo,
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunInfo,
+    RunSpec,
+    SamplingSlice,
+    SliceResult,
+)
+from trainhouse.workers.protocol.worker_config import WorkerConfig
 
 RECORDING = "trainhouse.tests.workers.recording_worker:RecordingWorker"
 
@@ -75,7 +85,7 @@ class RecordingWorker:
         tokens = sum(len(datum.tokens) for part in work.parts for datum in part.request.data)
         return tuple(self._run(part, {"runs:max": len(runs), "tokens:max": tokens}) for part in work.parts)
 
-    def _run(self, part: Part, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
+    def _run(self, part: OperationPart, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
         """Returns the first token of each datum as the outputs."""
         progress = self._continue(part)
         if (failure := self._do(part, progress.num_parts - 1)) is not None:
@@ -93,7 +103,7 @@ class RecordingWorker:
         }
         return ForwardBackwardOutput(outputs, metrics)
 
-    def _continue(self, part: Part) -> Progress:
+    def _continue(self, part: OperationPart) -> Progress:
         """Raises AssertionError if parts are out of order or another operation of the run is unfinished."""
         progress = self._progress.setdefault(part.request.model_id, Progress(part.operation_id))
         assert progress.operation_id == part.operation_id, (progress.operation_id, part.operation_id)
@@ -102,7 +112,7 @@ class RecordingWorker:
         progress.num_parts += 1
         return progress
 
-    def _do(self, part: Part, index: int) -> Failure | None:
+    def _do(self, part: OperationPart, index: int) -> Failure | None:
         config = part.request.loss_fn_config
         if config.get("part", index) != index:
             return None
@@ -118,12 +128,12 @@ class RecordingWorker:
                 os._exit(1)
         return None
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         self._num_calls += 1
         metrics: dict[str, float] = {"call:last": self._num_calls, "steps:last": len(steps)}
-        return tuple(Failure(step.refused, "user") if step.refused else metrics for step in steps)
+        return tuple(Failure(step.refusal_reason, "user") if step.refusal_reason else metrics for step in steps)
 
-    def sample_slice(self, work: Slice) -> SliceResult:
+    def sample_slice(self, work: SamplingSlice) -> SliceResult:
         self._num_slices += 1
         time.sleep(work.budget_milliseconds / 1000)
         left = self._slices_left.pop(work.cohort, {})

@@ -2,7 +2,7 @@
 
 import numpy as np
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.batch.validated import ModelLimits, Operation, read_operation
+from trainhouse.workers.batch.validated import ModelLimits, ValidatedBatch, validate_request
 
 LIMITS = ModelLimits(vocab_size=100, max_context_length=16)
 
@@ -29,5 +29,5 @@ def read(
     config: dict | None = None,
     weight: float = 1.0,
     limits: ModelLimits = LIMITS,
-) -> Operation:
-    return read_operation(ForwardBackwardRequest("run", 1, data, loss_fn, config or {}, loss_weight=weight), limits)
+) -> ValidatedBatch:
+    return validate_request(ForwardBackwardRequest("run", 1, data, loss_fn, config or {}, loss_weight=weight), limits)

@@ -21,11 +21,11 @@ from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Step, WorkerLost
-from trainhouse.workers.scheduler.group import Backoff
-from trainhouse.workers.scheduler.time_sharing import Turns
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.scheduler.rank_group import RestartBackoff
+from trainhouse.workers.scheduler.time_sharing import TimeShares
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 
@@ -38,8 +38,8 @@ def spec(run_id: str, rank: int = 4) -> RunSpec:
     return RunSpec(run_id, LoraConfig(rank=rank, seed=0))
 
 
-def step(run_id: str) -> Step:
-    return Step(run_id, AdamParams(learning_rate=1e-2))
+def step(run_id: str) -> OptimizerStep:
+    return OptimizerStep(run_id, AdamParams(learning_rate=1e-2))
 
 
 def operation(
@@ -408,14 +408,14 @@ def test_long_passes_and_sampling_get_equal_time() -> None:
 
 
 def test_work_kind_with_least_time_runs_next_and_idle_time_earns_no_credit() -> None:
-    turns = Turns(("training", "sampling"))
+    turns = TimeShares(("training", "sampling"))
     for _ in range(10):
         assert turns.next(["training"]) == "training"
-        turns.spent("training", 1.0)
+        turns.charge("training", 1.0)
     order = []
     for _ in range(60):
         order.append(turns.next(["training", "sampling"]))
-        turns.spent(order[-1], 0.5 if order[-1] == "training" else 0.1)
+        turns.charge(order[-1], 0.5 if order[-1] == "training" else 0.1)
     # Sampling has credit for one pass, during which it may have waited, not for all ten.
     assert 9 <= order.index("training") <= 11
     assert 5 <= order[12:].count("sampling") / order[12:].count("training") <= 6
@@ -548,10 +548,10 @@ def test_worker_that_dies_during_restart_leaks_no_files(tmp_path: Path) -> None:
 
 
 def test_restart_delay_grows_while_a_worker_keeps_dying() -> None:
-    backoff = Backoff(first=1.0, limit=5.0, steady_after=60.0)
+    backoff = RestartBackoff(first=1.0, limit=5.0, steady_after=60.0)
     backoff.started()
     assert [backoff.next_delay() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
-    steady = Backoff(first=0.001, steady_after=0.01)
+    steady = RestartBackoff(first=0.001, steady_after=0.01)
     for _ in range(2):
         steady.started()
         time.sleep(0.05)

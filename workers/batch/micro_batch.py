@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.attention import Packing, pack_lengths
 from .objective import Objective
-from .validated import Operation, Row
+from .validated import Example, ValidatedBatch
 
 # Lanes with fewer tokens lose more to small matrix products than they gain by running in parallel.
 _LEAST_LANE_TOKENS = 128
@@ -30,7 +30,7 @@ class MicroBatchSegment:
     operation: int
     start: int
     stop: int
-    datums: tuple[int, ...]
+    rows: tuple[int, ...]
     bounds: tuple[int, ...]
 
 
@@ -60,7 +60,7 @@ class MicroBatch:
 
     def packed_rows(self) -> Iterator[PackedRow]:
         for each in self.segments:
-            for datum, (start, stop) in zip(each.datums, pairwise(each.bounds), strict=True):
+            for datum, (start, stop) in zip(each.rows, pairwise(each.bounds), strict=True):
                 yield PackedRow(each.operation, datum, each.start + start, each.start + stop)
 
     def segments_of(self, objective: Objective) -> Iterator[MicroBatchSegment]:
@@ -79,7 +79,9 @@ class Lane:
     micro_batches: Iterator[MicroBatch]
 
 
-def pack(operations: Sequence[Operation], token_budget: int, device: torch.device, most_lanes: int = 1) -> list[Lane]:
+def pack(
+    operations: Sequence[ValidatedBatch], token_budget: int, device: torch.device, most_lanes: int = 1
+) -> list[Lane]:
     """Packs all rows into micro-batches with at most `token_budget` tokens at a time over all lanes.
 
     A row that is longer than that runs alone. In a micro-batch the rows of an operation are neighbours, and so are
@@ -93,11 +95,11 @@ def pack(operations: Sequence[Operation], token_budget: int, device: torch.devic
             len(bins),
             (_micro_batch(operations, [places[k] for k in members], device) for members in bins),
         )
-        for bins in deal(lengths, token_budget, most_lanes)
+        for bins in distribute(lengths, token_budget, most_lanes)
     ]
 
 
-def part_of(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
+def select_sequences(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
     """Returns a micro-batch of some of the sequences, given their bounds, without segments and objectives."""
     if not bounds:
         return empty_micro_batch(micro_batch.tokens.device)
@@ -114,20 +116,20 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
     return MicroBatch(token, token, Packing(pack_lengths([1])), (), ())
 
 
-def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
+def distribute(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
     """Divides the lengths into lanes, and those into bins of indices. Lanes are about equally long and share the
     budget, since they run in parallel."""
     num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE_TOKENS, budget // max(lengths, default=1))
     if num_lanes < 2:
-        return [fill(lengths, budget)]
+        return [best_fit_bins(lengths, budget)]
     share = budget // num_lanes
     num_bins = num_lanes * -(-sum(lengths) // (num_lanes * share))
-    while _fullest(bins := spread(lengths, num_bins), lengths) > share:
+    while _fullest(bins := balance_bins(lengths, num_bins), lengths) > share:
         num_bins += num_lanes
     return [[members for members in bins[lane::num_lanes] if members] for lane in range(num_lanes)]
 
 
-def spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+def balance_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     """Returns the indices by bin: the longest first, each in the bin with the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     least = [(0, each) for each in range(num_bins)]
@@ -138,7 +140,7 @@ def spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     return bins
 
 
-def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def best_fit_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Returns the indices by bin, by best fit decreasing: the longest first, each in the fullest bin with room."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (rest of the budget, bin), fullest bin first
@@ -158,7 +160,7 @@ def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
     return max(sum(lengths[i] for i in members) for members in bins)
 
 
-def smaller_budget(operation: Operation, token_budget: int) -> int | None:
+def smaller_budget(operation: ValidatedBatch, token_budget: int) -> int | None:
     """Returns half the size of the operation's largest micro-batch, but at least its longest row.
 
     Returns None if it cannot be smaller: the largest micro-batch is a single row, or this rank has no rows.
@@ -168,13 +170,17 @@ def smaller_budget(operation: Operation, token_budget: int) -> int | None:
     return max(largest // 2, longest) if largest > longest else None
 
 
-def cut(segment: MicroBatchSegment, values: np.ndarray, operation: Operation) -> Iterator[tuple[int, np.ndarray]]:
+def split_by_datum(
+    segment: MicroBatchSegment, values: np.ndarray, operation: ValidatedBatch
+) -> Iterator[tuple[int, np.ndarray]]:
     """Splits values [n] or [n, K] of a segment by datum; yields its index and its values in the targets' shape."""
-    for datum, start, stop in zip(segment.datums, segment.bounds, segment.bounds[1:], strict=False):
+    for datum, start, stop in zip(segment.rows, segment.bounds, segment.bounds[1:], strict=False):
         yield datum, _in_shape_of(operation.rows[datum].targets, values[start:stop])
 
 
-def _micro_batch(operations: Sequence[Operation], places: list[tuple[int, int]], device: torch.device) -> MicroBatch:
+def _micro_batch(
+    operations: Sequence[ValidatedBatch], places: list[tuple[int, int]], device: torch.device
+) -> MicroBatch:
     """Packs the sequences at these places, (operation, row), an operation's longest first."""
     places = sorted(places, key=lambda place: place[0])
     rows = [operations[i].rows[j] for i, j in places]
@@ -190,20 +196,20 @@ def _micro_batch(operations: Sequence[Operation], places: list[tuple[int, int]],
 
 
 def _segments(places: list[tuple[int, int]], starts: list[int]) -> Iterator[MicroBatchSegment]:
-    for first, stop in _stretches([i for i, _ in places]):
+    for first, stop in _equal_runs([i for i, _ in places]):
         bounds = tuple(start - starts[first] for start in starts[first : stop + 1])
         datums = tuple(j for _, j in places[first:stop])
         yield MicroBatchSegment(places[first][0], starts[first], starts[stop], datums, bounds)
 
 
 def _objectives(
-    operations: Sequence[Operation],
+    operations: Sequence[ValidatedBatch],
     places: list[tuple[int, int]],
-    rows: list[Row],
+    rows: list[Example],
     starts: list[int],
     device: torch.device,
 ) -> Iterator[Objective]:
-    for first, stop in _stretches([operations[i].loss_key for i, _ in places]):
+    for first, stop in _equal_runs([operations[i].loss_key for i, _ in places]):
         operation, scored = operations[places[first][0]], rows[first:stop]
         yield Objective(
             start=starts[first],
@@ -217,7 +223,7 @@ def _objectives(
         )
 
 
-def _stretches(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+def _equal_runs(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
     """Yields the bounds (first, stop) of each run of equal neighbours."""
     first = 0
     for _, members in groupby(keys):

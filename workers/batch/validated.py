@@ -11,7 +11,7 @@ from ...schemas.errors import OperationError
 from ...schemas.training import Datum, ForwardBackwardRequest
 from ..losses import GUESS_LOSSES, LOSSES, VALUE_LOSSES, Loss
 from ..losses.loss import Config
-from ..protocol.verbs import Share
+from ..protocol.calls import DataShare
 
 TARGETS = "target_tokens"
 
@@ -29,7 +29,7 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Example:
     """A validated sequence.
 
     tokens: int64 [T]. targets: int64 [T] or [T, K]. inputs: float32, in the shape of the targets.
@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class ValidatedBatch:
     """A validated request, or a rank's share of a part of one.
 
     weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: see Loss.denominator.
@@ -52,10 +52,10 @@ class Operation:
     loss: Loss
     config: Config
     weight: float
-    rows: tuple[Row, ...]
+    rows: tuple[Example, ...]
     num_tokens: int
     denominator: float
-    numbers: Sequence[int]
+    datum_indices: Sequence[int]
 
     @cached_property
     def loss_key(self) -> tuple[Hashable, ...]:
@@ -64,12 +64,12 @@ class Operation:
         return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
 
 
-def read_operation(
+def validate_request(
     request: ForwardBackwardRequest,
     limits: ModelLimits,
-    share: Share | None = None,
+    share: DataShare | None = None,
     losses: Mapping[str, Loss] = LOSSES,
-) -> Operation:
+) -> ValidatedBatch:
     """Reads and validates a request.
 
     Args:
@@ -78,7 +78,7 @@ def read_operation(
     Raises:
         OperationError: the request is invalid; the message names the datum, the value and the remedy.
     """
-    share = share or Share(range(len(request.data)), len(request.data))
+    share = share or DataShare(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
         if request.loss_fn in LOSSES | VALUE_LOSSES | GUESS_LOSSES:
             takes = _listed(losses)
@@ -88,16 +88,16 @@ def read_operation(
         raise OperationError("the batch is empty: send at least one datum")
     loss = losses[request.loss_fn]
     config = _read_config(request, loss)
-    for i, datum in zip(share.numbers, request.data, strict=True):
+    for i, datum in zip(share.indices, request.data, strict=True):
         _check_names(i, datum, request.loss_fn, loss)
         _check_shapes(i, datum, request.loss_fn, loss, limits)
-    _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.numbers)
-    _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.numbers)
+    _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.indices)
+    _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.indices)
     rows = tuple(_row(datum, loss, config) for datum in request.data)
     for name in (*loss.required, *loss.optional):
-        _check_finite(name, request.data, rows, share.numbers)
+        _check_finite(name, request.data, rows, share.indices)
     counts = [row.inputs[loss.counted_by] for row in rows]
-    return Operation(
+    return ValidatedBatch(
         loss_name=request.loss_fn,
         loss=loss,
         config=config,
@@ -105,7 +105,7 @@ def read_operation(
         rows=rows,
         num_tokens=sum(map(_num_counted, counts)),
         denominator=loss.denominator(_joined(counts)),
-        numbers=share.numbers,
+        datum_indices=share.indices,
     )
 
 
@@ -179,11 +179,11 @@ def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: 
     for name, array in (("model_input", tokens), (TARGETS, targets)):
         if array.dtype.kind not in "iu":
             raise OperationError(f"datum {index}: {name} is {array.dtype}: token ids must be integers")
-    if targets.ndim != 1 and not (loss.many_targets and targets.ndim == 2 and targets.shape[1]):
-        wanted = "[T] or [T, K]" if loss.many_targets else "[T]"
+    if targets.ndim != 1 and not (loss.allows_top_k_targets and targets.ndim == 2 and targets.shape[1]):
+        wanted = "[T] or [T, K]" if loss.allows_top_k_targets else "[T]"
         raise OperationError(f"datum {index}: {TARGETS} has shape {list(targets.shape)}: {loss_name} takes {wanted}")
     if loss.scores == "losses" and len(targets) == length:
-        _check_plain(index, tokens, targets, loss_name)
+        _check_shifted_targets(index, tokens, targets, loss_name)
     if len(targets) != length:
         raise OperationError(
             f"datum {index}: {TARGETS} has {len(targets)} positions, model_input {length}: position i of the targets"
@@ -199,7 +199,7 @@ def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: 
             )
 
 
-def _check_plain(index: int, tokens: np.ndarray, targets: np.ndarray, loss_name: str) -> None:
+def _check_shifted_targets(index: int, tokens: np.ndarray, targets: np.ndarray, loss_name: str) -> None:
     wrong = np.flatnonzero(targets[:-1] != tokens[1:])
     if len(wrong):
         at = int(wrong[0])
@@ -223,7 +223,7 @@ def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers
     )
 
 
-def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Row, ...], numbers: Sequence[int]) -> None:
+def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Example, ...], numbers: Sequence[int]) -> None:
     """Raises OperationError if a given input is not finite.
 
     Log-probabilities of the sampler can be anything at positions that no loss reads: prompts often have none.
@@ -242,7 +242,7 @@ def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Row, ...], numbe
     raise OperationError(f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite")
 
 
-def _reads_logprobs(row: Row) -> np.ndarray:
+def _reads_logprobs(row: Example) -> np.ndarray:
     advantages = row.inputs["advantages"]
     return (advantages != 0) | (row.inputs.get("sequence_ratio_mask", advantages) != 0)
 
@@ -260,7 +260,7 @@ def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
     raise AssertionError("beyond the last array")
 
 
-def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
+def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Example:
     given = datum.loss_fn_inputs
     targets = _targets(datum, loss).astype(np.int64)
     # A number beyond float32 becomes infinite, which is then refused with its position.
@@ -271,7 +271,7 @@ def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
             inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
     if loss.scores == "losses" and TARGETS not in given:  # the target of the last token is unknown
         inputs["weights"] = np.append(inputs["weights"][:-1], np.float32(0))
-    return Row(datum.tokens.astype(np.int64), targets, inputs)
+    return Example(datum.tokens.astype(np.int64), targets, inputs)
 
 
 def _targets(datum: Datum, loss: Loss) -> np.ndarray:

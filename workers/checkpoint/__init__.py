@@ -16,8 +16,17 @@ If several ranks write, the files are numbered, such as optimizer-00001-of-00004
 after the last optimizer step. Saving leaves gradients unchanged, and only snapshots contain them.
 """
 
-from .learned import Learned
-from .reading import Saved, is_snapshot, read_draft, read_new, read_saved, target_in
+from .reading import SavedModel, is_snapshot, read_draft, read_new_model, read_saved, target_directory
 from .saving import save
+from .trained_state import TrainedState
 
-__all__ = ["Learned", "Saved", "is_snapshot", "read_draft", "read_new", "read_saved", "save", "target_in"]
+__all__ = [
+    "SavedModel",
+    "TrainedState",
+    "is_snapshot",
+    "read_draft",
+    "read_new_model",
+    "read_saved",
+    "save",
+    "target_directory",
+]

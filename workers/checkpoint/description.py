@@ -9,7 +9,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig, TrainingConfig, training_of
 from ..programs.policy import POLICY
 from ..registry.programs import program_of
-from ..state.trainable import Learner, Window
+from ..state.trainable import GradientWindow, Trainable
 
 _NAME = "trainhouse.json"
 
@@ -17,14 +17,14 @@ _NAME = "trainhouse.json"
 _FORMAT, _FULL_FORMAT = 1, 2
 
 
-class Description:
+class CheckpointDescription:
     """Holds the content of a trainhouse.json."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self._content = content
 
     @staticmethod
-    def of(model: Learner, num_steps: int, window: Window | None, base_name: str) -> dict[str, Any]:
+    def of(model: Trainable, num_steps: int, window: GradientWindow | None, base_name: str) -> dict[str, Any]:
         about = {"base_model": base_name, "role": model.program.role, "num_steps": num_steps}
         of_window = {} if window is None else {"window": asdict(window)}
         if isinstance(model.training, LoraConfig):
@@ -32,7 +32,7 @@ class Description:
         return {"format": _FULL_FORMAT, **about, **model.training.model_dump(), **of_window}
 
     @staticmethod
-    def read(directory: Path) -> "Description":
+    def read(directory: Path) -> "CheckpointDescription":
         """Reads the directory's description. Raises OperationError if it is missing, damaged or of an unknown
         format."""
         try:
@@ -45,7 +45,7 @@ class Description:
             raise OperationError(
                 f"the checkpoint has format {found}; this server reads formats {_FORMAT} and {_FULL_FORMAT}"
             )
-        return Description(content)
+        return CheckpointDescription(content)
 
     @property
     def training(self) -> TrainingConfig:
@@ -56,16 +56,16 @@ class Description:
         return self._content["num_steps"]
 
     @property
-    def window(self) -> Window:
-        return Window(**self._content.get("window", {}))
+    def window(self) -> GradientWindow:
+        return GradientWindow(**self._content.get("window", {}))
 
     @property
-    def is_of_snapshot(self) -> bool:
+    def is_snapshot(self) -> bool:
         """True if it describes a snapshot, which has the whole state of a run."""
         return "window" in self._content
 
     @property
-    def targets(self) -> set[str]:
+    def adapted_layers(self) -> set[str]:
         """Names of the layers that an adapter adapts."""
         return set(self._content["targets"])
 
@@ -75,7 +75,7 @@ class Description:
         trained without one, so they count as true."""
         return self._content.get("vocabulary_is_chosen", True)
 
-    def check(self, model: Learner) -> None:
+    def check(self, model: Trainable) -> None:
         """Raises OperationError if a model of another role was saved."""
         role = self._content.get("role", POLICY.role)
         try:

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedConfi
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..full import FullWeights
-from .description import Description
+from .description import CheckpointDescription
 
 WEIGHTS = "model"
 
@@ -28,24 +28,24 @@ _BESIDE = (
 )
 
 
-class HuggingFace:
+class HuggingFaceFormat:
     """Implements Form for fully trained models."""
 
-    stem, is_small = WEIGHTS, False
+    stem, is_read_at_once = WEIGHTS, False
 
     def __init__(self, model: FullWeights) -> None:
         self._model = model
 
-    def older_name(self, name: str) -> str:
+    def legacy_name(self, name: str) -> str:
         return name
 
-    def lacking(self, saved: Description) -> Collection[str]:
+    def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:
         return ()
 
     def describe(self) -> dict[str, Any]:
         return {}
 
-    def check(self, saved: Description) -> None:
+    def check(self, saved: CheckpointDescription) -> None:
         if isinstance(saved.training, LoraConfig):
             raise OperationError(
                 "the checkpoint is an adapter, and the model is fully trained: create a model with LoRA and load into"
@@ -55,14 +55,14 @@ class HuggingFace:
     def constants(self) -> Mapping[str, Tensor]:
         return {}
 
-    def write_beside(self, directory: Path, base_name: str) -> None:
+    def write_extra_files(self, directory: Path, base_name: str) -> None:
         _write_config(self._model, directory)
         for pattern in _BESIDE:
             for path in Path(self._model.source).glob(pattern):  # finds nothing if the source is a hub id
                 if path.is_file():
                     shutil.copyfile(path, directory / path.name)
 
-    def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
+    def load_constants(self, constants: Mapping[str, Tensor], saved: CheckpointDescription) -> None:
         pass
 
 

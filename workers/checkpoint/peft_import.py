@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
-from ..lora import Adapter, Adapters
+from ..lora import Adapter, AdapterRegistry
 from ..lora.adapter import layout_of, pair_of
 from ..lora.target import Target
-from . import Learned, save
-from .learned import Flat
+from . import TrainedState, save
+from .trained_state import FlatTensors
 
 _PREFIX = "base_model.model."
 _OTHER_SIDE = str.maketrans("AB", "BA")
@@ -28,7 +28,9 @@ _OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[
 wrapped first are below base_layer."""
 
 
-def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: Path, base_name: str) -> LoraConfig:
+def import_adapter(
+    adapters: AdapterRegistry, lora: LoraConfig, source: Path, target: Path, base_name: str
+) -> LoraConfig:
     """Writes the adapter of `source`, an adapter_model.safetensors, into an existing empty directory, without optimizer
     state.
 
@@ -40,11 +42,13 @@ def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: P
         OperationError: the file does not fit; the message names the matrix and the reason.
     """
     adapters.check_rank(lora)
-    every = [each.whole() for each in adapters.all_targets]
+    every = [each.unsharded() for each in adapters.all_targets]
     found = _by_expert(_read(source), every, lora.rank)
-    wanted = adapters.selecting(lora, _adapted(found, every, lora.rank))
+    wanted = adapters.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = adapters.build(wanted)
-    learned = Learned(adapter, {"weights": Flat(adapter.layout.whole, _filled(adapter, found))}, 0, has_optimizer=False)
+    learned = TrainedState(
+        adapter, {"weights": FlatTensors(adapter.layout.unsharded, _filled(adapter, found))}, 0, has_optimizer=False
+    )
     save(learned, target, base_name=base_name)
     return wanted
 
@@ -131,7 +135,7 @@ def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) ->
 
 def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
     """Returns the weights of the whole adapter, float32 [P]."""
-    layout = adapter.layout.whole
+    layout = adapter.layout.unsharded
     vector, generator = torch.zeros(layout.size), torch.Generator().manual_seed(adapter.lora.seed or 0)
     for target in adapter.targets:
         a, _ = pair_of(layout, vector, target)

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
-from ..drafts.algorithms.programs import DRAFT_PROGRAMS
+from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from ..programs.policy import POLICY
-from ..registry.models import Models
+from ..registry.model_registry import ModelRegistry
 from ..state.program import Program
-from ..state.trainable import ADAMW, Learner, Window
-from .description import Description
-from .forms import form_of
+from ..state.trainable import MOMENT_VECTORS, GradientWindow, Trainable
+from .description import CheckpointDescription
+from .formats import format_of
 from .saving import TARGET
 from .tensor_files import SavedTensors, has_tensors
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class SavedModel:
     """A checkpoint: unsharded tensors in host memory by their names in files, moments also by their kind.
 
     Tensors of an adapter have been read; those of a fully trained model are read one by one as they are put into it.
@@ -31,90 +31,92 @@ class Saved:
     lacking: names of the model's tensors that the checkpoint does not have; they are initialized as in a new model.
     """
 
-    description: Description
+    description: CheckpointDescription
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Mapping[str, Tensor]]
     num_steps: int | None
     gradients: Mapping[str, Tensor]
-    window: Window
-    lacking: Collection[str] = ()
+    window: GradientWindow
+    missing_tensors: Collection[str] = ()
 
-    def put_into(self, model: Learner) -> None:
+    def load_into(self, model: Trainable) -> None:
         """Replaces the model's weights, optimizer state (fresh if the checkpoint has none) and accumulated
         gradients."""
         layout = model.layout
-        form_of(model).take(self.weights, self.description)
+        format_of(model).load_constants(self.weights, self.description)
         model.clear_window()
         model.clear_optimizer()
         if self.num_steps:
             _ = model.exp_avg, model.exp_avg_sq  # allocates them, before the weights are changed
-        if self.lacking:
+        if self.missing_tensors:
             model.initialize()
-        layout.copy_parts(model.weights, self.weights, self.lacking)
+        layout.copy_parts(model.weights, self.weights, self.missing_tensors)
         if self.num_steps:
-            for name in ADAMW:
-                model.fill(name, partial(layout.copy_parts, saved=self.moments[name], lacking=self.lacking))
+            for name in MOMENT_VECTORS:
+                model.fill(name, partial(layout.copy_parts, saved=self.moments[name], lacking=self.missing_tensors))
             model.num_steps = self.num_steps
         if self.gradients:
-            model.fill("accumulator", partial(layout.copy_parts, saved=self.gradients, lacking=self.lacking))
+            model.fill("accumulator", partial(layout.copy_parts, saved=self.gradients, lacking=self.missing_tensors))
         model.window = self.window
 
 
-def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
+def read_saved(model: Trainable, directory: Path, *, optimizer: bool) -> SavedModel:
     """Reads a checkpoint for this model, with gradients if it is a snapshot that has any.
 
     Raises OperationError if it does not fit the model or is incomplete.
     """
-    description = Description.read(directory)
+    description = CheckpointDescription.read(directory)
     description.check(model)
-    form = form_of(model)
+    form = format_of(model)
     form.check(description)
-    whole = model.layout.whole
-    lacking = form.lacking(description)
+    whole = model.layout.unsharded
+    lacking = form.missing_tensors(description)
     every = whole.named_views(torch.empty(whole.size, device="meta"))
     shapes = {name: shape for name, shape in every.items() if name not in lacking}
 
     def read(stem: str, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        tensors = SavedTensors(directory, stem, wanted, form.older_name)
-        return tensors.read() if form.is_small else tensors
+        tensors = SavedTensors(directory, stem, wanted, form.legacy_name)
+        return tensors.read() if form.is_read_at_once else tensors
 
     window = description.window
     weights = read(form.stem, {**shapes, **form.constants()})
     moments: Mapping[str, Mapping[str, Tensor]] = {}
     if optimizer:
         _check_optimizer(directory)
-        found = read("optimizer", {f"{kind}.{name}": shape for kind in ADAMW for name, shape in shapes.items()})
-        moments = {kind: _OfKind(found, kind) for kind in ADAMW}
+        found = read(
+            "optimizer", {f"{kind}.{name}": shape for kind in MOMENT_VECTORS for name, shape in shapes.items()}
+        )
+        moments = {kind: _OfKind(found, kind) for kind in MOMENT_VECTORS}
     gradients = read("window", shapes) if window.num_operations else {}
     num_steps = description.num_steps if optimizer else None
-    return Saved(description, weights, moments, num_steps, gradients, window, lacking)
+    return SavedModel(description, weights, moments, num_steps, gradients, window, lacking)
 
 
-def target_in(directory: Path) -> Path | None:
+def target_directory(directory: Path) -> Path | None:
     """Returns the directory of the target in a draft's snapshot, None if the target is the bare base model."""
     return directory / TARGET if (directory / TARGET).is_dir() else None
 
 
 def is_snapshot(directory: Path) -> bool:
     """True if the checkpoint has the whole state of a run. Raises OperationError if its description cannot be read."""
-    return Description.read(directory).is_of_snapshot
+    return CheckpointDescription.read(directory).is_snapshot
 
 
-def read_new(models: Models, directory: Path, program: Program = POLICY) -> Learner:
+def read_new_model(models: ModelRegistry, directory: Path, program: Program = POLICY) -> Trainable:
     """Returns a new model, not registered yet, with the checkpoint's weights. Raises like read_saved."""
-    return _filled(models.build(Description.read(directory).training, program), directory)
+    return _filled(models.build(CheckpointDescription.read(directory).training, program), directory)
 
 
-def read_draft(models: Models, directory: Path) -> Learner:
+def read_draft(models: ModelRegistry, directory: Path) -> Trainable:
     """Returns a new draft, not registered yet, with the checkpoint's weights and vocabulary. Raises like read_saved."""
-    training = Description.read(directory).training
+    training = CheckpointDescription.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError("the checkpoint is not a draft's: name a checkpoint of a model whose model_role is draft")
     return _filled(models.drafts.build(training, DRAFT_PROGRAMS[training.algorithm], is_shared=False), directory)
 
 
-def _filled(model: Learner, directory: Path) -> Learner:
-    read_saved(model, directory, optimizer=False).put_into(model)
+def _filled(model: Trainable, directory: Path) -> Trainable:
+    read_saved(model, directory, optimizer=False).load_into(model)
     return model
 
 
@@ -131,7 +133,7 @@ class _OfKind(Mapping[str, Tensor]):
         return (name.partition(".")[2] for name in self._found if name.startswith(f"{self._kind}."))
 
     def __len__(self) -> int:
-        return len(self._found) // len(ADAMW)
+        return len(self._found) // len(MOMENT_VECTORS)
 
 
 def _check_optimizer(directory: Path) -> None:

@@ -11,11 +11,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..state.trainable import ADAMW
-from .description import Description, write_json
-from .forms import form_of
-from .learned import Learned
+from ..state.trainable import MOMENT_VECTORS
+from .description import CheckpointDescription, write_json
+from .formats import format_of
 from .tensor_files import file_name, save_tensors
+from .trained_state import TrainedState
 
 # The directory of the draft's target in a draft's snapshot.
 TARGET = "target"
@@ -27,7 +27,7 @@ _FULL = (
 )
 
 
-def save(learned: Learned, directory: Path, *, base_name: str) -> None:
+def save(learned: TrainedState, directory: Path, *, base_name: str) -> None:
     """Writes this rank's part into an existing directory that has no files but those of the other ranks.
 
     Args:
@@ -54,8 +54,8 @@ def _is_for_want_of_room(error: OSError | SafetensorError) -> bool:
     return number in _NO_ROOM or any(f"(os error {one})" in str(error) for one in _NO_ROOM)
 
 
-def _write(learned: Learned, directory: Path, base_name: str) -> None:
-    model, form = learned.model, form_of(learned.model)
+def _write(learned: TrainedState, directory: Path, base_name: str) -> None:
+    model, form = learned.model, format_of(learned.model)
 
     def write(stem: str, tensors: Mapping[str, Tensor]) -> None:
         save_tensors(directory / file_name(stem, learned.part, learned.num_parts), tensors)
@@ -68,28 +68,28 @@ def _write(learned: Learned, directory: Path, base_name: str) -> None:
         write("window", learned.vectors["accumulator"].named())
     if learned.part > 0:
         return
-    form.write_beside(directory, base_name)
+    form.write_extra_files(directory, base_name)
     if learned.num_parts > 1:
         write_json(directory / f"{form.stem}.safetensors.index.json", _index(learned, form.stem, constants))
-    description = Description.of(model, learned.num_steps, learned.window, base_name)
+    description = CheckpointDescription.of(model, learned.num_steps, learned.window, base_name)
     write_json(directory / "trainhouse.json", description | form.describe())
 
 
-def _index(learned: Learned, stem: str, constants: Iterable[str]) -> dict[str, Any]:
+def _index(learned: TrainedState, stem: str, constants: Iterable[str]) -> dict[str, Any]:
     """Returns the index: the file of each of the weights, and of the constants, which are in the first one."""
-    layout, num_parts = learned.model.layout.whole, learned.num_parts
+    layout, num_parts = learned.model.layout.unsharded, learned.num_parts
     nothing = torch.empty(layout.size, device="meta")
     weight_map = {
         name: file_name(stem, number % num_parts, num_parts)
         for number, matrix in enumerate(layout.matrices)
-        for name, _ in matrix.named(layout.view(nothing, matrix.key))
+        for name, _ in matrix.named_tensors(layout.view(nothing, matrix.key))
     }
     weight_map |= dict.fromkeys(constants, file_name(stem, 0, num_parts))
     return {"metadata": {"total_size": 4 * layout.num_weights}, "weight_map": weight_map}
 
 
-def _named_moments(learned: Learned) -> dict[str, Tensor]:
+def _named_moments(learned: TrainedState) -> dict[str, Tensor]:
     """Returns the moments by their names in files; before the first step they are zeros."""
     zeros = learned.vectors["weights"] if "exp_avg" not in learned.vectors else None
-    of_kinds = {kind: zeros.mapped(torch.zeros_like) if zeros else learned.vectors[kind] for kind in ADAMW}
+    of_kinds = {kind: zeros.mapped(torch.zeros_like) if zeros else learned.vectors[kind] for kind in MOMENT_VECTORS}
     return {f"{kind}.{name}": each for kind, vector in of_kinds.items() for name, each in vector.named().items()}

@@ -62,7 +62,7 @@ class SavedTensors(Mapping[str, Tensor]):
                     shapes[name] = file.get_slice(found).get_shape()
             except SafetensorError as error:
                 raise OperationError(f"{path.name} is damaged: {error}") from None
-        _refuse_others(f"{stem}.safetensors", shapes, wanted)
+        _check_tensors(f"{stem}.safetensors", shapes, wanted)
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor. Raises OperationError if it cannot be read."""
@@ -87,7 +87,7 @@ def _files(directory: Path, stem: str) -> list[Path]:
     return sorted([*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-*-of-*.safetensors")])
 
 
-def _refuse_others(file: str, shapes: Mapping[str, list[int]], wanted: Mapping[str, Tensor]) -> None:
+def _check_tensors(file: str, shapes: Mapping[str, list[int]], wanted: Mapping[str, Tensor]) -> None:
     if shapes.keys() != wanted.keys():
         raise OperationError(
             f"{file} does not match the model: it lacks {few(wanted.keys() - shapes.keys())} and has"

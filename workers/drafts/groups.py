@@ -23,7 +23,7 @@ class DraftGroups:
     """
 
     mesh: Mesh
-    audience: Team
+    feature_team: Team
     num_sharing: int
 
     @staticmethod
@@ -57,18 +57,18 @@ class DraftGroups:
     @property
     def num_micro_batches(self) -> int:
         """Returns the number of micro-batches in the audience."""
-        return self.audience.size // self.num_sharing
+        return self.feature_team.size // self.num_sharing
 
     @property
     def num_blocks(self) -> int:
         """Returns the number of blocks in the audience."""
-        return self.audience.size // self._block_size
+        return self.feature_team.size // self._block_size
 
     def block_of(self, index: int) -> int:
         """Returns the block of the rank with this index in the audience."""
         return index // self._block_size
 
-    def stretch_of(self, index: int) -> int:
+    def shard_of(self, index: int) -> int:
         """Returns which sequence shard of its block the rank with this index in the audience has."""
         return index % self._block_size // self.mesh.spec.tp
 

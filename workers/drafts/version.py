@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from ..models.model import BaseModel
 from ..shapes.model_shape import model_directory
-from ..state.trainable import Learner
+from ..state.trainable import Trainable
 
 _DIGITS = 16
 _CHUNK = 1 << 22
@@ -38,7 +38,7 @@ def base_version(base: BaseModel) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def learned_version(base: str, model: Learner) -> str:
+def learned_version(base: str, model: Trainable) -> str:
     """Returns the version of a trained model on the base model with version `base`.
 
     The hash covers this rank's part of the weights, which must be on the device. The seed is left out.

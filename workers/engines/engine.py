@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
-from ..protocol.verbs import SampleJob
+from ..protocol.calls import SampleJob
 from ..scheduler.cohorts import OnProgress
 
 
@@ -71,10 +71,10 @@ class Engine(Protocol):
         ...
 
 
-def gone(adapter_id: str) -> OperationError:
+def adapter_gone_error(adapter_id: str) -> OperationError:
     """Returns the error of a request whose adapter does not exist."""
     return OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
 
 
-def not_kept(adapter_id: str, error: OSError) -> OperationError:
+def adapter_not_stored_error(adapter_id: str, error: OSError) -> OperationError:
     return OperationError(f"adapter {adapter_id} cannot be kept for sampling: {error}", "server")

@@ -10,13 +10,13 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse, TopkLogprobs
-from ..protocol.verbs import SampledPart
+from ..protocol.calls import SampledPart
 from ..scheduler.cohorts import OnProgress
 
 Attempt = Callable[[OnProgress | None], Coroutine[None, None, SampleResponse]]
 
 
-class Underway:
+class InFlightRequests:
     """The requests that an engine is working on, by job id."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Underway:
     async def close(self) -> None:
         """Fails all requests in flight, and waits until they have ended."""
         self._closed = True
-        await end_all(self._tasks.values())
+        await cancel_and_wait(self._tasks.values())
 
 
-class Told:
+class StreamDeduplicator:
     """The tokens that a job has already streamed to its caller.
 
     A retried request samples everything again from the start: tokens already streamed are left out. The same seed gives
@@ -69,18 +69,18 @@ class Told:
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
-        self._told: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._streamed: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
     @property
-    def has_told(self) -> bool:
-        return bool(self._told)
+    def has_streamed(self) -> bool:
+        return bool(self._streamed)
 
     async def run(self, attempt: Attempt) -> SampleResponse:
         """Runs the request. Raises OperationError as soon as its tokens differ from those already streamed."""
         if self._on_progress is None:
             return await attempt(None)
-        repetition = _Repetition({sample: np.concatenate(parts) for sample, parts in self._told.items()})
-        task = asyncio.create_task(attempt(lambda parts: self._tell(repetition, parts)))
+        repetition = _Attempt({sample: np.concatenate(parts) for sample, parts in self._streamed.items()})
+        task = asyncio.create_task(attempt(lambda parts: self._forward_new(repetition, parts)))
         try:
             await asyncio.wait({task, repetition.failed}, return_when=asyncio.FIRST_COMPLETED)
             if not repetition.failed.done():
@@ -93,18 +93,18 @@ class Told:
                 )
             return task.result()
         finally:
-            await end_all([task])
+            await cancel_and_wait([task])
 
-    def _tell(self, repetition: "_Repetition", parts: tuple[SampledPart, ...]) -> None:
-        fresh = tuple(rest for part in parts if (rest := repetition.rest(part)) is not None)
+    def _forward_new(self, repetition: "_Attempt", parts: tuple[SampledPart, ...]) -> None:
+        fresh = tuple(rest for part in parts if (rest := repetition.unseen(part)) is not None)
         if fresh and not repetition.failed.done():
             for part in fresh:
-                self._told[part.sample].append(part.tokens)
+                self._streamed[part.sample].append(part.tokens)
             assert self._on_progress is not None
             self._on_progress(fresh)
 
 
-class _Repetition:
+class _Attempt:
     """One attempt, compared with what was streamed before it. failed: done as soon as a token differs."""
 
     def __init__(self, told: Mapping[int, np.ndarray]) -> None:
@@ -112,7 +112,7 @@ class _Repetition:
         self._told = told
         self._num_seen: Counter[int] = Counter()
 
-    def rest(self, part: SampledPart) -> SampledPart | None:
+    def unseen(self, part: SampledPart) -> SampledPart | None:
         """Returns the tokens of this part that have not been streamed; None if all of them have."""
         start = self._num_seen[part.sample]
         self._num_seen[part.sample] += len(part.tokens)
@@ -120,7 +120,7 @@ class _Repetition:
         self._compare(part.tokens[: len(told)], told)
         if len(told) == len(part.tokens):
             return None
-        return _behind(part, len(told)) if len(told) else part
+        return _without_first(part, len(told)) if len(told) else part
 
     def check(self, response: SampleResponse) -> None:
         for sample, told in self._told.items():
@@ -131,7 +131,7 @@ class _Repetition:
             self.failed.set_result(None)
 
 
-async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels the tasks and waits until they have ended."""
     ending = list(tasks)
     for task in ending:
@@ -139,7 +139,7 @@ async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-def _behind(part: SampledPart, start: int) -> SampledPart:
+def _without_first(part: SampledPart, start: int) -> SampledPart:
     top = part.topk_logprobs
     return replace(
         part,

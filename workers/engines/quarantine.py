@@ -25,7 +25,7 @@ _SLOWER, _MARGIN_SECONDS = 1.5, 5.0
 
 
 @dataclass(eq=False)
-class Standing:
+class SuspectState:
     """The state of one request.
 
     num_strikes: crashes during which it was the only running request.
@@ -35,51 +35,51 @@ class Standing:
     """
 
     num_strikes: int = 0
-    most_together: float = math.inf
+    max_concurrent_suspects: float = math.inf
     began_at: float | None = None
-    suspected_seconds: float = 0.0
+    probation_seconds: float = 0.0
 
     @property
     def is_suspect(self) -> bool:
-        return self.most_together < math.inf
+        return self.max_concurrent_suspects < math.inf
 
-    def suspect(self, num_together: int, now: float) -> None:
+    def suspect(self, num_suspects: int, now: float) -> None:
         """Makes the request a suspect.
 
         Args:
             num_together: suspects that were running at the crash.
         """
         assert self.began_at is not None
-        self.most_together = max(1, num_together // _SHRINKS)
-        self.suspected_seconds = _SLOWER * (now - self.began_at) + _MARGIN_SECONDS
+        self.max_concurrent_suspects = max(1, num_suspects // _SHRINKS)
+        self.probation_seconds = _SLOWER * (now - self.began_at) + _MARGIN_SECONDS
         self.began_at = None
 
 
-class Company:
+class Quarantine:
     """Admits the requests of one server. The name is for log messages."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._there: set[Standing] = set()
-        self._waiting: dict[Standing, asyncio.Future[None]] = {}
+        self._admitted: set[SuspectState] = set()
+        self._waiting: dict[SuspectState, asyncio.Future[None]] = {}
         # While set, only this request runs, until it is past the point of the crash or has ended.
-        self._alone: Standing | None = None
+        self._alone: SuspectState | None = None
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @contextmanager
-    def standing(self) -> Iterator[Standing]:
+    def track(self) -> Iterator[SuspectState]:
         """Yields the state of a new request, which lasts as long as the block."""
-        standing = Standing()
+        standing = SuspectState()
         try:
             yield standing
         finally:
             self._clear(standing)
 
     @asynccontextmanager
-    async def joined(self, standing: Standing) -> AsyncIterator[None]:
+    async def admitted(self, standing: SuspectState) -> AsyncIterator[None]:
         """Waits until the request may run. Requests that need fewer others around them may be overtaken."""
         admitted = self._waiting[standing] = asyncio.get_running_loop().create_future()
         standing.began_at = None
@@ -89,27 +89,27 @@ class Company:
             yield
         finally:
             self._waiting.pop(standing, None)
-            self._there.discard(standing)
+            self._admitted.discard(standing)
             self._admit()
 
     @asynccontextmanager
-    async def running(self, standing: Standing) -> AsyncIterator[None]:
+    async def running(self, standing: SuspectState) -> AsyncIterator[None]:
         """Wraps the time in which the server has the request. A suspect that runs for long enough is cleared."""
         loop = asyncio.get_running_loop()
         standing.began_at = loop.time()
-        passing = loop.call_later(standing.suspected_seconds, self._clear, standing) if standing.is_suspect else None
+        passing = loop.call_later(standing.probation_seconds, self._clear, standing) if standing.is_suspect else None
         try:
             yield
         finally:
             if passing is not None:
                 passing.cancel()
 
-    def died(self, standing: Standing) -> None:
+    def record_crash(self, standing: SuspectState) -> None:
         """Records a crash of the server. Each running request may report the same crash: the first report counts."""
-        if standing not in self._there:
+        if standing not in self._admitted:
             return
-        fatal = {each for each in self._there if each.began_at is not None}
-        self._there -= fatal
+        fatal = {each for each in self._admitted if each.began_at is not None}
+        self._admitted -= fatal
         accused = {each for each in fatal if each.is_suspect} or fatal
         if len(fatal) == 1:
             standing.num_strikes += 1
@@ -119,16 +119,16 @@ class Company:
             each.suspect(len(accused), asyncio.get_running_loop().time())
         self._log(len(fatal), accused)
 
-    def _log(self, num_fatal: int, accused: set[Standing]) -> None:
-        most, seconds = next(iter(accused)).most_together, max(each.suspected_seconds for each in accused)
+    def _log(self, num_fatal: int, accused: set[SuspectState]) -> None:
+        most, seconds = next(iter(accused)).max_concurrent_suspects, max(each.probation_seconds for each in accused)
         others = "no other request runs" if self._alone is not None else "other requests run alongside"
         logger.error(
             "%s crashed with %d requests: %d of them are retried, %.0f at a time, for up to %.0f s each, and %s",
             self._name, num_fatal, len(accused), most, seconds, others,
         )  # fmt: skip
 
-    def _clear(self, standing: Standing) -> None:
-        standing.most_together = math.inf
+    def _clear(self, standing: SuspectState) -> None:
+        standing.max_concurrent_suspects = math.inf
         if self._alone is standing:
             self._alone = None
         self._admit()
@@ -138,12 +138,12 @@ class Company:
             if self._has_room_for(standing):
                 del self._waiting[standing]
                 if not admitted.done():  # else its caller was cancelled
-                    self._there.add(standing)
+                    self._admitted.add(standing)
                     admitted.set_result(None)
 
-    def _has_room_for(self, standing: Standing) -> bool:
+    def _has_room_for(self, standing: SuspectState) -> bool:
         if self._alone is not None:
-            return standing is self._alone and not self._there
-        suspects = [each for each in self._there if each.is_suspect]
-        together = min(each.most_together for each in (standing, *suspects))
+            return standing is self._alone and not self._admitted
+        suspects = [each for each in self._admitted if each.is_suspect]
+        together = min(each.max_concurrent_suspects for each in (standing, *suspects))
         return not standing.is_suspect or len(suspects) < together

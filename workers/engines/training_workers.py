@@ -4,17 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...schemas.sampling import SampleResponse
-from ..protocol.verbs import SampleJob
+from ..protocol.calls import SampleJob
 from ..scheduler.cohorts import OnProgress
-from ..scheduler.group import Group
-from ..scheduler.work import Verb
+from ..scheduler.rank_group import RankGroup
+from ..scheduler.work import WorkerCall
 from .drafts import drop_draft, load_draft
 
 
-class TrainingWorkers:
+class TrainingWorkersEngine:
     """Sampling takes turns with training. A crash of a worker loses adapters as it loses runs."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
@@ -30,15 +30,17 @@ class TrainingWorkers:
         return []
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        await self._group.submit(run_id, tenant_id, Verb("copy_adapter", (run_id, adapter_id), creates=adapter_id))
+        await self._group.submit(
+            run_id, tenant_id, WorkerCall("copy_adapter", (run_id, adapter_id), creates=adapter_id)
+        )
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
-        verb = Verb("load_adapter", (adapter_id, str(directory)), creates=adapter_id)
+        verb = WorkerCall("load_adapter", (adapter_id, str(directory)), creates=adapter_id)
         await self._group.submit(adapter_id, "", verb)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         if not self._group.forget_lost(adapter_id):
-            await self._group.submit(adapter_id, "", Verb("drop_adapter", (adapter_id,), drops=adapter_id))
+            await self._group.submit(adapter_id, "", WorkerCall("drop_adapter", (adapter_id,), drops=adapter_id))
 
     def has_draft(self, draft_id: str) -> bool:
         return self._group.holds(draft_id)

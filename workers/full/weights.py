@@ -9,20 +9,20 @@ from transformers import PreTrainedConfig
 
 from ...schemas.models import FullConfig
 from ..models.model import BaseModel
-from ..state.flat_params import Layout
-from ..state.moments import Moments
+from ..state.flat_params import FlatLayout
+from ..state.moments import MomentFormat
 from ..state.program import Program
-from ..state.trainable import SEED_MASK, Learner
-from .parameters import parameters_of
+from ..state.trainable import SEED_MASK, Trainable
+from .full_parameters import parameters_of
 
 
-class FullWeights(Learner):
+class FullWeights(Trainable):
     """A fully fine-tuned model. Views are named as parameters in transformers, or as the program names its additional
     ones."""
 
-    def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: Moments) -> None:
+    def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: MomentFormat) -> None:
         self.full = self.training = full
-        layout = Layout(parameters_of(base, program))
+        layout = FlatLayout(parameters_of(base, program))
         super().__init__(layout, base.device, base.dtype, program, partial(_views, layout))
         self._base = base
         self.moments = moments
@@ -47,5 +47,5 @@ class FullWeights(Learner):
         self.program.initialize(self, generator)
 
 
-def _views(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:
+def _views(layout: FlatLayout, vector: Tensor) -> Mapping[str, Tensor]:
     return {str(matrix.key): layout.view(vector, matrix.key) for matrix in layout.matrices}

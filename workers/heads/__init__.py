@@ -2,7 +2,7 @@
 
 from .head import Head, HeadPass
 from .logprobs import LogprobHead
-from .values import ValueHead
+from .value_head import ValueHead
 
 HEADS = {"logprobs": LogprobHead, "values": ValueHead}
 

@@ -37,15 +37,15 @@ class HeadPass(Protocol):
 class Head(Protocol):
     """Has no state but frozen weights."""
 
-    def one_of(self, number: int) -> "Head":
+    def split_budget(self, number: int) -> "Head":
         """Returns one of `number` heads that run concurrently and share the memory budget of a single one."""
         ...
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Holds everything that `over` needs on this rank while the context is active. All ranks enter it together."""
         ...
 
-    def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> HeadPass:
+    def start_pass(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> HeadPass:
         """Starts a pass.
 
         Args:

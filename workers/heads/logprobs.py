@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..lora import LoraPair, Segment
-from ..lora.segment import within
+from ..lora.segment import clip_segments
 from ..models.model import BaseModel
 from ..ops.linear import add_product
 
@@ -44,7 +44,7 @@ class LogprobHead:
         """Computes logits, [n, hidden] -> float32 [n, vocab]. The caller bounds n."""
         logits = self.product(hidden, self.unembedding)
         if pair is not None:
-            pair.add_up(logits, pair.down(hidden))
+            pair.add_projection_up(logits, pair.project_down(hidden))
         return logits.float()
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class _LogprobPass:
         Rows without a gradient are skipped: their gradient is exactly 0, even if their logits are not finite.
         """
         log_softmax, hidden, targets = self._logits, self._hidden[self._rows], self._targets[self._rows]
-        segments = within(self._segments, self._rows)
+        segments = clip_segments(self._segments, self._rows)
         has_gradient = gradient != 0 if gradient.ndim == 1 else (gradient != 0).any(dim=1)
         if bool(has_gradient.all()):
             hidden_gradient.copy_(self._gradient_of(log_softmax, targets, gradient, hidden, segments))
@@ -102,7 +102,7 @@ class _LogprobPass:
 
     def _log_softmax(self) -> Tensor:
         head, hidden, logits = self._head, self._hidden[self._rows], self._logits
-        segments = within(self._segments, self._rows)
+        segments = clip_segments(self._segments, self._rows)
         if head.product.is_torch and hidden.dtype == logits.dtype:
             torch.mm(hidden, head.unembedding.t(), out=logits)
             _add_pairs(logits, hidden, segments)
@@ -123,7 +123,7 @@ class _LogprobPass:
             add_product(self._head.unembedding.grad, d_logits, hidden)
         for segment, pair in _with_pair(segments):
             rows = slice(segment.start, segment.stop)
-            pair.backward(d_logits[rows], hidden[rows], pair.down(hidden[rows]), d_hidden[rows])
+            pair.backward(d_logits[rows], hidden[rows], pair.project_down(hidden[rows]), d_hidden[rows])
         return d_hidden
 
     def _some_of(self, log_softmax: Tensor, rows: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
 def _add_pairs(logits: Tensor, hidden: Tensor, segments: Sequence[Segment]) -> None:
     for segment, pair in _with_pair(segments):
         rows = slice(segment.start, segment.stop)
-        pair.add_up(logits[rows], pair.down(hidden[rows]))
+        pair.add_projection_up(logits[rows], pair.project_down(hidden[rows]))
 
 
 def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from ...schemas.models import LoraConfig
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
-from ..state.flat_params import Layout, Matrix
+from ..state.flat_params import FlatLayout, Matrix
 from ..state.program import Program
-from ..state.trainable import SEED_MASK, Learner
+from ..state.trainable import SEED_MASK, Trainable
 from .pair import LoraPair
 from .target import Target
 
 
-class Adapter(Learner):
+class Adapter(Trainable):
     """A trainable LoRA adapter on a frozen base, with views of its vectors for each target in `pairs`."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Adapter(Learner):
         base: BaseModel,
         unembed_name: str,
         program: Program = POLICY,
-        not_adapted: Sequence[str] = (),
+        unadapted_layers: Sequence[str] = (),
     ) -> None:
         """Creates an adapter with zero weights; `initialize` draws them.
 
@@ -38,9 +38,9 @@ class Adapter(Learner):
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
-        self.likeness = (lora.train_attn, lora.train_mlp), lora.rank
+        self.batching_key = (lora.train_attn, lora.train_mlp), lora.rank
         self._unembed_name = unembed_name
-        self.not_adapted, self.is_of_sparse = tuple(not_adapted), base.is_sparse
+        self.not_adapted, self.base_is_sparse = tuple(unadapted_layers), base.is_sparse
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 
     @property
@@ -78,19 +78,19 @@ class Adapter(Learner):
             drawn = torch.empty((target.num_experts or 1) * self.lora.rank, target.in_features)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             a, _ = self.matrices(target.name)
-            a.copy_(target.sides(self.lora.rank)[0].part(drawn))
+            a.copy_(target.matrices(self.lora.rank)[0].part(drawn))
         self.program.initialize(self, generator)
 
 
-def layout_of(targets: Sequence[Target], rank: int, beside: Sequence[Matrix] = ()) -> Layout:
+def layout_of(targets: Sequence[Target], rank: int, extra_matrices: Sequence[Matrix] = ()) -> FlatLayout:
     """Returns the layout of an adapter of these targets and of the `beside` matrices that are trained with it."""
-    return Layout([*(side for target in targets for side in target.sides(rank)), *beside])
+    return FlatLayout([*(side for target in targets for side in target.matrices(rank)), *extra_matrices])
 
 
-def pair_of(layout: Layout, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+def pair_of(layout: FlatLayout, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
     """Returns A [rank, in] and B^T [rank, out] in a vector [P]; of experts [experts * rank, ...]."""
     return layout.view(vector, (target.name, "lora_A")), layout.view(vector, (target.name, "lora_B"))
 
 
-def _pairs_of(layout: Layout, targets: Sequence[Target], vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs_of(layout: FlatLayout, targets: Sequence[Target], vector: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {target.name: pair_of(layout, vector, target) for target in targets}

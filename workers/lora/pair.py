@@ -39,17 +39,17 @@ class LoraPair:
         """The gradient of B in this thread's lane: float32 [out, rank]."""
         return self._adapter.all_gradients()[self._name][1].t()
 
-    def down(self, x: Tensor) -> Tensor:
+    def project_down(self, x: Tensor) -> Tensor:
         """Returns x A^T [tokens, rank] for x [tokens, in]. x has the base's dtype, as in the other products."""
         a, _ = self._adapter.all_factors()[self._name]
         return x @ a.t()
 
-    def add_up(self, y: Tensor, reduced: Tensor) -> None:
+    def add_projection_up(self, y: Tensor, reduced: Tensor) -> None:
         """Adds scale * reduced B^T to y [tokens, out]."""
         _, b_t = self._adapter.all_factors()[self._name]
         y.addmm_(reduced, b_t, alpha=self.scale)
 
-    def frozen_backward(self, grad: Tensor, grad_x: Tensor) -> None:
+    def backward_of_x(self, grad: Tensor, grad_x: Tensor) -> None:
         """Adds to the gradient of x alone, for a pair that is not trained."""
         a, b_t = self._adapter.all_factors()[self._name]
         grad_x.addmm_((grad @ b_t.t()).mul_(self.scale), a)

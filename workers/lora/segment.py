@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..parallel.rows import overlap
-from ..state.trainable import Learner
+from ..parallel.token_shard import overlap
+from ..state.trainable import Trainable
 from .adapter import Adapter
 
 # A group's ranks are padded to its highest, which may be up to this many times their mean.
@@ -25,11 +25,11 @@ class Segment:
 
     start: int
     stop: int
-    model: Learner | None
+    model: Trainable | None
 
     @property
     def adapter(self) -> Adapter | None:
-        of_trunk = None if self.model is None else self.model.of_trunk
+        of_trunk = None if self.model is None else self.model.trunk_model
         return of_trunk if isinstance(of_trunk, Adapter) else None
 
     @property
@@ -38,7 +38,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Group:
+class SegmentGroup:
     """Neighbouring, non-empty segments of different adapters that adapt the same layers of the trunk."""
 
     segments: tuple[Segment, ...]
@@ -59,7 +59,7 @@ class Group:
     def scales(self) -> list[float]:
         return [adapter.scale for adapter in self.adapters]
 
-    def takes(self, segment: Segment) -> bool:
+    def can_append(self, segment: Segment) -> bool:
         """True if the next segment may join. A second segment of an adapter may not: its gradients would collide."""
         adapters, adapter = self.adapters, segment.adapter
         return (
@@ -70,28 +70,28 @@ class Group:
             and _padding([*adapters, adapter]) <= _MOST_PADDING
         )
 
-    def split(self) -> Iterator["Group"]:
+    def split(self) -> Iterator["SegmentGroup"]:
         """Yields long segments separately, unless all are equally long."""
         if len(set(self.lengths)) == 1:
             yield self
             return
         for long, members in groupby(self.segments, key=lambda segment: segment.length >= _LONG):
             if long:
-                yield from (Group((segment,)) for segment in members)
+                yield from (SegmentGroup((segment,)) for segment in members)
             else:
-                yield Group(tuple(members))
+                yield SegmentGroup(tuple(members))
 
 
-def grouped(segments: Sequence[Segment]) -> list[Group]:
+def group_segments(segments: Sequence[Segment]) -> list[SegmentGroup]:
     """Groups neighbouring segments. Segments of the bare base, and empty ones, are in no group."""
-    groups: list[Group] = []
+    groups: list[SegmentGroup] = []
     for segment in segments:
         if segment.adapter is None or not segment.length:
             continue
-        if groups and groups[-1].takes(segment):
-            groups[-1] = Group((*groups[-1].segments, segment))
+        if groups and groups[-1].can_append(segment):
+            groups[-1] = SegmentGroup((*groups[-1].segments, segment))
         else:
-            groups.append(Group((segment,)))
+            groups.append(SegmentGroup((segment,)))
     return groups
 
 
@@ -106,7 +106,7 @@ def _padding(adapters: Sequence[Adapter]) -> float:
     return max(ranks) * len(ranks) / sum(ranks)
 
 
-def within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
+def clip_segments(segments: Sequence[Segment], rows: slice) -> list[Segment]:
     """Returns the parts of the segments inside `rows`, counted from its first row."""
     parts = [(overlap(rows, segment.start, segment.stop), segment.model) for segment in segments]
     return [Segment(part.start, part.stop, model) for part, model in parts if part.start < part.stop]

@@ -53,7 +53,7 @@ class Target:
     expert_split: Split | None = None
     saved_as: str | None = None
     saved_path: str | None = None
-    is_repeated: bool = False
+    is_replicated_over_tp: bool = False
 
     @property
     def saved_kind(self) -> str:
@@ -74,32 +74,32 @@ class Target:
         return ".".join(self.name.split(".")[-2:])
 
     @property
-    def own_in(self) -> int:
+    def local_in_features(self) -> int:
         """Input features on this rank."""
         return self.in_split.own_size if self.in_split else self.in_features
 
     @property
-    def own_out(self) -> int:
+    def local_out_features(self) -> int:
         """Output features on this rank."""
         return self.out_split.own_size if self.out_split else self.out_features
 
     @property
-    def num_own(self) -> int:
+    def num_local_experts(self) -> int:
         """Pairs of matrices on this rank; one for a plain layer."""
         return self.expert_split.own_size if self.expert_split else self.num_experts or 1
 
-    def sides(self, rank: int) -> tuple["Side", "Side"]:
+    def matrices(self, rank: int) -> tuple["LoraMatrix", "LoraMatrix"]:
         """Returns A and B^T of an adapter of this rank."""
-        a = Side(self, "lora_A", rank, self.in_split, self.own_in)
-        return a, Side(self, "lora_B", rank, self.out_split, self.own_out)
+        a = LoraMatrix(self, "lora_A", rank, self.in_split, self.local_in_features)
+        return a, LoraMatrix(self, "lora_B", rank, self.out_split, self.local_out_features)
 
-    def whole(self) -> "Target":
+    def unsharded(self) -> "Target":
         """Returns the unsplit target."""
         return replace(self, in_split=None, out_split=None, expert_split=None, is_repeated=False)
 
 
 @dataclass(frozen=True)
-class Side:
+class LoraMatrix:
     """A [rank, in], or B^T [rank, out], of a target; for experts, the matrices of all of them stacked.
 
     B is stored transposed, which makes its gradient twice as fast. kind: its name in PEFT's files. split: of its
@@ -119,40 +119,40 @@ class Side:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of this rank's part."""
-        return self.target.num_own * self.rank, self.own_features
+        return self.target.num_local_experts * self.rank, self.own_features
 
     @property
-    def is_repeated(self) -> bool:
-        return self.target.is_repeated
+    def is_replicated_over_tp(self) -> bool:
+        return self.target.is_replicated_over_tp
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks have different parts of it."""
         return tuple(split.axis for split in (self.target.expert_split, self.split) if split)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def part(self, unsharded: Tensor) -> Tensor:
         """Returns this rank's part of a whole [experts * rank, features]."""
         if self.split:
-            whole = self.split.part(whole, 1)
+            unsharded = self.split.part(unsharded, 1)
         if not self.target.expert_split:
-            return whole
-        by_expert = whole.view(self.target.num_experts or 1, -1, whole.shape[1])
+            return unsharded
+        by_expert = unsharded.view(self.target.num_experts or 1, -1, unsharded.shape[1])
         return self.target.expert_split.part(by_expert, 0).flatten(0, 1)
 
-    def whole(self) -> "Side":
+    def unsharded(self) -> "LoraMatrix":
         """Returns the unsplit side."""
-        a, b = self.target.whole().sides(self.rank)
+        a, b = self.target.unsharded().matrices(self.rank)
         return a if self.kind == "lora_A" else b
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins the parts of all ranks along `axes`, given in rank order."""
         num = self.split.size if self.split else 1
         rows = [parts[i : i + num] for i in range(0, len(parts), num)]
         return torch.cat([self.split.whole(each, 1) if self.split else each[0] for each in rows])
 
-    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields this rank's part as the matrices of PEFT's files: B as [out, rank], each expert's separately."""
-        by_expert = own.view(self.target.num_own, -1, own.shape[1])
+        by_expert = own.view(self.target.num_local_experts, -1, own.shape[1])
         for name, each in zip(self._names(), by_expert.unbind(), strict=True):
             yield name, each if self.kind == "lora_A" else each.t()
 
@@ -166,7 +166,7 @@ class Side:
             yield f"{path}.{self.kind}.weight"
             return
         experts, linear = path.rpartition(".")[0], self.target.saved_kind
-        split, num_own = self.target.expert_split, self.target.num_own
+        split, num_own = self.target.expert_split, self.target.num_local_experts
         first = split.index * num_own if split else 0
         for number in range(first, first + num_own):
             yield f"{experts}.{number}.{linear}.{self.kind}.weight"

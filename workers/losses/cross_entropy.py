@@ -18,5 +18,5 @@ CROSS_ENTROPY = Loss(
     required=(),
     optional={"weights": lambda inputs, config: 1.0},
     counted_by="weights",
-    many_targets=True,
+    allows_top_k_targets=True,
 )

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
-from .guesses import guess_ratios
 from .loss import Config, Loss, LossOutput
 
 
@@ -29,7 +29,7 @@ def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
         decay = torch.exp(-steps / config["gamma"])
         denominator = (decay * weights).sum()
     return LossOutput(
-        decay * weights * cross_entropy, ratios=guess_ratios(scores, inputs["weights"]), denominator=denominator
+        decay * weights * cross_entropy, ratios=draft_token_metrics(scores, inputs["weights"]), denominator=denominator
     )
 
 

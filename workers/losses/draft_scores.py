@@ -35,15 +35,15 @@ class DraftScores:
 
 
 @dataclass(frozen=True, eq=False)
-class Slopes:
+class DraftGradients:
     """The gradients of a loss by cross_entropy and acceptance, [m, depth] each."""
 
     cross_entropy: Tensor
     acceptance: Tensor
 
     @staticmethod
-    def of(losses: Tensor, leaves: list[Tensor]) -> "Slopes":
+    def of(losses: Tensor, leaves: list[Tensor]) -> "DraftGradients":
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        return Slopes(
+        return DraftGradients(
             *(torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True))
         )

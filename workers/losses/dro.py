@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, counted
+from .ratio import RATIO_INPUTS, mask_uncounted
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = counted(logprobs, inputs)
+    sampled = mask_uncounted(logprobs, inputs)
     penalty = 0.5 * config["beta"] * sampled.log_ratio.square()
     return LossOutput(penalty - sampled.logprobs * sampled.advantages, {"kl": sampled.kl()})
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
-from .guesses import guess_ratios
 from .loss import Config, Loss, LossOutput
 
 # Replaces an acceptance of 0, which has no logarithm.
@@ -25,7 +25,7 @@ def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
     depth = counted.shape[1]
     decay = torch.as_tensor([config["decay"] ** k for k in range(depth)], dtype=counted.dtype, device=counted.device)
     losses = torch.where(counted != 0, counted * decay * _of_guesses(scores, config), 0.0)
-    return LossOutput(losses, ratios=guess_ratios(scores, inputs["weights"]), denominator=counted[:, 0].sum())
+    return LossOutput(losses, ratios=draft_token_metrics(scores, inputs["weights"]), denominator=counted[:, 0].sum())
 
 
 def _of_guesses(scores: DraftScores, config: Config) -> Tensor:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clipped, counted
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, is_clipped, mask_uncounted
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = counted(logprobs, inputs)
+    sampled = mask_uncounted(logprobs, inputs)
     in_ratio = inputs["sequence_ratio_mask"] != 0
     log_ratio = torch.where(in_ratio, logprobs.detach() - inputs["logprobs"], 0.0)
     sequence_ratio = (log_ratio.sum() / in_ratio.sum().clamp(min=1)).exp()
     ratio = sequence_ratio * (sampled.logprobs - sampled.logprobs.detach()).exp()
     objective = torch.minimum(ratio * sampled.advantages, clip(ratio, inputs) * sampled.advantages)
-    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": clipped(ratio, inputs)})
+    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": is_clipped(ratio, inputs)})
 
 
 GSPO = Loss(

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, counted
+from .ratio import RATIO_INPUTS, mask_uncounted
 
 
 def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = counted(logprobs, inputs)
+    sampled = mask_uncounted(logprobs, inputs)
     return LossOutput(-sampled.log_ratio.exp() * sampled.advantages, {"kl": sampled.kl()})
 
 

@@ -58,7 +58,7 @@ class Loss:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     counted_by: Literal["weights", "advantages"] = "advantages"
     sequence_wise: bool = False
-    many_targets: bool = False
+    allows_top_k_targets: bool = False
     scores: Scores = "logprobs"
 
     def denominator(self, counts: np.ndarray) -> float:

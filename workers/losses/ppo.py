@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clipped, counted
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, is_clipped, mask_uncounted
 
 
 def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = counted(logprobs, inputs)
+    sampled = mask_uncounted(logprobs, inputs)
     ratio = sampled.log_ratio.exp()
     objective = torch.minimum(ratio * sampled.advantages, clip(ratio, inputs) * sampled.advantages)
-    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": clipped(ratio, inputs)})
+    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": is_clipped(ratio, inputs)})
 
 
 PPO = Loss(ppo, required=RATIO_INPUTS, optional=clip_inputs(), config=clip_config(0.8, 1.2))

@@ -13,7 +13,7 @@ RATIO_INPUTS = ("logprobs", "advantages")
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class SampledLogprobs:
     """Log-probabilities of sampled tokens, 0 where A = 0.
 
     logprobs: of the policy in training. sampler_logprobs: of the policy that sampled.
@@ -32,18 +32,20 @@ class Sampled:
         return -self.log_ratio.detach()
 
 
-def counted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Sampled:
+def mask_uncounted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> SampledLogprobs:
     """Sets log-probabilities at positions with A = 0 to 0, so that a non-finite one is never multiplied by 0."""
     advantages = inputs["advantages"]
     is_counted = advantages != 0
-    return Sampled(torch.where(is_counted, logprobs, 0.0), torch.where(is_counted, inputs["logprobs"], 0.0), advantages)
+    return SampledLogprobs(
+        torch.where(is_counted, logprobs, 0.0), torch.where(is_counted, inputs["logprobs"], 0.0), advantages
+    )
 
 
 def clip(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.clamp(ratio, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
 
 
-def clipped(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+def is_clipped(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """Returns which counted positions have a ratio outside the bounds."""
     outside = (ratio < inputs["clip_low_threshold"]) | (ratio > inputs["clip_high_threshold"])
     return outside & (inputs["advantages"] != 0)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, counted
+from .ratio import RATIO_INPUTS, mask_uncounted
 
 _RATIO_CAP = 2.0
 
 
 def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = counted(logprobs, inputs)
+    sampled = mask_uncounted(logprobs, inputs)
     log_ratio = torch.where(inputs["sampled_mask"] != 0, sampled.log_ratio, 0.0)
     ratio = log_ratio.detach().exp()
     losses = -ratio.clamp(max=_RATIO_CAP) * sampled.logprobs * sampled.advantages

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..planner.checks import cuda_devices
 from ..planner.footprint import runs_on_cpu
-from ..protocol.config import WorkerConfig
+from ..protocol.worker_config import WorkerConfig
 
 # Device files of NVIDIA's driver, also on a Jetson and under Windows, and of AMD's, which torch calls CUDA too.
 _DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
@@ -61,13 +61,13 @@ def check_devices(
     """
     num_devices, others, device_flag = cuda_devices(), dict(others), device_flag or layout_flag
     for name, group in groups.items():
-        own = _taken(group)
+        own = _devices_of(group)
         if num_devices is not None and own.stop > num_devices:
             raise ValueError(
                 f"{name} takes {_shown(own)}, one for each rank of {layout_flag} {group.parallel}, but the machine has "
                 f"{_shown(range(num_devices))}: name an earlier one with {device_flag}, or use fewer ranks"
             )
-        for other, theirs in ((other, _taken(model)) for other, model in others.items()):
+        for other, theirs in ((other, _devices_of(model)) for other, model in others.items()):
             if 0 < len(set(own) & set(theirs)) < min(len(own), len(theirs)):
                 raise ValueError(
                     f"{name} takes {_shown(own)}, and {other} {_shown(theirs)}, which overlap in part: "
@@ -76,7 +76,7 @@ def check_devices(
         others[name] = group
 
 
-def _taken(model: WorkerConfig) -> range:
+def _devices_of(model: WorkerConfig) -> range:
     first = first_device(model.device)
     return range(first, first + (0 if runs_on_cpu(model) else model.parallel.num_ranks))
 

@@ -15,8 +15,8 @@ from transformers.integrations.moe import _default_apply_gate
 
 from ..ops.fused import swiglu
 from ..ops.grouped_gemm import GroupedRows
-from ..ops.quantized import whole
-from ..parallel.collectives import exchanged, summed
+from ..ops.quantized import dequantized
+from ..parallel.collectives import all_to_all_rows, reduce_from_team
 from ..parallel.mesh import Team
 
 
@@ -38,11 +38,11 @@ class AdapterPlan(Protocol):
     adapters: Any
 
     @property
-    def has_bare(self) -> bool:
+    def has_unadapted(self) -> bool:
         """True if some of the row's tokens have no adapter."""
         ...
 
-    def slots(self, num_tokens: int) -> Tensor:
+    def kinds(self, num_tokens: int) -> Tensor:
         """Returns the place of each token's adapter in `adapters`, or their number if none: int64 [num_tokens]."""
         ...
 
@@ -58,7 +58,7 @@ class ActiveAdapters(Protocol):
     def experts(self) -> AdapterPlan | None: ...
 
 
-def runs_as_ours(experts: Any) -> bool:
+def is_plain_swiglu(experts: Any) -> bool:
     """True if RoutedExperts computes the same as this module of transformers, judging by its flags.
 
     That is a gate with SiLU before the ups, with nothing interleaved, transposed or added.
@@ -103,22 +103,22 @@ class RoutedExperts:
         """Makes adapters add their terms from now on. `name` is the path of the experts in the causal LM."""
         self._active, self._name = active, name
         if self._router is None:
-            self._experts.forward = self.weighted
+            self._experts.forward = self.forward_routed
 
     def quantize(self, quantize: Callable[..., None]) -> None:
         """Quantizes the experts' weights with a function that takes a module and names of its parameters."""
         quantize(self._experts, "gate_up_proj", "down_proj")
 
-    def forward(self, x: Tensor, are_alike: bool) -> Tensor:
+    def forward(self, x: Tensor, same_tokens: bool) -> Tensor:
         """Returns the layer's output [tokens, hidden] for x [tokens, hidden].
 
         Args:
             are_alike: whether all ranks of the team have the same tokens.
         """
         _, weights, chosen = self._router(x)
-        return self.weighted(x, chosen, weights, are_alike)
+        return self.forward_routed(x, chosen, weights, same_tokens)
 
-    def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
+    def forward_routed(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
         """Returns the experts' weighted outputs [tokens, hidden], like `forward` after routing.
 
         Args:
@@ -127,10 +127,10 @@ class RoutedExperts:
         """
         keys = self._keys(chosen)
         if are_alike or self._team.size == 1:
-            pairs = _OwnPairs(keys, self._num_own, self._num_kinds, self._team)
-            return summed(pairs.weighted(self._mlp(x, pairs), weights), self._team)
-        pairs = _SentPairs(keys, self._num_own, self._num_kinds, self._team)
-        return pairs.weighted(self._mlp(x, pairs), weights)
+            pairs = _LocalPairs(keys, self._num_own, self._num_kinds, self._team)
+            return reduce_from_team(pairs.combine(self._mlp(x, pairs), weights), self._team)
+        pairs = _ExchangedPairs(keys, self._num_own, self._num_kinds, self._team)
+        return pairs.combine(self._mlp(x, pairs), weights)
 
     @property
     def _num_own(self) -> int:
@@ -147,20 +147,20 @@ class RoutedExperts:
         plan = self._active.experts if self._active else None
         if plan is None or not plan.adapters:
             return chosen
-        return chosen * self._num_kinds + plan.slots(len(chosen))[:, None]
+        return chosen * self._num_kinds + plan.kinds(len(chosen))[:, None]
 
-    def _mlp(self, x: Tensor, pairs: "_Pairs") -> Tensor:
+    def _mlp(self, x: Tensor, pairs: "_RoutedPairs") -> Tensor:
         """Returns the experts' outputs [pairs, hidden] for x [tokens, hidden]; zeros for pairs of other ranks."""
         terms, anchor = None, None
         if self._active is not None and self._active.experts is not None:
-            terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_bare(self._active.experts))
+            terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_unadapted(self._active.experts))
             anchor = self._active.anchor if terms is not None else None
         y = _ExpertMlp.apply(x, anchor, self._experts, pairs, terms)
         assert isinstance(y, Tensor)
         return y
 
 
-class _Pairs(Protocol):
+class _RoutedPairs(Protocol):
     """Pairs of token and expert on this rank, sorted by expert and kind, which is the adapter or none.
 
     counts: int64 [own experts, kinds]. groups: the pairs of each expert.
@@ -169,24 +169,24 @@ class _Pairs(Protocol):
     counts: Tensor
     groups: GroupedRows
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Returns the rows of all pairs [pairs, hidden] for x [tokens, hidden], without a gradient."""
         ...
 
-    def spread(self, grad: Tensor) -> Tensor:
+    def gather_backward(self, grad: Tensor) -> Tensor:
         """Returns the gradient of x [tokens, hidden], given the gradient of the gathered rows."""
         ...
 
-    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted sum [tokens, hidden] of the experts' outputs [pairs, hidden]."""
         ...
 
-    def has_bare(self, plan: AdapterPlan) -> bool:
+    def has_unadapted(self, plan: AdapterPlan) -> bool:
         """True if some pairs may have no adapter."""
         ...
 
 
-class _OwnPairs:
+class _LocalPairs:
     """Pairs of the tokens that this rank has; those of other ranks' experts are sorted to the end."""
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
@@ -199,20 +199,20 @@ class _OwnPairs:
         self.counts = number.bincount(minlength=num_groups)[:num_groups].view(num_own, num_kinds)
         self.groups = GroupedRows(self.counts.sum(1))
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x.index_select(0, self._tokens)
 
-    def spread(self, grad: Tensor) -> Tensor:
+    def gather_backward(self, grad: Tensor) -> Tensor:
         return _by_token(grad, self._places, self._shape).sum(1)
 
-    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+    def combine(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
         return (_by_token(of_pairs, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
 
-    def has_bare(self, plan: AdapterPlan) -> bool:
-        return plan.has_bare
+    def has_unadapted(self, plan: AdapterPlan) -> bool:
+        return plan.has_unadapted
 
 
-class _SentPairs:
+class _ExchangedPairs:
     """Pairs that any rank of a team has for this rank's experts: their rows are sent here, and the outputs back."""
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
@@ -222,26 +222,26 @@ class _SentPairs:
         self._tokens, self._places = order // keys.shape[1], _inverse(order)
         counts = number.bincount(minlength=num_groups * team.size)
         # Rows that each rank sends for each of this rank's groups: [ranks, own groups].
-        arriving = team.exchanged(counts).view(team.size, -1)
+        arriving = team.all_to_all(counts).view(team.size, -1)
         self._sent, self._received = counts.view(team.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
         self._sorted = _group_of_each(arriving).argsort(stable=True)
         self._arrived = _inverse(self._sorted)
         self.counts = arriving.sum(0).view(num_own, num_kinds)
         self.groups = GroupedRows(self.counts.sum(1))
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         sent = x.index_select(0, self._tokens)
-        return self._team.exchanged(sent, self._sent, self._received).index_select(0, self._sorted)
+        return self._team.all_to_all(sent, self._sent, self._received).index_select(0, self._sorted)
 
-    def spread(self, grad: Tensor) -> Tensor:
-        returned = self._team.exchanged(grad.index_select(0, self._arrived), self._received, self._sent)
+    def gather_backward(self, grad: Tensor) -> Tensor:
+        returned = self._team.all_to_all(grad.index_select(0, self._arrived), self._received, self._sent)
         return _by_token(returned, self._places, self._shape).sum(1)
 
-    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
-        returned = exchanged(of_pairs[self._arrived], self._team, self._received, self._sent)
+    def combine(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        returned = all_to_all_rows(of_pairs[self._arrived], self._team, self._received, self._sent)
         return (_by_token(returned, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
 
-    def has_bare(self, plan: AdapterPlan) -> bool:
+    def has_unadapted(self, plan: AdapterPlan) -> bool:
         return bool(self.counts[:, -1].any())
 
 
@@ -255,15 +255,15 @@ class _ExpertMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _Pairs, terms: AdapterTerms | None
+        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _RoutedPairs, terms: AdapterTerms | None
     ) -> Tensor:
-        rows, groups = pairs.gathered(x), pairs.groups
-        features = groups.times(rows, whole(experts.gate_up_proj).mT)
+        rows, groups = pairs.gather(x), pairs.groups
+        features = groups.matmul(rows, dequantized(experts.gate_up_proj).mT)
         if terms is not None:
             terms.add_gate_up(features, rows)
         del rows
         hidden = swiglu(*features.chunk(2, dim=-1))
-        y = groups.times(hidden, whole(experts.down_proj).mT)
+        y = groups.matmul(hidden, dequantized(experts.down_proj).mT)
         if terms is not None:
             terms.add_down(y, hidden)
         ctx.experts, ctx.pairs, ctx.terms = experts, pairs, terms
@@ -278,7 +278,7 @@ class _ExpertMlp(torch.autograd.Function):
         gate, up = features.chunk(2, dim=-1)
         active = silu(gate)
         of_down, of_gate_up = ctx.experts.down_proj.grad, ctx.experts.gate_up_proj.grad
-        grad_hidden = pairs.groups.times(grad, whole(ctx.experts.down_proj))
+        grad_hidden = pairs.groups.times(grad, dequantized(ctx.experts.down_proj))
         if of_down is not None:
             pairs.groups.add_outer([of_down], grad, active * up)
         if terms is not None:
@@ -290,10 +290,10 @@ class _ExpertMlp(torch.autograd.Function):
         if of_gate_up is not None:
             pairs.groups.add_outer([of_gate_up], features, pairs.gathered(x))
         wants_x = ctx.needs_input_grad[0]
-        grad_rows = pairs.groups.times(features, whole(ctx.experts.gate_up_proj)) if wants_x else None
+        grad_rows = pairs.groups.times(features, dequantized(ctx.experts.gate_up_proj)) if wants_x else None
         if terms is not None:
             terms.gate_up_backward(features, pairs.gathered(x), grad_rows)
-        return pairs.spread(grad_rows) if grad_rows is not None else None, None, None, None, None
+        return pairs.gather_backward(grad_rows) if grad_rows is not None else None, None, None, None, None
 
 
 def _group_of_each(arriving: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.mesh import Arriving, Team
-from ..protocol.config import ZeroStage
+from ..parallel.mesh import PendingCollective, Team
+from ..protocol.worker_config import ZeroStage
 
 
-class Buffers:
+class GatherBuffers:
     """Memory into which one layer after the other is gathered.
 
     If it were freed each time, glibc before 2.38 would not reuse it for the next layer, since it is an aligned
@@ -34,12 +34,12 @@ class Buffers:
         unused = self._unused.get((dtype, size))
         return unused.pop() if unused else like.new_empty(size, dtype=dtype)
 
-    def give(self, buffer: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """Returns a buffer for reuse. Two of a kind are kept: for the running layer and for the next one."""
         kind = buffer.dtype, len(buffer)
         self._unused[kind] = [*self._unused.get(kind, []), buffer][-2:]
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         self._unused = {}
 
 
@@ -49,7 +49,7 @@ class ShardedLayer:
     Between `gather` and `free` its parameters are whole, otherwise they are this rank's rows.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], team: Team, buffers: Buffers) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], team: Team, buffers: GatherBuffers) -> None:
         """Concatenates this rank's parts of the parameters, given by name. All ranks have equally many rows of each."""
         self._team, self._buffers = team, buffers
         self._names, self._parameters = list(parameters), list(parameters.values())
@@ -60,7 +60,7 @@ class ShardedLayer:
         parts = self._shard.split(self._sizes)
         self._parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         self._gradients: list[Tensor] | None = None
-        self._arriving: Arriving | None = None
+        self._arriving: PendingCollective | None = None
         self._whole: Tensor | None = None
         self._whole_gradient: Tensor | None = None
         self._show_own()
@@ -70,7 +70,7 @@ class ShardedLayer:
         return self._num_whole * self._parts[0].itemsize
 
     @contextmanager
-    def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
+    def using_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Uses the weights that the parameters have on entry, this rank's rows, while inside.
 
         Args:
@@ -97,35 +97,35 @@ class ShardedLayer:
         """
         before = [parameter.grad for parameter in self._parameters]
         self.gather()
-        self.collect()
+        self.begin_gradients()
         try:
             yield
-            self.share_gradients()
+            self.reduce_scatter_gradients()
         finally:
-            self.drop()
+            self.free_buffers()
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def begin(self) -> None:
+    def begin_gather(self) -> None:
         """Begins to gather the layer while something else runs.
 
         All ranks of the team call it together, like `gather`.
         """
         if self._whole is None and self._arriving is None:
             shard = self._shard if self._shard is not None else torch.cat([part.flatten() for part in self._parts])
-            self._arriving = self._team.joining(shard[None], self._new_buffer())
+            self._arriving = self._team.start_all_gather(shard[None], self._new_buffer())
 
     def gather(self) -> None:
         if self._whole is not None:
             return
-        self.begin()
+        self.begin_gather()
         assert self._arriving is not None
         by_rank, self._arriving = self._arriving.wait().flatten(), None
         self._whole = self._sorted_by_parameter(by_rank)
         for parameter, whole in zip(self._parameters, self._by_parameter(self._whole), strict=True):
             parameter.data = whole
 
-    def collect(self) -> None:
+    def begin_gradients(self) -> None:
         """Makes backward passes of the whole layer add to gradients of whole weights from now on."""
         if self._gradients is None:
             return
@@ -133,28 +133,28 @@ class ShardedLayer:
         for parameter, gradient in zip(self._parameters, self._by_parameter(self._whole_gradient), strict=True):
             parameter.grad = gradient
 
-    def share_gradients(self) -> None:
+    def reduce_scatter_gradients(self) -> None:
         """Adds the sum of the gradients over all ranks to this rank's parts. All ranks of the team call it together."""
         if self._gradients is None or self._whole_gradient is None:
             return
         by_rank, self._whole_gradient = self._sorted_by_rank(self._whole_gradient), None
-        own = self._team.summed_part(by_rank.view(self._team.size, -1)).split(self._sizes, 1)
+        own = self._team.reduce_scatter(by_rank.view(self._team.size, -1)).split(self._sizes, 1)
         for total, part in zip(self._gradients, own, strict=True):
             total.add_(part.view(total.shape))
         for parameter in self._parameters:
             parameter.grad = None
-        self._buffers.give(by_rank)
+        self._buffers.release(by_rank)
 
     def free(self) -> None:
         if self._whole is not None:
-            self._buffers.give(self._whole)
+            self._buffers.release(self._whole)
             self._whole = self._whole_gradient = None
             self._show_own()
 
-    def drop(self) -> None:
+    def free_buffers(self) -> None:
         """Frees the layer and the buffers it was gathered into, because no other layer needs them."""
         self.free()
-        self._buffers.drop()
+        self._buffers.clear()
 
     @property
     def _num_whole(self) -> int:
@@ -173,7 +173,7 @@ class ShardedLayer:
         whole = self._new_buffer(by_rank.dtype)
         for of_one, parts in self._places(whole, by_rank):
             of_one.copy_(parts)
-        self._buffers.give(by_rank)
+        self._buffers.release(by_rank)
         return whole
 
     def _sorted_by_rank(self, whole: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class ShardedLayer:
         by_rank = self._new_buffer(whole.dtype)
         for of_one, parts in self._places(whole, by_rank):
             parts.copy_(of_one)
-        self._buffers.give(whole)
+        self._buffers.release(whole)
         return by_rank
 
     def _places(self, whole: Tensor, by_rank: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -209,7 +209,7 @@ class ShardedLayers:
         self,
         layers: Sequence[ShardedLayer],
         zero_stage: ZeroStage = "3",
-        ends: Sequence[ShardedLayer] = (),
+        embedding_and_head: Sequence[ShardedLayer] = (),
     ) -> None:
         """Stores the layers in order.
 
@@ -218,8 +218,8 @@ class ShardedLayers:
                 between.
             ends: the embedding and the output head, which passes gather themselves.
         """
-        self._layers, self._ends = layers, ends
-        self._stays = zero_stage == "2"
+        self._layers, self._ends = layers, embedding_and_head
+        self._keeps_for_backward = zero_stage == "2"
         self._are_held = False
 
     @property
@@ -227,7 +227,7 @@ class ShardedLayers:
         """Bytes of all layers gathered at the same time."""
         return sum(layer.num_whole_bytes for layer in (*self._layers, *self._ends))
 
-    def enter(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def before_layer(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Gathers a layer before it runs, and makes the end of its backward pass free it.
 
         Returns the layer's inputs.
@@ -235,9 +235,9 @@ class ShardedLayers:
         if self._are_held or not self._layers:
             return hidden, update
         self._gather(number, number + 1)
-        return _passed(lambda: self._end_backward(number), hidden, update)
+        return _with_backward_hook(lambda: self._end_backward(number), hidden, update)
 
-    def leave(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def after_layer(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Frees a layer after it ran, and makes its backward pass gather it. Returns the layer's outputs.
 
         The last layer stays gathered, because its backward pass follows at once.
@@ -247,12 +247,12 @@ class ShardedLayers:
         is_last = number == len(self._layers) - 1
         if not torch.is_grad_enabled():
             self._free(number, is_last)
-        elif not (self._stays or is_last):
+        elif not (self._keeps_for_backward or is_last):
             self._layers[number].free()
-        return _passed(lambda: self._begin_backward(number), hidden, update)
+        return _with_backward_hook(lambda: self._begin_backward(number), hidden, update)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """Keeps all layers whole while inside, on all ranks of the team."""
         for number in range(len(self._layers)):
             self._gather(number, number + 1)
@@ -264,42 +264,44 @@ class ShardedLayers:
         finally:
             self._are_held = False
             for layer in (*self._layers, *self._ends):
-                layer.drop()
+                layer.free_buffers()
 
     @contextmanager
-    def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
+    def using_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Enters ShardedLayer.of_other_weights of all layers."""
         with ExitStack() as held:
             for layer in (*self._layers, *self._ends):
-                held.enter_context(layer.of_other_weights(gradients))
+                held.enter_context(layer.using_weights(gradients))
             yield
 
     def _begin_backward(self, number: int) -> None:
         self._gather(number, number - 1)
-        self._layers[number].collect()
+        self._layers[number].begin_gradients()
 
     def _end_backward(self, number: int) -> None:
-        self._layers[number].share_gradients()
+        self._layers[number].reduce_scatter_gradients()
         self._free(number, is_last=number == 0)
 
     def _gather(self, number: int, next_one: int) -> None:
         self._layers[number].gather()
         if 0 <= next_one < len(self._layers):
-            self._layers[next_one].begin()
+            self._layers[next_one].begin_gather()
 
     def _free(self, number: int, is_last: bool) -> None:
         if is_last:
-            self._layers[number].drop()
+            self._layers[number].free_buffers()
         else:
             self._layers[number].free()
 
 
-def _passed(then: Callable[[], None], hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _with_backward_hook(
+    then: Callable[[], None], hidden: Tensor, update: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Returns both states; `then` is called when the gradients of both are computed."""
-    return _Passed.apply(then, hidden, update) if torch.is_grad_enabled() else (hidden, update)  # pyright: ignore
+    return _BackwardHook.apply(then, hidden, update) if torch.is_grad_enabled() else (hidden, update)  # pyright: ignore
 
 
-class _Passed(torch.autograd.Function):
+class _BackwardHook(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, then: Callable[[], None], *states: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.then = then

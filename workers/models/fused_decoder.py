@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention import AttentionKind, CachedPacking, Packing, attend
+from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend
 from ..ops.fused import GATES, RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads
-from ..parallel.collectives import Stream
-from ..parallel.lookup import SharedEmbedding
+from ..parallel.collectives import ResidualStream
 from ..parallel.mesh import Mesh, Team
-from ..parallel.norms import JointNorms
+from ..parallel.norms import ShardedHeadNorms
+from ..parallel.sharded_embedding import ShardedEmbedding
 from ..shapes.families import FAMILIES, FIXED_ROTATIONS, Family
+from .activation_checkpointing import LayerInputs
 from .experts import RoutedExperts
 from .fsdp import ShardedLayers
-from .layer_inputs import LayerInputs
 
 # With more tokens than this a merged product is no faster on the CPU, and its parts, strided views, are slower to read.
 _MOST_MERGED_TOKENS = 256
@@ -40,7 +40,7 @@ class FusedTrunk:
     """
 
     def __init__(self, trunk: Any, family: Family, mesh: Mesh) -> None:
-        self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
+        self._team, self._is_coupled = mesh.along("tp"), mesh.has_forward_collectives
         self._sharded = ShardedLayers([])
         self._layer_inputs: Callable[[], LayerInputs | None] = lambda: None
         self._embed: Callable[[Tensor], Tensor] = trunk.embed_tokens
@@ -53,29 +53,29 @@ class FusedTrunk:
         for layer in self._layers:
             layer.merge(merge)
 
-    def shard(self, layers: ShardedLayers, embedding: SharedEmbedding | None) -> None:
+    def shard(self, layers: ShardedLayers, embedding: ShardedEmbedding | None) -> None:
         """Makes passes gather the layers from now on. `embedding` is None if it is whole."""
         self._sharded = layers
         self._embed = embedding or self._embed
 
-    def refresh(self, is_made_of_these: bool) -> None:
+    def parameters_changed(self, are_original: bool) -> None:
         """Updates what was derived from the modules' parameters, after they changed.
 
         Args:
-            is_made_of_these: whether the parameters are the original ones, of which merged weights were made.
+            are_original: whether the parameters are the original ones, of which merged weights were made.
         """
         self._norm.refresh()
         for layer in self._layers:
-            layer.refresh(is_made_of_these)
+            layer.refresh(are_original)
 
-    def gathering_others(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+    def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         """Gathers layers from the parameters that the modules have on entry, while inside.
 
         For `gradients` see ShardedLayer.of_other_weights.
         """
-        return self._sharded.of_other_weights(gradients)
+        return self._sharded.using_weights(gradients)
 
-    def checkpoint(self, layer_inputs: Callable[[], LayerInputs]) -> None:
+    def checkpoint_activations(self, layer_inputs: Callable[[], LayerInputs]) -> None:
         """Makes passes keep only the inputs of layers from now on.
 
         Args:
@@ -96,13 +96,13 @@ class FusedTrunk:
 
     def gathered(self) -> AbstractContextManager[None]:
         """Keeps all layers, the embedding and the output head whole while inside. All ranks enter together."""
-        return self._sharded.held()
+        return self._sharded.gathered()
 
     def hidden_states(
         self,
         tokens: Tensor,
         positions: Tensor,
-        packing: Packing | CachedPacking,
+        packing: Packing | AttendingPacking,
         own: slice | None = None,
         are_alike: bool = True,
         captured: dict[int, Tensor] | None = None,
@@ -116,7 +116,7 @@ class FusedTrunk:
             captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
                 embedding's.
         """
-        stream = Stream(self._team, own is not None, are_alike)
+        stream = ResidualStream(self._team, own is not None, are_alike)
         hidden, update = self._embedded(tokens, own), None
         captured = captured if captured is not None else {}
         if EMBEDDING in captured:
@@ -128,15 +128,15 @@ class FusedTrunk:
         rotations = {kind: table.at(positions, packing.longest) for kind, table in self._tables.items()}
         for number, layer in enumerate(self._layers):
             rotation = rotations[layer.rotation_kind]
-            hidden, update = self._sharded.enter(number, hidden, update)
+            hidden, update = self._sharded.before_layer(number, hidden, update)
             forward = partial(layer.forward, rotation=rotation, packing=packing, stream=stream)
             after = inputs.run(number, forward, hidden, update) if inputs is not None else forward(hidden, update)
-            hidden, update = self._sharded.leave(number, *after)
+            hidden, update = self._sharded.after_layer(number, *after)
             if number in captured:
                 captured[number] = hidden if update is None else hidden + update
         return _add_norm(hidden, update, self._norm)[1]
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
         return self._embed(tokens)
 
@@ -159,11 +159,11 @@ class _Layer:
         self._attention, self._mlp, self._family = attention, layer.mlp, family
         self._head_dim = attention.head_dim
         self._kind = AttentionKind(attention.layer_idx, attention.scaling, _window(attention, family))
-        self.rotation_kind = attention.layer_type if family.rotates_by_kind else ""
+        self.rotation_kind = attention.layer_type if family.has_local_rope else ""
         self._norms = {name: _rms_norm(getattr(layer, name), family) for name in family.norms.names}
         self._query_norm: RmsNorm | None = None
         self._key_norm: RmsNorm | None = None
-        self._joint_norms: JointNorms | None = None
+        self._joint_norms: ShardedHeadNorms | None = None
         self._set_head_norms(mesh.tensor_team("self_attn"))
         self._is_dense = _is(layer.mlp, family, "MLP")
         replicated = mesh.spec.replicated
@@ -175,7 +175,7 @@ class _Layer:
                 layer.mlp.experts, mesh.expert_team("experts"), family.expert_linears, layer.mlp.gate
             )
         self._activated = GATES[family.activation]
-        config, tp = attention.config, mesh.spec.tp_of("self_attn")
+        config, tp = attention.config, mesh.spec.tp_size_of("self_attn")
         heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
         self._qkv_features = [number * self._head_dim for number in (heads[0], heads[1], heads[1])]
         self._may_merge = True
@@ -189,13 +189,13 @@ class _Layer:
             return
         query, key = _rms_norm(attention.q_norm, family), _rms_norm(attention.k_norm, family)
         if family.norms_heads == "together":
-            self._joint_norms = JointNorms(query, key, team)
+            self._joint_norms = ShardedHeadNorms(query, key, team)
         else:
             self._query_norm, self._key_norm = query, key
 
-    def refresh(self, is_made_of_these: bool) -> None:
-        """Updates the norms. `is_made_of_these`: whether merged weights are still those of the parameters."""
-        self._may_merge = is_made_of_these
+    def refresh(self, are_original: bool) -> None:
+        """Updates the norms. `are_original`: whether merged weights are still those of the parameters."""
+        self._may_merge = are_original
         for norm in (*self._norms.values(), self._query_norm, self._key_norm):
             if norm is not None:
                 norm.refresh()
@@ -220,8 +220,8 @@ class _Layer:
         hidden: Tensor,
         update: Tensor | None,
         rotation: Rotation,
-        packing: Packing | CachedPacking,
-        stream: Stream,
+        packing: Packing | AttendingPacking,
+        stream: ResidualStream,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layer on hidden states and the previous layer's update, which is not yet added to them.
 
@@ -232,10 +232,10 @@ class _Layer:
         hidden, x = self._add_norm(hidden, update, norms.before_attention)
         is_replicated = self._replicates_attention
         update = stream.leave(self._attend(stream.enter(x, is_replicated), rotation, packing), is_replicated)
-        hidden, x = self._add_norm(hidden, self._normed(update, norms.behind_attention), norms.before_mlp)
+        hidden, x = self._add_norm(hidden, self._normed(update, norms.after_attention), norms.before_mlp)
         is_replicated = self._replicates_features
         update = stream.leave(self._feed_forward(stream.enter(x, is_replicated), stream), is_replicated)
-        return hidden, self._normed(update, norms.behind_mlp)
+        return hidden, self._normed(update, norms.after_mlp)
 
     def _add_norm(self, hidden: Tensor, update: Tensor | None, name: str | None) -> tuple[Tensor, Tensor]:
         return _add_norm(hidden, update, None if name is None else self._norms[name])
@@ -243,7 +243,7 @@ class _Layer:
     def _normed(self, update: Tensor, name: str | None) -> Tensor:
         return update if name is None else rms_norm(update, self._norms[name])
 
-    def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | CachedPacking) -> Tensor:
+    def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | AttendingPacking) -> Tensor:
         rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
         query, key, value = rotated(x, rotation)
         return self._attention.o_proj(attend(query, key, value, packing, self._kind).flatten(-2))
@@ -271,9 +271,9 @@ class _Layer:
         rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
         return *rotated.split((queries, keys), dim=1), heads[:, -values:]
 
-    def _feed_forward(self, x: Tensor, stream: Stream) -> Tensor:
+    def _feed_forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         if self.experts is not None:
-            return self.experts.forward(x, stream.are_alike)
+            return self.experts.forward(x, stream.ep_ranks_share_tokens)
         return self._mlp.down_proj(self._activated(*self._gate_and_up(x)))
 
     def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
@@ -298,13 +298,13 @@ def fused_trunk(trunk: nn.Module, mesh: Mesh | None = None) -> FusedTrunk | None
     """
     config: Any = getattr(trunk, "config", None)
     family = FAMILIES.get(getattr(config, "model_type", ""))
-    if family is None or not _recognised(trunk, family):
+    if family is None or not _is_recognised(trunk, family):
         return None
     return FusedTrunk(trunk, family, mesh or Mesh())
 
 
-def _recognised(trunk: Any, family: Family) -> bool:
-    if any(_is_altered(module) for module in trunk.modules()):
+def _is_recognised(trunk: Any, family: Family) -> bool:
+    if any(_has_hooks(module) for module in trunk.modules()):
         return False
     embedding, config = trunk.embed_tokens, trunk.config
     return (
@@ -320,7 +320,7 @@ def _recognised(trunk: Any, family: Family) -> bool:
 def _has_fixed_rotations(trunk: Any, family: Family) -> bool:
     """True if rotations do not depend on the input and cover whole heads."""
     rotary = trunk.rotary_emb
-    kinds = rotary.rope_type.values() if family.rotates_by_kind else [rotary.rope_type]
+    kinds = rotary.rope_type.values() if family.has_local_rope else [rotary.rope_type]
     return (
         _is(rotary, family, "RotaryEmbedding")
         and FIXED_ROTATIONS.issuperset(kinds)
@@ -349,7 +349,7 @@ def _is(module: Any, family: Family, role: str) -> bool:
     return kind.__name__ == family.name + role and kind.__module__ == home
 
 
-def _is_altered(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """True if a library (for sharding or offloading) has hooked into the module's forward."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
@@ -363,7 +363,7 @@ def _window(attention: Any, family: Family) -> int | None:
 
 def _frequencies(rotary: Any, family: Family) -> Mapping[str, tuple[Tensor, float]]:
     """Returns inverse frequencies and the scale of cosines and sines by kind of layer, or under "" if shared."""
-    if not family.rotates_by_kind:
+    if not family.has_local_rope:
         return {"": (rotary.inv_freq, rotary.attention_scaling)}
     return {
         kind: (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"))
@@ -377,7 +377,7 @@ def _rotary_tables(rotary: Any, family: Family) -> dict[str, RotaryTable]:
 
 def _rms_norm(module: Any, family: Family) -> RmsNorm:
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return RmsNorm(module.weight, torch.tensor(eps, device=module.weight.device), family.adds_one)
+    return RmsNorm(module.weight, torch.tensor(eps, device=module.weight.device), family.norm_weight_plus_one)
 
 
 def _add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:

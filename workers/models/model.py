@@ -17,31 +17,31 @@ from transformers.utils import logging as transformers_logging
 
 from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
-from ..ops.attention import ATTENTION, CachedPacking, Packing
+from ..ops.attention import ATTENTION, AttendingPacking, Packing
 from ..ops.kernels import kernels_for
-from ..ops.linear import FrozenProduct, laid_out
+from ..ops.linear import FrozenProduct, to_product_layout
 from ..ops.memory import available_bytes
 from ..ops.quantized import QuantizedWeight, check_installed, replace_parameter
-from ..ops.threads import Threads
-from ..parallel.lookup import SharedEmbedding
+from ..ops.threads import ThreadCount
 from ..parallel.mesh import Mesh, Team
-from ..parallel.rows import TokenShare
-from ..parallel.sequence import SharedPacking
-from ..planner.checks import keeps_all
+from ..parallel.sequence import ShardedPacking
+from ..parallel.sharded_embedding import ShardedEmbedding
+from ..parallel.token_shard import TokenShard
+from ..planner.checks import activations_refusal
 from ..planner.footprint import gigabytes
-from ..protocol.config import WorkerConfig, ZeroStage
 from ..protocol.parallel_spec import ParallelSpec
+from ..protocol.worker_config import WorkerConfig, ZeroStage
 from ..shapes.families import TEXT_PARTS, logit_scale_of
 from ..shapes.model_shape import longest_context, refusal_of, refuse_missing_weights, rope_of
 from ..shapes.sequence_split import SequenceSplit
 from ..shapes.styles import placement_of
+from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda
-from .experts import RoutedExperts, runs_as_ours
-from .fsdp import Buffers, ShardedLayer, ShardedLayers
+from .experts import RoutedExperts, is_plain_swiglu
+from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
 from .fused_decoder import EMBEDDING, FusedTrunk, Merge, fused_trunk
-from .layer_inputs import Again, HostMemory, LayerInputs
 from .packing_checks import check_modules, check_numbers
-from .tensor import Placed
+from .tensor_parallel import ParameterSharding
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
@@ -95,15 +95,15 @@ class BaseModel:
         check_installed("optimizer_states", config.optimizer_states, "float32")
         self._quantization = config.base_quantization
         self._quantized: list[QuantizedWeight] = []
-        placed = Placed(mesh)
+        placed = ParameterSharding(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.precision = f"{self.dtype} {config.base_quantization}"
-        self.threads = Threads(self.device)
+        self.threads = ThreadCount(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         self.model, self._is_text_part = _load(config.model.source, self.dtype, self.device, placed)
         self.splits = placed.splits
-        self._sharded, self._left = placed.sharded, placed.left
+        self._sharded, self._biases_of_others = placed.sharded, placed.biases_of_others
         self.config: PreTrainedConfig = self.model.config
         own = self.own_parameters()
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
@@ -115,14 +115,14 @@ class BaseModel:
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
         # Multiplied into the hidden states, so that it reaches all logits, those of adapters of the head included.
         self._logit_scale = logit_scale_of(self.config)
-        if self._fused is None and mesh.is_coupled:
+        if self._fused is None and mesh.has_forward_collectives:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
             )
         self.activations = config.activations
         self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
-            raise ValueError(keeps_all(config.model.name, self.config.model_type, config.activations))
+            raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
         # Compiled now, so that the first request does not wait for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         self.experts = self._named_experts()
@@ -137,14 +137,14 @@ class BaseModel:
         self.embedding_name = names[id(self.model.get_input_embeddings().weight)]
         if self.head_name not in (self.embedding_name, *self._sharded):
             # A tied head keeps its memory layout, because the embedding reads its rows one by one.
-            head.weight.data = laid_out(head.weight.data)
+            head.weight.data = to_product_layout(head.weight.data)
         self.unembedding: Tensor = head.weight
         self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
         self._sharded_head: ShardedLayer | None = None
-        if not mesh.is_coupled:
+        if not mesh.has_forward_collectives:
             check_numbers(self.source, self.model, self._logits, config.max_context_length or self.num_positions)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, packing: CachedPacking) -> Tensor:
+    def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         fused = fused_trunk(self.trunk)
         run = self._by_transformers if fused is None else fused.hidden_states
@@ -157,14 +157,14 @@ class BaseModel:
             return f"{prefix}{_TEXT_PART}.{name.removeprefix(prefix)}"
         return name
 
-    def is_repeated(self, name: str) -> bool:
+    def is_replicated_over_tp(self, name: str) -> bool:
         """True if several ranks have the weights of this name whole, and run the same tokens through them."""
         placement = placement_of(name.removeprefix(f"{self.model.base_model_prefix}."))
-        return placement is not None and self.spec.tp > self.spec.tp_of(placement.unit)
+        return placement is not None and self.spec.tp > self.spec.tp_size_of(placement.unit)
 
     def _num_parts(self, name: str) -> int:
         """Returns the number of ranks' parts that make up the whole parameter of this name."""
-        num_kept = self.keeping_team.size if name in self._sharded else 1
+        num_kept = self.shard_team.size if name in self._sharded else 1
         return num_kept * prod(split.size for split in self.splits.get(name, {}).values())
 
     def _named_experts(self) -> dict[str, RoutedExperts]:
@@ -176,7 +176,7 @@ class BaseModel:
         if self._fused is not None:
             return self.experts
         team, linears = self._mesh.expert_team("experts"), self._expert_linears()
-        named = [(name, each) for name, each in self.model.named_modules() if runs_as_ours(each)]
+        named = [(name, each) for name, each in self.model.named_modules() if is_plain_swiglu(each)]
         return {name: RoutedExperts(each, team, linears) for name, each in named} if linears else {}
 
     @cached_property
@@ -241,7 +241,7 @@ class BaseModel:
 
         Modules of transformers may change state as they run, and ranks that exchange tensors must do so in one order.
         """
-        return self._fused is not None and not self._mesh.is_coupled
+        return self._fused is not None and not self._mesh.has_forward_collectives
 
     @property
     def is_sharded(self) -> bool:
@@ -281,11 +281,11 @@ class BaseModel:
             self._quantized += [replace_parameter(module, name) for name in names]
 
     @property
-    def keeping_team(self) -> Team:
-        """The ranks that each keep a part of the parameters for which `is_kept_in_parts` is true."""
-        return self._mesh.keeping_team
+    def shard_team(self) -> Team:
+        """The ranks that each keep a part of the parameters for which `is_fsdp_sharded` is true."""
+        return self._mesh.shard_team
 
-    def is_kept_in_parts(self, name: str) -> bool:
+    def is_fsdp_sharded(self, name: str) -> bool:
         """True if each rank keeps some rows of this parameter, and gathers or requests the others for use."""
         return name in self._sharded
 
@@ -294,7 +294,7 @@ class BaseModel:
 
         Biases that another rank adds are included.
         """
-        own = {name: parameter.data for name, parameter in self.model.named_parameters()} | self._left
+        own = {name: parameter.data for name, parameter in self.model.named_parameters()} | self._biases_of_others
         return dict(sorted(own.items()))
 
     @contextmanager
@@ -309,17 +309,17 @@ class BaseModel:
         parameters = {name: each for name, each in self.model.named_parameters() if name in weights}
         with ExitStack() as held:
             if self._fused is not None:
-                held.callback(self._fused.refresh, is_made_of_these=True)
-            held.callback(_give_back, [(each, each.data) for each in parameters.values()])
+                held.callback(self._fused.parameters_changed, are_original=True)
+            held.callback(_restore_parameters, [(each, each.data) for each in parameters.values()])
             for name, parameter in parameters.items():
                 parameter.data = weights[name]
                 if gradients is not None:
                     # The embedding is never gathered, so its gradient is this rank's part.
                     is_gathered = name in self._sharded and name != self.embedding_name
-                    _take_gradient(parameter, None if is_gathered else gradients[name])
+                    _collect_gradient(parameter, None if is_gathered else gradients[name])
             if self._fused is not None:
-                self._fused.refresh(is_made_of_these=False)
-                held.enter_context(self._fused.gathering_others(gradients))
+                self._fused.parameters_changed(are_original=False)
+                held.enter_context(self._fused.using_weights(gradients))
             with self._sparse_embedding(gradients is not None):
                 yield
 
@@ -333,7 +333,7 @@ class BaseModel:
         finally:
             embedding.sparse = False
 
-    def settle_linears(self, merge: Merge, again: Callable[[], Again]) -> None:
+    def finish_linears(self, merge: Merge, captured_context: Callable[[], ForwardContext]) -> None:
         """Prepares the layers for running, after all linear layers are replaced.
 
         Args:
@@ -343,8 +343,8 @@ class BaseModel:
         if self._fused is None:
             return
         if self.activations != "keep":
-            host = HostMemory(self.device) if self.activations == "offload" else None
-            self._fused.checkpoint(lambda: LayerInputs(host, again()))
+            host = HostOffload(self.device) if self.activations == "offload" else None
+            self._fused.checkpoint_activations(lambda: LayerInputs(host, captured_context()))
         if self.is_sharded:
             self._shard(self._fused)
         elif not self.is_quantized:
@@ -365,7 +365,7 @@ class BaseModel:
             yield
 
     def _check_room(self, num_bytes: int) -> None:
-        free = [each for each in self._mesh.exchange(available_bytes(self.device)) if each is not None]
+        free = [each for each in self._mesh.all_gather_object(available_bytes(self.device)) if each is not None]
         if free and min(free) < num_bytes:
             raise OperationError(
                 f"to sample, each rank gathers the whole model, which takes {gigabytes(num_bytes)}, but one has only"
@@ -379,23 +379,23 @@ class BaseModel:
         return nullcontext() if self._sharded_head is None else self._sharded_head.in_use()
 
     def _shard(self, trunk: FusedTrunk) -> None:
-        buffers, numbers = Buffers(), range(len(self.trunk.layers))  # pyright: ignore[reportArgumentType]
+        buffers, numbers = GatherBuffers(), range(len(self.trunk.layers))  # pyright: ignore[reportArgumentType]
         prefixes = [f"{self.model.base_model_prefix}.layers.{number}." for number in numbers]
         by_layer = [[name for name in self._sharded if name.startswith(prefix)] for prefix in prefixes]
         layers = [self._sharded_layer(names, buffers) for names in by_layer if names]
         # A single name if they are tied.
         of_ends = sorted({self.embedding_name, self.head_name}.intersection(self._sharded))
         # Separate buffers, because no layer needs one of their size.
-        ends = {name: self._sharded_layer([name], Buffers()) for name in of_ends}
+        ends = {name: self._sharded_layer([name], GatherBuffers()) for name in of_ends}
         self._sharded_head = ends.get(self.head_name)
         embedding: Any = self.model.get_input_embeddings()
         trunk.shard(
             ShardedLayers(layers, self._zero_stage, list(ends.values())),
-            SharedEmbedding(embedding, self.keeping_team) if self.embedding_name in ends else None,
+            ShardedEmbedding(embedding, self.shard_team) if self.embedding_name in ends else None,
         )
 
-    def _sharded_layer(self, names: Sequence[str], buffers: Buffers) -> ShardedLayer:
-        return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.keeping_team, buffers)
+    def _sharded_layer(self, names: Sequence[str], buffers: GatherBuffers) -> ShardedLayer:
+        return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.shard_team, buffers)
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -404,12 +404,12 @@ class BaseModel:
         All ranks call it together, each with its own tokens, because they may keep the embedding in parts.
         """
         if self._fused is not None:
-            return self._fused.embedded(tokens)
+            return self._fused.embed(tokens)
         embedding: Any = self.model.get_input_embeddings()
         return embedding(tokens)
 
     def shared_hidden_states(
-        self, micro_batch: MicroBatch, share: TokenShare, captured: dict[int, Tensor] | None = None
+        self, micro_batch: MicroBatch, share: TokenShard, captured: dict[int, Tensor] | None = None
     ) -> Tensor:
         """Returns the hidden states of `share.hidden`:
 
@@ -417,7 +417,7 @@ class BaseModel:
         """
         team, packing = self._mesh.along("sp"), micro_batch.packing
         # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
-        shared = packing if share.is_all else SharedPacking.of(packing, share, team, self.sequence_split)
+        shared = packing if share.is_all else ShardedPacking.of(packing, share, team, self.sequence_split)
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
         own = share.own_of_tokens
         return self.hidden_states(tokens, positions, shared, own, are_alike=False, captured=captured)
@@ -426,7 +426,7 @@ class BaseModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        packing: Packing | CachedPacking,
+        packing: Packing | AttendingPacking,
         own: slice | None = None,
         are_alike: bool = True,
         captured: dict[int, Tensor] | None = None,
@@ -443,10 +443,10 @@ class BaseModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        packing: Packing | CachedPacking,
+        packing: Packing | AttendingPacking,
         captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        with self._capturing(captured or {}):
+        with self._capture_outputs(captured or {}):
             output = self.trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
             )
@@ -454,7 +454,7 @@ class BaseModel:
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
     @contextmanager
-    def _capturing(self, captured: dict[int, Tensor]) -> Iterator[None]:
+    def _capture_outputs(self, captured: dict[int, Tensor]) -> Iterator[None]:
         """Makes layers store their outputs in `captured` while inside.
 
         transformers' own hidden states would not do: the last layer's have the norm applied.
@@ -483,12 +483,12 @@ def _renamed(name: str, renamings: Sequence[Any]) -> str:
     return key.removesuffix(".weight")
 
 
-def _give_back(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+def _restore_parameters(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     for parameter, value in parameters:
         parameter.data, parameter.grad, parameter.requires_grad = value, None, False
 
 
-def _take_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+def _collect_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Makes the parameter collect its gradient, which is None if the layer is gathered later with its gradient."""
     parameter.requires_grad = True
     parameter.grad_dtype = torch.float32
@@ -498,7 +498,7 @@ def _take_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSplit:
     if spec.sp == 1:
         return SequenceSplit()
-    tp = spec.tp_of("self_attn")
+    tp = spec.tp_size_of("self_attn")
     return SequenceSplit.of(spec.sp, config.num_attention_heads // tp, config.num_key_value_heads // tp)
 
 
@@ -508,7 +508,9 @@ _TEXT_PART = "language_model"
 _TEXT_NAMES = {rf"^{_TEXT_PART}\.lm_head": "lm_head", rf"^(?:model\.)?{_TEXT_PART}\.(?:model\.)?": "model."}
 
 
-def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> tuple[PreTrainedModel, bool]:
+def _load(
+    source: str, dtype: torch.dtype, device: torch.device, placed: ParameterSharding
+) -> tuple[PreTrainedModel, bool]:
     """Returns the model, and whether it is the text part of a model that also takes images."""
     transformers_logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source)
@@ -526,7 +528,7 @@ def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed)
         raise ValueError(
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"
         )
-    placed.settle(model)
+    placed.finish_loading(model)
     model.requires_grad_(False)
     nn.Module.to(model, device)
     return model.eval(), is_text_part

@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 import fsspec
 
 from ..planner.footprint import gigabytes
-from ..protocol.config import Origin, WorkerConfig
+from ..protocol.worker_config import DownloadOrigin, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 _CONFIG, _WEIGHTS = "config.json", ".safetensors"
 _SUFFIXES = (_WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -36,12 +36,20 @@ _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "LastModi
 """Fields of file systems that identify a file's content; the first one present is used."""
 _NUM_THREADS = 8
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
-_NEVER = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
+_PERMANENT_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ImportError,
+    ValueError,
+    TypeError,
+)
 """Errors that a retry would not fix."""
 _STAGING = ".staging-"
 
 
-class NoModel(ValueError):
+class ModelUnavailableError(ValueError):
     """Raised when a URL has no base model that can be downloaded.
 
     The message names the URL, the reason and the remedy.
@@ -51,11 +59,11 @@ class NoModel(ValueError):
         super().__init__(f"{url}: {reason}")
 
 
-class Unreached(NoModel):
+class ModelUnreachableError(ModelUnavailableError):
     """Raised when the failure looks temporary, so a retry may help."""
 
 
-class Changed(NoModel):
+class ModelChangedError(ModelUnavailableError):
     """Raised when the URL has other content than before."""
 
 
@@ -82,8 +90,8 @@ class Listing:
         return _digest(json.dumps([astuple(file) for file in self.files]))
 
     @property
-    def origin(self) -> Origin:
-        return Origin(self.url, self.version)
+    def origin(self) -> DownloadOrigin:
+        return DownloadOrigin(self.url, self.version)
 
 
 class ModelCache:
@@ -96,27 +104,30 @@ class ModelCache:
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
         self._root = default_root() if root is None else Path(root).expanduser()
 
-    def newest(self, url: str) -> Origin:
-        """Returns the version now at the URL, or while that is unreachable, the one downloaded last. Raises NoModel."""
+    def newest(self, url: str) -> DownloadOrigin:
+        """Returns the version now at the URL, or while that is unreachable, the one downloaded last.
+
+        Raises ModelUnavailableError.
+        """
         try:
             return listing(url).origin
-        except Unreached as error:
-            there = [path for path in self._of(url).glob("*") if not path.name.startswith(".")]
+        except ModelUnreachableError as error:
+            there = [path for path in self._directory_of(url).glob("*") if not path.name.startswith(".")]
             if not there:
                 raise
             last = max(there, key=lambda path: path.stat().st_mtime)
             logger.warning("%s; serving the copy downloaded before: %s", error, last)
-            return Origin(url, last.name.partition(".")[0])
+            return DownloadOrigin(url, last.name.partition(".")[0])
 
-    def bring(self, origin: Origin, say: Say, weights: bool = True) -> Path:
+    def fetch(self, origin: DownloadOrigin, say: ReportProgress, weights: bool = True) -> Path:
         """Returns the directory of this version. Downloads it if it is missing, otherwise does not contact the URL.
 
         Args:
             weights: False leaves out the files with weights.
         Raises:
-            NoModel: files that were downloaded before the failure are kept for the next attempt.
+            ModelUnavailableError: files that were downloaded before the failure are kept for the next attempt.
         """
-        place = self._of(origin.url) / (origin.version if weights else f"{origin.version}.small")
+        place = self._directory_of(origin.url) / (origin.version if weights else f"{origin.version}.small")
         if not place.is_dir():
             with self._locked(origin.url):
                 if not place.is_dir():  # else another process has downloaded it meanwhile
@@ -125,24 +136,26 @@ class ModelCache:
             os.utime(place)
         return place
 
-    def _of(self, url: str) -> Path:
+    def _directory_of(self, url: str) -> Path:
         return self._root / _digest(url.rstrip("/"))
 
     @contextmanager
     def _locked(self, url: str) -> Iterator[None]:
         """Holds the lock of a URL, which the system releases if this process dies."""
         try:
-            self._of(url).mkdir(parents=True, exist_ok=True)
-            with (self._of(url) / ".lock").open("w") as lock:
+            self._directory_of(url).mkdir(parents=True, exist_ok=True)
+            with (self._directory_of(url) / ".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 yield
         except OSError as error:
             reason = f"{self._root} cannot be written to ({error.strerror or error})"
-            raise NoModel(url, f"{reason}: fix that, or name another directory with --model-cache") from error
+            raise ModelUnavailableError(
+                url, f"{reason}: fix that, or name another directory with --model-cache"
+            ) from error
 
-    def _download(self, origin: Origin, place: Path, say: Say, weights: bool) -> None:
+    def _download(self, origin: DownloadOrigin, place: Path, say: ReportProgress, weights: bool) -> None:
         url = origin.url
-        files = [file for file in _same(origin).files if weights or not file.has_weights]
+        files = [file for file in _unchanged_listing(origin).files if weights or not file.has_weights]
         staging = place.with_name(f"{_STAGING}{place.name}")
         self._drop_other_staging(staging)
         staging.mkdir(exist_ok=True)
@@ -159,11 +172,11 @@ class ModelCache:
         _sync(place.parent)
         say(f"{url} downloaded in {time.monotonic() - started:.1f} s")
 
-    def _check_still(self, origin: Origin, staging: Path) -> None:
+    def _check_still(self, origin: DownloadOrigin, staging: Path) -> None:
         """Raises Changed if the files changed during the download, which may then mix several contents."""
         try:
-            _same(origin)
-        except Changed:
+            _unchanged_listing(origin)
+        except ModelChangedError:
             shutil.rmtree(staging)
             raise
 
@@ -183,12 +196,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
 
 
-def with_model_here(config: WorkerConfig) -> WorkerConfig:
-    """Returns a rank's config with its base model in a local directory. Raises NoModel."""
+def with_local_model(config: WorkerConfig) -> WorkerConfig:
+    """Returns a rank's config with its base model in a local directory. Raises ModelUnavailableError."""
     model = config.model
     if model.origin is None:
         return config
-    here = ModelCache(config.model_cache).bring(model.origin, logger.info)
+    here = ModelCache(config.model_cache).fetch(model.origin, logger.info)
     return replace(config, model=replace(model, source=str(here)))
 
 
@@ -196,34 +209,38 @@ def listing(url: str) -> Listing:
     """Returns the files of the model at a URL.
 
     Raises:
-        NoModel: there is no base model.
+        ModelUnavailableError: there is no base model.
         Unreached: that may be temporary.
     """
-    found = _tried(url, lambda files, path: files.ls(path, detail=True))
+    found = _with_retries(url, lambda files, path: files.ls(path, detail=True))
     remote = sorted(_remote_files(found), key=lambda file: file.name)
     if not any(file.name == _CONFIG for file in remote):
         names = ", ".join(sorted(_name(info) for info in found)[:5]) or "nothing"
-        raise NoModel(url, f"there is no {_CONFIG} (but {names}): name the prefix right above the model's files")
+        raise ModelUnavailableError(
+            url, f"there is no {_CONFIG} (but {names}): name the prefix right above the model's files"
+        )
     if not any(file.has_weights for file in remote):
-        raise NoModel(url, f"there are no {_WEIGHTS} weights: store the model's release in that format there")
+        raise ModelUnavailableError(
+            url, f"there are no {_WEIGHTS} weights: store the model's release in that format there"
+        )
     return Listing(url, tuple(remote))
 
 
 def read_config(url: str) -> Mapping[str, object]:
     """Returns the config.json of the base model at a URL, or at a URL of the file itself, and reads nothing else.
 
-    Raises NoModel.
+    Raises ModelUnavailableError.
     """
     if not url.endswith(".json"):
         url = f"{url.rstrip('/')}/{_CONFIG}"
     try:
-        config = json.loads(_tried(url, lambda files, path: files.cat_file(path)))
+        config = json.loads(_with_retries(url, lambda files, path: files.cat_file(path)))
     except ValueError as error:
-        if isinstance(error, NoModel):
+        if isinstance(error, ModelUnavailableError):
             raise
-        raise NoModel(url, f"it is not JSON: {error}") from None
+        raise ModelUnavailableError(url, f"it is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise NoModel(url, "it is not the config of a model: expected an object")
+        raise ModelUnavailableError(url, "it is not the config of a model: expected an object")
     return config
 
 
@@ -238,23 +255,23 @@ def _name(info: dict[str, Any]) -> str:
     return str(info["name"]).rstrip("/").rpartition("/")[2]
 
 
-def _same(origin: Origin) -> Listing:
+def _unchanged_listing(origin: DownloadOrigin) -> Listing:
     """Returns the listing of this version.
 
     Raises:
         Changed: the URL has another version now.
-        NoModel: see `listing`.
+        ModelUnavailableError: see `listing`.
     """
     now = listing(origin.url)
     if now.version != origin.version:
-        raise Changed(origin.url, "its files have changed since the version to load was chosen: start again")
+        raise ModelChangedError(origin.url, "its files have changed since the version to load was chosen: start again")
     return now
 
 
 def _check_room(url: str, directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise NoModel(
+        raise ModelUnavailableError(
             url,
             f"it takes {gigabytes(num_bytes)}, but {directory.parent} has only {gigabytes(free)} free: free some space,"
             " or name another directory with --model-cache",
@@ -276,26 +293,28 @@ def _fetch_all(url: str, files: list[RemoteFile], directory: Path) -> None:
 def _fetch(url: str, file: RemoteFile, directory: Path) -> None:
     """Downloads a file, which gets its name when it is complete."""
     arriving = directory / f".{file.name}"
-    _tried(url, lambda files, path: files.get_file(f"{path}/{file.name}", str(arriving)))
+    _with_retries(url, lambda files, path: files.get_file(f"{path}/{file.name}", str(arriving)))
     arrived = arriving.stat().st_size
     if arrived != file.num_bytes:
-        raise NoModel(url, f"expected {file.num_bytes} bytes of {file.name}, but received {arrived}: start again")
+        raise ModelUnavailableError(
+            url, f"expected {file.num_bytes} bytes of {file.name}, but received {arrived}: start again"
+        )
     _sync(arriving)
     arriving.rename(directory / file.name)
 
 
-def _tried(url: str, work: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
-    """Calls `work`, and retries with pauses after errors that may be temporary. Raises NoModel."""
+def _with_retries(url: str, work: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
+    """Calls `work`, and retries with pauses after errors that may be temporary. Raises ModelUnavailableError."""
     for pause_seconds in (*_PAUSES_SECONDS, None):
         try:
             # Listings are not cached, because others may write there.
             files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
             return work(files, path.rstrip("/"))
         except Exception as error:  # each of fsspec's packages raises its own
-            if isinstance(error, _NEVER) or _lacks_credentials(error):
-                raise NoModel(url, _reason(error)) from error
+            if isinstance(error, _PERMANENT_ERRORS) or _lacks_credentials(error):
+                raise ModelUnavailableError(url, _reason(error)) from error
             if pause_seconds is None:
-                raise Unreached(url, str(error) or type(error).__name__) from error
+                raise ModelUnreachableError(url, str(error) or type(error).__name__) from error
             logger.warning("%s: %s; trying again in %g s", url, error, pause_seconds)
         time.sleep(pause_seconds)
     raise AssertionError

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..batch.micro_batch import MicroBatch, part_of
-from ..ops.attention import AttentionKind, CachedPacking, Packing, attend, pack_lengths
+from ..batch.micro_batch import MicroBatch, select_sequences
+from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
 from ..ops.memory import is_out_of_memory
 
-Logits = Callable[[Tensor, Tensor, CachedPacking], Tensor]
+Logits = Callable[[Tensor, Tensor, AttendingPacking], Tensor]
 """Maps tokens and positions, int64 [tokens], in a packing to logits [tokens, vocab]."""
 
 # Lengths of the sequences that are compared; each is longer than the window that layers get for the check.
@@ -71,7 +71,7 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
     _refuse_distance(source, model, distance, "log-probabilities", "by transformers", _remedy(model, longest))
 
 
-class _Seen:
+class _RecordingPacking:
     """A packing that records the keys and values that layers pass to attention.
 
     A cache needs one key and one value of the same shape for each token and layer.
@@ -112,8 +112,8 @@ def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[Mi
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
     together = hidden_states(whole)
-    alone = torch.cat([hidden_states(part_of(whole, [bounds])) for bounds in _bounds()])
-    _refuse_distance(source, model, _farthest(together.float(), alone.float()), "hidden states", "alone", "")
+    alone = torch.cat([hidden_states(select_sequences(whole, [bounds])) for bounds in _bounds()])
+    _refuse_distance(source, model, _largest_distance(together.float(), alone.float()), "hidden states", "alone", "")
 
 
 def _remedy(model: PreTrainedModel, longest: int | None) -> str:
@@ -135,12 +135,12 @@ def _refuse_distance(source: str, model: PreTrainedModel, distance: float, what:
 def _distance(model: PreTrainedModel, logits: Logits) -> float:
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
-    seen = _Seen(whole.packing)
+    seen = _RecordingPacking(whole.packing)
     ours = _centered(logits(whole.tokens, whole.positions, seen))
     seen.check(model.config.num_hidden_layers)
     with _attention_of_transformers(model):
         passes = [model(input_ids=whole.tokens[None, start:stop], use_cache=False) for start, stop in _bounds()]
-    return _farthest(ours, _centered(torch.cat([each.logits[0] for each in passes])))
+    return _largest_distance(ours, _centered(torch.cat([each.logits[0] for each in passes])))
 
 
 def _sequences(vocab_size: int, device: torch.device) -> MicroBatch:
@@ -153,7 +153,7 @@ def _bounds() -> list[tuple[int, int]]:
     return list(pairwise(accumulate(LENGTHS, initial=0)))
 
 
-def _farthest(ours: Tensor, theirs: Tensor) -> float:
+def _largest_distance(ours: Tensor, theirs: Tensor) -> float:
     """Returns the mean distance over the tokens of the sequence that is farthest off."""
     by_token = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     return max(float(by_token[start:stop].mean()) for start, stop in _bounds())

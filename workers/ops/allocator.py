@@ -39,7 +39,7 @@ def tune_allocator() -> bool:
 
 
 @contextmanager
-def one_arena_for_those_started() -> Iterator[None]:
+def single_arena_for_children() -> Iterator[None]:
     """Makes processes started inside have one arena from the beginning.
 
     A limit that a process sets later does not remove the arenas that its threads have by then.
@@ -77,7 +77,7 @@ class _MallInfo(ctypes.Structure):
     ] + [("keepcost", ctypes.c_size_t)]
 
 
-class Trimming:
+class MemoryTrimmer:
     """Trims from a background thread.
 
     It trims when there has been no work for some seconds, and every few minutes during steady work, where the page

@@ -21,11 +21,11 @@ from ..shapes.windows import queries_of_mask
 ATTENTION = "trainhouse_packed"
 
 # torch 2.11's kernel accepts fewer key heads than query heads without this flag.
-_TELLS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
-class Group:
+class SequenceGroup:
     """Consecutive sequences of equal length:
 
     `count` of them, the first one starting at token `start` of the packed row.
@@ -40,7 +40,7 @@ class Group:
 class Packing:
     """The sequences of a packed row in order, all without cached tokens; consecutive equal lengths form one group."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[SequenceGroup, ...]
     cumulative: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @property
@@ -61,7 +61,7 @@ class Packing:
         return self.cumulative[device]
 
 
-class CachedPacking(Protocol):
+class AttendingPacking(Protocol):
     """The sequences of a packed row, some of which have earlier tokens in a KV cache."""
 
     @property
@@ -74,16 +74,16 @@ class CachedPacking(Protocol):
         ...
 
 
-def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
+def pack_lengths(lengths: list[int]) -> tuple[SequenceGroup, ...]:
     """Groups consecutive sequences of equal length, which are attended as one batch."""
-    groups: list[Group] = []
+    groups: list[SequenceGroup] = []
     start = 0
     for length in lengths:
         last = groups[-1] if groups else None
         if last and last.length == length:
-            groups[-1] = Group(last.start, last.count + 1, length)
+            groups[-1] = SequenceGroup(last.start, last.count + 1, length)
         else:
-            groups.append(Group(start, 1, length))
+            groups.append(SequenceGroup(start, 1, length))
         start += length
     return tuple(groups)
 
@@ -104,11 +104,11 @@ class AttentionKind:
         """Tokens that a query sees before and after its own; -1 for all."""
         return (self.window - 1 if self.window else -1, 0)
 
-    def views(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["View"]:
+    def query_blocks(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["QueryBlock"]:
         """Yields one view if causal attention is enough for this length, else one per block of queries."""
         window = self.window
         if not window or window >= length:
-            yield View(slice(0, length), slice(0, length), None)
+            yield QueryBlock(slice(0, length), slice(0, length), None)
             return
         step = min(queries_of_mask(window), length)
         mask = _window_mask(window, step, device, dtype)
@@ -116,11 +116,11 @@ class AttentionKind:
             stop, before = min(start + step, length), min(start, window - 1)
             first = window - 1 - before
             keys = slice(start - before, stop)
-            yield View(slice(start, stop), keys, mask[: stop - start, first : first + stop - start + before])
+            yield QueryBlock(slice(start, stop), keys, mask[: stop - start, first : first + stop - start + before])
 
 
 @dataclass(frozen=True)
-class View:
+class QueryBlock:
     """The keys that some queries of a sequence see.
 
     mask: added to the scores, [queries, keys]; None for causal attention.
@@ -148,7 +148,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing | CachedPacking,
+    packing: Packing | AttendingPacking,
     scaling: float,
     **options: object,
 ) -> tuple[Tensor, None]:
@@ -171,7 +171,9 @@ def window_in_mask(module: Any) -> int | None:
     return getattr(module, "sliding_window", of_all_layers)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedPacking, kind: AttentionKind) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing | AttendingPacking, kind: AttentionKind
+) -> Tensor:
     """Returns the attention output, of the query's shape.
 
     Args:
@@ -186,25 +188,25 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedP
         return _flash_on_cpu(query, key, value, packing, kind)[0]
     if fits_varlen(query):
         return _varlen(query, key, value, packing, kind)
-    return joined_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
+    return join_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
 
-def rows_by_group(x: Tensor, group: Group) -> Tensor:
+def rows_by_group(x: Tensor, group: SequenceGroup) -> Tensor:
     """Returns a view [count, heads, length, head_dim] of a group's sequences in x [tokens, heads, head_dim]."""
     part = x[group.start : group.start + group.count * group.length]
     return part.unflatten(0, (group.count, group.length)).transpose(1, 2)
 
 
-def joined_groups(parts: list[Tensor]) -> Tensor:
+def join_groups(parts: list[Tensor]) -> Tensor:
     """Concatenates the groups' [count, heads, length, head_dim] to [tokens, heads, head_dim]."""
     tokens = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
-def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group, kind: AttentionKind) -> Tensor:
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup, kind: AttentionKind) -> Tensor:
     q, k, v = rows_by_group(query, group), rows_by_group(key, group), rows_by_group(value, group)
     gqa, parts = q.shape[1] != k.shape[1], []
-    for view in kind.views(group.length, q.device, q.dtype):
+    for view in kind.query_blocks(group.length, q.device, q.dtype):
         part, seen = q[:, :, view.queries], (k[:, :, view.keys], v[:, :, view.keys])
         parts.append(
             scaled_dot_product_attention(
@@ -237,7 +239,7 @@ def varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """Attends all sequences in one kernel. For `aux` see torch's varlen_attn. Not yet run on a GPU."""
     bounds, longest = packing.bounds(query.device), packing.longest
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TAKES_ENABLE_GQA else {}
     return varlen_attn(
         query,
         key,
@@ -263,7 +265,7 @@ def _flash_on_cpu(
         out, log_sum = flash_on_cpu(q, k, v, kind)
         outs.append(out)
         log_sums.append(log_sum)
-    return joined_groups(outs), log_sums
+    return join_groups(outs), log_sums
 
 
 def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
@@ -275,7 +277,7 @@ def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind)
         the output, and the log-sum-exp of the scores, float32 [count, heads, length].
     """
     flash, parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
-    for view in kind.views(query.shape[2], query.device, query.dtype):
+    for view in kind.query_blocks(query.shape[2], query.device, query.dtype):
         q, k, v = query[:, :, view.queries], key[:, :, view.keys], value[:, :, view.keys]
         parts.append(flash(q, k, v, 0.0, view.mask is None, attn_mask=view.mask, scale=kind.scaling))
     if len(parts) == 1:
@@ -294,7 +296,7 @@ def flash_gradients_on_cpu(
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    for view in kind.views(query.shape[2], query.device, query.dtype):
+    for view in kind.query_blocks(query.shape[2], query.device, query.dtype):
         g, q, o, sums = (x[:, :, view.queries] for x in (grad, query, out, log_sums))
         k, v = key[:, :, view.keys], value[:, :, view.keys]
         parts = backward(g, q, k, v, o, sums, 0.0, view.mask is None, attn_mask=view.mask, scale=kind.scaling)
@@ -324,7 +326,7 @@ class _FlashOnCpu(torch.autograd.Function):
         for group, log_sum in zip(ctx.packing.groups, log_sums, strict=True):
             g, q, k, v, o = (rows_by_group(x, group) for x in (grad, query, key, value, out))
             parts.append(flash_gradients_on_cpu(g, q, k, v, o, log_sum, ctx.kind))
-        gradients = [joined_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
+        gradients = [join_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
         return (*gradients, None, None)
 
 

@@ -13,7 +13,7 @@ class GroupedRows:
     def __init__(self, counts: Tensor) -> None:
         self._counts = counts
 
-    def times(self, x: Tensor, matrices: Tensor) -> Tensor:
+    def matmul(self, x: Tensor, matrices: Tensor) -> Tensor:
         """Multiplies each row of x [rows, p] by its group's matrix of [groups, p, q]. Rows of no group become zeros."""
         if _is_native(x):
             y = torch._grouped_mm(x, matrices, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
@@ -25,10 +25,10 @@ class GroupedRows:
         y[stop:] = 0
         return y
 
-    def add_times(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:
+    def add_matmul(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:
         """Adds the result of `times` to y [rows, q]."""
         if _is_native(x):
-            y.add_(self.times(x, matrices))
+            y.add_(self.matmul(x, matrices))
             return
         for number, rows in self._spans:
             y[rows].addmm_(x[rows], matrices[number])

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Groups:
+class PrefixGroups:
     """Rows of a decode step grouped by a shared prefix of their sequences.
 
     order: int64 [rows], group by group. bounds: int64 [groups + 1], where each group begins in `order`. num_shared:
@@ -102,7 +102,7 @@ class Kernels:
         self._library.swiglu(out.data_ptr(), gate.data_ptr(), up.data_ptr(), gate.stride(0), *gate.shape)
         return out
 
-    def attend_once(
+    def decode_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -111,7 +111,7 @@ class Kernels:
         values: Tensor,
         slots: Tensor,
         lengths: Tensor,
-        groups: Groups,
+        groups: PrefixGroups,
         window: int | None,
         scaling: float,
         num_threads: int,
@@ -129,14 +129,14 @@ class Kernels:
         new = (part for tensor in (query, key, value) for part in (tensor.data_ptr(), tensor.stride(0)))
         where = (tensor.data_ptr() for tensor in (slots, lengths, groups.order, groups.bounds, groups.num_shared))
         sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], window or 0
-        failed = self._library.attend_once(
+        failed = self._library.decode_attention(
             out.data_ptr(), *new, keys.data_ptr(), values.data_ptr(), *where, *sizes, scaling, num_threads
         )
         if failed:
             raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
         return out
 
-    def choose(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Samples a token for each row, int64 [n].
 
         Also returns its log-probability at temperature 1, float32 [n], NaN if any logit is.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention import AttentionKind, Packing, attend
-from .kernels import Groups, kernels_for
+from .kernels import PrefixGroups, kernels_for
 
 # The span of a shelf's views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16
@@ -21,7 +21,7 @@ _WORTH_THREADS = 1 << 18
 
 
 @dataclass(frozen=True)
-class Reading:
+class CacheViews:
     """Views of a layer's cache.
 
     keys, values: all of it, [slots, kv_heads, capacity, head_dim]. first_keys [n * kv_heads, head_dim, span] and
@@ -34,7 +34,7 @@ class Reading:
     first_values: Tensor
 
 
-class Shelf:
+class CacheShelf:
     """Slots for sequences of up to `capacity` tokens: per layer keys and values [slots, kv_heads, capacity, head_dim].
 
     A slot in use is zero beyond its sequence. The code that fills it must clear what an earlier sequence left there,
@@ -46,10 +46,10 @@ class Shelf:
         self.num_slots = 0
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self._reading: dict[int, Reading] = {}
+        self._reading: dict[int, CacheViews] = {}
         self._read = (0, 0)
 
-    def reading(self, layer: int, like: Tensor, num_slots: int, span: int) -> "Reading":
+    def views(self, layer: int, like: Tensor, num_slots: int, span: int) -> "CacheViews":
         """Returns views of the first tokens, at least `span`, of the first slots.
 
         They are zero beyond a sequence's end.
@@ -60,7 +60,7 @@ class Shelf:
         if layer not in self._reading:
             keys, values = self.of_layer(layer, like)
             first = keys[:num_slots, :, :span].flatten(0, 1).transpose(1, 2)
-            self._reading[layer] = Reading(keys, values, first, values[:num_slots, :, :span].flatten(0, 1))
+            self._reading[layer] = CacheViews(keys, values, first, values[:num_slots, :, :span].flatten(0, 1))
         return self._reading[layer]
 
     def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class Shelf:
                     larger[:kept] = old[:kept]
         self.num_slots = num_slots
 
-    def copy_slot(self, slot: int, target: "Shelf", target_slot: int) -> None:
+    def copy_slot(self, slot: int, target: "CacheShelf", target_slot: int) -> None:
         """Copies as many tokens as both slots can hold, and clears the rest of the target."""
         length = min(self.capacity, target.capacity)
         for layer, (keys, values) in enumerate(self.layers()):
@@ -120,14 +120,14 @@ class DecodeStep:
     new one. groups: sequences that share a prefix. num_threads: used if the step is large enough.
     """
 
-    shelf: Shelf
+    shelf: CacheShelf
     rows: slice | Tensor
     slots: Tensor
     in_order: bool
     lengths: Tensor
     num_slots: int
     span: int
-    groups: Groups
+    groups: PrefixGroups
     num_threads: int = 1
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -149,18 +149,18 @@ class DecodeStep:
         if kernels is not None:
             cached = *self.shelf.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
             num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
-            return kernels.attend_once(query, key, value, *cached, kind.window, kind.scaling, num_threads)
-        reading = self.shelf.reading(kind.layer, key, self.num_slots, self.span)
+            return kernels.decode_attention(query, key, value, *cached, kind.window, kind.scaling, num_threads)
+        reading = self.shelf.views(kind.layer, key, self.num_slots, self.span)
         reading.keys[self.slots, :, self.lengths] = key
         reading.values[self.slots, :, self.lengths] = value
         if not self.in_order:
             # By slot: moving the few queries is cheap, gathering the cache is not.
             query = query.new_zeros(self.num_slots, *query.shape[1:]).index_copy_(0, self.slots, query)
-        hidden = self._out_of_sight(kind.window, reading.first_keys.shape[-1], key.shape[1], query.dtype)
+        hidden = self._mask(kind.window, reading.first_keys.shape[-1], key.shape[1], query.dtype)
         out = _attend_once(query, reading, hidden, kind.scaling)
         return out if self.in_order else out[self.slots]
 
-    def _out_of_sight(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    def _mask(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Returns the mask [num_slots * kv_heads, 1, span], by slot: minus infinity for hidden keys.
 
         It is built once per step for each kind of layer. A slot that takes no part sees its first key.
@@ -179,7 +179,7 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class ContinuationChunk:
     """Tokens start:stop of the packed row, which continue a sequence that has `cached` tokens in its slot.
 
     is_causal: whether tokens do not see those after them; if False, layers must not have a window.
@@ -187,7 +187,7 @@ class Chunk:
 
     start: int
     stop: int
-    shelf: Shelf
+    shelf: CacheShelf
     slot: int
     cached: int
     is_causal: bool = True
@@ -224,13 +224,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, eq=False)
-class Storing:
+class NewSequences:
     """Stores `count` new sequences of one `length`, from token `start` of the packed row, in slots int64 [count]."""
 
     start: int
     count: int
     length: int
-    shelf: Shelf
+    shelf: CacheShelf
     slots: Tensor
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
@@ -248,10 +248,10 @@ class CachedRow:
     """
 
     steps: Sequence[DecodeStep]
-    chunks: Sequence[Chunk]
+    chunks: Sequence[ContinuationChunk]
     fresh: Packing | None
     fresh_start: int
-    storing: Sequence[Storing]
+    storing: Sequence[NewSequences]
 
     @property
     def longest(self) -> int:
@@ -276,7 +276,7 @@ class CachedRow:
         return out
 
 
-def _attend_once(q: Tensor, reading: Reading, mask: Tensor, scaling: float) -> Tensor:
+def _attend_once(q: Tensor, reading: CacheViews, mask: Tensor, scaling: float) -> Tensor:
     """Returns the attention output, of the shape of q [n, heads, head_dim]. mask: [n * kv_heads, 1, span].
 
     In float32 plain products take half the time of torch's fused kernel on the CPU; in lower precision they would round

@@ -27,7 +27,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
         self.num_lanes = min(self._num_threads, _MOST_LANES) if device.type == "cpu" else 1
-        self._others = _started(self.num_lanes - 1)
+        self._others = _started_executor(self.num_lanes - 1)
 
     def run(self, works: Sequence[Callable[[], None]]) -> None:
         """Runs each function in the lane of its place, the first on this thread.
@@ -50,7 +50,7 @@ class Lanes:
         _raise_first(others)
 
 
-def _started(num_threads: int) -> ThreadPoolExecutor:
+def _started_executor(num_threads: int) -> ThreadPoolExecutor:
     """Returns an executor whose threads have all started.
 
     If a thread could not be started later, its function would stay in the queue until another pass.

@@ -20,7 +20,7 @@ _RESERVE = 20
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "ALLOC_FAILED")
 
 
-def give_back_freed(device: torch.device) -> None:
+def release_freed_memory(device: torch.device) -> None:
     """Returns freed memory that the allocators keep to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -35,7 +35,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def memory_for(what: str, remedy: str) -> Iterator[None]:
+def reporting_out_of_memory(what: str, remedy: str) -> Iterator[None]:
     """Raises OperationError (server) if memory runs out inside."""
     try:
         yield
@@ -64,7 +64,7 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
         yield
         return
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() - _given_back_bytes() + available - available // _RESERVE
+    limit = _data_bytes() - _trimmed_bytes() + available - available // _RESERVE
     resource.setrlimit(resource.RLIMIT_DATA, (limit if before == resource.RLIM_INFINITY else min(limit, before), most))
     try:
         yield
@@ -72,7 +72,7 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
-def _given_back_bytes() -> int:
+def _trimmed_bytes() -> int:
     """Returns the freed memory that the allocator has trimmed but will reuse without asking the system.
 
     It is available, but part of `_data_bytes`. There is no count of it, so this is the smaller of the untouched memory

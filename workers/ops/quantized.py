@@ -21,7 +21,7 @@ class QuantizedWeight:
     def __init__(self, weight: Tensor) -> None:
         self.shape = weight.shape
         rows = weight.flatten(0, -2).contiguous()
-        self._packed, self._state = functional().quantize_4bit(rows, blocksize=_BLOCK, quant_type="nf4")
+        self._packed, self._state = bitsandbytes_functional().quantize_4bit(rows, blocksize=_BLOCK, quant_type="nf4")
 
     @property
     def nbytes(self) -> int:
@@ -32,16 +32,16 @@ class QuantizedWeight:
         """The packed numbers and the scales."""
         return self._packed, self._state.absmax
 
-    def whole(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """Returns the dequantized weight in its original dtype."""
-        return functional().dequantize_4bit(self._packed, self._state).view(self.shape)
+        return bitsandbytes_functional().dequantize_4bit(self._packed, self._state).view(self.shape)
 
 
 FrozenWeight = Tensor | QuantizedWeight
 
 
-def whole(weight: FrozenWeight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.whole()
+def dequantized(weight: FrozenWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
 def check_installed(knob: str, value: str, needs_nothing: str) -> None:
@@ -61,7 +61,7 @@ def replace_parameter(module: nn.Module, name: str) -> QuantizedWeight:
     return quantized
 
 
-def functional() -> Any:
+def bitsandbytes_functional() -> Any:
     """Returns bitsandbytes.functional, imported only when it is needed."""
     import bitsandbytes.functional
 

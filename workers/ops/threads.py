@@ -16,7 +16,7 @@ _MOST_ALONE = 2500.0
 _MICROSECONDS_PER_NUMBER, _TOKENS_PER_READING = 4e-4, 20
 
 
-class Threads:
+class ThreadCount:
     """Sets the number of threads of a pass.
 
     A decode step is hundreds of short operations; if threads shared each one, they would mostly wait for each other to
@@ -40,12 +40,12 @@ class Threads:
             self.alone = readings * _MICROSECONDS_PER_NUMBER < _MOST_ALONE
             torch.set_num_threads(1 if self.alone else self.most)
 
-    def are_worth(self, num_multiplications: int) -> bool:
+    def pays_for(self, num_multiplications: int) -> bool:
         """True if a product of this size should run inside `together`."""
         return self.alone and num_multiplications > _WORTH_ALL
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_threads(self) -> Iterator[None]:
         """Uses all threads while inside, in a pass that otherwise runs on one."""
         torch.set_num_threads(self.most)
         try:

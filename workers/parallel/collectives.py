@@ -13,29 +13,29 @@ from torch import Tensor
 from .mesh import Team
 
 
-def copied(x: Tensor, team: Team) -> Tensor:
+def copy_to_team(x: Tensor, team: Team) -> Tensor:
     """Returns x, which is equal on all ranks. Its gradient is summed over the ranks."""
     return x if team.size == 1 or not torch.is_grad_enabled() else _apply(_Copied, x, team)
 
 
-def summed(x: Tensor, team: Team) -> Tensor:
+def reduce_from_team(x: Tensor, team: Team) -> Tensor:
     """Returns the sum over all ranks; the gradient passes unchanged. Sums in place if gradients are disabled."""
     if team.size == 1:
         return x
-    return _apply(_Summed, x, team) if torch.is_grad_enabled() else team.sum(x)
+    return _apply(_Summed, x, team) if torch.is_grad_enabled() else team.all_reduce(x)
 
 
-def joined_rows(x: Tensor, team: Team) -> Tensor:
+def gather_rows(x: Tensor, team: Team) -> Tensor:
     """Gathers [n, ...] of each rank to [size * n, ...]. The gradient of a rank's rows is summed over all ranks."""
     return x if team.size == 1 else _apply(_JoinedRows, x, team)
 
 
-def summed_rows(x: Tensor, team: Team) -> Tensor:
+def reduce_scatter_rows(x: Tensor, team: Team) -> Tensor:
     """Reduces [size * n, ...] over all ranks and scatters the sum, [n, ...] to each rank."""
     return x if team.size == 1 else _apply(_SummedRows, x, team)
 
 
-def joined_alike(x: Tensor, team: Team) -> Tensor:
+def gather_replicated_rows(x: Tensor, team: Team) -> Tensor:
     """Gathers [n, ...] of each rank to [size * n, ...]. Each rank takes its rows of the gradient, which must be equal
     on all ranks."""
     return x if team.size == 1 else _apply(_JoinedAlike, x, team)
@@ -47,13 +47,13 @@ def own_rows(x: Tensor, team: Team) -> Tensor:
     return x if team.size == 1 else _apply(_OwnRows, x, team)
 
 
-def exchanged(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+def all_to_all_rows(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
     """Calls Team.exchanged; gradients travel back the same way."""
     return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """The layout of the residual stream over a tensor-parallel team.
 
     sharded: whether each rank has only its tokens of the stream, and gathers them for the linear layers; otherwise each
@@ -63,7 +63,7 @@ class Stream:
 
     team: Team
     sharded: bool
-    are_alike: bool
+    ep_ranks_share_tokens: bool
 
     def enter(self, x: Tensor, is_replicated: bool) -> Tensor:
         """Moves x from the stream into a part of a layer, which needs all tokens.
@@ -73,15 +73,15 @@ class Stream:
                 layers are split by their outputs.
         """
         if is_replicated:
-            return joined_alike(x, self.team) if self.sharded else x
-        return joined_rows(x, self.team) if self.sharded else copied(x, self.team)
+            return gather_replicated_rows(x, self.team) if self.sharded else x
+        return gather_rows(x, self.team) if self.sharded else copy_to_team(x, self.team)
 
     def leave(self, x: Tensor, is_replicated: bool) -> Tensor:
         """Moves x back to the stream. The outputs of the part's last layers are summed, unless the part is
         replicated."""
         if is_replicated:
             return own_rows(x, self.team) if self.sharded else x
-        return summed_rows(x, self.team) if self.sharded else summed(x, self.team)
+        return reduce_scatter_rows(x, self.team) if self.sharded else reduce_from_team(x, self.team)
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
@@ -104,7 +104,7 @@ class _Copied(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        return team.sum(_own(x))
+        return team.all_reduce(_own(x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -115,18 +115,18 @@ class _JoinedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
         ctx.team = team
-        return team.joined(x)
+        return team.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.summed_part(grads[0]), None
+        return ctx.team.reduce_scatter(grads[0]), None
 
 
 class _SummedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
         ctx.team = team
-        return team.summed_part(x)
+        return team.reduce_scatter(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -137,7 +137,7 @@ class _JoinedAlike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
         ctx.team = team
-        return team.joined(x)
+        return team.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -159,11 +159,11 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, team: Team, sent: list[int] | None, received: list[int] | None) -> Tensor:
         ctx.team, ctx.sent, ctx.received = team, sent, received
-        return team.exchanged(x, sent, received)
+        return team.all_to_all(x, sent, received)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.team.exchanged(grads[0], ctx.received, ctx.sent), None, None, None
+        return ctx.team.all_to_all(grads[0], ctx.received, ctx.sent), None, None, None
 
 
 def _own(x: Tensor) -> Tensor:

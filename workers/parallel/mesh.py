@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..protocol.parallel_spec import AXES, SINGLE, ParallelSpec, Unit
+from ..protocol.parallel_spec import AXES, SINGLE, ParallelSpec, ShardedUnit
 
 LOOPBACK = "127.0.0.1"
 
@@ -36,7 +36,7 @@ _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_si
 
 
 @dataclass(frozen=True)
-class Arriving:
+class PendingCollective:
     """A collective in progress.
 
     received: the result, valid after `wait`. sent: this rank's contribution, which must not be modified before that.
@@ -59,13 +59,15 @@ class Team:
     size: their number. index: of this rank. sent: counts the calls by kind.
     """
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, sent: Counter[str]) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, call_counts: Counter[str]
+    ) -> None:
         """Creates a team. `group` is None if the team has one rank."""
         self.ranks = ranks
         self.size, self.index = len(ranks), ranks.index(rank)
-        self._group, self._sent = group, sent
+        self._group, self._sent = group, call_counts
 
-    def exchange(self, value: Value) -> list[Value]:
+    def all_gather_object(self, value: Value) -> list[Value]:
         """Returns each rank's value, in rank order. For small values, sent from host to host."""
         if self.size == 1:
             return [value]
@@ -74,18 +76,18 @@ class Team:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums over all ranks, in place."""
         if self.size > 1:
             self._sent["all_reduce"] += 1
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group)
         return tensor
 
-    def joined(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Gathers [n, ...] of each rank, equal in shape, to [size * n, ...] in rank order."""
-        return tensor if self.size == 1 else self.joining(tensor).wait()
+        return tensor if self.size == 1 else self.start_all_gather(tensor).wait()
 
-    def joining(self, tensor: Tensor, into: Tensor | None = None) -> Arriving:
+    def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> PendingCollective:
         """Starts what `joined` does, for a team of several ranks. The result is written to the memory of `into`, if
         given."""
         self._sent["all_gather"] += 1
@@ -93,9 +95,9 @@ class Team:
         whole = tensor.new_empty(shape) if into is None else into.view(shape)
         work = _all_gather(whole, sent, group=self._group, async_op=True)
         assert work is not None
-        return Arriving([work], whole, sent)
+        return PendingCollective([work], whole, sent)
 
-    def at_first(self, tensor: Tensor) -> list[Tensor] | None:
+    def gather_at_first(self, tensor: Tensor) -> list[Tensor] | None:
         """Gathers the ranks' tensors, equal in shape, on the first rank. Returns None on the others."""
         if self.size == 1:
             return [tensor]
@@ -108,7 +110,7 @@ class Team:
         """Returns this rank's part of [size * n, ...], [n, ...]."""
         return tensor.chunk(self.size)[self.index]
 
-    def summed_part(self, tensor: Tensor) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sums [size * n, ...] over all ranks and returns this rank's part, [n, ...]."""
         if self.size == 1:
             return tensor
@@ -117,7 +119,7 @@ class Team:
         _reduce_scatter(part, tensor.contiguous(), group=self._group)
         return part
 
-    def exchanged(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+    def all_to_all(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Sends the first rows to the first rank, the next ones to the next, and receives this rank's rows in rank
         order.
 
@@ -132,7 +134,7 @@ class Team:
         dist.all_to_all_single(arrived, tensor.contiguous(), received, sent, group=self._group)
         return arrived
 
-    def passed_on(self, tensor: Tensor, distance: int, tag: int = 0) -> Arriving:
+    def start_ring_shift(self, tensor: Tensor, distance: int, tag: int = 0) -> PendingCollective:
         """Starts to send the tensor to the rank `distance` after this one, around the team, and to receive one from the
         rank as far before.
 
@@ -146,9 +148,9 @@ class Team:
             dist.P2POp(dist.isend, sent, after, self._group, tag),
             dist.P2POp(dist.irecv, received, before, self._group, tag),
         ])  # fmt: skip
-        return Arriving(works, received, sent)
+        return PendingCollective(works, received, sent)
 
-    def from_first(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """Broadcasts the first rank's tensor, in place."""
         if self.size > 1:
             self._sent["broadcast"] += 1
@@ -169,7 +171,7 @@ class Mesh:
         """Creates all teams. With more than one rank, `connect` must be called first."""
         self.spec, self.rank = spec, rank
         self.coordinates = spec.coordinates(rank)
-        self.sent: Counter[str] = Counter()
+        self.call_counts: Counter[str] = Counter()
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
         self._torch_mesh: DeviceMesh | None = None
         self._words = None if self.is_single else dist.new_group(backend="gloo", timeout=_FOREVER)
@@ -179,12 +181,12 @@ class Mesh:
         return self.spec.num_ranks == 1
 
     @property
-    def is_coupled(self) -> bool:
+    def has_forward_collectives(self) -> bool:
         """True if ranks exchange tensors within a forward pass, so that none can run alone."""
         return self.along("fsdp", "ep", "sp", "tp").size > 1
 
     @property
-    def speaks(self) -> bool:
+    def is_leader(self) -> bool:
         """True if this rank reports the results for all ranks that run the same sequences."""
         return self.coordinates["sp"] == self.coordinates["tp"] == 0
 
@@ -193,7 +195,7 @@ class Mesh:
         """True if this rank writes files for all ranks."""
         return self.rank == 0
 
-    def exchange(self, value: Value) -> list[Value]:
+    def all_gather_object(self, value: Value) -> list[Value]:
         """Returns each rank's value, in rank order. For small values, sent from host to host."""
         if self._words is None:
             return [value]
@@ -201,31 +203,31 @@ class Mesh:
         dist.all_gather_object(values, value, group=self._words)
         return values
 
-    def found(self, values: Sequence[Value | None]) -> list[Value | None]:
+    def first_values(self, values: Sequence[Value | None]) -> list[Value | None]:
         """Returns for each position the value of the first rank where it is not None, None if it is None everywhere."""
-        of_places = zip(*self.exchange(list(values)), strict=True)
+        of_places = zip(*self.all_gather_object(list(values)), strict=True)
         return [next((value for value in of_place if value is not None), None) for of_place in of_places]
 
     def along(self, *axes: str) -> Team:
         """Returns the team of ranks that differ from this one only along these axes."""
         return self._teams[self._needed(axes)]
 
-    def beside(self, *axes: str) -> Team:
+    def across(self, *axes: str) -> Team:
         """Returns the team of ranks that agree with this one along these axes."""
         return self.along(*(axis for axis in AXES if axis not in axes))
 
     @property
-    def keeping_team(self) -> Team:
+    def shard_team(self) -> Team:
         """Returns the team whose ranks each keep a part of the weights and gather the other parts."""
-        return self.along("fsdp", "sp") if self.spec.num_kept_parts > 1 else self.along()
+        return self.along("fsdp", "sp") if self.spec.num_weight_shards > 1 else self.along()
 
-    def tensor_team(self, unit: Unit) -> Team:
+    def tensor_team(self, unit: ShardedUnit) -> Team:
         """Returns the team that divides this part of every layer along tp."""
-        return self.along("tp" if self.spec.tp_of(unit) > 1 else "")
+        return self.along("tp" if self.spec.tp_size_of(unit) > 1 else "")
 
-    def expert_team(self, unit: Unit) -> Team:
+    def expert_team(self, unit: ShardedUnit) -> Team:
         """Returns the team that divides the experts of this part of every layer along ep."""
-        return self.along("ep" if self.spec.ep_of(unit) > 1 else "")
+        return self.along("ep" if self.spec.ep_size_of(unit) > 1 else "")
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
         """Returns a DeviceMesh of all ranks for torch's DTensor. The axes must have more than one rank; sp is merged
@@ -243,15 +245,15 @@ class Mesh:
         """Creates the teams of all ranks and returns this rank's. Every rank must create all of them, in the same
         order."""
         own = None
-        for ranks in self.spec.groups(axes):
+        for ranks in self.spec.rank_groups(axes):
             group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
             if self.rank in ranks:
-                own = Team(ranks, self.rank, group, self.sent)  # pyright: ignore[reportArgumentType]
+                own = Team(ranks, self.rank, group, self.call_counts)  # pyright: ignore[reportArgumentType]
         assert own is not None, f"rank {self.rank} of {self.spec}"
         return own
 
 
-class Meeting:
+class Rendezvous:
     """The rendezvous of the ranks: the first one opens it, and the others connect to its address."""
 
     def __init__(self, store: TCPStore) -> None:
@@ -262,24 +264,24 @@ class Meeting:
         return f"{self.store.host}:{self.store.port}"
 
     @staticmethod
-    def opened(host: str, timeout_seconds: float) -> "Meeting":
+    def open(host: str, timeout_seconds: float) -> "Rendezvous":
         """Opens a rendezvous on a free port of this address only. By default torch would listen on all addresses of the
         machine."""
         timeout = timedelta(seconds=timeout_seconds)
         with socket.create_server((host, 0)) as server:
             port, listening = server.getsockname()[1], server.detach()
-        return Meeting(
+        return Rendezvous(
             TCPStore(
                 host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening
             )
         )  # fmt: skip
 
     @staticmethod
-    def at(address: str, timeout_seconds: float) -> "Meeting":
+    def join(address: str, timeout_seconds: float) -> "Rendezvous":
         """Connects to a rendezvous. Raises RuntimeError if it was not opened."""
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=timeout_seconds)
-        return Meeting(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
+        return Rendezvous(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
 
 
 def own_host(towards: str = "192.0.2.1") -> str:
@@ -312,7 +314,7 @@ def _address_of(interface: str, asking: socket.socket) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def connect(meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
+def connect(meeting: Rendezvous, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
     """Connects this process to the other ranks, once per process. Raises RuntimeError if they do not connect in
     time."""
     interface = interface_of(own_host(towards=meeting.store.host))

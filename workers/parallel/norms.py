@@ -10,7 +10,7 @@ from ..ops.fused import RmsNorm, rms_norm
 from .mesh import Team
 
 
-class JointNorms:
+class ShardedHeadNorms:
     """The norms of a layer's queries and keys, given as norms over all heads."""
 
     def __init__(self, query: RmsNorm, key: RmsNorm, team: Team) -> None:
@@ -30,7 +30,7 @@ class JointNorms:
     def means(self, of_ranks: Sequence[Tensor]) -> Tensor:
         """Returns the means over all features, [2, tokens], given this rank's sums for queries and keys, [tokens]
         each."""
-        sums = self.team.sum(torch.stack(list(of_ranks)))
+        sums = self.team.all_reduce(torch.stack(list(of_ranks)))
         return sums.div_(sums.new_tensor(self.sizes)[:, None])
 
 
@@ -38,7 +38,7 @@ class _Normed(torch.autograd.Function):
     """Exchanges one number for each token and norm in forward, and one in backward."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, norms: JointNorms) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, norms: ShardedHeadNorms) -> tuple[Tensor, ...]:
         wide = query.float(), key.float()
         inverses = norms.means([x.square().sum(-1) for x in wide]).add_(norms.parts[0].eps).rsqrt_()
         ctx.norms = norms

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from ..ops.attention import AttentionKind, Packing, pack_lengths
-from ..ops.attention_parts import Attended, attend_part, part_gradients
+from ..ops.partial_attention import PartialAttention, attend_part, part_gradients
 from ..shapes.sequence_split import SequenceSplit
-from .mesh import Arriving, Team
+from .mesh import PendingCollective, Team
 
 _KEYS, _GRADIENTS = 0, 1  # tags of the transfers in progress at the same time
 
 
 @dataclass(frozen=True)
-class Block:
+class RingBlock:
     """The pairs of queries of one stripe and keys of another that attend, as packed causal attention.
 
     queries, keys: the rows of either stripe; each sequence has as many queries as keys, which form a triangle.
@@ -46,7 +46,7 @@ class Ring:
         lengths = np.repeat([group.length for group in packing.groups], [group.count for group in packing.groups])
         self._stops = np.cumsum(lengths)
         self._starts = self._stops - lengths
-        self._blocks: dict[int, Block | None] = {}
+        self._blocks: dict[int, RingBlock | None] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Returns the output in the query's shape. query is [tokens of the stripe, heads, head_dim], key and value have
@@ -66,17 +66,17 @@ class Ring:
             return kind
         return replace(kind, window=(kind.window - 1 - step) // self.size + 1)
 
-    def block(self, step: int, device: torch.device) -> Block | None:
+    def block(self, step: int, device: torch.device) -> RingBlock | None:
         """Returns the pairs for the stripe that is `step` before this rank's, None if no query sees anything of it."""
         if step not in self._blocks:
             self._blocks[step] = self._new_block((self._stripe - step) % self.size, device)
         return self._blocks[step]
 
-    def pass_on(self, tensor: Tensor, what: int, stripes: int = 1) -> Arriving:
+    def pass_on(self, tensor: Tensor, what: int, stripes: int = 1) -> PendingCollective:
         """Starts to send a tensor to the rank whose stripe is `stripes` after this one's."""
-        return self._team.passed_on(tensor, stripes * self._distance, what)
+        return self._team.start_ring_shift(tensor, stripes * self._distance, what)
 
-    def _new_block(self, other: int, device: torch.device) -> Block | None:
+    def _new_block(self, other: int, device: torch.device) -> RingBlock | None:
         """Finds the visible keys: a query sees the keys up to its own position.
 
         In the other stripe, these are the keys with at most the query's index within its sequence. If the sequence
@@ -89,7 +89,7 @@ class Ring:
         if not lengths.any():
             return None
         packing = Packing(pack_lengths([int(length) for length in lengths if length]))
-        return Block(_rows(queries, lengths, device), _rows(keys, lengths, device), packing)
+        return RingBlock(_rows(queries, lengths, device), _rows(keys, lengths, device), packing)
 
     def _numbers(self, bounds: np.ndarray, stripe: int) -> np.ndarray:
         """Returns how many tokens of the stripe are before each bound."""
@@ -120,10 +120,10 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *attended = ctx.saved_tensors
-        return *_backward(grads[0], query, key, value, Attended(*attended), ctx.ring, ctx.kind), None, None
+        return *_backward(grads[0], query, key, value, PartialAttention(*attended), ctx.ring, ctx.kind), None, None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: AttentionKind) -> Attended:
+def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: AttentionKind) -> PartialAttention:
     """Computes the output, accumulating in float32. A query always sees its own token in its own stripe, so all sums
     are finite."""
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -137,20 +137,20 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: Attent
             of_block = attend_part(query[block.queries], keys, values, block.packing, ring.kind_of_step(step, kind))
             _join(out, log_sums, block.queries, of_block)
         held = held if arriving is None else arriving.wait()
-    return Attended(out.to(query.dtype), log_sums)
+    return PartialAttention(out.to(query.dtype), log_sums)
 
 
-def _join(out: Tensor, log_sums: Tensor, rows: slice | Tensor, other: Attended) -> None:
+def _join(out: Tensor, log_sums: Tensor, rows: slice | Tensor, other: PartialAttention) -> None:
     """Merges the result over further keys into that of these rows."""
     before = log_sums[rows]
-    joined = torch.logaddexp(before, other.log_sums)
-    of_before, of_other = ((sums - joined).exp().unsqueeze(-1) for sums in (before, other.log_sums))
+    joined = torch.logaddexp(before, other.log_sum_exps)
+    of_before, of_other = ((sums - joined).exp().unsqueeze(-1) for sums in (before, other.log_sum_exps))
     out[rows] = (out[rows] * of_before).addcmul_(other.out.float(), of_other)
     log_sums[rows] = joined
 
 
 def _backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, ring: Ring, kind: AttentionKind
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, ring: Ring, kind: AttentionKind
 ) -> tuple[Tensor, ...]:
     """Computes the gradients. Those of keys and values travel one step behind them, and return to their owner after the
     last step."""
@@ -162,7 +162,7 @@ def _backward(
         block, own = ring.block(step, query.device), None
         if block is not None:
             rows, (keys, values) = block.queries, held[:, block.keys]
-            of_whole = Attended(whole.out[rows], whole.log_sums[rows])
+            of_whole = PartialAttention(whole.out[rows], whole.log_sum_exps[rows])
             own = part_gradients(
                 grad[rows], query[rows], keys, values, of_whole, block.packing, ring.kind_of_step(step, kind)
             )

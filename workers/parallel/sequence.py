@@ -10,16 +10,16 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..ops.attention import AttentionKind, Group, Packing, attend
+from ..ops.attention import AttentionKind, Packing, SequenceGroup, attend
 from ..shapes.sequence_split import SequenceSplit
-from .collectives import exchanged
+from .collectives import all_to_all_rows
 from .mesh import Team
 from .ring import Ring
-from .rows import TokenShare
+from .token_shard import TokenShard
 
 
 @dataclass(frozen=True)
-class SharedPacking:
+class ShardedPacking:
     """The sequences of a whole row whose tokens are divided evenly over the ranks of a team."""
 
     whole: Packing
@@ -27,11 +27,11 @@ class SharedPacking:
     split: SequenceSplit
 
     @staticmethod
-    def of(packing: Packing, share: TokenShare, team: Team, split: SequenceSplit) -> "SharedPacking":
-        if not share.num_missing:
-            return SharedPacking(packing, team, split)
-        filling = Group(share.num_tokens, 1, share.num_missing)
-        return SharedPacking(replace(packing, groups=(*packing.groups, filling), cumulative={}), team, split)
+    def of(packing: Packing, share: TokenShard, team: Team, split: SequenceSplit) -> "ShardedPacking":
+        if not share.num_padding:
+            return ShardedPacking(packing, team, split)
+        filling = SequenceGroup(share.num_tokens, 1, share.num_padding)
+        return ShardedPacking(replace(packing, groups=(*packing.groups, filling), cumulative={}), team, split)
 
     @property
     def longest(self) -> int:
@@ -70,7 +70,7 @@ class SharedPacking:
     def _exchanged(self, by_rank: Tensor) -> Tensor:
         """Exchanges among the ranks of the same stripe."""
         if self.split.ring == 1:
-            return exchanged(by_rank, self.team)
+            return all_to_all_rows(by_rank, self.team)
         size, stripe = self.split.ulysses, self.team.index // self.split.ulysses
         counts = [int(index // size == stripe) for index in range(self.team.size)]
-        return exchanged(by_rank, self.team, counts, counts)
+        return all_to_all_rows(by_rank, self.team, counts, counts)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import Experts, ModelShape
 from ..shapes.sequence_split import SequenceSplit
-from ..shapes.windows import MOST_SCORES, queries_of_mask
-from .load import Load
+from ..shapes.windows import MAX_SCORES, queries_of_mask
 from .parameters import OwnFeatures
+from .workload import Workload
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -36,10 +36,10 @@ class Activations:
         return self.kept + max(self.working, self.head)
 
 
-def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activations:
+def activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Activations:
     """Returns the bytes for the largest micro-batch."""
     tokens = -(-load.tokens // spec.sp)
-    of_pass = _Pass(shape, spec, load)
+    of_pass = _BytesPerToken(shape, spec, load)
     at_work = _window_scores(shape, spec, load) + _expert_gradients(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept()),
@@ -49,10 +49,10 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activation
     )
 
 
-class _Pass:
+class _BytesPerToken:
     """Bytes per token of a rank along sp."""
 
-    def __init__(self, shape: ModelShape, spec: ParallelSpec, load: Load) -> None:
+    def __init__(self, shape: ModelShape, spec: ParallelSpec, load: Workload) -> None:
         self._shape, self._spec, self._load = shape, spec, load
         self._own = OwnFeatures.of(shape, spec)
         self._number = load.number_bytes
@@ -71,7 +71,7 @@ class _Pass:
         one more state, and its result. Cosines and sines, tokens and positions are added.
         """
         shape = self._shape
-        rotations = 2 if shape.family.rotates_by_kind else 1
+        rotations = 2 if shape.family.has_local_rope else 1
         rotation = rotations * _FLOAT32 * (shape.head_dim + shape.head_dim // 2) + 4 * _INT64
         embedding = self._stream if self._is_full and self._load.activations == "keep" else 0
         return self._kept_of_layers() + embedding + self._stream + rotation
@@ -137,13 +137,13 @@ class _Pass:
     def _kept_by_experts(self, experts: Experts) -> float:
         """Returns the bytes for all experts that a token takes: gate and up, the products of adapters' A matrices with
         the inputs of three linear layers, and the expert's output before it is weighted."""
-        numbers = 2 * self._own.expert_features + 3 * self._load.adapting_rank + self._shape.hidden
-        of_each = self._number * numbers + (3 if self._spec.ep_of("experts") == 1 else 5) * _INT64
+        numbers = 2 * self._own.expert_features + 3 * self._load.effective_lora_rank + self._shape.hidden
+        of_each = self._number * numbers + (3 if self._spec.ep_size_of("experts") == 1 else 5) * _INT64
         return self._norms + self._inputs(0) + experts.per_token * of_each + _FLOAT32 * experts.num
 
     def _inputs(self, num_linears: int) -> float:
         """Returns the bytes of the input of trained linear layers, and of its products with adapters' A matrices."""
-        return self._number * (self._shape.hidden + num_linears * self._load.adapting_rank)
+        return self._number * (self._shape.hidden + num_linears * self._load.effective_lora_rank)
 
     def _norm_way_back(self) -> float:
         """Returns the bytes for a norm's backward pass in float32: the gradient, a product with it and, if the base
@@ -168,7 +168,7 @@ class _Pass:
         experts = self._shape.experts
         if experts is None:
             return 0.0
-        pairs = experts.per_token * (2 if self._spec.ep_of("experts") == 1 else 4)
+        pairs = experts.per_token * (2 if self._spec.ep_size_of("experts") == 1 else 4)
         return self._number * (pairs + 2) * self._shape.hidden + self._stream
 
 
@@ -177,7 +177,7 @@ def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
     return SequenceSplit.of(spec.sp, own.heads, own.kv_heads)
 
 
-def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+def _logits(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns the bytes of a chunk: log-probabilities, a copy of the rows that have a gradient and, if the base model
     is not float32, that gradient, or before it the logits in its dtype and their cast."""
     rows = min(load.head_chunk_tokens, -(-load.tokens // (spec.sp * spec.tp)))
@@ -186,7 +186,7 @@ def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     return numbers * (2 * _FLOAT32 + casting)
 
 
-def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns the bytes of the gradients of one layer's experts before they are added in float32. Kernels that process
     all experts together return them in the base model's dtype."""
     if load.training != "full" or load.dtype == "float32":
@@ -195,12 +195,12 @@ def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     return load.number_bytes * own.experts * 2 * own.expert_features * shape.hidden
 
 
-def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns the bytes for sliding windows: the mask of some queries, or with a ring scores, their mask and their
     softmax. CUDA kernels for 16-bit dtypes need neither."""
     if load.dtype != "float32" or shape.window is None or shape.window >= load.longest:
         return 0
     if _split(shape, spec).ring > 1:
-        return 3 * _FLOAT32 * MOST_SCORES
+        return 3 * _FLOAT32 * MAX_SCORES
     queries = queries_of_mask(shape.window)
     return queries * (queries + shape.window) * (_FLOAT32 + 1)

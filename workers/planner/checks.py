@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
-from ..protocol.parallel_spec import AXES, ParallelSpec, Unit
+from ..protocol.parallel_spec import AXES, ParallelSpec, ShardedUnit
 from ..shapes.families import FAMILIES, FIXED_ROTATIONS
-from ..shapes.model_shape import Model, ModelShape
+from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.styles import PATTERNS
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -20,7 +20,7 @@ _OF_ANY_MODEL = ("replicas",)
 
 def check_layout(
     spec: ParallelSpec,
-    model: Model,
+    model: ModelDescription,
     num_devices: int | None = None,
     max_context_length: int | None = None,
     dtype: str = "auto",
@@ -51,7 +51,7 @@ def check_layout(
     _check_devices(spec, num_devices)
 
 
-def keeps_all(name: str, model_type: str, activations: str) -> str:
+def activations_refusal(name: str, model_type: str, activations: str) -> str:
     """Returns the message for a model whose passes can only keep all activations."""
     return (
         f"activations {activations}: {model_type} models such as {name} run with transformers' own forward, which "
@@ -59,7 +59,7 @@ def keeps_all(name: str, model_type: str, activations: str) -> str:
     )
 
 
-def nothing_known(model: Model) -> str:
+def auto_refusal(model: ModelDescription) -> str:
     """Returns the message for a model whose layout cannot be planned."""
     return (
         f"--parallel auto: cannot plan for {model.model_type} models such as {model.name}, only for "
@@ -67,7 +67,7 @@ def nothing_known(model: Model) -> str:
     )
 
 
-def valid_tp(shape: ModelShape, replicated: Collection[Unit] = ()) -> list[int]:
+def valid_tp(shape: ModelShape, replicated: Collection[ShardedUnit] = ()) -> list[int]:
     """Returns the valid degrees in ascending order. Units in `replicated` are whole on all ranks, so any degree suits
     them."""
     sizes = [things.number for things in _shared_by_tp(shape) if things.unit not in replicated]
@@ -91,7 +91,7 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _check_context(model: Model, max_context_length: int | None) -> None:
+def _check_context(model: ModelDescription, max_context_length: int | None) -> None:
     longest = model.max_positions
     if longest is not None and max_context_length is not None and max_context_length > longest:
         raise ValueError(
@@ -100,7 +100,7 @@ def _check_context(model: Model, max_context_length: int | None) -> None:
         )
 
 
-def _check_family(spec: ParallelSpec, model: Model) -> None:
+def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
     """Raises ValueError if an axis needs our own forward pass, and this model does not run with it."""
     wanted = [f"{axis}={getattr(spec, axis)}" for axis in AXES if axis not in _OF_ANY_MODEL and getattr(spec, axis) > 1]
     if not wanted:
@@ -116,20 +116,20 @@ def _check_family(spec: ParallelSpec, model: Model) -> None:
             f"{wanted[0]}: {model.name} has {model.rope}, with which a token's rotation depends on the batch: use "
             f"{any_model} only; all axes are for RoPE scaling {', '.join(sorted(FIXED_ROTATIONS))}"
         )
-    if not model.is_regular:
+    if not model.uses_fused_layers:
         raise ValueError(
             f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates only a part "
             f"of each head; such models support only {any_model}"
         )
 
 
-def _check_activations(activations: str, model: Model) -> None:
-    is_own = isinstance(model, ModelShape) and model.is_regular and _has_fixed_rotations(model)
+def _check_activations(activations: str, model: ModelDescription) -> None:
+    is_own = isinstance(model, ModelShape) and model.uses_fused_layers and _has_fixed_rotations(model)
     if activations != "keep" and not is_own:
-        raise ValueError(keeps_all(model.name, model.model_type, activations))
+        raise ValueError(activations_refusal(model.name, model.model_type, activations))
 
 
-def _has_fixed_rotations(model: Model) -> bool:
+def _has_fixed_rotations(model: ModelDescription) -> bool:
     return model.rope.kind in FIXED_ROTATIONS
 
 
@@ -138,8 +138,8 @@ def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
 
     A pattern may also match weights that the model does not have.
     """
-    units: set[Unit] = {things.unit for things in _shared_by_tp(shape)}
-    replicated: list[Unit] = [unit for unit in spec.replicated if unit in units]
+    units: set[ShardedUnit] = {things.unit for things in _shared_by_tp(shape)}
+    replicated: list[ShardedUnit] = [unit for unit in spec.replicated if unit in units]
     if spec.replicated and not replicated:
         there = ", ".join(sorted(PATTERNS[each] for each in units))
         raise ValueError(f"{PATTERNS[spec.replicated[0]]}=replicate: {shape.name} has no such weights; it has {there}")
@@ -151,9 +151,9 @@ def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
 
 def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
     for things in _shared_by_tp(shape):
-        if things.number % spec.tp_of(things.unit):
+        if things.number % spec.tp_size_of(things.unit):
             choices = ", ".join(map(str, valid_tp(shape, spec.replicated)))
-            others: set[Unit] = {*spec.replicated, things.unit}
+            others: set[ShardedUnit] = {*spec.replicated, things.unit}
             if spec.tp in valid_tp(shape, others):
                 choices += f" (--parallel with --shard {PATTERNS[things.unit]}=replicate: {spec.tp}, too)"
             what = f"{things.number} {things.what} of {shape.name}"
@@ -161,27 +161,27 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
 
 
 @dataclass(frozen=True)
-class _Things:
+class _Divisible:
     """A dimension that ranks along tp divide evenly."""
 
-    unit: Unit
+    unit: ShardedUnit
     number: int
     what: str
 
 
-def _shared_by_tp(shape: ModelShape) -> Iterator[_Things]:
-    yield _Things("self_attn", shape.heads, "query heads")
-    yield _Things("self_attn", shape.kv_heads, "key/value heads")
+def _shared_by_tp(shape: ModelShape) -> Iterator[_Divisible]:
+    yield _Divisible("self_attn", shape.heads, "query heads")
+    yield _Divisible("self_attn", shape.kv_heads, "key/value heads")
     if shape.num_dense_layers:
-        yield _Things("mlp", shape.intermediate, "feed-forward features")
+        yield _Divisible("mlp", shape.intermediate, "feed-forward features")
     if shape.experts:
-        yield _Things("experts", shape.experts.intermediate, "feed-forward features of each expert")
+        yield _Divisible("experts", shape.experts.intermediate, "feed-forward features of each expert")
 
 
 def _check_experts(spec: ParallelSpec, shape: ModelShape) -> None:
     if spec.ep > 1 and shape.experts is None:
         raise ValueError(f"ep={spec.ep}: {shape.name} has no experts to share out; valid ep: 1")
-    if shape.experts and shape.experts.num % spec.ep_of("experts"):
+    if shape.experts and shape.experts.num % spec.ep_size_of("experts"):
         choices = ", ".join(map(str, valid_ep(shape)))
         raise ValueError(
             f"ep={spec.ep} does not divide {shape.experts.num} experts of {shape.name}; valid ep: {choices}"

@@ -7,15 +7,15 @@ from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
 from ..shapes.styles import placement_of
 from .activations import Activations, activations
-from .load import Load
-from .parameters import OwnFeatures, Parameters, adapter_size, full_size, output_head, parameters
-from .trainable import LearnedBytes, bytes_per_number
+from .parameters import OwnFeatures, ParameterGroup, adapter_size, full_size, output_head, parameters
+from .trainable_memory import TrainableBytes, bytes_per_number
+from .workload import Workload
 
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on each rank, permanent and temporary.
 
     learned: what is trained, in all slots.
@@ -27,11 +27,11 @@ class Memory:
     """
 
     base: int
-    learned: LearnedBytes
+    trainable: TrainableBytes
     kv_cache: int
     activations: Activations
     gathered: int
-    arriving: int
+    prefetched: int
     gathered_gradients: int
     gathered_head: int
     sampling: int
@@ -42,67 +42,67 @@ class Memory:
     def work(self) -> int:
         """Returns the peak of temporary memory."""
         of_pass = self.activations
-        in_layers = of_pass.working + self.gathered + self.arriving + self.gathered_gradients
+        in_layers = of_pass.working + self.gathered + self.prefetched + self.gathered_gradients
         # The head runs while the last layer is kept for its backward pass, with the buffer for the next layer.
-        in_head = of_pass.head + self.gathered + self.arriving + self.gathered_head
+        in_head = of_pass.head + self.gathered + self.prefetched + self.gathered_head
         return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.saving, self.step)
 
     @property
     def total(self) -> int:
-        return self.base + self.learned.total + self.kv_cache + self.work
+        return self.base + self.trainable.total + self.kv_cache + self.work
 
 
-def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
+def estimate(shape: ModelShape, spec: ParallelSpec, load: Workload) -> MemoryEstimate:
     """Returns the bytes of the rank that needs most. The layout must have passed `check_layout`."""
     table = parameters(shape, spec)
     numbers, is_full = num_learned(shape, spec, load), load.training == "full"
     of_layer = _gathered(table, one_layer=True)
-    return Memory(
+    return MemoryEstimate(
         base=round(sum(each.kept * _base_bytes(each, load) for each in table)),
-        learned=bytes_per_number(load).times(numbers),
+        trainable=bytes_per_number(load).times(numbers),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
         gathered=_gathered(table, one_layer=load.zero_stage == "3") * load.number_bytes,
-        arriving=of_layer * load.number_bytes,
+        prefetched=of_layer * load.number_bytes,
         gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
         gathered_head=round(_gathered_head(output_head(table), load)),
         sampling=sum(_whole(each) for each in table) * load.number_bytes if load.samples else 0,
-        saving=_FLOAT32 * max(map(_put_together, table)) if is_full else 0,
+        saving=_FLOAT32 * max(map(_assembled, table)) if is_full else 0,
         step=_FLOAT32 * numbers if spec.num_ranks > 1 and not is_full else 0,
     )
 
 
-def _base_bytes(parameters: Parameters, load: Load) -> float:
+def _base_bytes(parameters: ParameterGroup, load: Workload) -> float:
     """Returns the bytes per number. Quantized weights have 4 bits, and a float32 for each 64 of them."""
     placement = placement_of(parameters.pattern.removeprefix("model."))
     is_linear = placement is not None and not parameters.pattern.endswith(".bias")
     return 0.5 + 4 / 64 if is_linear and load.base_quantization == "nf4" else load.number_bytes
 
 
-def num_learned(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns how many trained numbers a rank has."""
     is_full = load.training == "full"
     return load.slots * (full_size(shape, spec) if is_full else adapter_size(shape, spec, load.lora_rank))
 
 
-def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns how many tokens the KV cache of a rank holds."""
     bytes_per_token = 2 * OwnFeatures.of(shape, spec).keys * shape.num_layers * load.number_bytes
     return load.kv_cache_bytes // bytes_per_token
 
 
-def _gathered(table: list[Parameters], one_layer: bool) -> int:
+def _gathered(table: list[ParameterGroup], one_layer: bool) -> int:
     """Returns the numbers that are gathered, of one layer or of all layers."""
     return sum(_whole(each) // (each.count if one_layer else 1) for each in table if each.is_of_layers)
 
 
-def _gathered_head(head: Parameters, load: Load) -> float:
+def _gathered_head(head: ParameterGroup, load: Workload) -> float:
     """Returns the bytes of the gathered head and of its gradient, whose sum is scattered back to the ranks."""
     of_gradient = _FLOAT32 * (1 + 1 / head.fsdp) if load.training == "full" else 0
     return _whole(head) * (load.number_bytes + of_gradient)
 
 
-def _put_together(parameters: Parameters) -> int:
+def _assembled(parameters: ParameterGroup) -> int:
     """Returns the numbers needed to assemble one parameter: one copy, and another for each axis along which its parts
     are reordered."""
     of_others = sum(own < whole for own, whole in zip(parameters.own_shape, parameters.shape, strict=True))
@@ -110,6 +110,6 @@ def _put_together(parameters: Parameters) -> int:
     return (1 + num_cuts) * prod(parameters.shape) if num_cuts else 0
 
 
-def _whole(parameters: Parameters) -> int:
+def _whole(parameters: ParameterGroup) -> int:
     """Returns the numbers of gathered parameters, 0 if they are not gathered."""
     return parameters.count * prod(parameters.own_shape) if parameters.fsdp > 1 else 0

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 
-from ..protocol.config import WorkerConfig
 from ..protocol.parallel_spec import SINGLE
+from ..protocol.worker_config import WorkerConfig
 from ..shapes.model_shape import ModelShape, model_directory, read_model
-from .load import BYTES_PER_NUMBER
 from .parameters import num_parameters, parameters
+from .workload import BYTES_PER_NUMBER
 
 
 def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False) -> None:

@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterGroup:
     """Parameters of one shape.
 
     pattern: their names, with * for the layer's index. count: how many they are.
@@ -47,15 +47,15 @@ class Parameters:
         return self.count * prod(self.own_shape) // self.fsdp
 
 
-def parameters(shape: ModelShape, spec: ParallelSpec) -> list[Parameters]:
+def parameters(shape: ModelShape, spec: ParallelSpec) -> list[ParameterGroup]:
     """Returns all parameters in the model's order. A tied head appears only as the embedding."""
     last = [_whole("model.norm.weight", shape.hidden)]
-    if not shape.tied:
+    if not shape.tied_embeddings:
         last.append(_end("lm_head.weight", shape, spec))
     return [_end("model.embed_tokens.weight", shape, spec), *_layer_parameters(shape, spec), *last]
 
 
-def output_head(table: Sequence[Parameters]) -> Parameters:
+def output_head(table: Sequence[ParameterGroup]) -> ParameterGroup:
     """Returns the output head, which may be the embedding."""
     by_pattern = {each.pattern: each for each in table}
     return by_pattern.get("lm_head.weight") or by_pattern["model.embed_tokens.weight"]
@@ -65,7 +65,7 @@ def num_parameters(shape: ModelShape) -> int:
     return sum(each.size for each in parameters(shape, ParallelSpec()))
 
 
-def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
     yield from _attention_parameters(shape, spec)
     if shape.num_dense_layers:
         yield from _dense_parameters(shape, spec)
@@ -75,7 +75,7 @@ def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
         yield _whole(f"model.layers.*.{norm}.weight", shape.hidden, count=shape.num_layers)
 
 
-def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
     hidden, attention = shape.hidden, "model.layers.*.self_attn"
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     apart = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
@@ -92,7 +92,7 @@ def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Par
             yield _whole(f"{attention}.{name}.weight", size if together else shape.head_dim, count=shape.num_layers)
 
 
-def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
     hidden, features, count = shape.hidden, shape.intermediate, shape.num_dense_layers
     apart = (("gate_proj", features), ("up_proj", features))
     for name, size in (("gate_up_proj", 2 * features),) if shape.family.is_fused else apart:
@@ -104,7 +104,7 @@ def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
         yield _whole("model.layers.*.mlp.down_proj.bias", hidden, count=count)
 
 
-def _expert_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+def _expert_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
     experts = shape.experts
     assert experts is not None
     num, features, count = experts.num, experts.intermediate, len(experts.layers)
@@ -113,30 +113,30 @@ def _expert_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parame
     yield _shared("model.layers.*.mlp.experts.down_proj", (num, shape.hidden, features), spec, count)
 
 
-def _whole(pattern: str, *shape: int, count: int = 1) -> Parameters:
-    return Parameters(pattern, shape, shape, count)
+def _whole(pattern: str, *shape: int, count: int = 1) -> ParameterGroup:
+    return ParameterGroup(pattern, shape, shape, count)
 
 
-def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> Parameters:
+def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> ParameterGroup:
     """Returns the embedding or the output head."""
     matrix = shape.vocab, shape.hidden
-    return Parameters(pattern, matrix, matrix, fsdp=_num_kept_parts(shape.vocab, spec))
+    return ParameterGroup(pattern, matrix, matrix, fsdp=_num_kept_parts(shape.vocab, spec))
 
 
 def _num_kept_parts(rows: int, spec: ParallelSpec) -> int:
     """Returns into how many parts fsdp divides a parameter: 1 if its rows cannot be divided evenly."""
-    return spec.num_kept_parts if rows % spec.num_kept_parts == 0 else 1
+    return spec.num_weight_shards if rows % spec.num_weight_shards == 0 else 1
 
 
-def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int) -> Parameters:
+def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int) -> ParameterGroup:
     placement = placement_of(pattern.removeprefix("model."))
     assert placement is not None, pattern
     unit, parts = placement.unit, [1] * len(shape)
-    parts[placement.dim] *= spec.tp_of(unit)
-    parts[0] *= spec.ep_of(unit)
+    parts[placement.dim] *= spec.tp_size_of(unit)
+    parts[0] *= spec.ep_size_of(unit)
     own = tuple(size // num for size, num in zip(shape, parts, strict=True))
     style = "replicate" if unit in spec.replicated else placement.style
-    return Parameters(pattern, shape, own, count, fsdp=_num_kept_parts(own[0], spec), style=style)
+    return ParameterGroup(pattern, shape, own, count, fsdp=_num_kept_parts(own[0], spec), style=style)
 
 
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
@@ -186,14 +186,14 @@ class OwnFeatures:
 
     @staticmethod
     def of(shape: ModelShape, spec: ParallelSpec) -> "OwnFeatures":
-        tp_of_heads, tp_of_experts = spec.tp_of("self_attn"), spec.tp_of("experts")
+        tp_of_heads, tp_of_experts = spec.tp_size_of("self_attn"), spec.tp_size_of("experts")
         heads, kv_heads = shape.heads // tp_of_heads, shape.kv_heads // tp_of_heads
         return OwnFeatures(
             heads,
             kv_heads,
             heads * shape.head_dim,
             kv_heads * shape.head_dim,
-            shape.intermediate // spec.tp_of("mlp"),
+            shape.intermediate // spec.tp_size_of("mlp"),
             shape.experts.intermediate // tp_of_experts if shape.experts else 0,
-            shape.experts.num // spec.ep_of("experts") if shape.experts else 0,
+            shape.experts.num // spec.ep_size_of("experts") if shape.experts else 0,
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..protocol.messages import Piece, decode, encode
+from ..protocol.messages import Buffer, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class WorkerDied(Exception):
         return f"the worker died: {self.reason}"
 
 
-class NoPlace(ValueError):
+class PlacementError(ValueError):
     """The ranks cannot be started now, but perhaps later. The message may be shown to every user who waits."""
 
 
@@ -87,7 +87,7 @@ class Pool(abc.ABC):
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self.pids = []
-        self._expected: set[asyncio.Future[Answer]] = set()
+        self._expected: set[asyncio.Future[RankAnswer]] = set()
 
     async def start(self, hang_seconds: float = math.inf) -> None:
         """Builds the worker on every rank.
@@ -96,7 +96,7 @@ class Pool(abc.ABC):
             hang_seconds: as in `call`.
         Raises:
             ValueError: the constructor raised it or OSError (the model is bad or missing).
-            NoPlace: the ranks cannot be started now.
+            PlacementError: the ranks cannot be started now.
             WorkerError: the constructor raised another exception.
             WorkerDied: a rank died.
         """
@@ -121,9 +121,9 @@ class Pool(abc.ABC):
             WorkerError: the worker raised another exception.
             WorkerDied: a rank died; raised at once.
         """
-        return raised(await self.answers(method, *arguments, hang_seconds=hang_seconds))
+        return raise_first(await self.call_all(method, *arguments, hang_seconds=hang_seconds))
 
-    async def answers(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
+    async def call_all(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
         """Calls like `call`, but returns a rank's exception in place of its result; raises only WorkerDied."""
         if any(isinstance(each, PerRank) for each in arguments):
             messages = [encode((method, row)) for row in self._by_rank(arguments)]
@@ -131,7 +131,7 @@ class Pool(abc.ABC):
             messages = [encode((method, arguments))] * len(self.spec.configs)
         return await self._gather(messages, method, hang_seconds)
 
-    async def relay(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> "list[Answer]":
+    async def relay(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> "list[RankAnswer]":
         """Returns the ranks' answers to encoded messages, one for each rank. Raises WorkerDied."""
         if self.death.done():
             raise self.death.result()
@@ -142,25 +142,25 @@ class Pool(abc.ABC):
 
     def kill(self, reason: str) -> WorkerDied:
         """Kills all ranks at once and returns their death."""
-        self._died(f"{reason}, so it was killed")
+        self._record_death(f"{reason}, so it was killed")
         self._kill_ranks()
         return self.death.result()
 
     async def close(self) -> None:
         """Stops the ranks; calls under way raise WorkerDied."""
-        self._died("it was stopped")
+        self._record_death("it was stopped")
         await self._stop_ranks()
 
     @abc.abstractmethod
     async def _start_ranks(self) -> None: ...
 
     async def _build(self, hang_seconds: float) -> list[int]:
-        return raised(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
+        return raise_first(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
 
     @abc.abstractmethod
     async def _answers_to(
-        self, messages: Sequence[list[Piece]], method: str, hang_seconds: float
-    ) -> "list[Answer]": ...
+        self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float
+    ) -> "list[RankAnswer]": ...
 
     @abc.abstractmethod
     async def _stop_ranks(self) -> None: ...
@@ -173,7 +173,7 @@ class Pool(abc.ABC):
         for rank in range(len(self.spec.configs)):
             yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
 
-    async def _gather(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> list[Any]:
+    async def _gather(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> list[Any]:
         answers = await self.relay(messages, method, hang_seconds)
         for rank, answer in enumerate(answers):
             if answer.error is not None:
@@ -193,8 +193,8 @@ class Pool(abc.ABC):
         finally:
             timer.cancel()
 
-    def _expect(self) -> "asyncio.Future[Answer]":
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    def _expect(self) -> "asyncio.Future[RankAnswer]":
+        answer: asyncio.Future[RankAnswer] = asyncio.get_running_loop().create_future()
         self._expected.add(answer)
         answer.add_done_callback(self._expected.discard)
         return answer
@@ -203,16 +203,16 @@ class Pool(abc.ABC):
         if isinstance(error, WorkerError):
             logger.error("rank %d of %s: %s failed\n%s", rank, self.spec.worker, method, error.remote_traceback)
 
-    def _died(self, reason: str) -> None:
+    def _record_death(self, reason: str) -> None:
         if self.death.done():
             return
         self.death.set_result(WorkerDied(reason))
         # Answers of the other ranks fail too: a rank that waits for a dead one in a collective would never answer.
         for answer in tuple(self._expected):
-            settle(answer, Answer(error=self.death.result()))
+            set_answer(answer, RankAnswer(error=self.death.result()))
 
 
-def raised(answers: list[Any]) -> list[Any]:
+def raise_first(answers: list[Any]) -> list[Any]:
     """Raises the first error among them."""
     for answer in answers:
         if isinstance(answer, Exception):
@@ -221,21 +221,21 @@ def raised(answers: list[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     value: object = None
     error: Exception | None = None
 
 
-def settle(answer: "asyncio.Future[Answer]", value: Answer) -> None:
+def set_answer(answer: "asyncio.Future[RankAnswer]", value: RankAnswer) -> None:
     """Sets the answer, unless it is done already: cancelled with its caller, or failed by a death."""
     if not answer.done():
         answer.set_result(value)
 
 
-def answer_in(frame: memoryview) -> Answer:
+def decode_answer(frame: memoryview) -> RankAnswer:
     """Decodes the answer in a frame; arrays keep the frame's memory."""
     try:
         answer: Any = decode(frame)
     except Exception as error:  # for example a type that this process cannot build; the caller receives the error
-        return Answer(error=error)
+        return RankAnswer(error=error)
     return answer

@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..ops.allocator import one_arena_for_those_started
-from ..protocol.messages import Incoming, Outgoing, Piece
-from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, answer_in, settle
-from .shell import let_waiting_threads_sleep
+from ..ops.allocator import single_arena_for_children
+from ..protocol.messages import Buffer, FrameReader, FrameWriter
+from .base import GRACE_SECONDS, Pool, PoolSpec, RankAnswer, decode_answer, set_answer
+from .worker_host import set_passive_wait_policy
 
-_MOST_WORDS = 4096  # bytes of a child's first or last words
-_OF_THE_SERVER = (signal.SIGINT, signal.SIGTERM)
+_MAX_MESSAGE_BYTES = 4096  # bytes of a child's first or last words
+_SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ChildrenPool(Pool):
@@ -42,13 +42,13 @@ class ChildrenPool(Pool):
         asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
 
     @abc.abstractmethod
-    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+    def _send(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
         """Sends the message and sets `answer`, unless it is done by then, to the rank's reply.
 
         The message None builds the worker.
         """
 
-    async def _answers_to(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> list[Answer]:
+    async def _answers_to(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> list[RankAnswer]:
         expected = [self._expect() for _ in messages]
         for rank, message in enumerate(messages):
             self._send(rank, message, expected[rank])
@@ -56,7 +56,7 @@ class ChildrenPool(Pool):
             await self._all_or_none(expected, method)
             return [await answer for answer in expected]
 
-    async def _all_or_none(self, expected: "list[asyncio.Future[Answer]]", method: str) -> None:
+    async def _all_or_none(self, expected: "list[asyncio.Future[RankAnswer]]", method: str) -> None:
         """Kills the ranks if one failed and others do not answer soon: they may wait forever for it in a collective."""
         pending = set(expected) if len(expected) > 1 else set()
         while pending:
@@ -81,7 +81,7 @@ class ChildrenPool(Pool):
     def _child_ended(self, child: "Child") -> None:
         asyncio.get_running_loop().remove_reader(child.process.sentinel)
         child.ended.set()
-        self._died(child.reason)
+        self._record_death(child.reason)
 
 
 class Child:
@@ -99,9 +99,9 @@ class Child:
         """
         self._pipe, pipe = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
-        self._outgoing: deque[Outgoing] = deque()
-        self._incoming = Incoming()
-        self._answers: deque[asyncio.Future[Answer]] = deque()
+        self._outgoing: deque[FrameWriter] = deque()
+        self._incoming = FrameReader()
+        self._answers: deque[asyncio.Future[RankAnswer]] = deque()
         self.ended = asyncio.Event()
         # If the program ends without closing its pool: must happen before multiprocessing waits for its children.
         multiprocessing.util.Finalize(self, self._lifeline.close, exitpriority=0)
@@ -109,34 +109,34 @@ class Child:
             with pipe, lifeline:
                 self.process = _start_process(preloaded, serve, pipe, lifeline, *arguments)
         except BaseException:
-            self.let_go()
+            self.disconnect()
             raise
 
-    def first_words(self) -> bytes:
+    def read_first_message(self) -> bytes:
         """Waits for the child's first message; empty if it ended instead. Only for a child without `listen`."""
-        return self._pipe.recv(_MOST_WORDS)
+        return self._pipe.recv(_MAX_MESSAGE_BYTES)
 
-    def last_words(self) -> str:
+    def read_exit_message(self) -> str:
         """Returns the reason that an ended child left, or an empty string."""
         with contextlib.suppress(OSError):
-            return self._lifeline.recv(_MOST_WORDS, socket.MSG_DONTWAIT).decode()
+            return self._lifeline.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT).decode()
         return ""
 
     @property
     def reason(self) -> str:
         """Returns why the child ended: in its own words if it left some, else its exit status."""
-        return self.last_words() or _exit_reason(self.process.exitcode)
+        return self.read_exit_message() or _exit_reason(self.process.exitcode)
 
     def listen(self) -> None:
         self._pipe.setblocking(False)
         asyncio.get_running_loop().add_reader(self._pipe, self._receive)
 
-    def send(self, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+    def send(self, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
         self._answers.append(answer)
         self._begin_to_send(message)
 
-    def _begin_to_send(self, message: list[Piece]) -> None:
-        self._outgoing.append(Outgoing(message))
+    def _begin_to_send(self, message: list[Buffer]) -> None:
+        self._outgoing.append(FrameWriter(message))
         if len(self._outgoing) == 1 and not self._send_waiting():
             asyncio.get_running_loop().add_writer(self._pipe, self._send_rest)
 
@@ -161,7 +161,7 @@ class Child:
             asyncio.get_running_loop().remove_reader(self._pipe)
 
     def _take(self, frame: memoryview) -> None:
-        settle(self._answers.popleft(), answer_in(frame))
+        set_answer(self._answers.popleft(), decode_answer(frame))
 
     def hang_up(self) -> None:
         """Closes the connection; repeating it does nothing, as after a `close` of the pool that was cancelled."""
@@ -169,9 +169,9 @@ class Child:
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
         asyncio.get_running_loop().remove_writer(self._pipe)
-        self.let_go()
+        self.disconnect()
 
-    def let_go(self) -> None:
+    def disconnect(self) -> None:
         """Closes both sockets, which makes the child exit. Only for a child without `listen`."""
         self._pipe.close()
         self._lifeline.close()
@@ -185,7 +185,7 @@ class Child:
         self.process.close()
 
 
-async def started(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Child:
+async def start_child(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Child:
     """Starts a child.
 
     The first start takes as long as the child's imports; it runs in a daemon thread, for which an exiting program does
@@ -205,7 +205,7 @@ async def started(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arg
 
 
 def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Any:
-    let_waiting_threads_sleep()  # the forkserver loads OpenMP, which its children inherit configured
+    set_passive_wait_policy()  # the forkserver loads OpenMP, which its children inherit configured
     context = multiprocessing.get_context("forkserver")
     os.environ["TRAINHOUSE_FORKSERVER_DIRECTORY"] = multiprocessing.util.get_temp_dir()
     # The first start pays for these imports; later starts fork a process that has them.
@@ -213,7 +213,7 @@ def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *ar
     # Daemonic, so that multiprocessing terminates it at exit instead of waiting for it.
     process = context.Process(target=_run_child, args=(serve, *arguments), daemon=True)
     # These settings are for the forkserver, which the first start launches.
-    with one_arena_for_those_started(), _empty_main(), _signals_blocked():
+    with single_arena_for_children(), _empty_main(), _signals_blocked():
         process.start()
     return process
 
@@ -226,7 +226,7 @@ def _signals_blocked() -> Iterator[None]:
     like that of all its children. SIGINT is blocked until the forkserver can end by it without a traceback.
     """
     multiprocessing.resource_tracker.ensure_running()  # the forkserver's start would, and unblock them
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_SERVER)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SERVER_SIGNALS)
     try:
         yield
     finally:
@@ -263,7 +263,7 @@ def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: sock
 
 def ignore_signals() -> None:
     """Ignores Ctrl-C and SIGTERM, which are for the server; systemd sends SIGTERM to both."""
-    for number in _OF_THE_SERVER:
+    for number in _SERVER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

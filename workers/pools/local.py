@@ -3,10 +3,10 @@
 import asyncio
 import socket
 
-from ..protocol.messages import Incoming, Outgoing, Piece
-from .base import Answer, PoolSpec
-from .children import ChildrenPool, started
-from .shell import Shell
+from ..protocol.messages import Buffer, FrameReader, FrameWriter
+from .base import PoolSpec, RankAnswer
+from .children import ChildrenPool, start_child
+from .worker_host import WorkerHost
 
 
 class LocalPool(ChildrenPool):
@@ -15,14 +15,14 @@ class LocalPool(ChildrenPool):
     async def _start_ranks(self) -> None:
         for rank in range(len(self.spec.configs)):
             preloaded = (self.spec.worker.partition(":")[0],)
-            self._watch(await started(preloaded, _serve_rank, self.spec, rank))
+            self._watch(await start_child(preloaded, _serve_rank, self.spec, rank))
 
-    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+    def _send(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
         self._children[rank].send(message, answer)
 
 
 def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int) -> None:
-    shell, incoming = Shell(spec, rank), Incoming()
+    shell, incoming = WorkerHost(spec, rank), FrameReader()
     while (frame := incoming.receive(pipe)) is not None:
-        Outgoing(shell.answer(frame)).send(pipe)
+        FrameWriter(shell.answer(frame)).send(pipe)
         del frame  # it may hold a model's weights, and the next frame may take long to arrive

@@ -11,17 +11,17 @@ from ..state.flat_params import WholeMatrix
 from ..state.program import Base, Program
 
 if TYPE_CHECKING:
-    from ..state.trainable import Learner
+    from ..state.trainable import Trainable
 
 # The names that transformers' models for sequence and token classification use for their heads.
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
-def _value_head(base: Base) -> Sequence[WholeMatrix]:
+def _value_head_matrices(base: Base) -> Sequence[WholeMatrix]:
     return WholeMatrix(WEIGHT, (1, base.unembedding.shape[1])), WholeMatrix(BIAS, (1,))
 
 
-def _initialize(model: "Learner", generator: torch.Generator) -> None:
+def _initialize(model: "Trainable", generator: torch.Generator) -> None:
     """Draws the head such that values are at most about 1: Huang et al., The N+ Implementation Details of RLHF with PPO
     (2024), section 5."""
     weight = model.tensor(WEIGHT)
@@ -34,7 +34,7 @@ CRITIC = Program(
     "values",
     VALUE_LOSSES,
     samples=False,
-    matrices=_value_head,
+    matrices=_value_head_matrices,
     initialize=_initialize,
     peft_task="TOKEN_CLS",
     peft_modules=("score",),

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from .config import DispatchConfig, ServedModel, WorkerConfig
+from .worker_config import DispatchConfig, ServedModel, WorkerConfig
 
 Each = TypeVar("Each")
 
 
-def unified(config: DispatchConfig) -> DispatchConfig:
+def merge_identical_models(config: DispatchConfig) -> DispatchConfig:
     """Returns the config with each group of identical models reduced to the first; the other names become aliases of
     it.
     """
@@ -25,9 +25,9 @@ def unified(config: DispatchConfig) -> DispatchConfig:
             aliases[name] = known
     if len(numbers) == len(config.models):
         return config
-    groups = tuple(replace(group, devices=_of(group.devices, numbers)) for group in config.role_groups)
+    groups = tuple(replace(group, devices=_entries_for(group.devices, numbers)) for group in config.role_groups)
     vllm = config.sampling.vllm
-    sampling = replace(config.sampling, vllm=vllm and replace(vllm, urls=_of(vllm.urls, numbers)))
+    sampling = replace(config.sampling, vllm=vllm and replace(vllm, urls=_entries_for(vllm.urls, numbers)))
     models = tuple(config.models[number] for number in numbers)
     return replace(config, models=models, aliases=aliases, role_groups=groups, sampling=sampling)
 
@@ -40,16 +40,16 @@ def _all_but_the_name(config: DispatchConfig, number: int, model: WorkerConfig) 
     """
     path = Path(model.model.source)
     source = str(path.resolve()) if path.exists() else model.model.source
-    devices = [_own(group.devices, number) for group in config.role_groups]
+    devices = [_entry_for(group.devices, number) for group in config.role_groups]
     urls = config.sampling.vllm.urls if config.sampling.vllm is not None else ()
-    return replace(model, model=ServedModel("", source, model.model.origin)), *devices, _own(urls, number)
+    return replace(model, model=ServedModel("", source, model.model.origin)), *devices, _entry_for(urls, number)
 
 
-def _own(values: Sequence[str], number: int) -> str | None:
+def _entry_for(values: Sequence[str], number: int) -> str | None:
     return values[number % len(values)] if values else None
 
 
-def _of(values: tuple[Each, ...], numbers: Sequence[int]) -> tuple[Each, ...]:
+def _entries_for(values: tuple[Each, ...], numbers: Sequence[int]) -> tuple[Each, ...]:
     """Selects the entries at `numbers` from a per-model list; a list shared by all models (at most one entry) stays as
     it is.
     """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Piece = bytes | memoryview
+Buffer = bytes | memoryview
 
 _HEAD = struct.Struct("<QQI")
 """Bytes of the frame, bytes of its pickle, number of buffers."""
@@ -24,7 +24,7 @@ _SMALL_BYTES = 1024
 _MOST_PIECES = 512  # in one system call; the kernel's limit is 1024
 
 
-def encode(value: object) -> list[Piece]:
+def encode(value: object) -> list[Buffer]:
     """Returns the frame as pieces to be sent in order; large arrays in `value` are not copied."""
     buffers: list[memoryview] = []
 
@@ -39,14 +39,14 @@ def encode(value: object) -> list[Piece]:
     position = _HEAD.size + len(sizes) * _SIZE_BYTES + len(pickled)
     stops = _stops(position, sizes)
     head = _HEAD.pack(stops[-1] if stops else position, len(pickled), len(sizes))
-    pieces: list[Piece] = [head + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled]
+    pieces: list[Buffer] = [head + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled]
     for view, stop in zip(buffers, stops, strict=True):
         pieces += (bytes(stop - view.nbytes - position), view)
         position = stop
     return pieces
 
 
-def size_of(head: memoryview) -> int:
+def frame_size(head: memoryview) -> int:
     """Returns the size in bytes of the frame that starts with this head."""
     return _HEAD.unpack_from(head)[0]
 
@@ -70,10 +70,10 @@ def _stops(position: int, sizes: Sequence[int]) -> list[int]:
     return stops
 
 
-class Outgoing:
+class FrameWriter:
     """A frame that is being written to a pipe in as many calls as it takes."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Buffer]) -> None:
         self._unsent = [memoryview(piece) for piece in pieces]
 
     def send(self, pipe: socket.socket) -> bool:
@@ -100,7 +100,7 @@ class Outgoing:
             self._unsent[0] = self._unsent[0][num_bytes:]
 
 
-class Incoming:
+class FrameReader:
     """Reads frames from a pipe."""
 
     def __init__(self) -> None:
@@ -132,6 +132,6 @@ class Incoming:
 
     def _make_room(self) -> None:
         head = self._frame
-        self._frame = np.empty(size_of(head), np.uint8).data
+        self._frame = np.empty(frame_size(head), np.uint8).data
         self._frame[: _HEAD.size] = head
         self._missing = self._frame[_HEAD.size :]

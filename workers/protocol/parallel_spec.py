@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Literal
 
-Unit = Literal["self_attn", "mlp", "experts"]
+ShardedUnit = Literal["self_attn", "mlp", "experts"]
 """A part of a layer with no communication inside: it is sharded as a unit, or not at all."""
 
 _NO_PIPELINE = (
@@ -33,7 +33,7 @@ class ParallelSpec:
     ep: int = 1
     sp: int = 1
     tp: int = 1
-    replicated: tuple[Unit, ...] = ()
+    replicated: tuple[ShardedUnit, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -78,25 +78,25 @@ class ParallelSpec:
         return prod(self.sizes)
 
     @property
-    def num_shares(self) -> int:
+    def num_data_shares(self) -> int:
         """Returns the number of parts that the sequences of a pass are split into."""
-        return prod(getattr(self, axis) for axis in SHARING_OUT)
+        return prod(getattr(self, axis) for axis in DATA_AXES)
 
     @property
-    def num_kept_parts(self) -> int:
+    def num_weight_shards(self) -> int:
         """Returns the number of fsdp shards of the weights: a rank keeps one and gathers the others."""
         return self.fsdp * self.sp if self.fsdp > 1 else 1
 
-    def tp_of(self, unit: Unit) -> int:
+    def tp_size_of(self, unit: ShardedUnit) -> int:
         """Returns the number of tp ranks that split this part of a layer."""
         return 1 if unit in self.replicated else self.tp
 
-    def ep_of(self, unit: Unit) -> int:
+    def ep_size_of(self, unit: ShardedUnit) -> int:
         """Returns the number of ep ranks that split the experts of this part of a layer."""
         return self.ep if unit == "experts" and unit not in self.replicated else 1
 
     @property
-    def blocks(self) -> tuple[int, ...]:
+    def neighbour_blocks(self) -> tuple[int, ...]:
         """Returns sizes of blocks of neighbouring ranks, from a whole replica down to 1; smaller blocks communicate
         more.
         """
@@ -110,11 +110,11 @@ class ParallelSpec:
             rank, found[axis] = divmod(rank, size)
         return found
 
-    def share_of(self, rank: int) -> int:
+    def data_share_of(self, rank: int) -> int:
         """Returns the number of the share of a pass's sequences that the rank takes."""
-        return self._number(self.coordinates(rank), SHARING_OUT)
+        return self._number(self.coordinates(rank), DATA_AXES)
 
-    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    def rank_groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Returns the groups of ranks that differ along these axes only, one for each coordinate on the others."""
         members: dict[int, list[int]] = {}
         others = [axis for axis in AXES if axis not in axes]
@@ -134,7 +134,7 @@ AXES = tuple(field.name for field in fields(ParallelSpec) if field.name != "repl
 SINGLE = ParallelSpec()
 
 # Along these axes, each rank takes different sequences of a pass.
-SHARING_OUT = ("replicas", "fsdp", "ep")
+DATA_AXES = ("replicas", "fsdp", "ep")
 
 
 def _check_axis(axis: str, part: str) -> None:

@@ -15,28 +15,28 @@ _PAUSE_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
-class Landmark:
+class SharedFileProbe:
     """A file with random contents, written by this machine into a directory that ranks must share."""
 
     path: str
-    words: str
+    contents: str
 
     @staticmethod
-    def left_in(directory: str) -> "Landmark":
+    def write_into(directory: str) -> "SharedFileProbe":
         """Writes a landmark into the directory, which is created if missing.
 
         Raises:
             OSError: the directory cannot be written.
         """
-        landmark = Landmark(str(Path(directory, f".shared-{secrets.token_hex(8)}")), secrets.token_hex(16))
+        landmark = SharedFileProbe(str(Path(directory, f".shared-{secrets.token_hex(8)}")), secrets.token_hex(16))
         Path(directory).mkdir(parents=True, exist_ok=True)
-        Path(landmark.path).write_text(landmark.words)
+        Path(landmark.path).write_text(landmark.contents)
         return landmark
 
     def remove(self) -> None:
         Path(self.path).unlink(missing_ok=True)
 
-    def trouble(self) -> str | None:
+    def find_problem(self) -> str | None:
         """Returns why this machine does not share the directory, or None if it can read and write it."""
         deadline = time.monotonic() + _SECONDS
         while (trouble := self._trouble()) is not None and time.monotonic() < deadline:
@@ -46,7 +46,7 @@ class Landmark:
     def _trouble(self) -> str | None:
         beside = Path(f"{self.path}-{os.getpid()}")
         try:
-            if Path(self.path).read_text() != self.words:
+            if Path(self.path).read_text() != self.contents:
                 return "the file at that path has other contents"
             beside.touch()
             beside.unlink()

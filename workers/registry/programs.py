@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ...schemas.models import DraftConfig, TrainingConfig
-from ..drafts.algorithms.programs import DRAFT_PROGRAMS
+from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from ..programs.critic import CRITIC
 from ..programs.policy import POLICY
 from ..programs.reference import REFERENCE

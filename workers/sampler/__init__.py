@@ -1,5 +1,5 @@
 """The sampler: SAMPLERS maps the name of an engine to its class."""
 
-from .multi_model import InTurn
+from .multi_model import MultiModelSampler
 
-SAMPLERS = {"native": InTurn}
+SAMPLERS = {"native": MultiModelSampler}

@@ -10,75 +10,77 @@ from ...schemas.errors import OperationError
 from ..batch.validated import ModelLimits
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
-from ..protocol.config import WorkerConfig
-from ..protocol.verbs import Failure, SampleJob, Slice, SliceResult
-from ..registry.models import Models
-from ..state.trainable import FORWARD
-from .cache.cache import Cache
+from ..protocol.calls import Failure, SampleJob, SamplingSlice, SliceResult
+from ..protocol.worker_config import WorkerConfig
+from ..registry.model_registry import ModelRegistry
+from ..state.trainable import FORWARD_VECTORS
+from .cache.cache import KVCache
 from .cache.draft_caches import DraftCaches
-from .cache.weight_versions import Namespaces
-from .engine import NativeSampler
-from .requests.text import Text
+from .cache.weight_versions import WeightVersions
+from .native_sampler import NativeSampler
+from .requests.lazy_tokenizer import LazyTokenizer
 
 
 @dataclass
-class Waiting:
+class PendingChanges:
     """Collects the jobs and cancellations for a sampler's next turn."""
 
     join: list[SampleJob] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
 
-    def taken(self, milliseconds: float) -> Slice:
+    def take(self, milliseconds: float) -> SamplingSlice:
         """Returns everything as a slice, and clears it."""
         joining = tuple(request for request in self.join if request.job_id not in self.cancel)
-        work = Slice(joining, tuple(self.cancel), milliseconds)
+        work = SamplingSlice(joining, tuple(self.cancel), milliseconds)
         self.join, self.cancel = [], []
         return work
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedState:
     """The parts that all samplers of a rank share."""
 
-    cache: Cache
+    cache: KVCache
     draft_caches: DraftCaches
-    namespaces: Namespaces
-    text: Text
+    namespaces: WeightVersions
+    text: LazyTokenizer
 
     @classmethod
-    def of(cls, base: BaseModel, models: Models, config: WorkerConfig) -> "Shared":
-        cache = Cache.of(base, config)
-        return cls(cache, DraftCaches(base, cache.budget), Namespaces(models), Text(config.model.source, base))
+    def of(cls, base: BaseModel, models: ModelRegistry, config: WorkerConfig) -> "SharedState":
+        cache = KVCache.of(base, config)
+        return cls(
+            cache, DraftCaches(base, cache.budget), WeightVersions(models), LazyTokenizer(config.model.source, base)
+        )
 
 
-class InTurn:
+class MultiModelSampler:
     """The samplers of one rank, which share the KV cache. Within a slice they take turns of equal time."""
 
     def __init__(
         self,
         base: BaseModel,
-        models: Models,
+        models: ModelRegistry,
         limits: ModelLimits,
         config: WorkerConfig,
         mesh: Mesh | None = None,
-        shared: Shared | None = None,
+        shared: SharedState | None = None,
     ) -> None:
         """mesh: None if there is one rank.
         shared: None if there are no other samplers.
         """
         self._base, self._models, self._limits, self._config = base, models, limits, config
         self._mesh = mesh or Mesh()
-        self._shared = shared or Shared.of(base, models, config)
+        self._shared = shared or SharedState.of(base, models, config)
         self._cache, self._draft_caches = self._shared.cache, self._shared.draft_caches
         # Samplers of cohorts other than the first.
-        self._apart: dict[int, InTurn] = {}
+        self._other_cohorts: dict[int, MultiModelSampler] = {}
         self._of_base = self._new_sampler()
         self._of_models: dict[str, NativeSampler] = {}
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, PendingChanges] = {}
         # Fully trained models that have jobs and had a turn, the most recent last; the same on all ranks.
         self._had_turns: list[str] = []
 
-    def slice(self, work: Slice) -> SliceResult:
+    def slice(self, work: SamplingSlice) -> SliceResult:
         """Like NativeSampler.slice. May exceed its budget by one iteration of each sampler and the loading of
         weights.
         """
@@ -89,18 +91,18 @@ class InTurn:
             self.forget_all()
             raise
 
-    def _slice_apart(self, work: Slice) -> SliceResult:
+    def _slice_apart(self, work: SamplingSlice) -> SliceResult:
         """Runs a cohort other than the first; the other such cohorts give up their cache slots meanwhile."""
-        if work.cohort not in self._apart:
-            self._apart[work.cohort] = InTurn(
+        if work.cohort not in self._other_cohorts:
+            self._other_cohorts[work.cohort] = MultiModelSampler(
                 self._base, self._models, self._limits, self._config, self._mesh, self._shared
             )
-        for number, sampler in self._apart.items():
+        for number, sampler in self._other_cohorts.items():
             if number != work.cohort:
                 sampler.park()
-        result = self._apart[work.cohort].slice(replace(work, cohort=0))
-        if not self._apart[work.cohort].has_jobs:
-            del self._apart[work.cohort]
+        result = self._other_cohorts[work.cohort].slice(replace(work, cohort=0))
+        if not self._other_cohorts[work.cohort].has_jobs:
+            del self._other_cohorts[work.cohort]
         return result
 
     @property
@@ -108,28 +110,28 @@ class InTurn:
         """True if the first cohort has jobs."""
         return self._of_base.has_jobs or bool(self._of_models)
 
-    def _slice(self, work: Slice) -> SliceResult:
+    def _slice(self, work: SamplingSlice) -> SliceResult:
         self._take_in(work)
         turns = self._turns(work)
         return self._of_base.slice(work) if turns == [None] else self._slice_in_turn(work, turns)
 
-    def _take_in(self, work: Slice) -> None:
+    def _take_in(self, work: SamplingSlice) -> None:
         """Stores what concerns fully trained models until their turn."""
         for request in work.join:
-            if request.adapter_id is not None and self._models.runs_alone(request.adapter_id):
+            if request.adapter_id is not None and self._models.is_exclusive(request.adapter_id):
                 self._sampler_of(request.adapter_id)
         for model_id, waiting in self._waiting.items():
             waiting.join += (request for request in work.join if request.adapter_id == model_id)
             waiting.cancel += work.cancel
 
-    def _slice_in_turn(self, work: Slice, turns: Sequence[str | None]) -> SliceResult:
+    def _slice_in_turn(self, work: SamplingSlice, turns: Sequence[str | None]) -> SliceResult:
         part, result = work.budget_milliseconds / len(turns), SliceResult({}, 0)
         for model_id in turns:
             if model_id is None:
                 others = tuple(request for request in work.join if request.adapter_id not in self._of_models)
-                found = self._of_base.slice(Slice(others, work.cancel, part))
+                found = self._of_base.slice(SamplingSlice(others, work.cancel, part))
             else:
-                found = self._slice_of(model_id, self._waiting[model_id].taken(part))
+                found = self._slice_of(model_id, self._waiting[model_id].take(part))
             result = _joined(result, found)
         for model_id in turns:
             if model_id is not None and not self._of_models[model_id].has_jobs:
@@ -138,25 +140,25 @@ class InTurn:
         num_waiting = sum(self._of_models[each].num_jobs + len(self._waiting[each].join) for each in others)
         return replace(result, num_active=result.num_active + num_waiting)
 
-    def _slice_of(self, model_id: str, work: Slice) -> SliceResult:
+    def _slice_of(self, model_id: str, work: SamplingSlice) -> SliceResult:
         sampler = self._of_models[model_id]
         if model_id not in self._models:
             return sampler.slice(work)  # which fails its jobs: the model was dropped
         with ExitStack() as held:
             failure = self._bring(model_id, held)
             if failure is not None:
-                return sampler.refused(work, failure)
-            with self._models.in_force([self._models.get(model_id)]):
+                return sampler.fail_all(work, failure)
+            with self._models.with_weights_of([self._models.get(model_id)]):
                 return sampler.slice(work)
 
     def _bring(self, model_id: str, held: ExitStack) -> Failure | None:
         """Loads the model to the device, on all ranks; returns the failure if one of them cannot."""
         own = None
         try:
-            held.enter_context(self._models.resident([model_id], FORWARD))
+            held.enter_context(self._models.resident([model_id], FORWARD_VECTORS))
         except OperationError as error:
             own = Failure(error.message, error.category)
-        [failure] = self._mesh.found([own])
+        [failure] = self._mesh.first_values([own])
         return failure
 
     def park(self) -> None:
@@ -164,7 +166,7 @@ class InTurn:
             sampler.park()
 
     def forget_all(self) -> None:
-        self._apart.clear()
+        self._other_cohorts.clear()
         self._of_base.forget_all()
         self._of_models.clear()
         self._waiting.clear()
@@ -182,7 +184,7 @@ class InTurn:
         """Returns the bytes of the slots in use."""
         return self._cache.budget.held_bytes()
 
-    def leaving(self) -> Iterator[Tensor]:
+    def offloadable_tensors(self) -> Iterator[Tensor]:
         """Returns the cache's tensors, for offloading, after dropping what can be rebuilt."""
         self._forget_plans()
         return self._cache.budget.tensors()
@@ -190,10 +192,10 @@ class InTurn:
     def _forget_plans(self) -> None:
         for sampler in (self._of_base, *self._of_models.values()):
             sampler.forget_plan()
-        for apart in self._apart.values():
+        for apart in self._other_cohorts.values():
             apart._forget_plans()
 
-    def _turns(self, work: Slice) -> list[str | None]:
+    def _turns(self, work: SamplingSlice) -> list[str | None]:
         """Returns the samplers that run in this slice, the same on all ranks; None stands for the base model.
 
         Of the fully trained models as many run as the device holds, those first that have waited longest.
@@ -201,7 +203,7 @@ class InTurn:
         if not (self._models.has_full or self._had_turns):
             return [None]
         joining = any(request.adapter_id not in self._of_models for request in work.join)
-        told = self._mesh.exchange((self._of_base.has_jobs or joining, list(self._of_models)))
+        told = self._mesh.all_gather_object((self._of_base.has_jobs or joining, list(self._of_models)))
         wanted = {model_id for _, of_rank in told for model_id in of_rank}
         self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]
         turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._config.full_slots]
@@ -212,7 +214,7 @@ class InTurn:
 
     def _sampler_of(self, model_id: str) -> NativeSampler:
         if model_id not in self._of_models:
-            self._of_models[model_id], self._waiting[model_id] = self._new_sampler(), Waiting()
+            self._of_models[model_id], self._waiting[model_id] = self._new_sampler(), PendingChanges()
         return self._of_models[model_id]
 
     def _new_sampler(self) -> NativeSampler:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..parallel.mesh import Mesh
-from ..protocol.verbs import Failure
-from .logits.choice import Chosen
+from ..protocol.calls import Failure
+from .logits.token_choice import ChosenTokens
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """The number of accepted draft tokens of a sequence, and the token after them."""
 
     num_accepted: int
@@ -21,50 +21,50 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class RankFailures:
     """failures: of jobs, by id. lacking: drafts that could not be loaded to the device."""
 
     failures: Mapping[str, Failure]
-    lacking: frozenset[str]
+    missing_drafts: frozenset[str]
 
 
-class Together:
+class RankSync:
     """speaks: whether this rank is the leader, which returns results."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._team = mesh.along("ep", "tp")
-        self.speaks = self._team.index == 0
+        self.is_leader = self._team.index == 0
 
-    def trouble(self, own: Trouble) -> Trouble:
+    def merge_failures(self, own: RankFailures) -> RankFailures:
         """Merges the failures of the ranks that decode with this one. A collective: all ranks must call it."""
         if self._team.size == 1:
             return own
-        of_all = self._mesh.exchange(own)
+        of_all = self._mesh.all_gather_object(own)
         told = [of_all[rank] for rank in self._team.ranks]
         failures = {job_id: failure for each in told for job_id, failure in each.failures.items()}
-        return Trouble(failures, frozenset().union(*(each.lacking for each in told)))
+        return RankFailures(failures, frozenset().union(*(each.missing_drafts for each in told)))
 
     def is_over(self, deadline: float) -> bool:
         """True if the deadline has passed by the first rank's clock."""
         is_over = time.monotonic() >= deadline
         if self._team.size == 1:
             return is_over
-        return bool(self._team.from_first(torch.tensor([is_over], dtype=torch.uint8)))
+        return bool(self._team.broadcast(torch.tensor([is_over], dtype=torch.uint8)))
 
-    def same(self, integers: Tensor) -> Tensor:
+    def from_leader(self, integers: Tensor) -> Tensor:
         """Returns the first rank's values."""
-        return integers if self._team.size == 1 else self._team.from_first(integers)
+        return integers if self._team.size == 1 else self._team.broadcast(integers)
 
-    def verified(self, own: Sequence[Verified]) -> list[Verified]:
+    def agree_on_verified(self, own: Sequence[VerifyResult]) -> list[VerifyResult]:
         """Returns the first rank's values for the same sequences."""
         if self._team.size == 1:
             return list(own)
-        told = self._team.from_first(torch.tensor([(each.num_accepted, each.token) for each in own]))
-        return [Verified(num_accepted, token) for num_accepted, token in told.tolist()]
+        told = self._team.broadcast(torch.tensor([(each.num_accepted, each.token) for each in own]))
+        return [VerifyResult(num_accepted, token) for num_accepted, token in told.tolist()]
 
-    def agreed(self, chosen: Chosen) -> Chosen:
+    def agree_on_tokens(self, chosen: ChosenTokens) -> ChosenTokens:
         """Returns the first rank's tokens: a token that differed on another rank would make its sequence diverge."""
         if self._team.size == 1:
             return chosen
-        return replace(chosen, tokens=self._team.from_first(chosen.tokens))
+        return replace(chosen, tokens=self._team.broadcast(chosen.tokens))

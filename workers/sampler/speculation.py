@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..drafts.model import DraftModel
-from ..drafts.sequences.drafting import Told
+from ..drafts.draft_model import DraftModel
+from ..drafts.sequences.drafting import TargetStates
 from ..heads import LogprobHead
 from ..lora import Segment
 from ..models.model import BaseModel
-from ..ops.kv_cache import Chunk
-from ..registry.models import Models
-from ..state.trainable import Learner
+from ..ops.kv_cache import ContinuationChunk
+from ..registry.model_registry import ModelRegistry
+from ..state.trainable import Trainable
 from .cache.draft_caches import DraftCaches
-from .cache.prefixes import Stretch, length_of
-from .logits.choice import Choice, Settings, chances, invert_cdf
-from .logits.noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
-from .rank_sync import Together, Verified
-from .requests.jobs import Guessed, Row
-from .requests.sequence_table import Table
+from .cache.prefix_cache import BlockRange, num_tokens_of
+from .logits.noise import ACCEPT_STREAM, DRAFT_STREAM, derive_keys, uniforms
+from .logits.token_choice import SamplingSettings, SamplingTensors, invert_cdf, probabilities
+from .rank_sync import RankSync, VerifyResult
+from .requests.jobs import AcceptanceStats, SequenceState
+from .requests.sequence_table import SequenceTable
 
 # Passes before statistics count; and before the statistics of a draft start over.
 _PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
@@ -39,7 +39,7 @@ _TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
 
 
 @dataclass(frozen=True, eq=False)
-class Guesses:
+class DraftTokens:
     """Draft tokens.
 
     tokens: int64, [k].
@@ -47,7 +47,7 @@ class Guesses:
     """
 
     tokens: np.ndarray
-    chances: Tensor | None
+    probabilities: Tensor | None
 
 
 @dataclass(eq=False)
@@ -61,16 +61,16 @@ class _State:
 
     draft: DraftModel
     num_changes: int
-    num_told: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
+    num_cached: int = 0
+    pending_features: list[Tensor] = field(default_factory=list)
 
     @property
     def num_seen(self) -> int:
         """Tokens whose captured features the draft has processed or has waiting."""
-        return self.num_told + sum(map(len, self.waiting))
+        return self.num_cached + sum(map(len, self.pending_features))
 
 
-class Speculation:
+class SpeculativeDecoder:
     """The drafts of one sampler.
 
     A sequence uses its draft from its prefill on, as long as the draft's cache has room: the draft needs the captured
@@ -78,13 +78,13 @@ class Speculation:
     """
 
     def __init__(
-        self, base: BaseModel, models: Models, head: LogprobHead, together: Together, caches: DraftCaches
+        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, together: RankSync, caches: DraftCaches
     ) -> None:
         self._base, self._models, self._together = base, models, together
         self._head, self._caches = head, caches
         self._served: Collection[str] = ()
-        self._states: dict[Row, _State] = {}
-        self._fared: WeakKeyDictionary[DraftModel, dict[int, Guessed]] = WeakKeyDictionary()
+        self._states: dict[SequenceState, _State] = {}
+        self._fared: WeakKeyDictionary[DraftModel, dict[int, AcceptanceStats]] = WeakKeyDictionary()
 
     def serve(self, draft_ids: Collection[str]) -> None:
         """Uses these drafts, which are on the device, from now on.
@@ -93,14 +93,14 @@ class Speculation:
         """
         self._served = draft_ids
         for row, state in list(self._states.items()):
-            if not self.wants(row) or self._draft(row) is not state.draft:
+            if not self.uses_draft(row) or self._draft(row) is not state.draft:
                 self.forget(row)
 
-    def wants(self, row: Row) -> bool:
+    def uses_draft(self, row: SequenceState) -> bool:
         """True if the sequence's draft is available and should be used for it."""
-        return row.job.request.draft_id in self._served and may_be_guessed(row)
+        return row.job.request.draft_id in self._served and may_use_draft(row)
 
-    def pays(self, row: Row, num_sampled: int) -> bool:
+    def pays(self, row: SequenceState, num_sampled: int) -> bool:
         """True if enough draft tokens are accepted for the cost of verifying them.
 
         If the client gave the seed, only the sequence's own draft tokens count, as if it were sampled alone. So a seed
@@ -110,12 +110,12 @@ class Speculation:
             num_sampled: sequences in a pass. The more there are, the less compute is spare.
         """
         if not row.job.request.seed_is_drawn:
-            return row.guessed.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(row, row.guessed, 1)
-        is_seen = row.guessed.num_passes >= _PASSES_TO_JUDGE_BY
-        guessed = row.guessed if is_seen else self._fared_so_far(self._draft(row), row.namespace)
+            return row.draft_stats.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(row, row.draft_stats, 1)
+        is_seen = row.draft_stats.num_passes >= _PASSES_TO_JUDGE_BY
+        guessed = row.draft_stats if is_seen else self._recent_stats(self._draft(row), row.namespace)
         return self._seems_to_pay(row, guessed, num_sampled)
 
-    def may_pay(self, row: Row, namespace: int, num_sampled: int) -> bool:
+    def may_pay(self, row: SequenceState, namespace: int, num_sampled: int) -> bool:
         """Like `pays`, for a sequence that has no draft tokens yet. Always true if nothing else is sampled.
 
         Args:
@@ -123,46 +123,46 @@ class Speculation:
         """
         if num_sampled == 1 or not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
-        return self._seems_to_pay(row, self._fared_so_far(self._draft(row), namespace), num_sampled)
+        return self._seems_to_pay(row, self._recent_stats(self._draft(row), namespace), num_sampled)
 
-    def _seems_to_pay(self, row: Row, guessed: Guessed, num_sampled: int) -> bool:
+    def _seems_to_pay(self, row: SequenceState, guessed: AcceptanceStats, num_sampled: int) -> bool:
         """Judges by `guessed`. True if that has too few passes."""
         if guessed.num_passes < _PASSES_TO_JUDGE_BY:
             return True
         draft = self._draft(row)
-        num = guessed.num_guesses / guessed.num_passes
+        num = guessed.num_draft_tokens / guessed.num_passes
         of_draft = draft.reach.num_passes(num) * draft.num_parameters / self._base.num_parameters
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
         return guessed.acceptance_length >= 1 + of_draft + num * to_check
 
-    def num_guesses(self, row: Row) -> int:
+    def num_draft_tokens(self, row: SequenceState) -> int:
         """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
         reach, asked = self._draft(row).reach, row.job.request.num_draft_tokens
         return reach.usual if asked is None else min(asked, reach.most)
 
-    def is_ready(self, row: Row) -> bool:
-        return row in self._states and self.wants(row)
+    def is_ready(self, row: SequenceState) -> bool:
+        return row in self._states and self.uses_draft(row)
 
-    def captured(self, rows: Sequence[Row]) -> dict[int, Tensor] | None:
+    def captured(self, rows: Sequence[SequenceState]) -> dict[int, Tensor] | None:
         """Returns the layers to capture in a pass with these sequences: see BaseModel.hidden_states."""
         drafts = [self._states[row].draft for row in rows if row in self._states]
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
 
-    def num_bytes(self, row: Row, count: int) -> int:
+    def num_bytes(self, row: SequenceState, count: int) -> int:
         """Returns the bytes that the draft's cache needs after `count` sampled tokens."""
         draft = self._draft(row)
         return self._caches.of(draft).num_bytes_for(self._num_cached(row, draft, count))
 
-    def place(self, row: Row, count: int) -> bool:
+    def place(self, row: SequenceState, count: int) -> bool:
         """Gives the sequence a slot in the draft's cache. The draft must then get the features of all its tokens."""
         draft = self._draft(row)
-        if not self._caches.of(draft).place(row, self._num_cached(row, draft, count)):
+        if not self._caches.of(draft).allocate(row, self._num_cached(row, draft, count)):
             return False
         self._states[row] = _State(draft, draft.num_changes)
         return True
 
-    def known(self, row: Row, namespace: int, sequence: np.ndarray, most: int) -> list[Stretch]:
+    def find_prefix(self, row: SequenceState, namespace: int, sequence: np.ndarray, most: int) -> list[BlockRange]:
         """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
 
         Args:
@@ -170,22 +170,24 @@ class Speculation:
             sequence: int64.
         """
         draft = self._draft(row)
-        return self._caches.of(draft).prefixes.find(_namespace(draft, namespace), sequence, most)
+        return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, namespace), sequence, most)
 
-    def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
+    def restore(self, row: SequenceState, stretches: Sequence[BlockRange]) -> None:
         """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
         state = self._states[row]
-        self._caches.of(state.draft).restore(row, stretches)
-        state.num_told = length_of(stretches)
+        self._caches.of(state.draft).load_prefix(row, stretches)
+        state.num_cached = num_tokens_of(stretches)
 
-    def keep(self, row: Row, namespace: int, sequence: np.ndarray) -> None:
+    def keep(self, row: SequenceState, namespace: int, sequence: np.ndarray) -> None:
         """Stores the tokens that the draft has processed, of `sequence` int64, in its prefix cache."""
         state = self._states.get(row)
         if state is not None and state.num_changes == state.draft.num_changes:
-            known = sequence[: state.num_told + 1]
-            self._caches.of(state.draft).keep(row, _namespace(state.draft, namespace), known)
+            known = sequence[: state.num_cached + 1]
+            self._caches.of(state.draft).store_prefix(row, _draft_weight_version(state.draft, namespace), known)
 
-    def tell(self, row: Row, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
+    def observe(
+        self, row: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray
+    ) -> None:
         """Gives the draft the captured features of tokens of `sequence` (int64) that have run, from position `first`
         on.
 
@@ -195,17 +197,17 @@ class Speculation:
         if state is None or first != state.num_seen:
             self.forget(row)
             return
-        state.waiting.append(_features(state.draft, captured, part))
+        state.pending_features.append(_features(state.draft, captured, part))
         # The token after the last one may not be known yet.
-        known = state.num_seen - state.num_told - 1
+        known = state.num_seen - state.num_cached - 1
         if known:
-            waiting = torch.cat(state.waiting)
-            following = sequence[state.num_told + 1 : state.num_told + 1 + known]
-            told = self._told([row], [waiting[:known]], [following])
-            state.draft.network(trains=False).take_in(told, self._ends([row]))
-            state.waiting = [waiting[known:]]
+            waiting = torch.cat(state.pending_features)
+            following = sequence[state.num_cached + 1 : state.num_cached + 1 + known]
+            told = self._draft_input([row], [waiting[:known]], [following])
+            state.draft.network(trains=False).extend_cache(told, self._ends([row]))
+            state.pending_features = [waiting[known:]]
 
-    def fork(self, leader: Row, others: Sequence[Row]) -> None:
+    def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
         """Copies the state to other sequences, which have slots and continue from the same tokens."""
         state = self._states.get(leader)
         placed = [row for row in others if row in self._states]
@@ -215,36 +217,36 @@ class Speculation:
             return
         self._caches.of(state.draft).fork(leader, placed)
         for row in placed:
-            self._states[row] = replace(state, waiting=list(state.waiting))
+            self._states[row] = replace(state, waiting=list(state.pending_features))
 
-    def num_next(self, row: Row, count: int) -> int:
+    def num_next(self, row: SequenceState, count: int) -> int:
         """Returns the number of draft tokens after `count` sampled ones. The last token is never a draft token."""
-        return min(self.num_guesses(row), row.job.max_new_tokens - count - 1)
+        return min(self.num_draft_tokens(row), row.job.max_new_tokens - count - 1)
 
-    def has_room(self, row: Row, count: int) -> bool:
+    def has_room(self, row: SequenceState, count: int) -> bool:
         """True if the draft's slot has room for draft tokens after `count` sampled ones; grows it if necessary."""
         state = self._states[row]
         length, cache = self._num_cached(row, state.draft, count), self._caches.of(state.draft)
-        seat = cache.seat(row)
+        seat = cache.slot_of(row)
         assert seat is not None
         return length <= seat.capacity or cache.grow(row, length)
 
-    def guess(self, rows: Sequence[Row], table: Table) -> dict[Row, Guesses]:
+    def propose(self, rows: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
         """Proposes draft tokens for each sequence. All must have room."""
-        found: dict[Row, Guesses] = {}
-        by_draft: dict[tuple[DraftModel, int], list[Row]] = {}
+        found: dict[SequenceState, DraftTokens] = {}
+        by_draft: dict[tuple[DraftModel, int], list[SequenceState]] = {}
         for row in rows:
-            num = self.num_next(row, int(table.count[row.line]))
+            num = self.num_next(row, int(table.count[row.table_row]))
             if num > 0:
                 by_draft.setdefault((self._states[row].draft, num), []).append(row)
             else:
-                found[row] = Guesses(np.zeros(0, np.int64), None)
+                found[row] = DraftTokens(np.zeros(0, np.int64), None)
         for (draft, num), together in by_draft.items():
             together = sorted(together, key=lambda row: row.job.adapter_key)
-            found |= zip(together, self._drawn(draft, together, num, table), strict=True)
+            found |= zip(together, self._propose_group(draft, together, num, table), strict=True)
         return found
 
-    def accept(self, row: Row, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
+    def accept(self, row: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
         """Records that `num` draft tokens were accepted.
 
         Args:
@@ -252,57 +254,61 @@ class Speculation:
         """
         state = self._states.get(row)
         if state is not None:
-            state.waiting.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
-            self._fared_so_far(state.draft, row.namespace).add(part.stop - part.start - 1, num)
+            state.pending_features.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
+            self._recent_stats(state.draft, row.namespace).add(part.stop - part.start - 1, num)
 
-    def vocabulary(self, row: Row) -> Tensor:
+    def vocabulary(self, row: SequenceState) -> Tensor:
         """Returns the tokens that the draft can propose, int64, ascending."""
         return self._states[row].draft.vocabulary
 
-    def forget(self, row: Row) -> None:
+    def forget(self, row: SequenceState) -> None:
         """Stops using a draft for the sequence. Ignored if it uses none."""
         state = self._states.pop(row, None)
         if state is None:
             return
         cache = self._caches.of(state.draft)
-        cache.remove(row)
+        cache.free(row)
         if not cache.held_bytes():
-            cache.shrink()
+            cache.free_unused_slots()
 
     def clear(self) -> None:
         self._states = {}
         self._caches.clear()
 
-    def _num_cached(self, row: Row, draft: DraftModel, count: int) -> int:
+    def _num_cached(self, row: SequenceState, draft: DraftModel, count: int) -> int:
         """Returns how many tokens the draft's cache holds when it proposes tokens after `count` sampled ones."""
         num = self.num_next(row, count)
         return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
 
-    def _fared_so_far(self, draft: DraftModel, namespace: int) -> Guessed:
+    def _recent_stats(self, draft: DraftModel, namespace: int) -> AcceptanceStats:
         """Returns the draft's recent statistics, kept per namespace so that tenants learn nothing of each other."""
         fared = self._fared.setdefault(draft, {})
         if namespace not in fared or fared[namespace].num_passes >= _PASSES_TO_REMEMBER:
             if len(fared) > _MOST_REMEMBERED:
                 fared.clear()
-            fared[namespace] = Guessed()
+            fared[namespace] = AcceptanceStats()
         return fared[namespace]
 
-    def _draft(self, row: Row) -> DraftModel:
+    def _draft(self, row: SequenceState) -> DraftModel:
         draft_id = row.job.request.draft_id
         assert draft_id is not None
         return self._models.drafts.get(draft_id)
 
-    def _drawn(self, draft: DraftModel, rows: list[Row], num: int, table: Table) -> list[Guesses]:
-        waiting = [torch.cat(self._states[row].waiting) for row in rows]
+    def _propose_group(
+        self, draft: DraftModel, rows: list[SequenceState], num: int, table: SequenceTable
+    ) -> list[DraftTokens]:
+        waiting = [torch.cat(self._states[row].pending_features) for row in rows]
         following = [table.last_tokens(row, len(each)) for row, each in zip(rows, waiting, strict=True)]
-        drawing = _Drawing(draft, rows, table, self._base.device, self._together)
-        told = self._told(rows, waiting, following)
-        draft.network(trains=False).guess(told, num, self._ends(rows), drawing.draw)
+        drawing = _DraftSampling(draft, rows, table, self._base.device, self._together)
+        told = self._draft_input(rows, waiting, following)
+        draft.network(trains=False).propose(told, num, self._ends(rows), drawing.draw)
         for row in rows:
-            self._states[row].waiting = []
+            self._states[row].pending_features = []
         return drawing.guesses()
 
-    def _told(self, rows: Sequence[Row], waiting: Sequence[Tensor], following: Sequence[np.ndarray]) -> Told:
+    def _draft_input(
+        self, rows: Sequence[SequenceState], waiting: Sequence[Tensor], following: Sequence[np.ndarray]
+    ) -> TargetStates:
         """Returns input for the draft, and counts it as processed.
 
         Args:
@@ -312,50 +318,55 @@ class Speculation:
         chunks, start = [], 0
         for row, each in zip(rows, waiting, strict=True):
             state, stop = self._states[row], start + len(each)
-            chunks.append(self._chunk(row, start, stop, state.num_told))
-            state.num_told, start = state.num_told + len(each), stop
-        return Told(torch.cat(list(waiting)), self._tensor(np.concatenate(following)), chunks)
+            chunks.append(self._chunk(row, start, stop, state.num_cached))
+            state.num_cached, start = state.num_cached + len(each), stop
+        return TargetStates(torch.cat(list(waiting)), self._tensor(np.concatenate(following)), chunks)
 
-    def _ends(self, rows: Sequence[Row]) -> "_Ends":
+    def _ends(self, rows: Sequence[SequenceState]) -> "_Ends":
         return _Ends(self._base, self._head, [self._model(row) for row in rows])
 
-    def _model(self, row: Row) -> Learner | None:
+    def _model(self, row: SequenceState) -> Trainable | None:
         """Returns the sampled adapter or model; None for the base model."""
         return None if row.job.adapter_id is None else self._models.get(row.job.adapter_id)
 
-    def _chunk(self, row: Row, start: int, stop: int, cached: int) -> Chunk:
-        seat = self._caches.of(self._states[row].draft).seat(row)
+    def _chunk(self, row: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
+        seat = self._caches.of(self._states[row].draft).slot_of(row)
         assert seat is not None
-        return Chunk(start, stop, seat.shelf, seat.slot, cached)
+        return ContinuationChunk(start, stop, seat.shelf, seat.slot, cached)
 
     def _tensor(self, integers: np.ndarray) -> Tensor:
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
 
 
-class _Drawing:
+class _DraftSampling:
     """Samples draft tokens, one position of all sequences at a time."""
 
     def __init__(
-        self, draft: DraftModel, rows: Sequence[Row], table: Table, device: torch.device, together: Together
+        self,
+        draft: DraftModel,
+        rows: Sequence[SequenceState],
+        table: SequenceTable,
+        device: torch.device,
+        together: RankSync,
     ) -> None:
-        lines = np.array([row.line for row in rows], dtype=np.int64)
+        lines = np.array([row.table_row for row in rows], dtype=np.int64)
         self._vocabulary, self._together = draft.vocabulary, together
-        self._choice = Choice.of(_by_temperature(table.settings(lines)), draft.shape.vocabulary, device)
-        self._keys, self._lengths = streams(table.noise_key[lines], GUESS_STREAM), table.length[lines]
+        self._choice = SamplingTensors.of(_without_filters(table.settings(lines)), draft.shape.vocabulary, device)
+        self._keys, self._lengths = derive_keys(table.noise_key[lines], DRAFT_STREAM), table.length[lines]
         self._tokens: list[Tensor] = []
         self._chances: list[Tensor] = []
 
     def draw(self, logits: Tensor) -> Tensor:
-        of_draft = chances(logits.float(), self._choice)
+        of_draft = probabilities(logits.float(), self._choice)
         noise = torch.from_numpy(uniforms(self._keys, self._lengths + len(self._tokens))).to(of_draft)
-        drawn = self._together.same(invert_cdf(of_draft, noise[:, None]).squeeze(1))
+        drawn = self._together.from_leader(invert_cdf(of_draft, noise[:, None]).squeeze(1))
         self._tokens.append(self._vocabulary[drawn])
         self._chances.append(of_draft)
         return self._tokens[-1]
 
-    def guesses(self) -> list[Guesses]:
+    def guesses(self) -> list[DraftTokens]:
         tokens, of_rows = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._chances, dim=1)
-        return [Guesses(row, each) for row, each in zip(tokens, of_rows, strict=True)]
+        return [DraftTokens(row, each) for row, each in zip(tokens, of_rows, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,7 +375,7 @@ class _Ends:
 
     base: BaseModel
     head: LogprobHead
-    models: Sequence[Learner | None]
+    models: Sequence[Trainable | None]
 
     def embedded(self, tokens: Tensor) -> Tensor:
         return self.base.embedded(tokens)
@@ -375,12 +386,12 @@ class _Ends:
         return self.head.logits_of_segments(hidden.flatten(0, 1), segments).unflatten(0, (-1, num))
 
 
-def may_be_guessed(row: Row) -> bool:
+def may_use_draft(row: SequenceState) -> bool:
     """True if the sequence's parameters allow a draft, and draft tokens pay off."""
-    return not (row.is_adjusted or row.goes_alone)
+    return not (row.needs_processors or row.without_draft)
 
 
-def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> Verified:
+def verify(guesses: DraftTokens, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> VerifyResult:
     """Accepts or rejects draft tokens by rejection sampling.
 
     Args:
@@ -390,27 +401,27 @@ def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64,
     """
     num = len(guesses.tokens)
     positions = length + np.arange(num + 1)
-    accept = uniforms(streams(np.array([key]), ACCEPT_STREAM), positions[:num])
+    accept = uniforms(derive_keys(np.array([key]), ACCEPT_STREAM), positions[:num])
     tokens = torch.from_numpy(guesses.tokens).to(target.device)
     number = 0
     if num:
-        assert guesses.chances is not None
-        of_target = target[torch.arange(num, device=target.device), tokens]
-        of_draft = guesses.chances.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
+        assert guesses.probabilities is not None
+        target_version = target[torch.arange(num, device=target.device), tokens]
+        of_draft = guesses.probabilities.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
         # The negation rejects NaN as well.
-        wrong = np.flatnonzero(~(accept * of_draft.cpu().numpy() < of_target.cpu().numpy()))
+        wrong = np.flatnonzero(~(accept * of_draft.cpu().numpy() < target_version.cpu().numpy()))
         number = int(wrong[0]) if len(wrong) else num
     left = target[number]
     if number < num:
-        assert guesses.chances is not None
-        left = left.index_add(0, vocabulary, guesses.chances[number].to(left.dtype), alpha=-1).clamp_(min=0)
+        assert guesses.probabilities is not None
+        left = left.index_add(0, vocabulary, guesses.probabilities[number].to(left.dtype), alpha=-1).clamp_(min=0)
         left = left if float(left.sum()) > 0 else target[number]
     noise = uniforms(np.array([key]), positions[number : number + 1])
     token = invert_cdf(left[None], torch.from_numpy(noise).to(left)[:, None])
-    return Verified(number, int(token))
+    return VerifyResult(number, int(token))
 
 
-def _namespace(draft: DraftModel, of_target: int) -> int:
+def _draft_weight_version(draft: DraftModel, of_target: int) -> int:
     """Returns the namespace of a draft's entries: they depend on its weights and on its target's."""
     return of_target << 32 | draft.num_changes
 
@@ -419,7 +430,7 @@ def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) ->
     return torch.cat([captured[layer][part] for layer in draft.draft.capture_layers or ()], dim=-1)
 
 
-def _by_temperature(settings: Settings) -> Settings:
+def _without_filters(settings: SamplingSettings) -> SamplingSettings:
     """Removes the filters: the target applies them when it verifies."""
     nothing = np.zeros_like(settings.min_p)
-    return Settings(settings.temperature, nothing, np.zeros_like(settings.top_k), np.ones_like(settings.top_p))
+    return SamplingSettings(settings.temperature, nothing, np.zeros_like(settings.top_k), np.ones_like(settings.top_p))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from ...schemas.sampling import SampleResponse
-from ..protocol.verbs import SampledPart, SampleJob, Slice
+from ..protocol.calls import SampledPart, SampleJob, SamplingSlice
 from .quarantine import Suspects
 
 # Slices of the first turn of a cohort apart. Each next turn is twice as long, because a job that gave up its cache must
@@ -23,7 +23,7 @@ OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 
 @dataclass(eq=False)
-class Sampling:
+class SamplingWork:
     """A sampling job and the future of its answer.
 
     num_slices: slices that it has completed.
@@ -53,11 +53,11 @@ class Cohort:
     """
 
     number: int
-    most: float
-    joining: dict[str, Sampling] = field(default_factory=dict)
-    running: dict[str, Sampling] = field(default_factory=dict)
+    max_jobs: float
+    joining: dict[str, SamplingWork] = field(default_factory=dict)
+    running: dict[str, SamplingWork] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
-    turn: int = _FIRST_TURN
+    turn_slices: int = _FIRST_TURN
     num_slices: int = 0
 
     def __len__(self) -> int:
@@ -67,15 +67,15 @@ class Cohort:
     def wants_slice(self) -> bool:
         return bool(self.joining or self.running or self.cancelled)
 
-    def slice(self, milliseconds: float) -> Slice:
+    def slice(self, milliseconds: float) -> SamplingSlice:
         """Returns the next slice; joining jobs count as running from here on."""
         joining, cancelled = self.joining, self.cancelled
         self.running |= joining
         self.joining, self.cancelled = {}, []
         jobs = tuple(waiting.job for waiting in joining.values())
-        return Slice(jobs, tuple(cancelled), milliseconds, self.number)
+        return SamplingSlice(jobs, tuple(cancelled), milliseconds, self.number)
 
-    def remove(self, job_id: str) -> Sampling | None:
+    def remove(self, job_id: str) -> SamplingWork | None:
         """Removes the job; the next slice lets the ranks drop it if they hold it."""
         if waiting := self.joining.pop(job_id, None):
             return waiting
@@ -110,21 +110,21 @@ class Cohorts:
     def wants_slice(self) -> bool:
         return any(cohort.wants_slice for cohort in self._all())
 
-    def works(self) -> list[Sampling]:
+    def works(self) -> list[SamplingWork]:
         return [each for cohort in self._all() for each in chain(cohort.joining.values(), cohort.running.values())]
 
-    def add(self, waiting: Sampling) -> None:
+    def add(self, waiting: SamplingWork) -> None:
         most = self._suspects.most_together([waiting.job.job_id])
-        cohort = self._main if most == self._main.most else self._with_room(most)
+        cohort = self._main if most == self._main.max_jobs else self._with_room(most)
         cohort.joining[waiting.job.job_id] = waiting
         self._cohort_of[waiting.job.job_id] = cohort
 
-    def cancel(self, job_id: str) -> Sampling | None:
+    def cancel(self, job_id: str) -> SamplingWork | None:
         """Removes the job and returns it, or None if it is unknown."""
         cohort = self._cohort_of.pop(job_id, None)
         return None if cohort is None else cohort.remove(job_id)
 
-    def ended(self, job_id: str) -> Sampling | None:
+    def ended(self, job_id: str) -> SamplingWork | None:
         """Removes a job that the ranks have finished and returns it; None if it was cancelled meanwhile."""
         cohort = self._cohort_of.get(job_id)
         if cohort is None or job_id not in cohort.running:
@@ -144,14 +144,14 @@ class Cohorts:
 
     def _next_apart(self) -> Cohort:
         cohort = next(iter(self._apart.values()))
-        if cohort.num_slices == cohort.turn:
-            cohort.turn, cohort.num_slices = 2 * cohort.turn, 0
+        if cohort.num_slices == cohort.turn_slices:
+            cohort.turn_slices, cohort.num_slices = 2 * cohort.turn_slices, 0
             self._apart.move_to_end(cohort.number)
             cohort = next(iter(self._apart.values()))
         cohort.num_slices += 1
         return cohort
 
-    def lose_all(self) -> list[str]:
+    def drop_running(self) -> list[str]:
         """Lets the ranks drop every running job, because their progress is unknown; returns the jobs' ids."""
         lost = []
         for cohort in self._all():
@@ -166,8 +166,8 @@ class Cohorts:
     def _with_room(self, most: float) -> Cohort:
         """Returns a cohort apart that can take a suspect allowed to run with at most `most` jobs."""
         for cohort in self._apart.values():
-            if len(cohort) < min(cohort.most, most):
-                cohort.most = min(cohort.most, most)
+            if len(cohort) < min(cohort.max_jobs, most):
+                cohort.max_jobs = min(cohort.max_jobs, most)
                 return cohort
         cohort = Cohort(next(self._numbers), most)
         self._apart[cohort.number] = cohort

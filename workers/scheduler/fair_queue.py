@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .work import Line, PassWork
+from .work import PassWorkItem, RunQueue
 
 _TURNS_PER_PASS = 4
 _SHORT_PER_PASS = 16
@@ -23,8 +23,8 @@ class PassLimits:
     tenant_weights: as in DispatchConfig.
     """
 
-    tokens: int
-    runs: int
+    max_tokens: int
+    max_runs: int
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     def quantum(self, tenant_id: str) -> float:
@@ -33,36 +33,36 @@ class PassLimits:
         """
         heaviest = max(1.0, *self.tenant_weights.values()) if self.tenant_weights else 1.0
         weight = self.tenant_weights.get(tenant_id, 1.0) / heaviest
-        return weight * self.tokens / min(_TURNS_PER_PASS, self.runs)
+        return weight * self.max_tokens / min(_TURNS_PER_PASS, self.max_runs)
 
-    def is_cut(self, work: PassWork) -> bool:
+    def may_be_split(self, work: PassWorkItem) -> bool:
         """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
         return work.tokens > self.quarter
 
-    def is_short(self, work: PassWork) -> bool:
+    def is_short(self, work: PassWorkItem) -> bool:
         """True if the operation should run in the very next pass."""
         if work.begun:
             return False
         return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
 
-    def allows(self, short: PassWork, taken: int) -> bool:
+    def allows_short(self, short: PassWorkItem, taken: int) -> bool:
         """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
         return taken + short.tokens <= self._short_tokens
 
     @property
     def half(self) -> float:
-        return self.tokens / 2
+        return self.max_tokens / 2
 
     @property
     def quarter(self) -> float:
-        return self.tokens / _TURNS_PER_PASS
+        return self.max_tokens / _TURNS_PER_PASS
 
     @property
     def _short_tokens(self) -> float:
-        return self.tokens / _SHORT_PER_PASS
+        return self.max_tokens / _SHORT_PER_PASS
 
 
-class Tenant:
+class TenantShare:
     """A tenant's place in the round robin.
 
     credit: tokens that it may still take; negative if it owes some.
@@ -74,54 +74,54 @@ class Tenant:
     def __init__(self, tenant_id: str, limits: PassLimits) -> None:
         self.tenant_id = tenant_id
         self._quantum = limits.quantum(tenant_id)
-        self._most_advance = limits.tokens
+        self._most_advance = limits.max_tokens
         self.credit = self._quantum
         self.advance: float = self._most_advance
-        self.lines: OrderedDict[str, Line] = OrderedDict()
-        self.short: OrderedDict[str, Line] = OrderedDict()
+        self.lines: OrderedDict[str, RunQueue] = OrderedDict()
+        self.short: OrderedDict[str, RunQueue] = OrderedDict()
 
     def end_turn(self) -> None:
         """Starts the next turn: debt is kept, unused credit is lost."""
         self.credit = min(self.credit, 0.0) + self._quantum
         self.advance = min(self._most_advance, self.advance + self._quantum)
 
-    def next_short(self) -> Line | None:
+    def next_short(self) -> RunQueue | None:
         return next(iter(self.short.values()), None)
 
 
-class Shares:
+class FairQueue:
     """Tenants in the order of their turns. A tenant without work loses its credit, and is kept as long as it owes
     tokens.
     """
 
     def __init__(self, limits: PassLimits) -> None:
         self._limits = limits
-        self._tenants: OrderedDict[str, Tenant] = OrderedDict()
-        self._hurried: OrderedDict[str, Tenant] = OrderedDict()
+        self._tenants: OrderedDict[str, TenantShare] = OrderedDict()
+        self._hurried: OrderedDict[str, TenantShare] = OrderedDict()
         self._num_lines = 0
 
     def __bool__(self) -> bool:
         return self._num_lines > 0
 
-    def add(self, line: Line) -> None:
+    def add(self, line: RunQueue) -> None:
         """Adds a line whose head is an operation, behind the tenant's other lines."""
         tenant = self._tenants.get(line.tenant_id)
         if tenant is None:
-            tenant = self._tenants[line.tenant_id] = Tenant(line.tenant_id, self._limits)
+            tenant = self._tenants[line.tenant_id] = TenantShare(line.tenant_id, self._limits)
         tenant.lines[line.key] = line
         self._num_lines += 1
         if self._limits.is_short(line.operation):
             tenant.short[line.key] = line
             self._hurried[line.tenant_id] = tenant
 
-    def remove(self, line: Line) -> None:
+    def remove(self, line: RunQueue) -> None:
         tenant = self._tenants[line.tenant_id]
         del tenant.lines[line.key]
         self._num_lines -= 1
         if tenant.short.pop(line.key, None) is not None and not tenant.short:
             del self._hurried[line.tenant_id]
 
-    def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[Tenant, Line] | None:
+    def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[TenantShare, RunQueue] | None:
         """Returns the tenant whose turn it is and its next run; None if no operation is ready.
 
         Args:
@@ -147,10 +147,10 @@ class Shares:
         tenant.end_turn()
         self._tenants.move_to_end(tenant.tenant_id)
 
-    def _first(self) -> Tenant:
+    def _first(self) -> TenantShare:
         return next(iter(self._tenants.values()))
 
-    def hurried(self) -> Iterator[Tenant]:
+    def tenants_with_short_work(self) -> Iterator[TenantShare]:
         """Yields tenants with short operations and an advance left. A tenant at which the caller stops is first next
         time.
         """

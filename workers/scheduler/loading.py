@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from ..planner.footprint import available_bytes, gigabytes, planned_bytes
 from ..pools.base import WorkerDied, WorkerError
-from ..protocol.config import WorkerConfig
+from ..protocol.worker_config import WorkerConfig
 
-MOST_TRIES = 4
+MAX_TRIES = 4
 """The retries follow pauses of 1, 2 and 4 seconds."""
 
 Loaded = TypeVar("Loaded")
@@ -19,7 +19,7 @@ async def load(
     name: str,
     attempt: Callable[[], Awaitable[Loaded]],
     on_progress: Callable[[str], None],
-    most_tries: int = MOST_TRIES,
+    most_tries: int = MAX_TRIES,
 ) -> Loaded:
     """Loads the model with retries.
 
@@ -33,7 +33,7 @@ async def load(
         try:
             return await attempt()
         except (WorkerDied, EOFError, ConnectionError) as error:
-            reason = why_not(error, config)
+            reason = failure_reason(error, config)
             if number == most_tries:
                 tried = f", tried {number} times" if number > 1 else ""
                 raise ValueError(f"base model {name} does not load from {source}{tried}: {reason}") from error
@@ -45,7 +45,7 @@ async def load(
     raise AssertionError("each try ends in a result or an error")
 
 
-def why_not(error: Exception, config: WorkerConfig) -> str:
+def failure_reason(error: Exception, config: WorkerConfig) -> str:
     """Explains the failure for the operator who can do something about it."""
     words = str(error)
     if not isinstance(error, WorkerDied | WorkerError | ValueError):

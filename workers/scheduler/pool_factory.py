@@ -17,15 +17,15 @@ from ..pools.local import LocalPool
 from ..pools.ray.cluster import RayCluster
 from ..pools.ray.pool import RayPool
 from ..pools.remote.pool import RemotePool
-from ..protocol.config import DispatchConfig, KeptAt, RoleGroup, SamplingConfig, WorkerConfig
 from ..protocol.parallel_spec import SINGLE
+from ..protocol.worker_config import DispatchConfig, KeptWorkersAddress, RoleGroup, SamplingConfig, WorkerConfig
 from ..shapes.draft_spec import check_drafts
 from ..shapes.model_shape import model_directory, read_model
 
 logger = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class PoolFactory(Protocol):
     async def open(self) -> None:
         """Checks the configuration and prepares to create pools.
 
@@ -43,11 +43,11 @@ class Source(Protocol):
         ...
 
 
-def source_of(config: DispatchConfig) -> Source:
-    return Started(config) if config.kept is None else Kept(config, config.kept)
+def pool_factory_of(config: DispatchConfig) -> PoolFactory:
+    return StartedPools(config) if config.kept is None else KeptPools(config, config.kept)
 
 
-class Started:
+class StartedPools:
     """Creates pools of processes of this machine, or of Ray actors."""
 
     def __init__(self, config: DispatchConfig) -> None:
@@ -61,10 +61,10 @@ class Started:
         for model in self._config.models:
             _check_layout(model, is_local=self._cluster is None)
         _check_roles(self._config)
-        for model in (*of_policies(self._config), *_of_roles(self._config).values()):
+        for model in (*policy_configs(self._config), *_all_role_configs(self._config).values()):
             _check_drafts(model)
         _check_samplers(self._config)
-        groups = _copies(self._config)
+        groups = _rank_configs(self._config)
         check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
         copies = [copy for group in groups for copy in group]
         if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
@@ -75,11 +75,11 @@ class Started:
     def new_pool(self, group: str, model: WorkerConfig) -> Pool:
         spec = PoolSpec(
             worker=self._config.worker,
-            configs=_of_ranks(model, is_local=self._cluster is None),
+            configs=_configs_by_rank(model, is_local=self._cluster is None),
             threads=model.threads,
             cpus_per_rank=self._config.ray_cpus_per_rank,
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
-            blocks=model.parallel.blocks,
+            blocks=model.parallel.neighbour_blocks,
         )
         return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
 
@@ -88,10 +88,10 @@ class Started:
             await self._cluster.disconnect()
 
 
-class Kept:
+class KeptPools:
     """Creates pools attached to the workers of another process, which has checked the configuration already."""
 
-    def __init__(self, config: DispatchConfig, at: KeptAt) -> None:
+    def __init__(self, config: DispatchConfig, at: KeptWorkersAddress) -> None:
         self._worker = config.worker
         self._at = at
 
@@ -107,29 +107,29 @@ def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """Yields every group of worker processes by name: for each base model its own, those of roles, then its
     samplers.
     """
-    for model in of_policies(config):
+    for model in policy_configs(config):
         yield model.model.name, model
-        yield from named_roles(config, model).items()
+        yield from role_configs(config, model).items()
         if config.sampling.vllm is None:
-            yield from named_samplers(model, config.sampling)
+            yield from named_sampler_configs(model, config.sampling)
 
 
-def of_policies(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
+def policy_configs(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
     """Returns the configs of the base models' own workers."""
     has_drafts = all("draft" not in group.roles for group in config.role_groups)
     return tuple(model if has_drafts else replace(model, draft_parallel=None) for model in with_threads(config))
 
 
-def named_roles(config: DispatchConfig, model: WorkerConfig) -> dict[str, WorkerConfig]:
+def role_configs(config: DispatchConfig, model: WorkerConfig) -> dict[str, WorkerConfig]:
     """Returns the configs of the base model's groups of roles, by group name."""
-    return {name_of(model, each): roles_apart(config, model, each) for each in config.role_groups}
+    return {role_group_name(model, each): role_config(config, model, each) for each in config.role_groups}
 
 
-def name_of(model: WorkerConfig, group: RoleGroup) -> str:
+def role_group_name(model: WorkerConfig, group: RoleGroup) -> str:
     return f"{model.model.name} ({' and '.join(group.roles)})"
 
 
-def roles_apart(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -> WorkerConfig:
+def role_config(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -> WorkerConfig:
     """Returns the config of the workers of these roles, for one base model."""
     number = [each.model for each in config.models].index(model.model)
     devices = group.devices or (model.device,)
@@ -137,12 +137,12 @@ def roles_apart(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -
     return replace(model, parallel=group.parallel, draft_parallel=of_drafts, device=devices[number % len(devices)])
 
 
-def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tuple[str, WorkerConfig]]:
-    for number, each in enumerate(samplers(model, sampling), start=1):
+def named_sampler_configs(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    for number, each in enumerate(sampler_configs(model, sampling), start=1):
         yield f"{model.model.name} (sampler {number})", each
 
 
-def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
+def sampler_configs(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
     """Returns the configs of the worker processes that only sample this model."""
     apart = replace(model, shared_directories=(), draft_parallel=None)
     if sampling.vllm is not None:
@@ -176,16 +176,16 @@ def _check_drafts(model: WorkerConfig) -> None:
 def _check_roles(config: DispatchConfig) -> None:
     is_local = config.pool == "local"
     try:
-        for group in _of_roles(config).values():
+        for group in _all_role_configs(config).values():
             _check_layout(group, is_local)
     except ValueError as error:
         raise ValueError(f"--role-group: {error}") from None
     if is_local:
-        check_devices({model.model.name: model for model in config.models}, _of_roles(config), "--role-group")
+        check_devices({model.model.name: model for model in config.models}, _all_role_configs(config), "--role-group")
 
 
-def _of_roles(config: DispatchConfig) -> dict[str, WorkerConfig]:
-    return {name: group for model in config.models for name, group in named_roles(config, model).items()}
+def _all_role_configs(config: DispatchConfig) -> dict[str, WorkerConfig]:
+    return {name: group for model in config.models for name, group in role_configs(config, model).items()}
 
 
 def _check_samplers(config: DispatchConfig) -> None:
@@ -198,12 +198,12 @@ def _check_samplers(config: DispatchConfig) -> None:
     except ValueError as error:
         raise ValueError(f"--sampler-parallel: {error}") from None
     if config.pool == "local":
-        training = {model.model.name: model for model in config.models} | _of_roles(config)
-        of_samplers = dict(each for model in config.models for each in named_samplers(model, sampling))
+        training = {model.model.name: model for model in config.models} | _all_role_configs(config)
+        of_samplers = dict(each for model in config.models for each in named_sampler_configs(model, sampling))
         check_devices(training, of_samplers, "--sampler-parallel", "--sampler-device")
 
 
-def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
+def _configs_by_rank(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
     """Returns one config per rank. Ray shows each rank its own GPUs only; on this machine each rank is given a
     different one.
     """
@@ -216,13 +216,13 @@ def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
     )
 
 
-def _copies(config: DispatchConfig) -> list[tuple[WorkerConfig, ...]]:
+def _rank_configs(config: DispatchConfig) -> list[tuple[WorkerConfig, ...]]:
     groups = (
         group
         for model in config.models
-        for group in (model, *named_roles(config, model).values(), *samplers(model, config.sampling))
+        for group in (model, *role_configs(config, model).values(), *sampler_configs(model, config.sampling))
     )
-    return [_of_ranks(group, is_local=config.pool == "local") for group in groups]
+    return [_configs_by_rank(group, is_local=config.pool == "local") for group in groups]
 
 
 def num_cores() -> int:
@@ -235,7 +235,7 @@ def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
 
     These are the ranks of the largest group if groups take turns on devices, else all ranks.
     """
-    num_ranks = [len(group) for group in _copies(config)]
+    num_ranks = [len(group) for group in _rank_configs(config)]
     together = max(num_ranks, default=1) if config.shared_devices == "turns" else sum(num_ranks)
     share = max(1, num_cores() // max(1, together))
     return tuple(replace(model, threads=model.threads or share) for model in config.models)

@@ -42,14 +42,14 @@ class Suspects:
         """Makes every member of the fatal call a suspect, with its position at the time."""
         now = time.monotonic()
         self._accused = {key: each for key, each in self._accused.items() if now - each.at < _REMEMBERED_SECONDS}
-        most_together = max(1, int(len(positions) // self._shrinks))
-        self._accused |= {key: _Accusation(at, most_together, now) for key, at in positions.items()}
+        max_together = max(1, int(len(positions) // self._shrinks))
+        self._accused |= {key: _Accusation(at, max_together, now) for key, at in positions.items()}
 
     def most_together(self, keys: Iterable[str]) -> float:
         """Returns how many keys may run together if these are among them."""
         return min((self._accused[key].most_together for key in keys if key in self._accused), default=math.inf)
 
-    def passed(self, key: str, position: int | None) -> None:
+    def record_progress(self, key: str, position: int | None) -> None:
         """Clears the key if this position is past the one at which it was accused."""
         accusation = self._accused.get(key)
         if accusation is not None and _is_past(accusation, position):

@@ -5,17 +5,17 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..protocol.verbs import Part, Step
-from .fair_queue import PassLimits, Shares, Tenant
+from ..protocol.calls import OperationPart, OptimizerStep
+from .fair_queue import FairQueue, PassLimits, TenantShare
 from .timeouts import cost_of
-from .work import Line, PassWork, Snapshot, Verb, Work
+from .work import PassWorkItem, RunQueue, SnapshotRequest, WorkerCall, WorkItem
 
 
 @dataclass(eq=False)
-class Piece:
+class OperationChunk:
     """The chunk of an operation that one pass runs: its data from first_datum up to, not including, end."""
 
-    work: PassWork
+    work: PassWorkItem
     first_datum: int
     end: int
 
@@ -28,14 +28,14 @@ class Piece:
         return cost_of(self.work.lengths[self.first_datum : self.end], self.work.item.forward_only)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> OperationPart:
         request = self.work.item
         if self.first_datum > 0 or not self.last:
             request = replace(request, data=request.data[self.first_datum : self.end])
-        return Part(self.work.operation_id, request, self.first_datum, self.last)
+        return OperationPart(self.work.operation_id, request, self.first_datum, self.last)
 
 
-class Queue:
+class GroupQueue:
     """Holds waiting work. Work that is taken goes to the ranks in one call, and is answered before anything else is
     taken.
 
@@ -48,13 +48,13 @@ class Queue:
         self.num_tokens = 0
         self._limits = limits
         self._suspects = suspects
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, RunQueue] = {}
         # Each line is in one of these, by the type of its head; operations of suspects are in `_apart`.
-        self._shares = Shares(limits)
-        self._apart = _ByTenant()
-        self._steps: dict[str, Line] = {}
-        self._verbs = _ByTenant()
-        self._snapshots = _ByTenant()
+        self._shares = FairQueue(limits)
+        self._suspect_runs = _TenantRoundRobin()
+        self._steps: dict[str, RunQueue] = {}
+        self._verbs = _TenantRoundRobin()
+        self._snapshots = _TenantRoundRobin()
         self._steps_went_last = False
         self._suspect_stepped_last = self._suspect_passed_last = False
 
@@ -75,44 +75,44 @@ class Queue:
 
     @property
     def _wants_pass(self) -> bool:
-        return bool(self._shares or self._apart)
+        return bool(self._shares or self._suspect_runs)
 
-    def works(self) -> list[Work[Any]]:
+    def works(self) -> list[WorkItem[Any]]:
         return [work for line in self._lines.values() for work in line.works]
 
-    def add(self, work: Work[Any]) -> None:
-        line = self._lines.setdefault(work.key, Line(work.key, work.tenant_id))
+    def add(self, work: WorkItem[Any]) -> None:
+        line = self._lines.setdefault(work.key, RunQueue(work.key, work.tenant_id))
         line.works.append(work)
         self.num_works += 1
-        if isinstance(work, PassWork):
+        if isinstance(work, PassWorkItem):
             self.num_tokens += work.tokens
         if len(line.works) == 1:
-            self._file(line)
+            self._enqueue(line)
 
-    def withdraw(self, work: Work[Any]) -> None:
+    def cancel(self, work: WorkItem[Any]) -> None:
         """Drops work that no caller waits for any more, unless the ranks have begun it."""
         line = self._lines.get(work.key)
-        if line is not None and work in line.works and not work.begun:
+        if line is not None and work in line.works and not work.has_begun:
             self.drop(work)
 
-    def drop(self, work: Work[Any]) -> None:
+    def drop(self, work: WorkItem[Any]) -> None:
         """Removes the rest of this work from the queue."""
         line = self._lines[work.key]
         if work is line.head:
-            self._unfile(line)
+            self._dequeue(line)
             self._end(line)
         else:
             line.works.remove(work)
             self._forget(work)
 
-    def next_verb(self) -> Verb:
+    def next_verb(self) -> WorkerCall:
         return self._verbs.next().head.item
 
-    def take_verb(self) -> Work[Verb]:
+    def take_verb(self) -> WorkItem[WorkerCall]:
         """Takes the next verb: tenants take turns, and a tenant's runs take turns."""
         return self._pop(self._verbs.next())
 
-    def take_snapshot(self) -> Work[Snapshot]:
+    def take_snapshot(self) -> WorkItem[SnapshotRequest]:
         """Takes the next snapshot, by the same turns as verbs; until then only its run is blocked by it."""
         return self._pop(self._snapshots.next())
 
@@ -122,7 +122,7 @@ class Queue:
         """
         return bool(self._steps) and not (self._steps_went_last and self._wants_pass)
 
-    def take_steps(self) -> list[Work[Step]]:
+    def take_steps(self) -> list[WorkItem[OptimizerStep]]:
         """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate."""
         self._steps_went_last = True
         suspects = [line for line in self._steps.values() if line.key in self._suspects]
@@ -130,26 +130,26 @@ class Queue:
         self._suspect_stepped_last = bool(suspects) and not (others and self._suspect_stepped_last)
         return [self._pop(line) for line in (suspects[:1] if self._suspect_stepped_last else others)]
 
-    def take_pass(self) -> list[Piece]:
+    def take_pass(self) -> list[OperationChunk]:
         """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
-        self._suspect_passed_last = bool(self._apart) and not (self._shares and self._suspect_passed_last)
-        forming = _Forming(self._limits)
+        self._suspect_passed_last = bool(self._suspect_runs) and not (self._shares and self._suspect_passed_last)
+        forming = _PassBuilder(self._limits)
         if self._suspect_passed_last:
-            line = self._apart.next()
+            line = self._suspect_runs.next()
             self._take(line, forming, self._limits.quantum(line.tenant_id), self._limits.half)
         else:
             self._fill(forming)
         return list(forming.pieces.values())
 
-    def _fill(self, forming: "_Forming") -> None:
+    def _fill(self, forming: "_PassBuilder") -> None:
         """Fills a pass: first the run whose turn it is, so that it always progresses; then short operations, which wait
         for one pass at most; then other runs by turns until the pass is full.
         """
         first = self._shares.next()
         assert first is not None, "taken only while operations are ready"
         self._move(*first, forming, self._limits.half)
-        self._move_short_ones(forming)
+        self._move_short_operations(forming)
         while (turn := self._shares.next(forming.awaited, forming.may_end)) and forming.admits(
             turn[1].operation, forming.room
         ):
@@ -158,89 +158,89 @@ class Queue:
             # A run with few tokens would otherwise keep the first place for very many passes.
             self._shares.end_turn()
 
-    def _move_short_ones(self, forming: "_Forming") -> None:
+    def _move_short_operations(self, forming: "_PassBuilder") -> None:
         """Moves short operations into the pass; they may use half a pass even if the first sequence left less room."""
         room = max(forming.room, self._limits.half)
-        for tenant in self._shares.hurried():
+        for tenant in self._shares.tenants_with_short_work():
             taken = self._move_short_ones_of(tenant, forming, room)
             if not taken:
                 return
             room -= taken
 
-    def _move_short_ones_of(self, tenant: Tenant, forming: "_Forming", room: float) -> int:
+    def _move_short_ones_of(self, tenant: TenantShare, forming: "_PassBuilder", room: float) -> int:
         taken = 0
         while (line := tenant.next_short()) and forming.admits(line.operation, room - taken):
-            if taken and not self._limits.allows(line.operation, taken):
+            if taken and not self._limits.allows_short(line.operation, taken):
                 break
             taken += self._move(tenant, line, forming, room)
         tenant.advance -= taken
         return taken
 
-    def _move(self, tenant: Tenant, line: Line, forming: "_Forming", room: float) -> int:
+    def _move(self, tenant: TenantShare, line: RunQueue, forming: "_PassBuilder", room: float) -> int:
         tokens = self._take(line, forming, tenant.credit, room)
         tenant.credit -= tokens
-        if line.comes_back:
+        if line.awaits_step_only:
             forming.awaited.add(line.tenant_id)
         return tokens
 
-    def _take(self, line: Line, forming: "_Forming", credit: float, room: float) -> int:
+    def _take(self, line: RunQueue, forming: "_PassBuilder", credit: float, room: float) -> int:
         operation = line.operation
-        self._unfile(line)
+        self._dequeue(line)
         tokens = forming.take(operation, credit, room)
         self.num_tokens -= tokens
-        if operation.taken:
+        if operation.is_taken:
             self._end(line)
         else:
-            self._file(line)
+            self._enqueue(line)
         return tokens
 
-    def _pop(self, line: Line) -> Work[Any]:
+    def _pop(self, line: RunQueue) -> WorkItem[Any]:
         work = line.head
-        self._unfile(line)
+        self._dequeue(line)
         self._end(line)
         return work
 
-    def _end(self, line: Line) -> None:
+    def _end(self, line: RunQueue) -> None:
         """Removes the head of a line that is not filed, and files the line for its next head."""
         self._forget(line.works.popleft())
         if line.works:
-            self._file(line)
+            self._enqueue(line)
         else:
             del self._lines[line.key]
 
-    def _forget(self, work: Work[Any]) -> None:
+    def _forget(self, work: WorkItem[Any]) -> None:
         self.num_works -= 1
-        if isinstance(work, PassWork):
+        if isinstance(work, PassWorkItem):
             self.num_tokens -= work.tokens
 
-    def _file(self, line: Line) -> None:
+    def _enqueue(self, line: RunQueue) -> None:
         match line.head.item:
-            case Step():
+            case OptimizerStep():
                 self._steps[line.key] = line
-            case Verb():
+            case WorkerCall():
                 self._verbs.add(line)
-            case Snapshot():
+            case SnapshotRequest():
                 self._snapshots.add(line)
             case _ if line.key in self._suspects:
-                self._apart.add(line)
+                self._suspect_runs.add(line)
             case _:
                 self._shares.add(line)
 
-    def _unfile(self, line: Line) -> None:
+    def _dequeue(self, line: RunQueue) -> None:
         match line.head.item:
-            case Step():
+            case OptimizerStep():
                 del self._steps[line.key]
-            case Verb():
+            case WorkerCall():
                 self._verbs.remove(line)
-            case Snapshot():
+            case SnapshotRequest():
                 self._snapshots.remove(line)
-            case _ if line in self._apart:  # of a suspect, which it may be no longer
-                self._apart.remove(line)
+            case _ if line in self._suspect_runs:  # of a suspect, which it may be no longer
+                self._suspect_runs.remove(line)
             case _:
                 self._shares.remove(line)
 
 
-class _Forming:
+class _PassBuilder:
     """A pass that is being filled.
 
     room: tokens left; negative after a sequence longer than a pass.
@@ -248,55 +248,55 @@ class _Forming:
     """
 
     def __init__(self, limits: PassLimits) -> None:
-        self.pieces: dict[int, Piece] = {}
+        self.pieces: dict[int, OperationChunk] = {}
         self.awaited: set[str] = set()
-        self.room: float = limits.tokens
+        self.room: float = limits.max_tokens
         self._limits = limits
         self._runs: set[str] = set()
 
     @property
     def may_end(self) -> bool:
-        return self.room <= self._limits.tokens - self._limits.quarter
+        return self.room <= self._limits.max_tokens - self._limits.quarter
 
-    def admits(self, work: PassWork, room: float) -> bool:
-        tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens
+    def admits(self, work: PassWorkItem, room: float) -> bool:
+        tokens = work.lengths[work.num_taken] if self._limits.may_be_split(work) else work.tokens
         return tokens <= room and self.has_slot(work.key)
 
     def has_slot(self, run_id: str) -> bool:
-        return run_id in self._runs or len(self._runs) < self._limits.runs
+        return run_id in self._runs or len(self._runs) < self._limits.max_runs
 
-    def take(self, work: PassWork, credit: float, room: float) -> int:
+    def take(self, work: PassWorkItem, credit: float, room: float) -> int:
         """Puts data of the operation into the pass and returns their tokens.
 
         An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
         """
-        piece = self.pieces.setdefault(work.operation_id, Piece(work, work.num_taken, 0))
-        tokens = work.take(credit, room) if self._limits.is_cut(work) else work.take_all()
+        piece = self.pieces.setdefault(work.operation_id, OperationChunk(work, work.num_taken, 0))
+        tokens = work.take(credit, room) if self._limits.may_be_split(work) else work.take_all()
         piece.end = work.num_taken
         self.room -= tokens
         self._runs.add(work.key)
         return tokens
 
 
-class _ByTenant:
+class _TenantRoundRobin:
     """Lines ordered by turns of tenants, and inside a tenant by turns of its runs."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[str, Line]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[str, RunQueue]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def __contains__(self, line: Line) -> bool:
+    def __contains__(self, line: RunQueue) -> bool:
         return line.key in self._tenants.get(line.tenant_id, ())
 
-    def add(self, line: Line) -> None:
+    def add(self, line: RunQueue) -> None:
         self._tenants.setdefault(line.tenant_id, OrderedDict())[line.key] = line
 
-    def next(self) -> Line:
+    def next(self) -> RunQueue:
         return next(iter(next(iter(self._tenants.values())).values()))
 
-    def remove(self, line: Line) -> None:
+    def remove(self, line: RunQueue) -> None:
         lines = self._tenants[line.tenant_id]
         del lines[line.key]
         self._tenants.move_to_end(line.tenant_id)

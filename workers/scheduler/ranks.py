@@ -9,9 +9,9 @@ from typing import Any
 
 from ...schemas.training import ForwardBackwardOutput
 from ..pools.base import PerRank, Pool, WorkerDied
+from ..protocol.calls import DataShare, Failure, OperationPart, Pass, RankOutput, SampleJob, SamplingSlice, SliceResult
 from ..protocol.parallel_spec import ParallelSpec
-from ..protocol.shared_fs import Landmark
-from ..protocol.verbs import Failure, Part, Pass, SampleJob, Share, SharedOutput, Slice, SliceResult
+from ..protocol.shared_fs import SharedFileProbe
 
 
 class Ranks:
@@ -26,7 +26,7 @@ class Ranks:
         self._pool = pool
         self._spec = spec
         self._shared_directories = shared_directories
-        self._samplers = _Samplers(spec)
+        self._samplers = _JobPlacement(spec)
 
     @property
     def death(self) -> "asyncio.Future[WorkerDied]":
@@ -52,9 +52,9 @@ class Ranks:
         await self._pool.start(loading_seconds)
         try:
             if self._pool.is_kept:
-                await self._pool.call("start_over", hang_seconds=call_seconds)
+                await self._pool.call("reset", hang_seconds=call_seconds)
             elif self._spec.num_ranks > 1:
-                [address, *_] = await self._pool.call("meet", hang_seconds=loading_seconds)
+                [address, *_] = await self._pool.call("open_rendezvous", hang_seconds=loading_seconds)
                 await self._pool.call("load", address, hang_seconds=loading_seconds)
             for directory in self._shared_directories:
                 await self._check_shared(directory, call_seconds)
@@ -63,9 +63,9 @@ class Ranks:
             raise
 
     async def _check_shared(self, directory: str, hang_seconds: float) -> None:
-        landmark = await asyncio.to_thread(Landmark.left_in, directory)
+        landmark = await asyncio.to_thread(SharedFileProbe.write_into, directory)
         try:
-            for rank, trouble in enumerate(await self._pool.call("look_for", landmark, hang_seconds=hang_seconds)):
+            for rank, trouble in enumerate(await self._pool.call("check_shared", landmark, hang_seconds=hang_seconds)):
                 if trouble is not None:
                     raise ValueError(
                         f"{directory} is not shared with rank {rank}: {trouble}; ranks read and write there: mount one "
@@ -85,28 +85,28 @@ class Ranks:
         [answer, *_] = await self._answers(method, *arguments, hang_seconds=hang_seconds)
         return answer
 
-    async def of_each(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
+    async def call_each(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
         """Calls the method on all ranks and returns every rank's answer."""
         return await self._answers(method, *arguments, hang_seconds=hang_seconds)
 
     async def run_pass(self, work: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
         if self._spec.num_ranks == 1:
             return await self.call("run_pass", work, hang_seconds=hang_seconds)
-        shares = shared_out(work, self._spec.num_shares)
-        of_ranks = PerRank(tuple(shares[self._spec.share_of(rank)] for rank in range(self._spec.num_ranks)))
+        shares = split_pass(work, self._spec.num_data_shares)
+        of_ranks = PerRank(tuple(shares[self._spec.data_share_of(rank)] for rank in range(self._spec.num_ranks)))
         answers = await self._answers("run_pass", of_ranks, hang_seconds=hang_seconds)
-        return [_joined(of_part) for of_part in zip(*answers, strict=True)]
+        return [_merge_answers(of_part) for of_part in zip(*answers, strict=True)]
 
-    async def run_slice(self, work: Slice, hang_seconds: float) -> SliceResult:
+    async def run_slice(self, work: SamplingSlice, hang_seconds: float) -> SliceResult:
         if self._spec.num_ranks == 1:
             return await self.call("sample_slice", work, hang_seconds=hang_seconds)
-        of_ranks = PerRank(self._samplers.shared_out(work))
+        of_ranks = PerRank(self._samplers.split(work))
         results = await self._answers("sample_slice", of_ranks, hang_seconds=hang_seconds)
-        return self._samplers.joined(results)
+        return self._samplers.merge(results)
 
     async def _answers(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
         """Returns all answers. If some ranks fail and others do not, kills all: their states would diverge."""
-        answers = await self._pool.answers(method, *arguments, hang_seconds=hang_seconds)
+        answers = await self._pool.call_all(method, *arguments, hang_seconds=hang_seconds)
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if len(errors) == len(answers):
             raise errors[0]
@@ -116,7 +116,7 @@ class Ranks:
         return answers
 
 
-def shared_out(work: Pass, num_shares: int) -> list[Pass]:
+def split_pass(work: Pass, num_shares: int) -> list[Pass]:
     """Splits the data of all parts into shares with about equal numbers of tokens.
 
     Greedy: the longest first, each to the share with the fewest tokens so far.
@@ -139,14 +139,14 @@ def _share_of(work: Pass, places: list[tuple[int, int]]) -> Pass:
     return Pass(tuple(_part_of(part, numbers) for part, numbers in zip(work.parts, by_part, strict=True)))
 
 
-def _part_of(part: Part, indices: list[int]) -> Part:
+def _part_of(part: OperationPart, indices: list[int]) -> OperationPart:
     whole = part.share
-    share = Share(tuple(whole.numbers[j] for j in indices), whole.num_data)
+    share = DataShare(tuple(whole.indices[j] for j in indices), whole.num_data)
     request = replace(part.request, data=tuple(part.request.data[j] for j in indices))
     return replace(part, request=request, shared=share)
 
 
-def _joined(answers: Sequence[SharedOutput | Failure | None]) -> ForwardBackwardOutput | Failure | None:
+def _merge_answers(answers: Sequence[RankOutput | Failure | None]) -> ForwardBackwardOutput | Failure | None:
     """Merges the ranks' answers to one part.
 
     Ranks agree on failures. Each has the outputs of its share; ranks with the same share may each have different
@@ -154,20 +154,20 @@ def _joined(answers: Sequence[SharedOutput | Failure | None]) -> ForwardBackward
     """
     outputs: dict[int, Mapping[str, Any]] = {}
     for answer in answers:
-        if not isinstance(answer, SharedOutput):
+        if not isinstance(answer, RankOutput):
             return answer
         for number, output in answer.outputs.items():
             outputs[number] = {**outputs.get(number, {}), **output}
-    assert isinstance(answers[0], SharedOutput)
+    assert isinstance(answers[0], RankOutput)
     return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), answers[0].metrics)
 
 
-class _Samplers:
+class _JobPlacement:
     """Assigns sampling jobs to ranks. The ranks of a tp or ep group decode the same jobs together."""
 
     def __init__(self, spec: ParallelSpec) -> None:
         self._team_of = [0] * spec.num_ranks
-        teams = spec.groups(("ep", "tp"))
+        teams = spec.rank_groups(("ep", "tp"))
         for number, ranks in enumerate(teams):
             for rank in ranks:
                 self._team_of[rank] = number
@@ -176,13 +176,13 @@ class _Samplers:
         self._tokens = [0] * len(teams)
         self._tokens_of_job: dict[str, int] = {}
 
-    def shared_out(self, work: Slice) -> tuple[Slice, ...]:
+    def split(self, work: SamplingSlice) -> tuple[SamplingSlice, ...]:
         joining: list[list[SampleJob]] = [[] for _ in self._tokens]
         for job in work.join:
             joining[self._place(job)].append(job)
         return tuple(replace(work, join=tuple(joining[team])) for team in self._team_of)
 
-    def joined(self, results: Sequence[SliceResult]) -> SliceResult:
+    def merge(self, results: Sequence[SliceResult]) -> SliceResult:
         of_teams = [results[rank] for rank in self._first_of]
         finished = {job_id: answer for result in of_teams for job_id, answer in result.finished.items()}
         for job_id in finished:

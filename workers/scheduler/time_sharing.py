@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-class Turns:
+class TimeShares:
     """Shares the ranks' time between kinds of work: of those that have work, the one that has used the least time goes
     next.
 
@@ -21,5 +21,5 @@ class Turns:
             self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
         return kind
 
-    def spent(self, kind: str, seconds: float) -> None:
+    def charge(self, kind: str, seconds: float) -> None:
         self._seconds[kind] += seconds

@@ -5,7 +5,7 @@ Generous, because a rank that times out is killed and loses its memory. Limits f
 
 from collections.abc import Sequence
 
-from ..protocol.config import WorkerConfig
+from ..protocol.worker_config import WorkerConfig
 
 # Limit, as a multiple of the slowest known call of that size.
 _FACTOR = 4.0
@@ -22,12 +22,12 @@ _UNSEEN_SECONDS = 0.2
 # may have to be reloaded from disk; and for loading a model.
 _FILES, _RUN, _LOADING = 10, 1 / 8, 120
 _OF_FILES = frozenset(
-    {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "start_over", "offload"}
+    {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "reset", "offload"}
     | {"begin_snapshot", "export_adapter", "import_adapter"}
 )
 
 
-class Patience:
+class CallTimeouts:
     """The time limits of one group's calls, in seconds.
 
     Every call may take hang_seconds beyond its work, and more if its models have to be reloaded.
@@ -37,22 +37,22 @@ class Patience:
         self._base = config.hang_seconds
         self._moving_seconds = 0.0
         self.loading_seconds = _LOADING * self._base
-        self.passes = Seen(_UNSEEN_SECONDS)
-        self.slices = Seen(_UNSEEN_SECONDS * config.prefill_chunk_tokens)
+        self.passes = ObservedDurations(_UNSEEN_SECONDS)
+        self.slices = ObservedDurations(_UNSEEN_SECONDS * config.prefill_chunk_tokens)
 
-    def with_pass(self, cost: float, num_runs: int) -> float:
-        return self.with_steps(num_runs) + self.passes.bound(cost)
+    def for_pass(self, cost: float, num_runs: int) -> float:
+        return self.for_steps(num_runs) + self.passes.limit(cost)
 
-    def with_steps(self, num_runs: int) -> float:
+    def for_steps(self, num_runs: int) -> float:
         return self._moving_seconds + self._base * (1 + num_runs * _RUN)
 
-    def with_slice(self, budget_milliseconds: float) -> float:
-        return self._moving_seconds + self._base + budget_milliseconds / 1000 + self.slices.bound(1.0)
+    def for_slice(self, budget_milliseconds: float) -> float:
+        return self._moving_seconds + self._base + budget_milliseconds / 1000 + self.slices.limit(1.0)
 
-    def with_verb(self, method: str) -> float:
+    def for_verb(self, method: str) -> float:
         return self._moving_seconds + self._base * (_FILES if method in _OF_FILES else 1)
 
-    def moved(self, seconds: float) -> None:
+    def record_move(self, seconds: float) -> None:
         """Records how long it took to move on and off the device; every call may have to wait for that."""
         self._moving_seconds = max(_FACTOR * seconds, _MEMORY * self._moving_seconds)
 
@@ -64,7 +64,7 @@ def cost_of(lengths: Sequence[int], forward_only: bool) -> float:
     return sum(lengths) * (1 + max(lengths) / _LONG) * (1 if forward_only else _BACKWARD)
 
 
-class Seen:
+class ObservedDurations:
     """Records how long calls took, by size (at least 1): the slowest recent one of each power of two.
 
     unseen_seconds: assumed for a size of 1 before the first call.
@@ -75,11 +75,11 @@ class Seen:
         # Keyed by the bit length of the size.
         self._slowest: dict[int, float] = {}
 
-    def took(self, size: float, seconds: float) -> None:
+    def record(self, size: float, seconds: float) -> None:
         bits = int(size).bit_length()
         self._slowest[bits] = max(seconds, _MEMORY * self._slowest.get(bits, 0.0))
 
-    def bound(self, size: float) -> float:
+    def limit(self, size: float) -> float:
         """Returns a time limit for a call of this size.
 
         Time grows at most linearly with size and never shrinks with it, so every size seen gives a bound.

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ...schemas.training import ForwardBackwardRequest
-from ..protocol.verbs import Contents, Step
+from ..protocol.calls import OptimizerStep, SavedContents
 
 
 @dataclass(frozen=True)
-class Verb:
+class WorkerCall:
     """A call of a worker's method for one run or adapter.
 
     creates, drops: the id that the worker holds, or no longer holds, after it.
@@ -23,19 +23,19 @@ class Verb:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class SnapshotRequest:
     """Writes the run as of the work before it into `directory`, while the worker does other work."""
 
     directory: str
-    contents: Contents = "all"
+    contents: SavedContents = "all"
 
 
-Item = ForwardBackwardRequest | Step | Verb | Snapshot
+Item = ForwardBackwardRequest | OptimizerStep | WorkerCall | SnapshotRequest
 ItemT = TypeVar("ItemT", bound=Item)
 
 
 @dataclass(eq=False)
-class Work(Generic[ItemT]):
+class WorkItem(Generic[ItemT]):
     """An item that waits for the ranks, with the future of its answer.
 
     key: the run (or adapter), whose work runs in the order of arrival.
@@ -47,13 +47,13 @@ class Work(Generic[ItemT]):
     answer: "asyncio.Future[Any]"
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """True if the ranks have received a part of it, so that it must be finished."""
         return False
 
 
 @dataclass(eq=False)
-class PassWork(Work[ForwardBackwardRequest]):
+class PassWorkItem(WorkItem[ForwardBackwardRequest]):
     """A forward or forward_backward, whose data are put into passes one datum at a time.
 
     lengths: tokens of each datum.
@@ -75,7 +75,7 @@ class PassWork(Work[ForwardBackwardRequest]):
         return self.num_taken > 0
 
     @property
-    def taken(self) -> bool:
+    def is_taken(self) -> bool:
         return self.num_taken == len(self.lengths)
 
     def take(self, enough: float, room: float) -> int:
@@ -85,7 +85,7 @@ class PassWork(Work[ForwardBackwardRequest]):
             their tokens.
         """
         tokens = 0
-        while not self.taken and (not tokens or (tokens < enough and tokens + self.lengths[self.num_taken] <= room)):
+        while not self.is_taken and (not tokens or (tokens < enough and tokens + self.lengths[self.num_taken] <= room)):
             tokens += self.lengths[self.num_taken]
             self.num_taken += 1
         return self._pay(tokens)
@@ -100,25 +100,29 @@ class PassWork(Work[ForwardBackwardRequest]):
 
 
 @dataclass(eq=False)
-class Line:
+class RunQueue:
     """Holds the work of one run, in order. Only the head can run: an optimizer step or verb blocks what follows until
     answered.
     """
 
     key: str
     tenant_id: str
-    works: deque[Work[Any]] = field(default_factory=deque)
+    works: deque[WorkItem[Any]] = field(default_factory=deque)
 
     @property
-    def head(self) -> Work[Any]:
+    def head(self) -> WorkItem[Any]:
         return self.works[0]
 
     @property
-    def comes_back(self) -> bool:
+    def awaits_step_only(self) -> bool:
         """True if the run's next forward_backward waits only for an optimizer step, which runs before the next pass."""
-        return len(self.works) > 1 and isinstance(self.head.item, Step) and isinstance(self.works[1], PassWork)
+        return (
+            len(self.works) > 1
+            and isinstance(self.head.item, OptimizerStep)
+            and isinstance(self.works[1], PassWorkItem)
+        )
 
     @property
-    def operation(self) -> PassWork:
-        assert isinstance(self.head, PassWork)
+    def operation(self) -> PassWorkItem:
+        assert isinstance(self.head, PassWorkItem)
         return self.head

@@ -1,7 +1,7 @@
 """The layouts that drafts can have on the ranks of a base model. Imports no torch."""
 
 from ..protocol.parallel_spec import ParallelSpec
-from .model_shape import Model, ModelShape
+from .model_shape import ModelDescription, ModelShape
 
 
 def default_draft_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
@@ -11,7 +11,7 @@ def default_draft_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
     return ParallelSpec(replicas=base.num_ranks // sp, sp=sp)
 
 
-def check_drafts(spec: ParallelSpec, base: ParallelSpec, target: Model) -> None:
+def check_drafts(spec: ParallelSpec, base: ParallelSpec, target: ModelDescription) -> None:
     """Raises ValueError if the layout is not possible for the target. A target of another kind than ModelShape is
     checked when it is loaded."""
     if isinstance(target, ModelShape):

@@ -13,13 +13,13 @@ class Norms:
     """Names of a layer's norms by position, before and after attention and the feed-forward part. None = no norm."""
 
     before_attention: str | None = "input_layernorm"
-    behind_attention: str | None = None
+    after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
-    behind_mlp: str | None = None
+    after_mlp: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        every = (self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp)
+        every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return tuple(name for name in every if name is not None)
 
 
@@ -52,12 +52,12 @@ class Family:
     embedding: str | None = None
     norms: Norms = Norms()
     norms_heads: Literal["each", "together"] | None = None
-    adds_one: bool = False
+    norm_weight_plus_one: bool = False
     biases: tuple[str, ...] = ()
     query_bias: bool = False
     is_fused: bool = False
     windows: Literal["every", "by_layer"] | None = None
-    rotates_by_kind: bool = False
+    has_local_rope: bool = False
     activation: str = "silu"
     activation_key: str = "hidden_act"
     sparsity: Literal["some", "all"] | None = None
@@ -172,10 +172,10 @@ FAMILIES: Mapping[str, Family] = {
             "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
         ),
         norms_heads="each",
-        adds_one=True,
+        norm_weight_plus_one=True,
         biases=_ATTENTION,
         windows="by_layer",
-        rotates_by_kind=True,
+        has_local_rope=True,
         activation="gelu_pytorch_tanh",
         activation_key="hidden_activation",
     ),
@@ -232,7 +232,7 @@ LOGIT_DIVISORS: Mapping[str, str] = {
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def other_arithmetic(model_type: str, config: Mapping[str, object]) -> str | None:
+def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:
     """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
     setting."""
     known = LOGIT_SCALES.get(model_type), LOGIT_DIVISORS.get(model_type)

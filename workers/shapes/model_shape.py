@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..protocol.config import ServedModel
-from .families import BY_TRANSFORMERS, FAMILIES, LAYER_TYPES, TEXT_PARTS, Family, other_arithmetic
+from ..protocol.worker_config import ServedModel
+from .families import BY_TRANSFORMERS, FAMILIES, LAYER_TYPES, TEXT_PARTS, Family, unsupported_setting
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
@@ -36,7 +36,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelDescription:
     """Properties of a model of any type.
 
     name: what clients call it. max_positions: its longest context in tokens, None if the config does not say.
@@ -64,7 +64,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape(Model):
+class ModelShape(ModelDescription):
     """Properties of a model of one of FAMILIES.
 
     heads, kv_heads: of queries, and of keys and values. intermediate: features of a dense feed-forward part.
@@ -82,13 +82,13 @@ class ModelShape(Model):
     kv_heads: int
     head_dim: int
     vocab: int
-    tied: bool
+    tied_embeddings: bool
     attention_bias: bool
     output_bias: bool
     mlp_bias: bool
     window: int | None
     experts: Experts | None
-    is_regular: bool
+    uses_fused_layers: bool
 
     @property
     def num_dense_layers(self) -> int:
@@ -96,7 +96,7 @@ class ModelShape(Model):
         return self.num_layers - (len(self.experts.layers) if self.experts else 0)
 
 
-def read_model(served: ServedModel) -> Model:
+def read_model(served: ServedModel) -> ModelDescription:
     """Reads the config.json of a model directory or of the Hugging Face cache, or a config.json given directly.
 
     Returns a ModelShape if its family is one of FAMILIES.
@@ -113,7 +113,7 @@ def read_model(served: ServedModel) -> Model:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not the config of a model: expected an object")
-    return model_of(served.name, config)
+    return describe_model(served.name, config)
 
 
 def _config_file(served: ServedModel) -> Path:
@@ -151,7 +151,7 @@ def model_directory(source: str) -> Path | None:
     return directory if (directory / "config.json").exists() else None
 
 
-def model_of(name: str, config: Mapping[str, object]) -> Model:
+def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     """Returns the model that a config.json describes. Raises ValueError if a number in it is missing or wrong."""
     model_type = type_of(config)
     text = _of_text(config)
@@ -160,8 +160,8 @@ def model_of(name: str, config: Mapping[str, object]) -> Model:
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(_optional(name, text, "max_position_embeddings"), rope)
-        return Model(name, model_type, rope, longest, refusal)
-    return _Reader(name, text, family).shape(model_type, rope)
+        return ModelDescription(name, model_type, rope, longest, refusal)
+    return _ConfigReader(name, text, family).shape(model_type, rope)
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:
@@ -177,7 +177,7 @@ def longest_context(max_positions: int | None, rope: Rope) -> int | None:
     return max_positions
 
 
-class _Reader:
+class _ConfigReader:
     """Reads the fields of a config.json, with the family's defaults for missing ones."""
 
     def __init__(self, name: str, config: Mapping[str, object], family: Family) -> None:
@@ -201,13 +201,13 @@ class _Reader:
             kv_heads=self._number("num_key_value_heads", heads),
             head_dim=self._number("head_dim", hidden // heads),
             vocab=self._number("vocab_size"),
-            tied=self._is("tie_word_embeddings"),
+            tied_embeddings=self._is("tie_word_embeddings"),
             attention_bias=biased or self._family.query_bias,
             output_bias=biased,
             mlp_bias=self._has_bias("mlp_bias"),
             window=self._window(num_layers),
             experts=self._experts(num_layers),
-            is_regular=self._is_regular(),
+            uses_fused_layers=self._is_regular(),
         )
 
     def _is_regular(self) -> bool:
@@ -307,7 +307,7 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     `plan`, `serve` and the ranks all decide by this. Ranks check the modules and numbers in addition, after loading.
     """
     model_type, every = type_of(config), _of_text(config)
-    if (setting := other_arithmetic(model_type, every)) is not None:
+    if (setting := unsupported_setting(model_type, every)) is not None:
         return f"models with {setting} are not supported"
     kinds = every.get("layer_types")
     if isinstance(kinds, list) and (others := sorted(set(map(str, kinds)) - LAYER_TYPES)):

@@ -26,7 +26,7 @@ class Split:
     def own_size(self) -> int:
         return sum(self.sections) // self.size
 
-    def stretches(self, part: int, num_parts: int) -> list[slice]:
+    def slices(self, part: int, num_parts: int) -> list[slice]:
         """Returns this rank's slices of the whole dimension, or those of one of `num_parts` equal parts of them."""
         ends, sizes = accumulate(self.sections), [size // self.size for size in self.sections]
         starts = [end - size * (self.size - self.index) for end, size in zip(ends, sizes, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from ..protocol.parallel_spec import Unit
+from ..protocol.parallel_spec import ShardedUnit
 
 Style = Literal["colwise", "rowwise", "grouped", "replicate"]
 
@@ -23,7 +23,7 @@ class Placement:
     Parameters of experts have one row for each expert in addition, and these rows are divided along ep.
     """
 
-    unit: Unit
+    unit: ShardedUnit
     dim: int
     num_sections: int = 1
     of_heads: bool = False
@@ -61,7 +61,7 @@ PLAN: Mapping[str, Placement] = {
 }
 
 # A pattern for all parameters of a unit.
-PATTERNS: Mapping[Unit, str] = {
+PATTERNS: Mapping[ShardedUnit, str] = {
     "self_attn": "layers.*.self_attn.*",
     "mlp": "layers.*.mlp.*_proj.*",
     "experts": "layers.*.mlp.experts.*",
@@ -73,12 +73,12 @@ def placement_of(name: str) -> Placement | None:
     return next((place for pattern, place in PLAN.items() if fnmatchcase(name, pattern)), None)
 
 
-def replicated_units(overrides: Iterable[str]) -> tuple[Unit, ...]:
+def replicated_units(overrides: Iterable[str]) -> tuple[ShardedUnit, ...]:
     """Returns the units that every rank holds whole, by overrides of the form PATTERN=STYLE; the last one counts.
 
     Patterns match names as `trainhouse plan` shows them. Raises ValueError if an override is wrong.
     """
-    styles: dict[Unit, Style] = {}
+    styles: dict[ShardedUnit, Style] = {}
     for override in overrides:
         pattern, _, style = (word.strip() for word in override.rpartition("="))
         found = [name for name in PLAN if _names(pattern, name)]
@@ -108,7 +108,7 @@ def _check_override(override: str, pattern: str, style: str, found: Sequence[str
     if style != "replicate":
         _check_style(pattern, style, found)
         return
-    units: set[Unit] = {PLAN[name].unit for name in found}
+    units: set[ShardedUnit] = {PLAN[name].unit for name in found}
     for unit in sorted(units):
         whole = [name for name in PLAN if PLAN[name].unit == unit]
         if missing := [name for name in whole if name not in found]:

@@ -1,7 +1,7 @@
 """Chunk sizes for sliding-window attention, shared by the kernels and the planner. Imports no torch."""
 
 # The most scores at a time, where no kernel computes them blockwise.
-MOST_SCORES = 1 << 22
+MAX_SCORES = 1 << 22
 
 # Limits of a mask: the most elements, and the fewest queries.
 _MOST_MASKED, _FEWEST_QUERIES = 1 << 20, 16

@@ -33,19 +33,19 @@ class Matrix(Protocol):
         ...
 
     @property
-    def is_repeated(self) -> bool:
+    def is_replicated_over_tp(self) -> bool:
         """True if all ranks along tp have all of it, and run the same tokens."""
         ...
 
-    def whole(self) -> "Matrix":
+    def unsharded(self) -> "Matrix":
         """Returns the unsplit matrix."""
         ...
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins the parts of all ranks along `axes`, given in rank order."""
         ...
 
-    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields views of this rank's part as the tensors that files have of it."""
         ...
 
@@ -61,15 +61,15 @@ class WholeMatrix:
     key: str
     shape: tuple[int, ...]
     axes: tuple[str, ...] = ()
-    is_repeated: bool = False
+    is_replicated_over_tp: bool = False
 
-    def whole(self) -> "WholeMatrix":
+    def unsharded(self) -> "WholeMatrix":
         return self
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
 
-    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yields it under the name that PEFT gives to modules saved with adapters."""
         yield f"base_model.model.{self.key}", own
 
@@ -77,7 +77,7 @@ class WholeMatrix:
         return saved
 
 
-class Layout:
+class FlatLayout:
     """Places the matrices in flat vectors [size].
 
     regions: the range of all matrices that ranks have different parts of along the same axes, by these axes (often
@@ -89,12 +89,12 @@ class Layout:
         self.matrices = tuple(matrices)
         self.size = 0
         self.regions: dict[tuple[str, ...], slice] = {}
-        self.repeated: list[slice] = []
+        self.replicated: list[slice] = []
         self._starts: dict[Hashable, int] = {}
         self._shapes = {matrix.key: matrix.shape for matrix in self.matrices}
         for axes in sorted({matrix.axes for matrix in self.matrices}):
             first = self.size
-            self.repeated.append(self._placed(axes, is_repeated=True))
+            self.replicated.append(self._placed(axes, is_repeated=True))
             self._placed(axes, is_repeated=False)
             self.regions[axes] = slice(first, self.size)
         self.size = -(-self.size // multiple_of) * multiple_of
@@ -112,7 +112,9 @@ class Layout:
 
     def named_views(self, vector: Tensor) -> dict[str, Tensor]:
         """Returns views of the tensors in a vector [size], by their names in files."""
-        return {name: own for matrix in self.matrices for name, own in matrix.named(self.view(vector, matrix.key))}
+        return {
+            name: own for matrix in self.matrices for name, own in matrix.named_tensors(self.view(vector, matrix.key))
+        }
 
     def copy_parts(self, vector: Tensor, saved: Mapping[str, Tensor], lacking: Collection[str] = ()) -> None:
         """Copies this rank's parts of whole tensors, given by name, into a vector [size].
@@ -121,34 +123,34 @@ class Layout:
             lacking: names of tensors that keep their values.
         """
         for matrix in self.matrices:
-            for name, own in matrix.named(self.view(vector, matrix.key)):
+            for name, own in matrix.named_tensors(self.view(vector, matrix.key)):
                 if name not in lacking:
                     own.copy_(matrix.part_of(name, saved[name]))
 
     @property
     def num_weights(self) -> int:
         """Weights of all matrices, on all ranks together."""
-        return sum(prod(matrix.shape) for matrix in self.whole.matrices)
+        return sum(prod(matrix.shape) for matrix in self.unsharded.matrices)
 
     @cached_property
-    def whole(self) -> "Layout":
+    def unsharded(self) -> "FlatLayout":
         """The unsplit layout; this one if it is not split."""
-        return Layout([matrix.whole() for matrix in self.matrices]) if any(self.regions) else self
+        return FlatLayout([matrix.unsharded() for matrix in self.matrices]) if any(self.regions) else self
 
     def whole_vector(self, vector: Tensor, mesh: Mesh) -> Tensor:
         """Returns the vector in the unsplit layout, given each rank's vector [size].
 
         All ranks call it together. If the layout is not split, the result is the vector itself.
         """
-        if self.whole is self:
+        if self.unsharded is self:
             return vector
-        result = vector.new_zeros(self.whole.size)
+        result = vector.new_zeros(self.unsharded.size)
         for axes, region in self.regions.items():
-            vectors = mesh.along(*axes).joined(vector[region][None]).unbind() if axes else (vector[region],)
+            vectors = mesh.along(*axes).all_gather(vector[region][None]).unbind() if axes else (vector[region],)
             for matrix in self.matrices:
                 if matrix.axes == axes:
                     parts = [self.view(each, matrix.key, region.start) for each in vectors]
-                    self.whole.view(result, matrix.key).copy_(matrix.joined(parts))
+                    self.unsharded.view(result, matrix.key).copy_(matrix.join(parts))
         return result
 
     def whole_on_first(self, vector: Tensor, mesh: Mesh) -> Tensor | None:
@@ -156,14 +158,14 @@ class Layout:
 
         Matrices are gathered one at a time, to the first rank only.
         """
-        if self.whole is self:
+        if self.unsharded is self:
             return vector.cpu() if mesh.is_first else None
-        result = vector.new_zeros(self.whole.size, device="cpu") if mesh.is_first else None
+        result = vector.new_zeros(self.unsharded.size, device="cpu") if mesh.is_first else None
         for matrix in self.matrices:
             team = mesh.along(*matrix.axes)
-            parts = team.at_first(self.view(vector, matrix.key)) if team.ranks[0] == 0 else None
+            parts = team.gather_at_first(self.view(vector, matrix.key)) if team.ranks[0] == 0 else None
             if result is not None and parts is not None:
-                self.whole.view(result, matrix.key).copy_(matrix.joined(parts))
+                self.unsharded.view(result, matrix.key).copy_(matrix.join(parts))
         return result
 
     def whole_matrices(self, vector: Tensor, mesh: Mesh) -> Iterator[tuple[Matrix, Tensor]]:
@@ -171,16 +173,16 @@ class Layout:
 
         A matrix that ranks have no parts of is a view of the vector.
         """
-        for matrix, whole in zip(self.matrices, self.whole.matrices, strict=True):
+        for matrix, whole in zip(self.matrices, self.unsharded.matrices, strict=True):
             own = self.view(vector, matrix.key)
             if matrix.axes:
-                own = matrix.joined(mesh.along(*matrix.axes).joined(own[None]).unbind())
+                own = matrix.join(mesh.along(*matrix.axes).all_gather(own[None]).unbind())
             yield whole, own
 
     def _placed(self, axes: tuple[str, ...], is_repeated: bool) -> slice:
         first = self.size
         for matrix in self.matrices:
-            if matrix.axes == axes and matrix.is_repeated == is_repeated:
+            if matrix.axes == axes and matrix.is_replicated_over_tp == is_repeated:
                 self._starts[matrix.key] = self.size
                 self.size += _aligned(prod(matrix.shape))
         return slice(first, self.size)

@@ -5,21 +5,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..ops.quantized import functional
+from ..ops.quantized import bitsandbytes_functional
 
 
-class Moments(Protocol):
+class MomentFormat(Protocol):
     """A storage format of AdamW's moments; names are exp_avg and exp_avg_sq."""
 
     def zeros(self, weights: Tensor) -> Tensor:
         """Returns a moment of weights [P] before the first step."""
         ...
 
-    def whole(self, held: Tensor, name: str, size: int) -> Tensor:
+    def to_float32(self, held: Tensor, name: str, size: int) -> Tensor:
         """Returns the moment as float32 [P], which may be `held` itself."""
         ...
 
-    def hold(self, held: Tensor, name: str, values: Tensor) -> None:
+    def store(self, held: Tensor, name: str, values: Tensor) -> None:
         """Stores values, float32 [P], in `held`."""
         ...
 
@@ -28,10 +28,10 @@ class Float32Moments:
     def zeros(self, weights: Tensor) -> Tensor:
         return torch.zeros_like(weights)
 
-    def whole(self, held: Tensor, name: str, size: int) -> Tensor:
+    def to_float32(self, held: Tensor, name: str, size: int) -> Tensor:
         return held
 
-    def hold(self, held: Tensor, name: str, values: Tensor) -> None:
+    def store(self, held: Tensor, name: str, values: Tensor) -> None:
         held.copy_(values)
 
 
@@ -53,22 +53,22 @@ class EightBitMoments:
     def zeros(self, weights: Tensor) -> Tensor:
         return weights.new_zeros(len(weights) + 4 * -(-len(weights) // self.block), dtype=torch.uint8)
 
-    def whole(self, held: Tensor, name: str, size: int) -> Tensor:
+    def to_float32(self, held: Tensor, name: str, size: int) -> Tensor:
         values = torch.empty(size, device=held.device)
         for start in range(0, size, self._most):
             part = slice(start, min(start + self._most, size))
             codes, scales = self._part(held, part, size)
-            of_part = functional().dequantize_blockwise(
+            of_part = bitsandbytes_functional().dequantize_blockwise(
                 codes, absmax=scales, code=self._code(name, held.device), blocksize=self.block
             )
             values[part] = of_part
         return values
 
-    def hold(self, held: Tensor, name: str, values: Tensor) -> None:
+    def store(self, held: Tensor, name: str, values: Tensor) -> None:
         for start in range(0, len(values), self._most):
             part = slice(start, min(start + self._most, len(values)))
             codes, scales = self._part(held, part, len(values))
-            found, state = functional().quantize_blockwise(
+            found, state = bitsandbytes_functional().quantize_blockwise(
                 values[part], code=self._code(name, held.device), blocksize=self.block
             )
             codes.copy_(found)
@@ -93,7 +93,7 @@ class EightBitMoments:
             part = slice(start, min(start + self._most, len(weights)))
             first, first_scales = self._part(exp_avg, part, len(weights))
             second, second_scales = self._part(exp_avg_sq, part, len(weights))
-            functional().optimizer_update_8bit_blockwise(
+            bitsandbytes_functional().optimizer_update_8bit_blockwise(
                 "adam", gradient[part], weights[part], first, second, beta1, beta2, 0.0, 0.0, eps, num_steps, lr,
                 *codes, first_scales, second_scales, weight_decay=weight_decay,
             )  # fmt: skip
@@ -101,7 +101,7 @@ class EightBitMoments:
     def _code(self, name: str, device: torch.device) -> Tensor:
         """Returns the 256 numbers that 8 bits stand for; those of squares have no sign."""
         if (name, device) not in self._codes:
-            made = functional().create_dynamic_map(signed=name == "exp_avg")
+            made = bitsandbytes_functional().create_dynamic_map(signed=name == "exp_avg")
             self._codes[name, device] = made.to(device)
         return self._codes[name, device]
 
@@ -111,5 +111,5 @@ class EightBitMoments:
         return held[part], scales[part.start // self.block : -(-part.stop // self.block)]
 
 
-MOMENTS: dict[str, Moments] = {"float32": Float32Moments(), "8bit": EightBitMoments()}
+MOMENTS: dict[str, MomentFormat] = {"float32": Float32Moments(), "8bit": EightBitMoments()}
 """Keyed by WorkerConfig.optimizer_states."""

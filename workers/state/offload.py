@@ -15,7 +15,7 @@ from ..ops.memory import is_out_of_memory
 from .page_file import PageFile
 
 
-class Copy(Protocol):
+class StorageCopy(Protocol):
     """A copy of the content of storages."""
 
     def read(self, storages: Sequence[Tensor]) -> None:
@@ -66,23 +66,23 @@ class Offload:
     def __init__(self, what: str, device: torch.device, directory: str | None = None, is_frozen: bool = False) -> None:
         self._what, self._device, self._is_frozen = what, device, is_frozen
         self._pages = PageFile(directory)
-        self._copy: Copy | None = None
+        self._copy: StorageCopy | None = None
         self._storages: list[UntypedStorage] = []
         self._sizes: list[int] = []
-        self.is_away = False
+        self.is_offloaded = False
         self.moved_bytes, self.moving_seconds = 0, 0.0
 
     @property
-    def num_bytes_away(self) -> int:
-        return sum(self._sizes) if self.is_away else 0
+    def num_offloaded_bytes(self) -> int:
+        return sum(self._sizes) if self.is_offloaded else 0
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Offloads all of these tensors, or none.
 
         Raises:
             OperationError: (server) there is no room for them.
         """
-        if self.is_away:
+        if self.is_offloaded:
             return
         started, storages = time.monotonic(), _movable(tensors)
         if self._copy is None or not _are_same(storages, self._storages):
@@ -93,13 +93,13 @@ class Offload:
         self._empty()
         self.moving_seconds += time.monotonic() - started
 
-    def come_back(self) -> None:
-        """Reloads the tensors in place. Offloading them again is free until `may_change`.
+    def reload(self) -> None:
+        """Reloads the tensors in place. Offloading them again is free until `discard_copy`.
 
         Raises:
             OperationError: (server) the device has no room, or the copy cannot be read; all tensors stay offloaded.
         """
-        if not self.is_away:
+        if not self.is_offloaded:
             return
         started = time.monotonic()
         try:
@@ -115,23 +115,23 @@ class Offload:
             raise OperationError(
                 f"{self._what} cannot be brought back to the device: {error}; {remedy}", "server"
             ) from None
-        self.is_away = False
+        self.is_offloaded = False
         self.moved_bytes += sum(self._sizes)
         self.moving_seconds += time.monotonic() - started
 
-    def may_change(self) -> None:
+    def discard_copy(self) -> None:
         """Discards the copy before the reloaded tensors are used, because they may change."""
-        if not (self._is_frozen or self.is_away):
+        if not (self._is_frozen or self.is_offloaded):
             self._drop_copy()
             self._storages, self._sizes = [], []
 
     def forget(self) -> None:
         """Discards the offloaded tensors, which no one may read any more."""
-        self.is_away = False
+        self.is_offloaded = False
         self._drop_copy()
         self._storages, self._sizes = [], []
 
-    def _copied(self, storages: Sequence[UntypedStorage]) -> Copy | None:
+    def _copied(self, storages: Sequence[UntypedStorage]) -> StorageCopy | None:
         of_bytes = [_bytes(storage, self._device) for storage in storages]
         if not of_bytes:
             return None
@@ -149,7 +149,7 @@ class Offload:
     def _empty(self) -> None:
         for storage in self._storages:
             storage.resize_(0)
-        self.is_away = True
+        self.is_offloaded = True
 
     def _drop_copy(self) -> None:
         if self._copy is not None:

@@ -12,30 +12,30 @@ from torch.autograd.graph import increment_version
 
 from ...schemas.errors import OperationError
 from ...schemas.training import AdamParams
-from ..ops.memory import memory_for
+from ..ops.memory import reporting_out_of_memory
 from ..parallel.mesh import Mesh, Team
-from ..protocol.verbs import Failure, Step
+from ..protocol.calls import Failure, OptimizerStep
 from .moments import EightBitMoments
-from .trainable import Learner, Window
+from .trainable import GradientWindow, Trainable
 
 _NORM_PART = 1 << 14
 
 
 @dataclass(eq=False)
-class Update:
+class PendingStep:
     """An optimizer step in progress.
 
     scale: factor of the gradient. norm: of the scaled gradient, before clipping.
     """
 
-    adapter: Learner
+    learner: Trainable
     params: AdamParams
     scale: float
     norm: float = math.nan
 
     @property
     def gradient(self) -> Tensor:
-        return self.adapter.accumulator
+        return self.learner.accumulator
 
     @property
     def clip_coefficient(self) -> float:
@@ -48,41 +48,41 @@ class Update:
 
         None has a name that loggers use (`step`, `num_tokens`, `time`), because scripts merge these into their own.
         """
-        window = self.adapter.window
+        window = self.learner.window
         return window.losses | {
             "unclipped_grad_l2:mean": self.norm,
             "grad_clipped:mean": float(self.clip_coefficient < 1.0),
-            "optimizer_step:last": float(self.adapter.num_steps),
+            "optimizer_step:last": float(self.learner.num_steps),
             "window_tokens:sum": float(window.num_tokens),
         }
 
 
 def apply_steps(
-    adapters: Sequence[Learner], steps: Sequence[Step], mesh: Mesh | None = None
+    adapters: Sequence[Trainable], steps: Sequence[OptimizerStep], mesh: Mesh | None = None
 ) -> list[dict[str, float] | Failure]:
     """Makes a step of each model; all are on the device, and none is given twice.
 
     Each step gives the same numbers as alone. All ranks of a mesh call it together, and sum their gradients first.
 
-    Consumes the windows. Returns the loss sums and the metrics of `Update.metrics`, with the norm of the scaled
+    Consumes the windows. Returns the loss sums and the metrics of `PendingStep.metrics`, with the norm of the scaled
     gradient. A Failure leaves the weights untouched. It is returned for a window that is empty, lost an operation or
     overflowed (the window is then cleared), for an unusable gradient_scale or eps, and if there is no memory for the
     optimizer state (the window is then kept).
     """
     mesh = mesh or Mesh()
     checked = _agreed([_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)], mesh)
-    updates = [each for each in checked if isinstance(each, Update)]
-    add_up([update.adapter for update in updates], mesh)
+    updates = [each for each in checked if isinstance(each, PendingStep)]
+    all_reduce_gradients([update.learner for update in updates], mesh)
     _multiply([update.gradient for update in updates], [update.scale for update in updates])
-    for update, norm in zip(updates, _norms([update.adapter for update in updates], mesh), strict=True):
+    for update, norm in zip(updates, _norms([update.learner for update in updates], mesh), strict=True):
         update.norm = norm
     finite = [update for update in updates if math.isfinite(update.norm)]
     _multiply([update.gradient for update in finite], [update.clip_coefficient for update in finite])
     _adamw(finite)
-    return [_answer(each) if isinstance(each, Update) else each for each in checked]
+    return [_result(each) if isinstance(each, PendingStep) else each for each in checked]
 
 
-def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
+def all_reduce_gradients(adapters: Sequence[Trainable], mesh: Mesh) -> None:
     """Sums the accumulated gradients over all ranks that have the same part of a matrix, with one exchange per region.
 
     Gradients that ranks keep parts of are summed already.
@@ -92,10 +92,10 @@ def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
         return
     if mesh.along("tp").index > 0:
         for adapter in adapters:
-            for repeated in adapter.layout.repeated:
+            for repeated in adapter.layout.replicated:
                 adapter.accumulator[repeated].zero_()
     for axes in _axes(adapters):
-        team, regions = mesh.beside(*axes), [_region(adapter, axes) for adapter in adapters]
+        team, regions = mesh.across(*axes), [_region(adapter, axes) for adapter in adapters]
         if team.size > 1:
             _add_up_regions(regions, team)
 
@@ -106,14 +106,14 @@ def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
     A single one, which may be as large as all weights of a model, is summed in place.
     """
     if len(regions) == 1:
-        team.sum(regions[0])
+        team.all_reduce(regions[0])
         return
-    whole = team.sum(torch.cat(list(regions)))
+    whole = team.all_reduce(torch.cat(list(regions)))
     for region, summed in zip(regions, whole.split([len(region) for region in regions]), strict=True):
         region.copy_(summed)
 
 
-def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
+def keep_on_first_rank(adapter: Trainable, mesh: Mesh) -> None:
     """Clears accumulated gradients that several ranks have alike, except on the first of them.
 
     `add_up` then counts them once.
@@ -121,11 +121,11 @@ def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
     if not adapter.window.num_operations or adapter.zero is not None:
         return
     for axes in _axes([adapter]):
-        if mesh.beside(*axes).index > 0:
+        if mesh.across(*axes).index > 0:
             _region(adapter, axes).zero_()
 
 
-def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
+def _norms(adapters: Sequence[Trainable], mesh: Mesh) -> list[float]:
     in_parts = [adapter.zero.norm(adapter.accumulator) for adapter in adapters if adapter.zero is not None]
     if in_parts:
         assert len(in_parts) == len(adapters), "a model whose gradients are sharded over ranks steps alone"
@@ -135,31 +135,31 @@ def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
     squares = torch.zeros(len(adapters), dtype=torch.float64)
     for axes in _axes(adapters):
         own = global_norms([_region(adapter, axes) for adapter in adapters])
-        squares += mesh.along(*axes).sum(torch.tensor(own, dtype=torch.float64).square())
+        squares += mesh.along(*axes).all_reduce(torch.tensor(own, dtype=torch.float64).square())
     return squares.sqrt().tolist()
 
 
-def _axes(adapters: Sequence[Learner]) -> list[tuple[str, ...]]:
+def _axes(adapters: Sequence[Trainable]) -> list[tuple[str, ...]]:
     return sorted({axes for adapter in adapters for axes in adapter.layout.regions})
 
 
-def _region(adapter: Learner, axes: tuple[str, ...]) -> Tensor:
+def _region(adapter: Trainable, axes: tuple[str, ...]) -> Tensor:
     """Returns the accumulated gradients that ranks along these axes have parts of; may be empty."""
     return adapter.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
 
 
-def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:
+def _agreed(checked: list[PendingStep | Failure], mesh: Mesh) -> list[PendingStep | Failure]:
     """Makes a step fail on all ranks if it fails on one."""
-    failures = mesh.found([each if isinstance(each, Failure) else None for each in checked])
+    failures = mesh.first_values([each if isinstance(each, Failure) else None for each in checked])
     return [failure or each for failure, each in zip(failures, checked, strict=True)]
 
 
-def refuse_window(adapter: Learner, step: Step) -> None:
+def refuse_window(adapter: Trainable, step: OptimizerStep) -> None:
     """Marks the window as incomplete if the step says that it lost an operation, even if the step then fails."""
-    adapter.window.refused = adapter.window.refused or step.refused
+    adapter.window.refused = adapter.window.refused or step.refusal_reason
 
 
-def _check(adapter: Learner, step: Step) -> Update | Failure:
+def _check(adapter: Trainable, step: OptimizerStep) -> PendingStep | Failure:
     refuse_window(adapter, step)
     try:
         _refuse_unusable_window(adapter)
@@ -168,10 +168,10 @@ def _check(adapter: Learner, step: Step) -> Update | Failure:
         _allocate_moments(adapter)
     except OperationError as error:
         return Failure(error.message, error.category)
-    return Update(adapter, step.params, scale)
+    return PendingStep(adapter, step.params, scale)
 
 
-def _refuse_unusable_window(adapter: Learner) -> None:
+def _refuse_unusable_window(adapter: Trainable) -> None:
     refused = adapter.window.refused
     if refused is not None:
         adapter.clear_window()
@@ -189,7 +189,7 @@ def _refuse_vanishing_eps(params: AdamParams) -> None:
         raise OperationError(f"eps {params.eps} is zero in float32, where 0 / 0 is NaN: use at least {tiny}")
 
 
-def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> float:
+def _gradient_scale(window: GradientWindow, wanted: float | Literal["mean"] | None) -> float:
     if wanted is None:
         return 1.0
     scale = wanted
@@ -202,12 +202,12 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
     return scale
 
 
-def _allocate_moments(adapter: Learner) -> None:
+def _allocate_moments(adapter: Trainable) -> None:
     """Allocates the moments before anything is changed, the gradient included."""
     remedy = (
         "gradients are kept: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
     )
-    with memory_for(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
+    with reporting_out_of_memory(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
         _ = adapter.exp_avg, adapter.exp_avg_sq
 
 
@@ -236,17 +236,17 @@ def _multiply(vectors: Sequence[Tensor], factors: Sequence[float]) -> None:
         torch.ops.aten._foreach_mul_.ScalarList([vector for vector, _ in wanted], [factor for _, factor in wanted])
 
 
-def _adamw(updates: Sequence[Update]) -> None:
+def _adamw(updates: Sequence[PendingStep]) -> None:
     """Makes the steps of torch.optim.AdamW, fused: one call for all steps with equal hyperparameters.
 
     Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
     for update in updates:
-        update.adapter.num_steps += 1
+        update.learner.num_steps += 1
     for key, group in groupby(sorted(updates, key=_hyper_parameters), key=_hyper_parameters):
         learning_rate, beta1, beta2, weight_decay, eps = key
         _step_together(
-            [update.adapter for update in group],
+            [update.learner for update in group],
             lr=learning_rate,
             beta1=beta1,
             beta2=beta2,
@@ -255,16 +255,16 @@ def _adamw(updates: Sequence[Update]) -> None:
         )
 
 
-def _hyper_parameters(update: Update) -> tuple[float, ...]:
+def _hyper_parameters(update: PendingStep) -> tuple[float, ...]:
     params = update.params
     return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
 
 
-def _step_together(learners: Sequence[Learner], **hyper_parameters: float) -> None:
+def _step_together(learners: Sequence[Trainable], **hyper_parameters: float) -> None:
     in_float32 = []
     for learner in learners:
         if isinstance(learner.moments, EightBitMoments):
-            vectors = learner.own_weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
+            vectors = learner.local_weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
             learner.moments.step(*vectors, learner.num_steps, **hyper_parameters)
             increment_version([learner.weights, learner.exp_avg, learner.exp_avg_sq])
         else:
@@ -273,12 +273,12 @@ def _step_together(learners: Sequence[Learner], **hyper_parameters: float) -> No
         _fused_adamw(in_float32, **hyper_parameters)
     for learner in learners:
         if learner.zero is not None:
-            learner.zero.join(learner.weights)
+            learner.zero.all_gather(learner.weights)
             increment_version([learner.weights])
 
 
-def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None:
-    weights = [adapter.own_weights for adapter in adapters]
+def _fused_adamw(adapters: Sequence[Trainable], **hyper_parameters: float) -> None:
+    weights = [adapter.local_weights for adapter in adapters]
     exp_avgs = [adapter.exp_avg for adapter in adapters]
     exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]
     num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)
@@ -297,9 +297,9 @@ def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None
     increment_version([*weights, *exp_avgs, *exp_avg_sqs])
 
 
-def _answer(update: Update) -> dict[str, float] | Failure:
+def _result(update: PendingStep) -> dict[str, float] | Failure:
     metrics = update.metrics()
-    update.adapter.clear_window()
+    update.learner.clear_window()
     if math.isfinite(update.norm):
         return metrics
     return Failure(

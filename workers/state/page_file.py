@@ -15,7 +15,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Page:
+class FilePage:
     """Bytes offset : offset + num_bytes of the file, both multiples of a block."""
 
     offset: int
@@ -36,12 +36,12 @@ class PageFile:
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
         self._opened: IO[bytes] | None = None
-        self._free: list[Page] = []
+        self._free: list[FilePage] = []
         self._size = 0
         if directory is not None:
             self._open_now(directory)
 
-    def write(self, vectors: Sequence[Tensor]) -> Page:
+    def write(self, vectors: Sequence[Tensor]) -> FilePage:
         """Writes the vectors to a new page. Raises OSError, for example on a full disk; nothing is kept then."""
         page = self._allocate(sum(vector.nbytes for vector in vectors))
         offset = page.offset
@@ -54,29 +54,29 @@ class PageFile:
             raise
         return page
 
-    def read(self, page: Page, vectors: Sequence[Tensor]) -> None:
+    def read(self, page: FilePage, vectors: Sequence[Tensor]) -> None:
         """Fills the vectors that were written, in their order. Raises OSError."""
         offset = page.offset
         for vector in vectors:
             _read_all(self._file, _bytes(vector), offset)
             offset += vector.nbytes
 
-    def free(self, page: Page) -> None:
+    def free(self, page: FilePage) -> None:
         """Frees the page for reuse, and truncates the file if the page is at its end."""
         self._free = _joined([*self._free, page])
         if self._free[-1].stop == self._size:
             self._size = self._free.pop().offset
             os.ftruncate(self._file, self._size)
 
-    def _allocate(self, num_bytes: int) -> Page:
+    def _allocate(self, num_bytes: int) -> FilePage:
         num_bytes = -(-num_bytes // _BLOCK) * _BLOCK
         for i, gap in enumerate(self._free):
             if gap.num_bytes >= num_bytes:
-                rest = Page(gap.offset + num_bytes, gap.num_bytes - num_bytes)
+                rest = FilePage(gap.offset + num_bytes, gap.num_bytes - num_bytes)
                 self._free[i : i + 1] = [rest] if rest.num_bytes else []
-                return Page(gap.offset, num_bytes)
+                return FilePage(gap.offset, num_bytes)
         self._size += num_bytes
-        return Page(self._size - num_bytes, num_bytes)
+        return FilePage(self._size - num_bytes, num_bytes)
 
     @property
     def _file(self) -> int:
@@ -93,11 +93,11 @@ class PageFile:
             raise ValueError(f"page_directory {directory} cannot be written to: {error}") from None
 
 
-def _joined(pages: list[Page]) -> list[Page]:
-    joined: list[Page] = []
+def _joined(pages: list[FilePage]) -> list[FilePage]:
+    joined: list[FilePage] = []
     for page in sorted(pages, key=lambda page: page.offset):
         if joined and joined[-1].stop == page.offset:
-            page = Page(joined[-1].offset, joined.pop().num_bytes + page.num_bytes)
+            page = FilePage(joined[-1].offset, joined.pop().num_bytes + page.num_bytes)
         joined.append(page)
     return joined
 

@@ -12,7 +12,7 @@ from ..shapes.split import Split
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimensionSplit:
     """A dimension of a parameter, split along these axes of the given sizes."""
 
     dim: int
@@ -21,7 +21,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ModelParameter:
     """A parameter of a model, which implements Matrix.
 
     key: its name in transformers' model. in_files: its name in files. shape: of this rank's part. cuts: the splits that
@@ -31,20 +31,20 @@ class Parameter:
     key: str
     in_files: str
     shape: tuple[int, ...]
-    cuts: tuple[Cut, ...] = ()
-    is_repeated: bool = False
+    cuts: tuple[DimensionSplit, ...] = ()
+    is_replicated_over_tp: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
         return tuple(self._sizes)
 
-    def whole(self) -> "Parameter":
+    def unsharded(self) -> "ModelParameter":
         shape = list(self.shape)
         for cut in self.cuts:
             shape[cut.dim] *= cut.split.size
         return replace(self, shape=tuple(shape), cuts=(), is_repeated=False)
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins the parts, given in rank order, in which the last axis varies fastest."""
         axes = list(self._sizes)
         by_place = dict(zip(product(*(range(size) for size in self._sizes.values())), parts, strict=True))
@@ -55,7 +55,7 @@ class Parameter:
         (whole,) = by_place.values()
         return whole
 
-    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield self.in_files, own
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class ExpertParameter(Parameter):
+class ExpertParameter(ModelParameter):
     """A parameter of all experts of a sparse layer: [experts, ...].
 
     Files store each expert's separately, below in_files. linears: the names in files of the linear layers that are
@@ -80,7 +80,7 @@ class ExpertParameter(Parameter):
 
     linears: tuple[str, ...] = ()
 
-    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
         for number, expert in zip(self._own_experts, own.unbind(), strict=True):
             for linear, part in zip(self.linears, expert.chunk(len(self.linears)), strict=True):
                 yield f"{self.in_files}.{number}.{linear}.weight", part
@@ -97,7 +97,7 @@ class ExpertParameter(Parameter):
 
     @property
     def _own_experts(self) -> range:
-        experts = range(self.whole().shape[0])
+        experts = range(self.unsharded().shape[0])
         for cut in self.cuts:
             if not cut.dim:
                 size = len(experts) // cut.split.size
@@ -109,7 +109,7 @@ class ExpertParameter(Parameter):
 Parts = dict[tuple[int, ...], Tensor]
 
 
-def _joined_along(by_place: Parts, along: Sequence[int], cut: Cut) -> Parts:
+def _joined_along(by_place: Parts, along: Sequence[int], cut: DimensionSplit) -> Parts:
     """Joins the parts of a cut's ranks.
 
     Args:

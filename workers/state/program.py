@@ -12,7 +12,7 @@ from ..losses.loss import Scores
 from .flat_params import Matrix
 
 if TYPE_CHECKING:
-    from .trainable import Learner
+    from .trainable import Trainable
 
 
 class Base(Protocol):
@@ -26,7 +26,7 @@ def _nothing(base: Base) -> Sequence[Matrix]:
     return ()
 
 
-def _as_it_is(model: "Learner", generator: torch.Generator) -> None:
+def _as_it_is(model: "Trainable", generator: torch.Generator) -> None:
     pass
 
 
@@ -46,6 +46,6 @@ class Program:
     trains: bool = True
     samples: bool = True
     matrices: Callable[[Base], Sequence[Matrix]] = _nothing
-    initialize: "Callable[[Learner, torch.Generator], None]" = _as_it_is
+    initialize: "Callable[[Trainable, torch.Generator], None]" = _as_it_is
     peft_task: str = "CAUSAL_LM"
     peft_modules: tuple[str, ...] = ()

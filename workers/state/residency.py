@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..ops.memory import is_out_of_memory, memory_for
-from .page_file import Page, PageFile
-from .trainable import STEP, Learner
+from ..ops.memory import is_out_of_memory, reporting_out_of_memory
+from .page_file import FilePage, PageFile
+from .trainable import STEP_VECTORS, Trainable
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Saved:
+class DiskPage:
     """A learner's page on disk.
 
     vectors: on the meta device, by name. num_changes: Learner.num_changes when the page was written.
     """
 
-    page: Page
+    page: FilePage
     vectors: Mapping[str, Tensor]
     num_changes: int
 
@@ -52,14 +52,14 @@ class Residency:
         self.slots = slots
         self._most_host_bytes = host_bytes
         self._pages = PageFile(directory)
-        self._on_device: dict[Learner, None] = {}
-        self._on_host: dict[Learner, int] = {}
-        self._on_disk: dict[Learner, None] = {}
-        self._saved: dict[Learner, Saved] = {}
-        self._held: frozenset[Learner] = frozenset()
+        self._on_device: dict[Trainable, None] = {}
+        self._on_host: dict[Trainable, int] = {}
+        self._on_disk: dict[Trainable, None] = {}
+        self._saved: dict[Trainable, DiskPage] = {}
+        self._held: frozenset[Trainable] = frozenset()
         self._moved_bytes, self.moving_seconds = 0, 0.0
 
-    def add(self, learner: Learner) -> None:
+    def add(self, learner: Trainable) -> None:
         """Adds a new learner, which is on the device."""
         self._free_slots(1)
         self._on_device[learner] = None
@@ -68,14 +68,14 @@ class Residency:
         """Frees a slot in advance, so that `add` cannot fail."""
         self._free_slots(1)
 
-    def remove(self, learner: Learner) -> None:
+    def remove(self, learner: Trainable) -> None:
         self._on_device.pop(learner, None)
         self._on_host.pop(learner, None)
         self._on_disk.pop(learner, None)
         self._forget_page(learner)
 
     @contextmanager
-    def held(self, learners: Sequence[Learner], wanted: frozenset[str] = STEP) -> Iterator[None]:
+    def resident(self, learners: Sequence[Trainable], wanted: frozenset[str] = STEP_VECTORS) -> Iterator[None]:
         """Keeps at least the wanted vectors of these learners on the device while inside.
 
         Raises:
@@ -98,10 +98,13 @@ class Residency:
         Raises:
             OperationError: (server) the host has no room; the learners moved before have left the device.
         """
-        with self._timed(), memory_for("the trained state of models, on the host", "serve with more host memory"):
+        with (
+            self._timed(),
+            reporting_out_of_memory("the trained state of models, on the host", "serve with more host memory"),
+        ):
             for learner in tuple(self._on_device):
                 self._to_host(learner)
-            for learner in [each for each in self._on_host if not each.in_window]:
+            for learner in [each for each in self._on_host if not each.has_gradients]:
                 if self._device.type == "cpu" and not self._to_disk(learner):
                     return
         self._bound_host()
@@ -127,11 +130,11 @@ class Residency:
             f"{things}_moved_milliseconds": round(1000 * self.moving_seconds),
         }
 
-    def _bring(self, learners: Sequence[Learner], wanted: frozenset[str]) -> None:
+    def _bring(self, learners: Sequence[Trainable], wanted: frozenset[str]) -> None:
         absent = [learner for learner in dict.fromkeys(learners) if learner not in self._on_device]
         self._free_slots(len(absent))
         for learner in dict.fromkeys(learners):
-            if learner in absent or learner.parks_any(wanted):
+            if learner in absent or learner.has_parked(wanted):
                 with self._timed():
                     self._to_device(learner, wanted)
         for learner in learners:
@@ -150,23 +153,23 @@ class Residency:
         if self._most_host_bytes is None:
             return
         surplus = sum(self._on_host.values()) - self._most_host_bytes
-        idle = ((each, num_bytes) for each, num_bytes in tuple(self._on_host.items()) if not each.in_window)
+        idle = ((each, num_bytes) for each, num_bytes in tuple(self._on_host.items()) if not each.has_gradients)
         for learner, num_bytes in idle:
             if surplus <= 0 or not self._to_disk(learner):
                 return
             surplus -= num_bytes
 
-    def _to_host(self, learner: Learner) -> None:
+    def _to_host(self, learner: Trainable) -> None:
         if self._device.type != "cpu":
-            self._moved_bytes += sum(each.nbytes for each in learner.live().values()) - learner.num_parked_bytes
-        learner.move({name: _on_host(vector) for name, vector in learner.live().items()}, "host")
+            self._moved_bytes += sum(each.nbytes for each in learner.live_vectors().values()) - learner.num_parked_bytes
+        learner.move({name: _on_host(vector) for name, vector in learner.live_vectors().items()}, "host")
         del self._on_device[learner]
         self._on_host[learner] = learner.num_bytes
 
-    def _to_device(self, learner: Learner, wanted: frozenset[str]) -> None:
+    def _to_device(self, learner: Trainable, wanted: frozenset[str]) -> None:
         try:
-            there = self._read(learner) if learner in self._on_disk else learner.live()
-            parked = {name: each for name, each in there.items() if not (name in wanted or learner.has_here(name))}
+            there = self._read(learner) if learner in self._on_disk else learner.live_vectors()
+            parked = {name: each for name, each in there.items() if not (name in wanted or learner.is_on_device(name))}
             # A pinned vector is copied in stream order, before the device's next work; torch holds it until then.
             vectors = {
                 name: vector.to(self._device, non_blocking=True) for name, vector in there.items() if name not in parked
@@ -178,13 +181,13 @@ class Residency:
                 f"a model's trained state cannot be brought back from {learner.place}: {error}", "server"
             ) from None
         if self._device.type != "cpu" or learner in self._on_disk:
-            self._moved_bytes += sum(each.nbytes for name, each in vectors.items() if not learner.has_here(name))
+            self._moved_bytes += sum(each.nbytes for name, each in vectors.items() if not learner.is_on_device(name))
         learner.move(vectors, "device", parked)
         self._on_host.pop(learner, None)
         self._on_disk.pop(learner, None)
         self._on_device[learner] = None
 
-    def _to_disk(self, learner: Learner) -> bool:
+    def _to_disk(self, learner: Trainable) -> bool:
         """Moves a learner to disk, and returns False if it cannot be written.
 
         If it has not changed since it was read, its page is still valid.
@@ -202,15 +205,15 @@ class Residency:
         self._on_disk[learner] = None
         return True
 
-    def _write(self, learner: Learner) -> None:
+    def _write(self, learner: Trainable) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        vectors = learner.live()
+        vectors = learner.live_vectors()
         page = self._pages.write(list(vectors.values()))
         shapes = {name: vector.to("meta") for name, vector in vectors.items()}
-        self._saved[learner] = Saved(page, shapes, learner.num_changes)
+        self._saved[learner] = DiskPage(page, shapes, learner.num_changes)
 
-    def _read(self, learner: Learner) -> dict[str, Tensor]:
+    def _read(self, learner: Trainable) -> dict[str, Tensor]:
         saved = self._saved[learner]
         pinned = self._device.type == "cuda"
         vectors = {
@@ -227,7 +230,7 @@ class Residency:
         finally:
             self.moving_seconds += time.monotonic() - started
 
-    def _forget_page(self, learner: Learner) -> None:
+    def _forget_page(self, learner: Trainable) -> None:
         saved = self._saved.pop(learner, None)
         if saved is not None:
             self._pages.free(saved.page)

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...schemas.models import TrainingConfig
 from ..ops.lanes import current_lane
 from ..parallel.mesh import Mesh
-from .flat_params import Layout
-from .moments import MOMENTS, Moments
+from .flat_params import FlatLayout
+from .moments import MOMENTS, MomentFormat
 from .program import Program
-from .zero import Zero
+from .zero import ZeroShards
 
 # The place of a learner's vectors. On a CPU the device and the host are the same memory.
 Place = Literal["device", "host", "disk"]
@@ -30,17 +30,17 @@ Arrange = Callable[[Tensor], Any]
 SEED_MASK = (1 << 64) - 1
 
 # The optimizer's vectors, and with the weights all trained ones; the other vectors are gradients.
-ADAMW = ("exp_avg", "exp_avg_sq")
-LEARNED = ("weights", *ADAMW)
+MOMENT_VECTORS = ("exp_avg", "exp_avg_sq")
+TRAINED_VECTORS = ("weights", *MOMENT_VECTORS)
 
 # The vectors needed by a forward pass, sampling or a copy; by a backward pass; and by a step, which needs all.
-FORWARD: frozenset[str] = frozenset({"weights"})
-BACKWARD = FORWARD | {"scratch", "accumulator"}
-STEP = BACKWARD.union(ADAMW)
+FORWARD_VECTORS: frozenset[str] = frozenset({"weights"})
+BACKWARD_VECTORS = FORWARD_VECTORS | {"scratch", "accumulator"}
+STEP_VECTORS = BACKWARD_VECTORS.union(MOMENT_VECTORS)
 
 
 @dataclass
-class Window:
+class GradientWindow:
     """Sums over the operations accumulated since the last step.
 
     num_tokens: tokens that carry a loss. weight_sum: their summed weights. losses: loss sums by name. refused: why an
@@ -61,7 +61,7 @@ class Window:
             self.losses[name] = self.losses.get(name, 0.0) + value
 
 
-class Vector:
+class ViewedVector:
     """A vector [P] and its views, which `arrange` makes at first use."""
 
     def __init__(self, tensor: Tensor, arrange: Arrange) -> None:
@@ -73,7 +73,7 @@ class Vector:
         return self._arrange(self.tensor)
 
 
-class Learner(ABC):
+class Trainable(ABC):
     """Holds a run's weights, and from first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
 
     The vectors are available only while the learner is on the device (see Residency), and only those that were
@@ -88,19 +88,19 @@ class Learner(ABC):
     base_name: str | None = None
 
     # Models next to each other in a micro-batch run faster if they agree in this: the adapted layers, and the rank.
-    likeness: tuple[tuple[bool, ...], int] = (), 0
+    batching_key: tuple[tuple[bool, ...], int] = (), 0
 
     # The storage format of exp_avg and exp_avg_sq.
-    moments: Moments = MOMENTS["float32"]
+    moments: MomentFormat = MOMENTS["float32"]
 
     # The mesh of the ranks that have parts of it; None for the base model's.
     mesh: Mesh | None = None
 
     # Shards accumulator, exp_avg and exp_avg_sq over ranks; None if each rank keeps all of them.
-    zero: Zero | None = None
+    zero: ZeroShards | None = None
 
     def __init__(
-        self, layout: Layout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
+        self, layout: FlatLayout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
     ) -> None:
         """Creates a learner with zero weights on the device.
 
@@ -110,7 +110,7 @@ class Learner(ABC):
         """
         self.layout, self.program = layout, program
         self.place: Place = "device"
-        self.window = Window()
+        self.window = GradientWindow()
         self.num_steps = 0
         self._arrange, self._dtype = arrange, dtype
         self._cast: _Cast | None = None
@@ -118,20 +118,20 @@ class Learner(ABC):
         self._parked: dict[str, Tensor] = {}
         self._vectors = {"weights": self._viewed(torch.zeros(layout.size, device=device))}
         self._operation_open = False
-        self._lane_scratch: dict[int, Vector] = {}
+        self._lane_scratch: dict[int, ViewedVector] = {}
         self._earlier_changes = 0
 
     @property
-    def of_trunk(self) -> "Learner | None":
+    def trunk_model(self) -> "Trainable | None":
         """The learner whose weights the trunk uses when this one runs; None for the base's own weights."""
         return self
 
     @property
-    def lacking(self) -> str | None:
+    def missing_state(self) -> str | None:
         """The state that is missing for scoring anything with it, in words; None if complete."""
         return None
 
-    def is_alike(self, other: "Learner") -> bool:
+    def can_copy_weights_from(self, other: "Trainable") -> bool:
         """True if the other's weights can be copied into this one's."""
         return self.training == other.training and self.program is other.program
 
@@ -146,9 +146,9 @@ class Learner(ABC):
         return self.layout.size
 
     @property
-    def own_weights(self) -> Tensor:
+    def local_weights(self) -> Tensor:
         """A view of the weights that this rank steps."""
-        return self.weights if self.zero is None else self.weights[self.zero.own]
+        return self.weights if self.zero is None else self.weights[self.zero.own_range]
 
     @property
     def num_bytes(self) -> int:
@@ -161,11 +161,11 @@ class Learner(ABC):
         """Bytes of the vectors that are in host memory while the learner is on the device."""
         return sum(vector.nbytes for vector in self._parked.values())
 
-    def has_here(self, name: str) -> bool:
+    def is_on_device(self, name: str) -> bool:
         """True if this vector is on the device."""
         return self.place == "device" and name in self._vectors
 
-    def parks_any(self, wanted: frozenset[str]) -> bool:
+    def has_parked(self, wanted: frozenset[str]) -> bool:
         """True if any of these vectors is in host memory while the learner is on the device."""
         return not wanted.isdisjoint(self._parked)
 
@@ -196,13 +196,13 @@ class Learner(ABC):
         """True if exp_avg and exp_avg_sq are allocated; otherwise they are zeros."""
         return "exp_avg" in self._vectors or "exp_avg" in self._parked
 
-    def _vector(self, name: str) -> Vector:
+    def _vector(self, name: str) -> ViewedVector:
         assert self.place == "device", f"the model is on {self.place}: enter Models.resident first"
         assert name not in self._parked, f"{name} of the model has stayed on the host: enter Models.resident with it"
         vector = self._vectors.get(name)
         if vector is None:
-            weights = self._vectors["weights"].tensor if name == "scratch" else self.own_weights
-            new = self.moments.zeros(weights) if name in ADAMW else torch.zeros_like(weights)
+            weights = self._vectors["weights"].tensor if name == "scratch" else self.local_weights
+            new = self.moments.zeros(weights) if name in MOMENT_VECTORS else torch.zeros_like(weights)
             vector = self._vectors[name] = self._viewed(new)
         return vector
 
@@ -271,8 +271,8 @@ class Learner(ABC):
             del self._vectors["scratch"]
         self.window.add(num_tokens, weight_sum, losses or {})
 
-    def _commit_part(self, zero: Zero) -> None:
-        part = zero.summed(self._vectors.pop("scratch").tensor)
+    def _commit_part(self, zero: ZeroShards) -> None:
+        part = zero.reduce_scatter(self._vectors.pop("scratch").tensor)
         if self.window.num_operations:
             self.accumulator.add_(part)
         else:
@@ -289,7 +289,7 @@ class Learner(ABC):
         self._parked.pop("accumulator", None)
         if accumulator is not None and self.zero is None and not self._operation_open:
             self._vectors["scratch"] = accumulator
-        self.window = Window()
+        self.window = GradientWindow()
 
     def fill(self, name: str, fill: Callable[[Tensor], None]) -> None:
         """Sets one of the vectors. `fill` writes its values to a float32 [P]."""
@@ -300,9 +300,9 @@ class Learner(ABC):
         else:
             whole = torch.zeros(self.layout.size)
             fill(whole)
-            values = whole[self.zero.own].to(held.device)
-        if name in ADAMW and values is not held:
-            self.moments.hold(held, name, values)
+            values = whole[self.zero.own_range].to(held.device)
+        if name in MOMENT_VECTORS and values is not held:
+            self.moments.store(held, name, values)
         elif values is not held:
             held.copy_(values)
 
@@ -311,17 +311,17 @@ class Learner(ABC):
 
         If ranks keep parts of it, they all call it together.
         """
-        found = self._float32(name, self.live()[name])
+        found = self._float32(name, self.live_vectors()[name])
         return found if self.zero is None or name == "weights" else self.zero.whole(found)
 
     def _float32(self, name: str, held: Tensor) -> Tensor:
         size = self.layout.size if self.zero is None else self.zero.size
-        return self.moments.whole(held, name, size) if name in ADAMW else held
+        return self.moments.to_float32(held, name, size) if name in MOMENT_VECTORS else held
 
     def clear_optimizer(self) -> None:
         """Resets the optimizer to its state before the first step."""
         num_changes = self.num_changes
-        for name in ADAMW:
+        for name in MOMENT_VECTORS:
             self._vectors.pop(name, None)
             self._parked.pop(name, None)
         self._earlier_changes = 1 + num_changes - self._changes_here()
@@ -330,7 +330,7 @@ class Learner(ABC):
     # Moving: Residency takes the live vectors and passes their copies in another place to `move`.
 
     @property
-    def in_window(self) -> bool:
+    def has_gradients(self) -> bool:
         """True if it holds gradients, of a window or of a running operation."""
         return bool(self.window.num_operations) or self._operation_open
 
@@ -339,10 +339,10 @@ class Learner(ABC):
         """Grows with every change of the trained vectors, in whichever place they are."""
         return self._earlier_changes + self._changes_here()
 
-    def live(self) -> dict[str, Tensor]:
+    def live_vectors(self) -> dict[str, Tensor]:
         """Returns the vectors whose content matters."""
         gradients = {"accumulator": bool(self.window.num_operations), "scratch": self._operation_open}
-        names = (*LEARNED, *(name for name, is_live in gradients.items() if is_live))
+        names = (*TRAINED_VECTORS, *(name for name, is_live in gradients.items() if is_live))
         here = {name: vector.tensor for name, vector in self._vectors.items()} | self._parked
         return {name: here[name] for name in names if name in here}
 
@@ -354,8 +354,8 @@ class Learner(ABC):
         """
         num_changes = self.num_changes
         if not self.num_steps:  # they may have been cleared while it was elsewhere
-            vectors = {name: vector for name, vector in vectors.items() if name not in ADAMW}
-            parked = {name: vector for name, vector in (parked or {}).items() if name not in ADAMW}
+            vectors = {name: vector for name, vector in vectors.items() if name not in MOMENT_VECTORS}
+            parked = {name: vector for name, vector in (parked or {}).items() if name not in MOMENT_VECTORS}
         self._parked = dict(parked or {})
         kept = {id(vector.tensor): vector for vector in self._vectors.values()}
         self._vectors = {name: kept.get(id(tensor)) or self._viewed(tensor) for name, tensor in vectors.items()}
@@ -366,13 +366,13 @@ class Learner(ABC):
 
     def _changes_here(self) -> int:
         here = {name: vector.tensor for name, vector in self._vectors.items()} | self._parked
-        return sum(here[name]._version for name in LEARNED if name in here)
+        return sum(here[name]._version for name in TRAINED_VECTORS if name in here)
 
-    def _gradients(self) -> Vector:
+    def _gradients(self) -> ViewedVector:
         return self._lane_scratch.get(current_lane()) or self._vector("scratch")
 
-    def _viewed(self, tensor: Tensor) -> Vector:
-        return Vector(tensor, self._arrange)
+    def _viewed(self, tensor: Tensor) -> ViewedVector:
+        return ViewedVector(tensor, self._arrange)
 
 
 class _Cast:
@@ -380,7 +380,7 @@ class _Cast:
 
     def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Arrange) -> None:
         self.source = weights
-        self._copy = Vector(weights.to(dtype), arrange)
+        self._copy = ViewedVector(weights.to(dtype), arrange)
         self._version = weights._version
 
     @property

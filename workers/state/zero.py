@@ -7,61 +7,61 @@ import torch
 from torch import Tensor
 
 from ..parallel.mesh import Mesh, Team
-from .flat_params import Layout
+from .flat_params import FlatLayout
 from .moments import EightBitMoments
 
 # Numbers gathered on the device at a time.
 _MOST = 1 << 24
 
 
-class Zero:
+class ZeroShards:
     """Shards vectors [P] of a layout over the ranks along all axes but tp.
 
     size: numbers of each part. own: the range of this rank's part.
     """
 
-    def __init__(self, layout: Layout, mesh: Mesh) -> None:
+    def __init__(self, layout: FlatLayout, mesh: Mesh) -> None:
         """Computes this rank's part. The layout's size must be a multiple of `multiple_of`."""
         self._layout, self._mesh = layout, mesh
-        self._team = mesh.beside("tp")
+        self._team = mesh.across("tp")
         self.size = layout.size // self._team.size
-        self.own = slice(self._team.index * self.size, (self._team.index + 1) * self.size)
+        self.own_range = slice(self._team.index * self.size, (self._team.index + 1) * self.size)
 
     @staticmethod
     def multiple_of(mesh: Mesh) -> int:
         """Returns a size whose parts are whole blocks of the moments' storage format."""
-        return mesh.beside("tp").size * EightBitMoments.block
+        return mesh.across("tp").size * EightBitMoments.block
 
-    def summed(self, vector: Tensor) -> Tensor:
+    def reduce_scatter(self, vector: Tensor) -> Tensor:
         """Returns this rank's part of the sum of a vector [P] over all ranks. The vector is overwritten."""
         if self._tp.index > 0:
-            for repeated in self._layout.repeated:
+            for repeated in self._layout.replicated:
                 vector[repeated].zero_()
-        part = self._team.summed_part(vector)
-        self._tp.sum(self._alike(part))
+        part = self._team.reduce_scatter(vector)
+        self._tp.all_reduce(self._alike(part))
         return part
 
     def whole(self, part: Tensor) -> Tensor:
         """Returns the whole vector [P] in host memory."""
         if len(part) <= _MOST:
-            return self._team.joined(part).cpu()
+            return self._team.all_gather(part).cpu()
         whole = torch.empty(self._team.size, len(part), dtype=part.dtype)
         for start in range(0, len(part), _MOST):
             some = slice(start, start + _MOST)
-            whole[:, some] = self._team.joined(part[some]).unflatten(0, (self._team.size, -1))
+            whole[:, some] = self._team.all_gather(part[some]).unflatten(0, (self._team.size, -1))
         return whole.flatten()
 
-    def join(self, vector: Tensor) -> None:
+    def all_gather(self, vector: Tensor) -> None:
         """Gathers all parts of a vector [P] in place, after each rank changed its own."""
         if self._team.size > 1:
-            self._team.joining(vector[self.own].clone(), into=vector).wait()
+            self._team.start_all_gather(vector[self.own_range].clone(), into=vector).wait()
 
     def norm(self, part: Tensor) -> float:
         """Returns the norm of the whole vector."""
         alike = self._alike(part)
         squares = torch.tensor([_squares(part) - _squares(alike), _squares(alike)], dtype=torch.float64)
-        self._tp.sum(squares[:1])
-        return float(self._team.sum(squares).sum().sqrt())
+        self._tp.all_reduce(squares[:1])
+        return float(self._team.all_reduce(squares).sum().sqrt())
 
     @property
     def _tp(self) -> Team:
@@ -70,7 +70,7 @@ class Zero:
     def _alike(self, part: Tensor) -> Tensor:
         """Returns the section of this rank's part that ranks along tp have too."""
         region = self._layout.regions.get((), slice(0, 0))
-        first, stop = (min(max(bound - self.own.start, 0), len(part)) for bound in (region.start, region.stop))
+        first, stop = (min(max(bound - self.own_range.start, 0), len(part)) for bound in (region.start, region.stop))
         return part[first:stop]
 
 

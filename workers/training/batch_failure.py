@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from ...schemas.errors import Category, OperationError
-from ..batch.validated import Operation
+from ..batch.validated import ValidatedBatch
 from ..ops.memory import available_bytes, is_out_of_memory
 from ..planner.footprint import gigabytes
 
 
 @dataclass(frozen=True)
-class Trouble:
+class BatchFailure:
     """The error that stopped a micro-batch.
 
     account: the traceback of an unexpected error, for the log.
@@ -21,18 +21,18 @@ class Trouble:
     message: str
     category: Category = "server"
     out_of_memory: bool = False
-    account: str | None = None
+    traceback: str | None = None
 
 
-def trouble_of(error: Exception) -> Trouble:
+def batch_failure_of(error: Exception) -> BatchFailure:
     """Describes the error without holding on to it: the frames of its traceback hold tensors."""
     if isinstance(error, OperationError):
-        return Trouble(error.message, error.category)
+        return BatchFailure(error.message, error.category)
     message = f"{type(error).__name__}: {error}"
-    return Trouble(message, out_of_memory=is_out_of_memory(error), account=traceback.format_exc())
+    return BatchFailure(message, out_of_memory=is_out_of_memory(error), traceback=traceback.format_exc())
 
 
-def out_of_memory_message(operation: Operation, configured: int, tried: int, device: torch.device) -> str:
+def out_of_memory_message(operation: ValidatedBatch, configured: int, tried: int, device: torch.device) -> str:
     """Returns the message for an operation that does not fit into device memory.
 
     Args:
@@ -47,7 +47,7 @@ def out_of_memory_message(operation: Operation, configured: int, tried: int, dev
             f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots or --full-slots"
         )
     longest = max(lengths)
-    largest, datum = min(sum(lengths), max(tried, longest)), operation.numbers[lengths.index(longest)]
+    largest, datum = min(sum(lengths), max(tried, longest)), operation.datum_indices[lengths.index(longest)]
     return (
         f"out of memory: a micro-batch of {largest} tokens does not fit (micro_batch_tokens is {configured}; datum"
         f" {datum} alone has {longest}), {room}: send shorter sequences, or serve this model with more memory"

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ..protocol.verbs import Part
+from ..protocol.calls import OperationPart
 
 
 def rounds(
-    parts: Sequence[Part], most_runs: int, runs_alone: Callable[[str], bool] = lambda _: False
+    parts: Sequence[OperationPart], most_runs: int, runs_alone: Callable[[str], bool] = lambda _: False
 ) -> Iterator[list[int]]:
     """Yields the rounds as indices of their parts; every part is in exactly one.
 
@@ -24,7 +24,7 @@ def rounds(
 
 
 def _next_round(
-    parts: Sequence[Part], waiting: list[int], most_runs: int, runs_alone: Callable[[str], bool]
+    parts: Sequence[OperationPart], waiting: list[int], most_runs: int, runs_alone: Callable[[str], bool]
 ) -> list[int]:
     """Returns the first waiting part and all that can run with it."""
     first = parts[waiting[0]].request

@@ -16,17 +16,17 @@ from ..batch.objective import Objective, join_outputs
 from ..heads import Head, HeadPass
 from ..heads.head import chunks
 from ..lora import Segment
-from ..lora.segment import within
+from ..lora.segment import clip_segments
 from ..losses import LossOutput
 from ..parallel.mesh import Mesh
-from ..parallel.rows import TokenShare, overlap
+from ..parallel.token_shard import TokenShard, overlap
 
 # By the name of their scores (see Loss.scores).
 Heads = Mapping[str, Head]
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ObjectiveScores:
     """The result for the n rows of an objective. scores: float32 in the shape of its targets, [n] or [n, K]."""
 
     scores: Tensor
@@ -34,40 +34,40 @@ class Scored:
 
 
 @torch.no_grad()
-def scored(
+def score(
     heads: Heads,
     hidden: Tensor,
     segments: Sequence[Segment],
     objectives: Sequence[Objective],
-    share: TokenShare | None = None,
-) -> list[Scored]:
+    share: TokenShard | None = None,
+) -> list[ObjectiveScores]:
     """Returns the result of each objective for hidden [n, hidden], without gradients.
 
     `share` is None if this rank has all rows.
     """
-    share = share or TokenShare(len(hidden), Mesh())
-    scores = share.joined(_all_scores(_Pieces(heads, hidden, segments, objectives, share)))
+    share = share or TokenShard(len(hidden), Mesh())
+    scores = share.joined(_all_scores(_HeadRuns(heads, hidden, segments, objectives, share)))
     return [_evaluated(objective, scores) for objective in objectives]
 
 
 @torch.no_grad()
-def scored_with_gradient(
+def score_with_gradient(
     heads: Heads,
     hidden: Tensor,
     segments: Sequence[Segment],
     objectives: Sequence[Objective],
     gradient: Tensor,
-    share: TokenShare | None = None,
-) -> list[Scored]:
+    share: TokenShard | None = None,
+) -> list[ObjectiveScores]:
     """Like `scored`, with gradients.
 
     Writes the gradient with respect to hidden [n, hidden] to `gradient`, and adds the gradients of adapters on the
     heads to their scratch.
     """
-    share = share or TokenShare(len(hidden), Mesh())
-    pieces = _Pieces(heads, hidden, segments, objectives, share)
-    scorings = [_Scoring(objective) for objective in objectives]
-    wanting = [scoring for scoring in scorings if pieces.wants_all_first(scoring.objective)]
+    share = share or TokenShard(len(hidden), Mesh())
+    pieces = _HeadRuns(heads, hidden, segments, objectives, share)
+    scorings = [_ObjectiveScoring(objective) for objective in objectives]
+    wanting = [scoring for scoring in scorings if pieces.needs_all_scores_first(scoring.objective)]
     if wanting:
         scores = share.joined(_all_scores(pieces))
         for scoring in wanting:
@@ -85,7 +85,7 @@ def scored_with_gradient(
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
+class _HeadRun:
     """Neighbouring rows scored by one head. first: index of the first of them among this rank's rows."""
 
     first: int
@@ -93,7 +93,7 @@ class _Piece:
     head: HeadPass
 
 
-class _Pieces:
+class _HeadRuns:
     """Divides this rank's rows into runs of rows with the same head.
 
     targets: of all of this rank's rows, int64 [n] or [n, K].
@@ -105,26 +105,26 @@ class _Pieces:
         hidden: Tensor,
         segments: Sequence[Segment],
         objectives: Sequence[Objective],
-        share: TokenShare,
+        share: TokenShard,
     ) -> None:
         self._share = share
-        self.targets = share.of_rows(_side_by_side([each.targets for each in objectives]))
+        self.targets = share.of_rows(_concatenate_targets([each.targets for each in objectives]))
         # Keyed by the first row, counted over all ranks.
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, _HeadRun] = {}
         self._first_of: dict[int, int] = {}
         for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
             of_head = list(members)
             start, stop = of_head[0].start, of_head[-1].stop
-            last = stop if of_head[-1] is not objectives[-1] else share.num_filled
+            last = stop if of_head[-1] is not objectives[-1] else share.num_padded
             rows = overlap(share.rows, start, last)
-            head = heads[scores].over(hidden[rows], within(segments, rows), self.targets[rows])
-            self._pieces[start] = _Piece(rows.start, rows.stop - rows.start, head)
+            head = heads[scores].start_pass(hidden[rows], clip_segments(segments, rows), self.targets[rows])
+            self._pieces[start] = _HeadRun(rows.start, rows.stop - rows.start, head)
             self._first_of |= {objective.start: start for objective in of_head}
 
-    def __iter__(self) -> Iterator[_Piece]:
+    def __iter__(self) -> Iterator[_HeadRun]:
         return iter(self._pieces.values())
 
-    def wants_all_first(self, objective: Objective) -> bool:
+    def needs_all_scores_first(self, objective: Objective) -> bool:
         """True for a sequence-wise loss over several chunks: all scores are computed first, because the loss of a whole
         sequence must be known before any gradient."""
         start = self._first_of[objective.start]
@@ -133,12 +133,12 @@ class _Pieces:
         return objective.loss.sequence_wise and (first != last or not self._share.is_all)
 
 
-def _all_scores(pieces: _Pieces) -> Tensor:
+def _all_scores(pieces: _HeadRuns) -> Tensor:
     parts = [piece.head.scores(rows) for piece in pieces for rows in chunks(piece.num_rows, piece.head.chunk_rows)]
     return _concatenated(parts, pieces.targets)
 
 
-class _Scoring:
+class _ObjectiveScoring:
     """Accumulates an objective's scores and losses, chunk by chunk."""
 
     def __init__(self, objective: Objective) -> None:
@@ -157,8 +157,8 @@ class _Scoring:
             return self._whole_gradient[rows]
         return self._gradient(scores, rows)
 
-    def output(self) -> Scored:
-        return Scored(torch.cat(self._scores), join_outputs(self._losses))
+    def output(self) -> ObjectiveScores:
+        return ObjectiveScores(torch.cat(self._scores), join_outputs(self._losses))
 
     def _gradient(self, scores: Tensor, rows: slice) -> Tensor:
         output, gradient = self.objective.gradient(scores, rows)
@@ -168,12 +168,12 @@ class _Scoring:
 
 
 def _of(objective: Objective, scores: Tensor) -> Tensor:
-    return _in_shape_of(objective.targets, scores[objective.start : objective.stop])
+    return _view_like(objective.targets, scores[objective.start : objective.stop])
 
 
-def _evaluated(objective: Objective, scores: Tensor) -> Scored:
+def _evaluated(objective: Objective, scores: Tensor) -> ObjectiveScores:
     own = _of(objective, scores)
-    return Scored(own, objective.evaluate(own, slice(None)))
+    return ObjectiveScores(own, objective.evaluate(own, slice(None)))
 
 
 def _concatenated(scores: list[Tensor], targets: Tensor) -> Tensor:
@@ -182,21 +182,21 @@ def _concatenated(scores: list[Tensor], targets: Tensor) -> Tensor:
     return torch.cat(scores) if scores else torch.empty(targets.shape, device=targets.device)
 
 
-def _gradient_of(scorings: list[_Scoring], rows: slice, scores: Tensor) -> Tensor:
+def _gradient_of(scorings: list[_ObjectiveScoring], rows: slice, scores: Tensor) -> Tensor:
     """Returns the gradient of all losses with respect to the scores of a chunk, `rows`."""
     gradient = torch.zeros_like(scores)
     for scoring in scorings:
         objective = scoring.objective
         piece = overlap(rows, objective.start, objective.stop)
         if piece.start < piece.stop:
-            own = _in_shape_of(objective.targets, scores[piece])
+            own = _view_like(objective.targets, scores[piece])
             first, stop = (rows.start + rows.step * bound - objective.start for bound in (piece.start, piece.stop))
             found = scoring.gradient(own, slice(first, stop, rows.step))
-            _in_shape_of(objective.targets, gradient[piece]).copy_(found)
+            _view_like(objective.targets, gradient[piece]).copy_(found)
     return gradient
 
 
-def _side_by_side(targets: list[Tensor]) -> Tensor:
+def _concatenate_targets(targets: list[Tensor]) -> Tensor:
     """Concatenates [n] and [n, K] tensors to [n] if all are [n], else to [n, largest K] with zeros where a row has
     fewer."""
     if len(targets) == 1:
@@ -208,7 +208,7 @@ def _side_by_side(targets: list[Tensor]) -> Tensor:
     return torch.cat([pad(each, (0, widest - each.shape[1])) for each in columns])
 
 
-def _in_shape_of(targets: Tensor, values: Tensor) -> Tensor:
+def _view_like(targets: Tensor, values: Tensor) -> Tensor:
     """Returns the view of rows of a `_side_by_side` tensor that belongs to these targets."""
     if values.ndim == 1:
         return values

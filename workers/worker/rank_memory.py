@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
-from ..ops.memory import give_back_freed, memory_for
-from ..registry.models import Models
+from ..ops.memory import release_freed_memory, reporting_out_of_memory
+from ..registry.model_registry import ModelRegistry
 from ..state.offload import Offload
 
 # Pauses between attempts to reload: another process may be about to leave the device.
-_TRIES_AFTER = (0.2, 1.0, 3.0)
+_RETRY_SECONDS = (0.2, 1.0, 3.0)
 
 
 class CacheHolder(Protocol):
@@ -29,7 +29,7 @@ class CacheHolder(Protocol):
 
     def held_bytes(self) -> int: ...
 
-    def leaving(self) -> Iterator[Tensor]:
+    def offloadable_tensors(self) -> Iterator[Tensor]:
         """Drops what is unused and yields the cache's tensors."""
         ...
 
@@ -43,7 +43,7 @@ class RankMemory:
     def __init__(
         self,
         base: BaseModel,
-        models: Models,
+        models: ModelRegistry,
         sampler: CacheHolder,
         on_all: Callable[[Callable[[], None]], None],
         directory: str | None,
@@ -53,11 +53,11 @@ class RankMemory:
         self._weights = Offload("the base model", base.device, directory, is_frozen=True)
         self._cache = Offload("the sampler's cache", base.device, directory)
         # Parts that are offloaded on some rank; all ranks must agree on this set.
-        self._away: set[Offload] = set()
+        self._offloaded: set[Offload] = set()
         self._num_leaves = 0
-        self._told_seconds = 0.0
+        self._reported_seconds = 0.0
 
-    def leave(self) -> float:
+    def offload(self) -> float:
         """Offloads all ranks from their devices; returns the seconds that moving has taken since the previous call.
 
         Raises:
@@ -68,28 +68,28 @@ class RankMemory:
         try:
             self._on_all(self._leave)
         except Exception:
-            self._away.update(parts)
-            self._on_all(partial(self._come_back, parts))
-            self._away.clear()
+            self._offloaded.update(parts)
+            self._on_all(partial(self._reload, parts))
+            self._offloaded.clear()
             raise
-        self._away.update(parts)
+        self._offloaded.update(parts)
         self._num_leaves += 1
-        before, self._told_seconds = self._told_seconds, self._moving_seconds()
-        return self._told_seconds - before
+        before, self._reported_seconds = self._reported_seconds, self._moving_seconds()
+        return self._reported_seconds - before
 
-    def need_base(self) -> None:
+    def ensure_base(self) -> None:
         """Reloads the base model's weights on all ranks, if offloaded. Raises OperationError (server)."""
         self._bring(self._weights)
 
-    def need_all(self) -> None:
-        """Reloads the base model's weights and the sampler's cache. Raises as `need_base`."""
+    def ensure_all(self) -> None:
+        """Reloads the base model's weights and the sampler's cache. Raises as `ensure_base`."""
         self._bring(self._weights, self._cache)
-        self._cache.may_change()
+        self._cache.discard_copy()
 
     def forget_cache(self) -> None:
         """Drops the cache's offloaded contents, when nothing is sampled any more."""
         self._cache.forget()
-        self._away.discard(self._cache)
+        self._offloaded.discard(self._cache)
 
     def by_purpose(self) -> dict[str, int]:
         """Returns bytes by purpose; for models by place, with their numbers.
@@ -103,9 +103,9 @@ class RankMemory:
         cache = self._sampler.cache_bytes()
         own = {
             "base_weights": self._base.num_bytes,
-            "base_weights_on_device": self._base.num_bytes - self._weights.num_bytes_away,
+            "base_weights_on_device": self._base.num_bytes - self._weights.num_offloaded_bytes,
             "kv_cache": cache,
-            "kv_cache_on_device": 0 if self._cache.is_away else cache,
+            "kv_cache_on_device": 0 if self._cache.is_offloaded else cache,
             "kv_cache_of_drafts": self._sampler.draft_cache_bytes(),
             "kv_cache_held": self._sampler.held_bytes(),
             "offloads": self._num_leaves,
@@ -121,27 +121,29 @@ class RankMemory:
         return self._weights.moving_seconds + self._cache.moving_seconds
 
     def _leave(self) -> None:
-        with memory_for("offloading from the device", "serve with a smaller --kv-cache-bytes, or fewer models"):
-            self._models.leave_device()
-            self._cache.leave(self._sampler.leaving())
-            self._weights.leave(self._base.movable_tensors())
-        give_back_freed(self._base.device)
+        with reporting_out_of_memory(
+            "offloading from the device", "serve with a smaller --kv-cache-bytes, or fewer models"
+        ):
+            self._models.offload()
+            self._cache.offload(self._sampler.offloadable_tensors())
+            self._weights.offload(self._base.movable_tensors())
+        release_freed_memory(self._base.device)
 
     def _bring(self, *parts: Offload) -> None:
-        if self._away.isdisjoint(parts):
+        if self._offloaded.isdisjoint(parts):
             return
-        tries = iter(_TRIES_AFTER)
+        tries = iter(_RETRY_SECONDS)
         while True:
             try:
-                self._on_all(partial(self._come_back, parts))
+                self._on_all(partial(self._reload, parts))
                 break
             except OperationError:
                 seconds = next(tries, None)
                 if seconds is None:
                     raise
                 time.sleep(seconds)
-        self._away.difference_update(parts)
+        self._offloaded.difference_update(parts)
 
-    def _come_back(self, parts: Sequence[Offload]) -> None:
+    def _reload(self, parts: Sequence[Offload]) -> None:
         for part in parts:
-            part.come_back()
+            part.reload()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..checkpoint import Learned, save
-from ..protocol.verbs import Failure
+from ..checkpoint import TrainedState, save
+from ..protocol.calls import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -22,20 +22,20 @@ class SnapshotWriter:
     def __init__(self, device: torch.device, base_name: str) -> None:
         self._device = device
         self._base_name = base_name
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "snapshot", initializer=_compute_alone)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "snapshot", initializer=_use_one_thread)
         self._writing: dict[int, Future[None]] = {}
         self._forgotten: list[Future[None]] = []
 
-    def begin(self, snapshot_id: int, learned: Learned, directory: Path) -> None:
+    def begin(self, snapshot_id: int, learned: TrainedState, directory: Path) -> None:
         """Copies the state and writes it in the background; the model may change at once. Errors are reported by
         `ended`.
 
         A snapshot that only other ranks write counts as ended here.
         """
-        if not learned.is_written_here:
+        if not learned.has_part_to_write:
             self._writing[snapshot_id] = _done()
             return
-        copy, event = learned.kept(), None
+        copy, event = learned.copied(), None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
@@ -47,7 +47,7 @@ class SnapshotWriter:
         if (writing := self._writing.pop(snapshot_id, None)) is not None:
             self._forgotten = [each for each in (*self._forgotten, writing) if not each.done()]
 
-    def ended(self) -> dict[int, Failure | None]:
+    def take_ended(self) -> dict[int, Failure | None]:
         """Returns the snapshots that have ended since the last call; None means written."""
         done = [snapshot_id for snapshot_id, writing in self._writing.items() if writing.done()]
         return {snapshot_id: _outcome(self._writing.pop(snapshot_id)) for snapshot_id in done}
@@ -57,7 +57,7 @@ class SnapshotWriter:
         wait([*self._writing.values(), *self._forgotten])
         self._writing.clear()
 
-    def _write(self, taken: list[Learned], copied: torch.cuda.Event | None, directory: Path) -> None:
+    def _write(self, taken: list[TrainedState], copied: torch.cuda.Event | None, directory: Path) -> None:
         learned = taken.pop()
         if copied is not None:
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
@@ -71,7 +71,7 @@ class SnapshotWriter:
             raise FileNotFoundError(f"{directory} was removed while it was written") from None
 
 
-def _compute_alone() -> None:
+def _use_one_thread() -> None:
     """Limits the thread to one core, leaving the others to computation. Reading the number first matters: see
     `lanes`.
     """

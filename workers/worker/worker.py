@@ -19,46 +19,46 @@ from safetensors import SafetensorError
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..batch.validated import ModelLimits
-from ..checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
+from ..checkpoint import TrainedState, is_snapshot, read_draft, read_new_model, read_saved, save, target_directory
 from ..checkpoint.peft_import import import_adapter
+from ..drafts.draft_model import DraftModel
+from ..drafts.draft_models import DraftModels
 from ..drafts.groups import DraftGroups
-from ..drafts.model import DraftModel
-from ..drafts.models import Drafts
 from ..drafts.version import version_of_parts
 from ..full import FullModels
-from ..lora import Adapter, Adapters
+from ..lora import Adapter, AdapterRegistry
 from ..models.model import BaseModel, resolve_device, unique_name
-from ..models.model_cache import with_model_here
+from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
 from ..ops.allocator import tune_allocator
-from ..ops.memory import available_bytes, memory_for
-from ..parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
-from ..planner.choice import micro_batch_tokens
+from ..ops.memory import available_bytes, reporting_out_of_memory
+from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..planner.footprint import gigabytes
-from ..planner.load import Load
-from ..protocol.config import KV_CACHE_BYTES, USUAL_MICRO_BATCH, WorkerConfig
-from ..protocol.shared_fs import Landmark
-from ..protocol.verbs import (
+from ..planner.layout_search import micro_batch_tokens
+from ..planner.workload import Workload
+from ..protocol.calls import (
     AdapterWeights,
-    Contents,
     Failure,
     ModelInfo,
+    OptimizerStep,
     Pass,
     RunInfo,
     RunSpec,
-    Slice,
+    SamplingSlice,
+    SavedContents,
     SliceResult,
-    Step,
 )
-from ..registry.models import Models, target_id
+from ..protocol.shared_fs import SharedFileProbe
+from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, WorkerConfig
+from ..registry.model_registry import ModelRegistry, target_id
 from ..registry.programs import program_of
 from ..sampler import SAMPLERS
 from ..shapes.model_shape import ModelShape, read_model
-from ..state.optim import add_up, apply_steps, leave_to_first, refuse_window
+from ..state.optim import all_reduce_gradients, apply_steps, keep_on_first_rank, refuse_window
 from ..state.residency import Residency
-from ..state.trainable import FORWARD, STEP, Learner
-from ..training.progress import Answer
-from ..training.runner import PassRunner
+from ..state.trainable import FORWARD_VECTORS, STEP_VECTORS, Trainable
+from ..training.operation_progress import PartAnswer
+from ..training.pass_runner import PassRunner
 from .rank_memory import RankMemory
 from .snapshot_writer import SnapshotWriter
 
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 # Memory that a loaded model leaves free on a GPU is split in three: KV cache, adapters, passes.
-_SHARES = 3
+_MEMORY_SHARES = 3
 _USUAL_RANK = 32
 
 
@@ -78,23 +78,26 @@ class Worker:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Loads the base model, unless there are several ranks: these `meet` first. Raises ValueError as `load`."""
+        """Loads the base model, unless there are several ranks: these `open_rendezvous` first.
+
+        Raises ValueError as `load`.
+        """
         tune_allocator()
         # cuDNN plans attention for each new shape, about 30 ms each, and prompts and caches keep having new shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        config = self._config = with_model_here(config)
+        config = self._config = with_local_model(config)
         self._name = config.model.name
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
         if config.parallel.num_ranks == 1:
             self._load(Mesh())
 
-    def meet(self) -> str | None:
+    def open_rendezvous(self) -> str | None:
         """Returns the address at which the first rank waits for the others; None on the other ranks."""
         if self._config.rank > 0:
             return None
         host = LOOPBACK if self._config.is_local else own_host()
-        self._meeting = Meeting.opened(host, self._config.hang_seconds)
+        self._meeting = Rendezvous.open(host, self._config.hang_seconds)
         return self._meeting.address
 
     def load(self, address: str) -> None:
@@ -104,22 +107,22 @@ class Worker:
             ValueError: the model cannot be served.
         """
         config = self._config
-        meeting = self._meeting or Meeting.at(address, config.hang_seconds)
+        meeting = self._meeting or Rendezvous.join(address, config.hang_seconds)
         connect(meeting, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
         self._load(Mesh(config.parallel, config.rank))
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """Resets the rank to the state just after loading; waits for snapshots that are being written."""
         self._sampler.forget_all()
         self._memory.forget_cache()
         for model_id in self._models:
             self.drop_run(model_id)
         self._snapshots.wait()
-        self._ended_on.clear()
+        self._ended_snapshots.clear()
 
-    def look_for(self, landmark: Landmark) -> str | None:
+    def check_shared(self, landmark: SharedFileProbe) -> str | None:
         """Returns why this rank does not share the landmark's directory; None if it does."""
-        return landmark.trouble()
+        return landmark.find_problem()
 
     def _load(self, mesh: Mesh) -> None:
         config = self._config
@@ -127,7 +130,7 @@ class Worker:
         self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
         of_adapters = _residency(self._base, config, config.adapter_slots)
-        adapters = Adapters(self._base, config.max_lora_rank, of_adapters)
+        adapters = AdapterRegistry(self._base, config.max_lora_rank, of_adapters)
         config = replace(config, micro_batch_tokens=_micro_batch_tokens(config, self._base, mesh))
         config = _sized_for_device(config, self._base, adapters, mesh)
         self._adapter_slots = of_adapters.slots = config.adapter_slots
@@ -135,14 +138,14 @@ class Worker:
         full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
         of_drafts = _residency(self._base, config, config.full_slots)
         groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
-        drafts = Drafts(self._base, of_drafts, config.optimizer_states, groups)
-        self._models = Models(self._base, adapters, full, drafts)
+        drafts = DraftModels(self._base, of_drafts, config.optimizer_states, groups)
+        self._models = ModelRegistry(self._base, adapters, full, drafts)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
-        if mesh.is_coupled:
+        if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.bare_hidden_states)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         # Snapshot -> outcomes of the ranks that have ended it.
-        self._ended_on: dict[int, list[Failure | None]] = {}
+        self._ended_snapshots: dict[int, list[Failure | None]] = {}
         self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
         self._memory = RankMemory(self._base, self._models, self._sampler, self._on_all, config.page_directory)
 
@@ -170,7 +173,7 @@ class Worker:
         if spec.is_new and isinstance(spec.training, LoraConfig):
             self._models.adapters.check_groups(spec.training)
         model = self._put(
-            spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
+            spec.run_id, partial(self._models.build_initialized, spec.training, program_of(spec.role, spec.training))
         )
         model.base_name = spec.base_name
         targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
@@ -186,39 +189,39 @@ class Worker:
             self._models.get(run_id).clear_optimizer()
         self._models.drop(run_id)
 
-    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
-        self._memory.need_base()
+    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+        self._memory.ensure_base()
         return self._passes.run_pass(work.parts)
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         """Applies optimizer steps in chunks of at most as many runs as there are adapter slots; runs with full weights
         go alone.
         """
         for step in steps:
-            if step.refused is not None:
+            if step.refusal_reason is not None:
                 self._passes.forget(step.run_id)
-        chunks = _chunks(steps, self._adapter_slots, self._models.runs_alone)
+        chunks = _chunks(steps, self._adapter_slots, self._models.is_exclusive)
         return tuple(answer for chunk in chunks for answer in self._apply_chunk(chunk))
 
     def clear_gradients(self, run_id: str) -> None:
         self._passes.forget(run_id)
-        with self._resident(run_id, FORWARD) as model:
+        with self._resident(run_id, FORWARD_VECTORS) as model:
             model.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory; pending gradients stay."""
-        with self._resident(run_id, STEP if optimizer else FORWARD) as model:
-            learned = Learned.by(model, self._mesh, optimizer=optimizer)
+        with self._resident(run_id, STEP_VECTORS if optimizer else FORWARD_VECTORS) as model:
+            learned = TrainedState.without_gradients(model, self._mesh, optimizer=optimizer)
             self._on_all(partial(save, learned, Path(directory), base_name=self._name))
 
-    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: Contents = "all") -> None:
+    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: SavedContents = "all") -> None:
         """Begins to write the run as it is now into an existing empty directory; see `ended_snapshots`.
 
         Contents other than "all" are as of the last optimizer step. Pending gradients stay.
         """
-        with self._resident(run_id, FORWARD if contents == "weights" else STEP) as model:
+        with self._resident(run_id, FORWARD_VECTORS if contents == "weights" else STEP_VECTORS) as model:
             if contents == "all" and model.window.num_operations:
-                add_up([model], self._mesh)
+                all_reduce_gradients([model], self._mesh)
             try:
                 learned = _contents(model, contents, self._mesh)
                 self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
@@ -228,15 +231,15 @@ class Worker:
             finally:
                 if contents == "all":
                     # Keeps the sum over ranks unchanged.
-                    leave_to_first(model, self._mesh)
+                    keep_on_first_rank(model, self._mesh)
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Returns the snapshots that have ended on all ranks since the last call: None if the files are written."""
-        for of_rank in self._mesh.exchange(self._snapshots.ended()):
+        for of_rank in self._mesh.all_gather_object(self._snapshots.take_ended()):
             for snapshot_id, failure in of_rank.items():
-                self._ended_on.setdefault(snapshot_id, []).append(failure)
-        ended = [one for one, of_ranks in self._ended_on.items() if len(of_ranks) == self._mesh.spec.num_ranks]
-        return {one: next((each for each in self._ended_on.pop(one) if each is not None), None) for one in ended}
+                self._ended_snapshots.setdefault(snapshot_id, []).append(failure)
+        ended = [one for one, of_ranks in self._ended_snapshots.items() if len(of_ranks) == self._mesh.spec.num_ranks]
+        return {one: next((each for each in self._ended_snapshots.pop(one) if each is not None), None) for one in ended}
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Replaces the run's state by the checkpoint's; pending gradients are those of a snapshot, or none.
@@ -248,8 +251,8 @@ class Worker:
         self._check_run(run_id)
         before = self._models.get(run_id)
         if not (program := before.program).trains:
-            is_copy = not self._models.runs_alone(run_id)
-            model = self._put(run_id, partial(read_new, self._models, Path(directory), program), is_copy)
+            is_copy = not self._models.is_exclusive(run_id)
+            model = self._put(run_id, partial(read_new_model, self._models, Path(directory), program), is_copy)
             model.base_name = before.base_name
             self._passes.forget(run_id)
             return
@@ -257,23 +260,23 @@ class Worker:
             saved = self._on_all(partial(read_saved, model, Path(directory), optimizer=optimizer))
             self._passes.forget(run_id)
             try:
-                self._on_all(memory_for("the checkpoint", "try again")(partial(saved.put_into, model)))
+                self._on_all(reporting_out_of_memory("the checkpoint", "try again")(partial(saved.load_into, model)))
             except Exception:
                 model.window.refused = "its checkpoint was loaded only in part: load it again"
                 raise
-            leave_to_first(model, self._mesh)
+            keep_on_first_rank(model, self._mesh)
         if run_id in self._models.drafts:
             if is_snapshot(Path(directory)):
-                self.set_target(run_id, target_in(Path(directory)))
+                self.set_target(run_id, target_directory(Path(directory)))
             else:
-                self._models.drafts.get(run_id).was_loaded = True
+                self._models.drafts.get(run_id).has_loaded_weights = True
 
     def set_target(self, run_id: str, directory: str | Path | None) -> None:
         """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
         self._check_draft(run_id)
-        target = None if directory is None else self._made(partial(self._target_of, run_id, Path(directory)))
-        versions = self._mesh.exchange(self._models.drafts.version_of(target))
-        self._models.aim(run_id, target, version_of_parts(versions))
+        target = None if directory is None else self._build_on_all(partial(self._target_of, run_id, Path(directory)))
+        versions = self._mesh.all_gather_object(self._models.drafts.version_of(target))
+        self._models.set_target(run_id, target, version_of_parts(versions))
         self._passes.forget(run_id)
 
     def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
@@ -282,22 +285,22 @@ class Worker:
         """
         self._check_draft(run_id)
         self._passes.forget(run_id)
-        with self._resident(run_id, FORWARD):
-            self._models.drafts.get(run_id).say(token_ids)
+        with self._resident(run_id, FORWARD_VECTORS):
+            self._models.drafts.get(run_id).set_vocabulary(token_ids)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
         self._check_samples(run_id)
-        if self._config.full_sampling == "inflight" and self._models.runs_alone(run_id):
+        if self._config.full_sampling == "inflight" and self._models.is_exclusive(run_id):
             self._models.full.share(run_id, adapter_id)
             return
-        self._put(adapter_id, partial(self._models.copied, run_id), is_copy=True)
+        self._put(adapter_id, partial(self._models.copy_weights, run_id), is_copy=True)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """Loads the weights of a checkpoint for a sampler. A sampler that shares a run's live weights keeps these."""
         if self._models.full.is_shared(adapter_id):
             return
-        self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
+        self._put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
     def load_draft(self, draft_id: str, directory: str) -> None:
         """Loads the weights of a draft checkpoint for speculative decoding; `drop_adapter` drops it."""
@@ -313,12 +316,12 @@ class Worker:
         Full weights are gathered on the first rank only; the other ranks return None.
         """
         self._check_samples(run_id)
-        with self._resident(run_id, FORWARD) as model:
-            return self._exported(model)
+        with self._resident(run_id, FORWARD_VECTORS) as model:
+            return self._export(model)
 
     def read_adapter(self, directory: str) -> AdapterWeights | None:
         """Returns a checkpoint's weights like `export_adapter`, without keeping them."""
-        return self._exported(self._made(partial(read_new, self._models, Path(directory))))
+        return self._export(self._build_on_all(partial(read_new_model, self._models, Path(directory))))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """Stores exported weights; the same id and shape is overwritten in place, and its samples continue with the new
@@ -327,10 +330,10 @@ class Worker:
         Full weights are overwritten without an intermediate copy.
         """
         if self._models.full.is_overwritten(adapter_id, exported.training):
-            with self._resident(adapter_id, FORWARD) as model:
+            with self._resident(adapter_id, FORWARD_VECTORS) as model:
                 _overwrite(model, exported)
             return
-        self._put(adapter_id, partial(self._imported, exported), is_copy=True)
+        self._put(adapter_id, partial(self._import, exported), is_copy=True)
 
     def convert_adapter(
         self, source: str, lora: LoraConfig, directory: str, base_name: str | None = None
@@ -350,9 +353,9 @@ class Worker:
         self._by_first(write)
         return wanted[0] if wanted else lora
 
-    def sample_slice(self, work: Slice) -> SliceResult:
+    def sample_slice(self, work: SamplingSlice) -> SliceResult:
         try:
-            self._memory.need_all()
+            self._memory.ensure_all()
         except OperationError:
             # The caller fails all jobs.
             self._sampler.forget_all()
@@ -370,24 +373,24 @@ class Worker:
         Returns:
             the seconds that moving has taken since the previous call.
         """
-        return self._memory.leave()
+        return self._memory.offload()
 
-    def place(self) -> str:
+    def device_name(self) -> str:
         """Returns a name of this rank's device that is unique over all machines."""
         return unique_name(self._base.device)
 
-    def num_exchanges(self) -> dict[str, int]:
+    def num_collectives(self) -> dict[str, int]:
         """Returns the number of collectives with other ranks since the start, by kind."""
-        return dict(self._mesh.sent)
+        return dict(self._mesh.call_counts)
 
-    def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
+    def _apply_chunk(self, steps: list[OptimizerStep]) -> list[dict[str, float] | Failure]:
         known = [step for step in steps if step.run_id in self._models]
         answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))
         return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
 
-    def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
+    def _apply_known(self, steps: list[OptimizerStep]) -> list[dict[str, float] | Failure]:
         with ExitStack() as held:
-            failures = self._mesh.found([self._bring(step, held) for step in steps])
+            failures = self._mesh.first_values([self._reload(step, held) for step in steps])
             for step, failure in zip(steps, failures, strict=True):
                 if failure is not None:
                     refuse_window(self._models.get(step.run_id), step)
@@ -396,7 +399,7 @@ class Worker:
             applied = iter(apply_steps(models, coming, self._mesh))
             return [failure or next(applied) for failure in failures]
 
-    def _bring(self, step: Step, held: ExitStack) -> Failure | None:
+    def _reload(self, step: OptimizerStep, held: ExitStack) -> Failure | None:
         try:
             held.enter_context(self._models.resident([step.run_id]))
         except OperationError as error:
@@ -416,49 +419,49 @@ class Worker:
             done.append(act())
         except Exception as error:
             trouble = error
-        [failure] = self._mesh.found([None if trouble is None else _failure_of(trouble)])
+        [failure] = self._mesh.first_values([None if trouble is None else _failure_of(trouble)])
         if trouble is not None:
             raise trouble
         if failure is not None:
             raise OperationError(failure.message, failure.category)
         return done[0]
 
-    def _put(self, model_id: str, make: Callable[[], Learner], is_copy: bool = False) -> Learner:
+    def _put(self, model_id: str, make: Callable[[], Trainable], is_copy: bool = False) -> Trainable:
         """Stores a new model; see Models.put. If a rank cannot build it, all keep what they had."""
 
-        def make_with_room() -> Learner:
+        def make_with_room() -> Trainable:
             model = make()
             self._models.make_room(model_id, model, is_copy)
             return model
 
-        return self._models.put(model_id, self._made(make_with_room))
+        return self._models.put(model_id, self._build_on_all(make_with_room))
 
-    def _made(self, make: Callable[[], Learner]) -> Learner:
+    def _build_on_all(self, make: Callable[[], Trainable]) -> Trainable:
         """Builds the model on all ranks or on none."""
-        self._memory.need_base()
+        self._memory.ensure_base()
         remedy = "try again when other runs have ended, or with a lower rank if it is an adapter"
-        return self._on_all(memory_for("the model's weights", remedy)(make))
+        return self._on_all(reporting_out_of_memory("the model's weights", remedy)(make))
 
-    def _imported(self, exported: AdapterWeights) -> Learner:
+    def _import(self, exported: AdapterWeights) -> Trainable:
         model = self._models.build(exported.training)
         _overwrite(model, exported)
         return model
 
-    def _exported(self, model: Learner) -> AdapterWeights | None:
+    def _export(self, model: Trainable) -> AdapterWeights | None:
         layout, is_adapter = model.layout, isinstance(model, Adapter)
         put_together = layout.whole_vector if is_adapter else layout.whole_on_first
         whole = put_together(model.weights, self._mesh)
         return None if whole is None else AdapterWeights(model.training, whole.cpu().numpy())
 
     @contextmanager
-    def _resident(self, run_id: str, wanted: frozenset[str] = STEP) -> Iterator[Learner]:
+    def _resident(self, run_id: str, wanted: frozenset[str] = STEP_VECTORS) -> Iterator[Trainable]:
         self._check_run(run_id)
         with ExitStack() as held:
             (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id], wanted)))
             yield model
 
-    def _target_of(self, run_id: str, directory: Path) -> Learner:
-        target = read_new(self._models, directory)
+    def _target_of(self, run_id: str, directory: Path) -> Trainable:
+        target = read_new_model(self._models, directory)
         self._models.make_room(target_id(run_id), target, is_copy=True)
         return target
 
@@ -479,14 +482,14 @@ class Worker:
             raise OperationError(_unknown(run_id), "server")
 
 
-def _contents(model: Learner, contents: Contents, mesh: Mesh) -> Learned:
+def _contents(model: Trainable, contents: SavedContents, mesh: Mesh) -> TrainedState:
     if contents == "all":
-        return Learned.with_window(model, mesh)
-    return Learned.by(model, mesh, optimizer=contents == "state")
+        return TrainedState.with_window(model, mesh)
+    return TrainedState.without_gradients(model, mesh, optimizer=contents == "state")
 
 
-def _overwrite(model: Learner, exported: AdapterWeights) -> None:
-    whole = model.layout.whole.named_views(torch.from_numpy(exported.weights))
+def _overwrite(model: Trainable, exported: AdapterWeights) -> None:
+    whole = model.layout.unsharded.named_views(torch.from_numpy(exported.weights))
     model.layout.copy_parts(model.weights, whole)
 
 
@@ -504,11 +507,13 @@ def _unknown(run_id: str) -> str:
     return f"run {run_id} is not on this worker: create it or load its checkpoint"
 
 
-def _chunks(steps: Sequence[Step], most: int, is_alone: Callable[[str], bool]) -> Iterator[list[Step]]:
+def _chunks(
+    steps: Sequence[OptimizerStep], most: int, is_alone: Callable[[str], bool]
+) -> Iterator[list[OptimizerStep]]:
     """Yields chunks in order, none longer than `most` and none with a run twice; runs for which `is_alone` holds go
     alone.
     """
-    chunk: dict[str, Step] = {}
+    chunk: dict[str, OptimizerStep] = {}
     for step in steps:
         if len(chunk) == most or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
             yield list(chunk.values())
@@ -532,12 +537,12 @@ def _residency(base: BaseModel, config: WorkerConfig, slots: int) -> Residency:
     return Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
 
 
-def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters, mesh: Mesh) -> WorkerConfig:
+def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: AdapterRegistry, mesh: Mesh) -> WorkerConfig:
     """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks."""
     if base.device.type != "cuda":
-        return replace(config, kv_cache_bytes=config.kv_cache_bytes or KV_CACHE_BYTES)
+        return replace(config, kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
     free, _ = torch.cuda.mem_get_info(base.device)
-    share = min(mesh.exchange(free)) // _SHARES
+    share = min(mesh.all_gather_object(free)) // _MEMORY_SHARES
     slots = min(config.adapter_slots, share // max(adapters.bytes_at_rank(_USUAL_RANK), 1))
     return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
 
@@ -545,18 +550,20 @@ def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters,
 def _micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
     """Returns the configured size or one that fits the rank with the least free memory; the same on all ranks."""
     shape = read_model(config.model)
-    free = [each for each in mesh.exchange(available_bytes(base.device)) if each is not None]
+    free = [each for each in mesh.all_gather_object(available_bytes(base.device)) if each is not None]
     if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
-        return config.micro_batch_tokens or USUAL_MICRO_BATCH
+        return config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
     # Ranks on the CPU share one memory.
     share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
-    load = Load.of(config, USUAL_MICRO_BATCH, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True)
+    load = Workload.of(
+        config, DEFAULT_MICRO_BATCH_TOKENS, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True
+    )
     tokens = micro_batch_tokens(shape, config.parallel, load, share)
-    if tokens < USUAL_MICRO_BATCH and config.rank == 0:
+    if tokens < DEFAULT_MICRO_BATCH_TOKENS and config.rank == 0:
         logger.warning(
             "%s: micro-batches have at most %d tokens instead of %d: no more fit into a third of the %s that a rank has"
             " free (--micro-batch-tokens, --activations recompute)",
-            *(config.model.name, tokens, USUAL_MICRO_BATCH, gigabytes(share)),
+            *(config.model.name, tokens, DEFAULT_MICRO_BATCH_TOKENS, gigabytes(share)),
         )
     return tokens
 

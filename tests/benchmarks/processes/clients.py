@@ -24,7 +24,7 @@ import tinker
 import uvloop
 from tinker import types
 from trainhouse.schemas.codec import JSON, PROTOBUF, encode_forward_backward_request
-from trainhouse.server.serving.process import allow_many_connections
+from trainhouse.server.serving.server_process import allow_many_connections
 
 from ..harness import KEY, MODEL, RANK, answer_lines, create_run, reply, request, rest, rows
 

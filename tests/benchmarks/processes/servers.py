@@ -72,16 +72,16 @@ async def serve_nothing() -> None:
 def serve_volatile() -> None:
     # Here, because the other server stays light.
     from trainhouse.server.__main__ import main
-    from trainhouse.server.files.wal import Place, Segments
+    from trainhouse.server.files.wal import RecordPosition, SegmentLog
     from trainhouse.server.runs.snapshotting import RunState
 
-    def append(self: Segments, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":
-        done: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        done.set_result(Place(0, 0))
+    def append(self: SegmentLog, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[RecordPosition]":
+        done: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
+        done.set_result(RecordPosition(0, 0))
         return done
 
-    Segments.append = append
-    Segments.delete = lambda self, segment: None
+    SegmentLog.append = append
+    SegmentLog.delete = lambda self, segment: None
     RunState.snapshot_if_due = lambda *_, **__: None
     main()
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from trainhouse.workers.models.model import resolve_device
-from trainhouse.workers.parallel.mesh import Arriving, Mesh, Team
-from trainhouse.workers.protocol.config import WorkerConfig
-from trainhouse.workers.protocol.verbs import Pass
-from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.parallel.mesh import Mesh, PendingCollective, Team
+from trainhouse.workers.protocol.calls import Pass
+from trainhouse.workers.protocol.worker_config import WorkerConfig
+from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.worker.worker import Worker
 
 from ...workers.parallel.live_bytes import LiveBytes
@@ -53,7 +53,7 @@ class ClockedWorker(Worker):
     # None of them calls another one.
     _EXCHANGES = (
         (Team, ("sum", "joining", "summed_part", "exchanged", "passed_on", "from_first")),
-        (Arriving, ("wait",)),
+        (PendingCollective, ("wait",)),
         (Mesh, ("exchange",)),
     )
 
@@ -95,7 +95,7 @@ class PeakWorker(Worker):
 
     _baseline = 0
 
-    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
         started = time.perf_counter()
         answers = super().run_pass(work)
         seconds = time.perf_counter() - started
@@ -166,7 +166,7 @@ class MeteredWorker(Worker):
         super()._load(mesh)
         self._loading = Loading(self._meter.growth(), _mapped_bytes(Path(self._config.model.source)))
 
-    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
         self._meter.begin()
         with nullcontext() if self._is_cuda else LiveBytes() as live:
             answers = super().run_pass(work)

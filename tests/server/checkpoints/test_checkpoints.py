@@ -20,7 +20,7 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.server.files.manifest import check
+from trainhouse.server.files.manifest import check_directory
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord, RunRecord
 
 from ..api import ALICE, BOB, LORA, MODEL, Api, running_api, session_record
@@ -125,7 +125,7 @@ async def test_a_save_cancelled_twice_still_publishes_whole_files(api: Api, monk
     await asyncio.gather(saving, return_exceptions=True)
     record = await api.services.store.get_checkpoint(run.run_id, "weights", "a")
     assert saving.cancelled() and record is not None
-    check(Path(record.directory))
+    check_directory(Path(record.directory))
 
 
 async def test_names_that_could_escape_the_directory_are_refused(api: Api) -> None:
@@ -251,7 +251,7 @@ async def lose_rows(state: Path, num_known: int) -> list[CheckpointRecord]:
                 flush_wal()
         files = Path(saved[1].directory)
         kept = shutil.copytree(files, state / "kept")
-        await api.services.checkpoints._files.condemn(saved[1].directory)
+        await api.services.checkpoints._files.mark_deleted(saved[1].directory)
         shutil.copytree(files, kept, dirs_exist_ok=True)
         await api.services.checkpoints.delete(saved[1])
         kept.rename(files)

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from trainhouse.server.checkpoints.checkpoint_files import has_complete_files
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
-from trainhouse.server.checkpoints.files import is_whole
-from trainhouse.server.files.config import PlaceConfig
-from trainhouse.server.files.manifest import check
+from trainhouse.server.files.manifest import check_directory
 from trainhouse.server.files.object_store import key_of
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.server.tenants.auth import Auth
 
@@ -27,7 +27,7 @@ SOON_SECONDS = 30
 
 
 @asynccontextmanager
-async def started(state: Path, config: PlaceConfig) -> AsyncIterator[tuple[Checkpoints, SqliteStore]]:
+async def started(state: Path, config: CheckpointStorageConfig) -> AsyncIterator[tuple[Checkpoints, SqliteStore]]:
     store = SqliteStore(state / DATABASE_NAME)
     checkpoints = Checkpoints(store, Auth(store, True), state, config=config)
     await checkpoints.start()
@@ -55,19 +55,19 @@ async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = No
 
 
 async def contents_after_a_restart(state: Path, place: str | None) -> list[bytes]:
-    async with started(state, PlaceConfig(place)) as (checkpoints, store):
+    async with started(state, CheckpointStorageConfig(place)) as (checkpoints, store):
         found = await store.list_run_checkpoints(await store.list_run_ids(), 0.0)
         directories = {record.directory for record in found}
         if place is None:
             existing = list((state / "checkpoints").glob("*/*/*"))
-            assert directories <= {str(path) for path in existing} and all(map(is_whole, existing))
+            assert directories <= {str(path) for path in existing} and all(map(has_complete_files, existing))
             assert not list((state / "checkpoints").glob("*/.*"))
         else:
             await wait_until_swept(place, {directory.removeprefix(f"{place}/") for directory in directories})
         contents = []
         for record in found:
             async with checkpoints.reading(record) as directory:
-                check(directory)
+                check_directory(directory)
                 (content,) = {file.read_bytes() for file in directory.glob("*.safetensors")}
                 contents.append(content)
         return contents
@@ -122,12 +122,12 @@ async def test_mirror_copies_match_the_listed_checkpoints_after_every_kill(tmp_p
     num_listed = []
     for state in states:
         mirror = mirror_of(state)
-        async with started(state, PlaceConfig(mirrors=(mirror,))) as (_, store):
+        async with started(state, CheckpointStorageConfig(mirrors=(mirror,))) as (_, store):
             directories = await store.list_checkpoint_directories()
             expected = {key_of(directory) for directory in directories}
             num_listed.append(len(expected))
             async with asyncio.timeout(SOON_SECONDS):
-                while await store.list_unfinished_copies() or keys_at(mirror) != expected:  # noqa: ASYNC110
+                while await store.list_unfinished_mirror_copies() or keys_at(mirror) != expected:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     assert set(num_listed) == {0, 1} and num_listed[-1] == 0
 

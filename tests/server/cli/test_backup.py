@@ -13,8 +13,8 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 from trainhouse.server.cli.backup import Backup
 from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.verify import verify as verify_files
-from trainhouse.server.files.config import PlaceConfig
-from trainhouse.server.files.wal import Segments
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
+from trainhouse.server.files.wal import SegmentLog
 from trainhouse.server.store import DATABASE_NAME, ResultRecord, SqliteStore
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -98,7 +98,7 @@ async def test_a_backup_collects_checkpoints_from_every_place_in_the_database(
     state, copy = tmp_path / "state", tmp_path / "copy"
     records = []
     for number, place in enumerate((None, str(tmp_path / "elsewhere"), f"file://{tmp_path}/afar")):
-        async with running_api(state, places=PlaceConfig(place)) as api:
+        async with running_api(state, places=CheckpointStorageConfig(place)) as api:
             records.append(await save_and_end(api, f"{number}".encode()))
     assert await backup(copy, state) == 0
     printed = capsys.readouterr().out
@@ -124,7 +124,7 @@ async def test_backup_and_verify_find_the_live_state_of_replicas(stopped_state: 
     async def found(state: Path) -> list[str]:
         lines: list[str] = []
         store = SqliteStore(state / DATABASE_NAME)
-        await verify_files(store, state, PlaceConfig(), False, False, lines.append)
+        await verify_files(store, state, CheckpointStorageConfig(), False, False, lines.append)
         store.close()
         return lines
 
@@ -139,7 +139,7 @@ async def test_backup_and_verify_find_the_live_state_of_replicas(stopped_state: 
 async def test_results_written_after_their_file_was_copied_are_left_out(tmp_path: Path) -> None:
     state, copy = tmp_path / "state", tmp_path / "copy"
     async with running_api(state) as api:
-        tenant, segments = await api.tenant(), Segments(state / "results", 1 << 20)
+        tenant, segments = await api.tenant(), SegmentLog(state / "results", 1 << 20)
         taking = Backup(state, copy, True)
         taking._prepare()
         for request_id in ("before", "after"):

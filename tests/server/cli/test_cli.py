@@ -23,7 +23,7 @@ from trainhouse.schemas.version import VERSION
 from trainhouse.server import __main__ as command_line
 from trainhouse.server.cli.commands import main, serve_help, serve_help_all
 from trainhouse.server.config.knobs import ServerConfig, flag_of
-from trainhouse.server.serving.process import FORCED_STATUS
+from trainhouse.server.serving.server_process import FORCED_STATUS
 
 from ...letters import save_letter_tokenizer
 from ...live import LiveServer, live_server
@@ -375,7 +375,7 @@ def test_sigterm_while_loading_stops_the_server_and_its_workers(tiny_models: dic
 
 STUBBORN = """
 import asyncio, os, signal
-from trainhouse.server.serving.process import until_signal
+from trainhouse.server.serving.server_process import until_signal
 
 async def work(on_ready):
     on_ready()

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.cli.commands import main
-from trainhouse.server.files.config import PlaceConfig
-from trainhouse.server.replication.state_lock import StartError, locked
-from trainhouse.server.serving.process import _has_keys
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
+from trainhouse.server.replication.state_lock import StartError, locked_state_directory
+from trainhouse.server.serving.server_process import _has_keys
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -301,7 +301,7 @@ async def test_verify_reads_but_does_not_repair_under_a_running_server(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, snapshot_steps=1)
-    with locked(tmp_path):
+    with locked_state_directory(tmp_path):
         async with running_server(config, dispatch) as server:
             run, _ = await create_all_state(server)
             training = asyncio.create_task(run.train(batch(), 30))
@@ -356,7 +356,7 @@ async def test_failed_copies_are_counted_as_failed(tmp_path: Path, verify: Calla
 
 async def test_checkpoints_at_a_url_are_verified(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     state, place = tmp_path / "state", f"file://{tmp_path}/place"
-    async with running_api(state, places=PlaceConfig(place)) as api:
+    async with running_api(state, places=CheckpointStorageConfig(place)) as api:
         record = await save_and_end(api, b"weights")
     here = Path(record.directory.removeprefix("file://"))
     flag = f"--checkpoints={place}"

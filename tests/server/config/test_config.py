@@ -16,12 +16,12 @@ from trainhouse.server.config.knobs import (
     parse_served_model,
     store_config_of,
 )
-from trainhouse.server.files.config import PlaceConfig
-from trainhouse.server.serving.auto_layout import settled, with_layouts
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
+from trainhouse.server.serving.auto_layout import with_layouts, with_one_layout
 from trainhouse.server.store import StoreConfig
 from trainhouse.workers.dispatch import DispatchConfig
-from trainhouse.workers.protocol.config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = {"base_models": ["a/b"]}
@@ -44,7 +44,7 @@ def test_shard_overrides_become_part_of_the_layout() -> None:
     config = config_of(parallel="fsdp=2,tp=2", shard="layers.*.self_attn.*=replicate")
     parallel = config.worker_config(config.base_models[0]).parallel
     assert str(parallel) == "fsdp=2,tp=2 (self_attn replicated)"
-    assert (parallel.tp_of("self_attn"), parallel.tp_of("mlp")) == (1, 2)
+    assert (parallel.tp_size_of("self_attn"), parallel.tp_size_of("mlp")) == (1, 2)
 
 
 def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_auto_settles_devices_for_kept_workers(monkeypatch: pytest.MonkeyPatch) 
         "device_memory_bytes": "24GB",
     }
     config = load_config({**flags, "max_context_length": "2048", "adapter_slots": "2"}, {}, None)
-    after = settled(config, print)
+    after = with_one_layout(config, print)
     assert (str(after.parallel), after.device) == ("tp=2", "cuda,cuda:2")
 
 
@@ -406,7 +406,7 @@ def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:
         ("file:///c", ("file:///a", "file:///b"))
     }
     assert given[0].place_config().checkpoint_cache_bytes == 1 << 20
-    assert config_of().place_config() == PlaceConfig()
+    assert config_of().place_config() == CheckpointStorageConfig()
     for place in ("checkpoints", "mirrors"):
         with pytest.raises(ConfigError, match="fsspec does not support nofs://"):
             config_of(**{place: "nofs://b"})

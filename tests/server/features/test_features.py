@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.features.files import FeatureFiles
+from trainhouse.server.features.feature_files import FeatureFiles
 from trainhouse.server.runs import run as server_run
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.verbs import RunInfo
+from trainhouse.workers.protocol.calls import RunInfo
 
 from ..real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
 from ..runs.test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
@@ -625,7 +625,7 @@ async def test_unknown_files_are_swept_after_failures_and_periodically(server: S
     assert "error" in await draft.do("capture", data=[{"model_input": [600]}])
     assert feature_files(server) == []
     unknown.write_bytes(b"")
-    await server.services.features.tidy()
+    await server.services.features.delete_unneeded()
     assert feature_files(server) == []
 
 
@@ -771,7 +771,7 @@ async def test_a_policy_trains_although_captured_files_cannot_be_checked(
     def stale(*_: object) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(FeatureFiles, "are_there", stale)
+    monkeypatch.setattr(FeatureFiles, "exist", stale)
     body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()

@@ -56,7 +56,7 @@ async def test_uses_before_a_restart_are_taken_by_the_next_step(
         await step(draft)
         await learn(draft, data)
         if between.startswith("snapshots"):
-            await server.services.runs.settle(0)
+            await server.services.runs.snapshot_old_runs(0)
             assert len(list((config.state_dir / "snapshots").glob("*/[0-9]*"))) == 2
         if between != "snapshots":
             await learn(draft, later)
@@ -163,7 +163,7 @@ async def test_a_step_counts_once_if_the_server_dies_around_the_count(
 def _hang_at_stepped(server: Server, dies: str) -> asyncio.Event:
     """Makes the server hang in `features.stepped`. The returned event is set as soon as it does."""
     features, is_reached = server.services.features, asyncio.Event()
-    stepped: Callable[..., Awaitable[None]] = features.stepped
+    stepped: Callable[..., Awaitable[None]] = features.release_holds_before
 
     async def stopping(*arguments: Any, **named: Any) -> None:
         if dies == "after":
@@ -171,7 +171,7 @@ def _hang_at_stepped(server: Server, dies: str) -> asyncio.Event:
         is_reached.set()
         await asyncio.Event().wait()
 
-    features.stepped = stopping
+    features.release_holds_before = stopping
     return is_reached
 
 
@@ -194,7 +194,7 @@ async def test_a_failed_step_takes_no_uses_and_releases_what_it_clears(
             fields: dict[str, Any] = {"optimizer_params": {"type": "muon"}} if "understood" in fails else {}
             assert "error" in await draft.do("optim_step", **fields)
         if has_snapshot:
-            await server.services.runs.settle(0)
+            await server.services.runs.snapshot_old_runs(0)
         assert await num_held(server) == (0 if clears else 3)
     async with running_server(config, dispatch) as server:
         draft.server = server
@@ -262,7 +262,7 @@ async def test_uses_are_counted_across_random_interruptions(
             assert await num_held(server) == 2 * len(+waiting)
             assert _uses_left(server) == sorted(2 * [left[number] for number in +left])
             if random.random() < 0.4:
-                await server.services.runs.settle(0)
+                await server.services.runs.snapshot_old_runs(0)
 
 
 def _uses_left(server: Server) -> list[int]:

@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from tinker import types
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.files.cache import Cache
-from trainhouse.server.files.config import PlaceConfig
-from trainhouse.server.files.object_store import PlaceError, Places, check_url
+from trainhouse.server.files.checkpoint_cache import CheckpointCache
+from trainhouse.server.files.object_store import ObjectStore, ObjectStoreError, check_url
+from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.store import CheckpointRecord
 
 from ..api import Api, running_api
@@ -33,8 +33,8 @@ def place(s3: S3, request: pytest.FixtureRequest) -> Iterator[str]:
     s3.fails = lambda request: False
 
 
-def config(place: str, **options) -> PlaceConfig:
-    return PlaceConfig(place, pauses_seconds=(0.01, 0.01, 0.01), mirror_pause_seconds=0.1, **options)
+def config(place: str, **options) -> CheckpointStorageConfig:
+    return CheckpointStorageConfig(place, retry_pauses_seconds=(0.01, 0.01, 0.01), mirror_pause_seconds=0.1, **options)
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ async def test_a_hanging_upload_is_abandoned_at_shutdown(tmp_path: Path, place: 
 
 
 async def test_transfers_after_close_are_cancelled_at_once(tmp_path: Path) -> None:
-    places = Places((60.0,))
+    places = ObjectStore((60.0,))
     places.close()
     task = asyncio.create_task(places.manifest(tmp_path.as_uri()))
     await asyncio.wait({task}, timeout=SOON_SECONDS)
@@ -249,7 +249,7 @@ async def test_checkpoints_stay_readable_after_the_place_changes(tmp_path: Path,
     async with running_api(tmp_path) as api:
         run = await api.run()
         await api.save(run, "local", content=b"local")
-    for places, name in ((config(place), "remote"), (PlaceConfig(str(tmp_path / "other")), "other")):
+    for places, name in ((config(place), "remote"), (CheckpointStorageConfig(str(tmp_path / "other")), "other")):
         async with running_api(tmp_path, places=places) as api:
             await api.save(run, name, content=name.encode())
     async with running_api(tmp_path) as api:
@@ -260,23 +260,23 @@ async def test_checkpoints_stay_readable_after_the_place_changes(tmp_path: Path,
 
 
 def test_the_cache_evicts_the_least_recently_used(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 250)
+    cache = CheckpointCache(tmp_path, 250)
     paths = [cache.path(f"s3://b/{number}") for number in range(4)]
     for number, path in enumerate(paths[:3]):
         path.mkdir()
         (path / "file").write_bytes(bytes(100))
         os.utime(path, (1000 + number, 1000 + number))
-    with cache.held(paths[0]):
-        cache.used(paths[2])
+    with cache.hold(paths[0]):
+        cache.touch(paths[2])
     assert [path.exists() for path in paths[:3]] == [True, False, True]
     (paths[3]).mkdir()
     (paths[3] / "file").write_bytes(bytes(100))
-    cache.used(paths[3])
+    cache.touch(paths[3])
     assert [path.exists() for path in paths] == [False, False, True, True], "recently used entries stay"
 
 
 def test_the_cache_evicts_nothing_that_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, rmtree = Cache(tmp_path, 0), shutil.rmtree
+    cache, rmtree = CheckpointCache(tmp_path, 0), shutil.rmtree
     old, new = cache.path("s3://b/old"), cache.path("s3://b/new")
     for path in (old, new):
         path.mkdir()
@@ -291,15 +291,15 @@ def test_the_cache_evicts_nothing_that_is_being_read(tmp_path: Path, monkeypatch
         rmtree(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", slow)
-    making_room = threading.Thread(target=cache.used, args=(new,))
+    making_room = threading.Thread(target=cache.touch, args=(new,))
     making_room.start()
     assert is_removing.wait(SOON_SECONDS)
-    with cache.held(old):
+    with cache.hold(old):
         was_there = old.exists()
         may_remove.set()
         making_room.join()
         assert old.exists() == was_there
-        cache.used(new)
+        cache.touch(new)
         assert old.exists() == was_there
     assert not old.exists()
 
@@ -316,8 +316,8 @@ async def test_other_kinds_of_urls_work(tmp_path: Path, scheme: str) -> None:
 
 async def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path, place: str) -> None:
     fsspec.filesystem("s3").pipe_file(f"{place}/r/k/n.0/file", b"x")
-    places = Places(())
-    with pytest.raises(PlaceError, match=f"{place}/r/k/n.0"):
+    places = ObjectStore(())
+    with pytest.raises(ObjectStoreError, match=f"{place}/r/k/n.0"):
         await places.download(f"{place}/r/k/n.0", tmp_path)
     places.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.cli.commands import main
-from trainhouse.server.replication.state_lock import OF_STATE, StartError, keep_private
+from trainhouse.server.replication.state_lock import STATE_PATTERNS, StartError, keep_private
 
 from ...live import live_server
 from ..real import MODEL, sample_body
@@ -89,14 +89,14 @@ def test_a_directory_whose_mode_cannot_be_changed_is_refused(
     state.mkdir(mode=0o755)
     monkeypatch.setattr(Path, "chmod", chmod)
     with pytest.raises(StartError, match=rf"\(mode 755\).*`chmod 700 {state}` as its owner, or give a directory in it"):
-        keep_private(state, OF_STATE)
+        keep_private(state, STATE_PATTERNS)
     (state / "inner").mkdir(mode=0o700)
-    keep_private(state / "inner", OF_STATE)
-    keep_private(state / "missing", OF_STATE)
+    keep_private(state / "inner", STATE_PATTERNS)
+    keep_private(state / "missing", STATE_PATTERNS)
 
 
 def test_a_directory_shared_by_all_users_is_refused_unchanged(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     with pytest.raises(StartError, match=r"by all users of this machine .mode 1777.: give a directory in it"):
-        keep_private(tmp_path, OF_STATE)
+        keep_private(tmp_path, STATE_PATTERNS)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777

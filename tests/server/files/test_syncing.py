@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.replication.leases import Lease
-from trainhouse.server.replication.state_lock import made
+from trainhouse.server.replication.state_lock import created_state_directory
 from trainhouse.server.store import SqliteStore
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -51,7 +51,7 @@ async def test_durability_decides_what_a_run_leaves_on_disk(
 ) -> None:
     disk, top = Disk(monkeypatch), tmp_path / "new" / "state"
     config = server_config(tiny_models["qwen3"], top, durability=durability, snapshot_steps=1)
-    with made(top, sync=durability == "power"):
+    with created_state_directory(top, sync=durability == "power"):
         async with running_server(config, dispatch) as server:
             run = await server.create_run()
             await run.train(batch(), 3)
@@ -77,7 +77,7 @@ async def test_the_live_directory_of_a_holder_is_synced(tmp_path: Path, monkeypa
     disk, store = Disk(monkeypatch), SqliteStore(tmp_path / "leases.db")
     lease = Lease(store, ["m"], "http://me", 60.0)
     await lease.prepare(tmp_path)
-    tenure = await lease.taken()
+    tenure = await lease.acquire()
     assert not disk.has_synced(tmp_path / "live-0")
     assert disk.has_synced(tenure.take_live_state(tmp_path))
     store.close()

@@ -25,17 +25,17 @@ from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.server.http.bodies import (
-    APART_JSON_BYTES,
-    APART_PROTOBUF_BYTES,
+    PROCESS_JSON_BYTES,
+    PROCESS_PROTOBUF_BYTES,
     BodyLimits,
     Decoder,
-    Received,
+    ReceivedBody,
     decode_body,
     forward_backward_decoder,
 )
-from trainhouse.server.http.decoding import decode_apart
-from trainhouse.server.journal.journal import Entry, Header
-from trainhouse.server.journal.journaled import decode_entry
+from trainhouse.server.http.decoding import decode_in_process
+from trainhouse.server.journal.journal import Header, JournalEntry
+from trainhouse.server.journal.request_decoding import decode_entry
 
 pytestmark = pytest.mark.anyio
 
@@ -48,15 +48,15 @@ def padded(body: bytes, num_bytes: int) -> bytes:
 
 
 async def test_a_large_body_is_decoded_in_another_process() -> None:
-    assert await decode_body(Received(padded(PROCESS_ID, APART_JSON_BYTES - 1)), LIMITS, eval) == os.getpid()
-    assert await decode_body(Received(padded(PROCESS_ID, APART_JSON_BYTES)), LIMITS, eval) != os.getpid()
-    compressed = Received(zstandard.compress(padded(PROCESS_ID, APART_JSON_BYTES)), content_encoding="zstd")
+    assert await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1)), LIMITS, eval) == os.getpid()
+    assert await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES)), LIMITS, eval) != os.getpid()
+    compressed = ReceivedBody(zstandard.compress(padded(PROCESS_ID, PROCESS_JSON_BYTES)), content_encoding="zstd")
     assert await decode_body(compressed, LIMITS, eval) != os.getpid()
-    for decode, is_here in ((Decoder(eval, APART_JSON_BYTES + 1), True), (Decoder(eval, APART_JSON_BYTES), False)):
-        where = await decode_body(Received(padded(PROCESS_ID, APART_JSON_BYTES)), LIMITS, decode)
+    for decode, is_here in ((Decoder(eval, PROCESS_JSON_BYTES + 1), True), (Decoder(eval, PROCESS_JSON_BYTES), False)):
+        where = await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES)), LIMITS, decode)
         assert (where == os.getpid()) == is_here
-    assert forward_backward_decoder(JSON).apart_bytes == APART_JSON_BYTES
-    assert forward_backward_decoder(PROTOBUF).apart_bytes == APART_PROTOBUF_BYTES
+    assert forward_backward_decoder(JSON).process_bytes == PROCESS_JSON_BYTES
+    assert forward_backward_decoder(PROTOBUF).process_bytes == PROCESS_PROTOBUF_BYTES
 
 
 async def test_another_process_decodes_to_the_same_result() -> None:
@@ -64,7 +64,7 @@ async def test_another_process_decodes_to_the_same_result() -> None:
     data = tuple(Datum(np.arange(3, dtype=np.int32), inputs) for _ in range(20))
     body = encode_forward_backward_request(ForwardBackwardRequest("m", 1, data, "cross_entropy"))
     decode = forward_backward_decoder(PROTOBUF, forward_only=True)
-    here, apart = decode(body), await decode_apart(decode.decode, body, None, 1 << 20)
+    here, apart = decode(body), await decode_in_process(decode.decode, body, None, 1 << 20)
     assert isinstance(apart, ForwardBackwardRequest) and apart.forward_only and len(apart.data) == 20
     for one, other in zip(here.data, apart.data, strict=True):
         assert np.array_equal(one.tokens, other.tokens) and other.tokens.flags.writeable
@@ -74,7 +74,7 @@ async def test_another_process_decodes_to_the_same_result() -> None:
         {"base_model": "b", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
     ).encode()
     decode_sample = partial(decode_model, SampleRequest)
-    assert await decode_apart(decode_sample, sample, None, 1 << 20) == decode_sample(sample)
+    assert await decode_in_process(decode_sample, sample, None, 1 << 20) == decode_sample(sample)
 
 
 @pytest.mark.parametrize(
@@ -87,30 +87,30 @@ async def test_another_process_decodes_to_the_same_result() -> None:
 )
 async def test_bodies_that_need_too_much_memory_or_time_are_refused(body: bytes, status: int, words: str) -> None:
     with pytest.raises(RequestError, match=words) as refused:
-        await decode_apart(eval, body, None, 1 << 20)
+        await decode_in_process(eval, body, None, 1 << 20)
     assert refused.value.status == status
-    assert await decode_apart(eval, b"1 + 1", None, 1 << 20) == 2
+    assert await decode_in_process(eval, b"1 + 1", None, 1 << 20) == 2
 
 
 async def test_refusals_and_internal_errors_reach_the_caller() -> None:
     with pytest.raises(RequestError, match="base_model is 3"):
-        await decode_apart(partial(decode_model, SampleRequest), b'{"base_model": 3}', None, 1 << 20)
+        await decode_in_process(partial(decode_model, SampleRequest), b'{"base_model": 3}', None, 1 << 20)
     with pytest.raises(OpenAiError) as refused:
-        await decode_apart(decoder(CompletionRequest), b'{"model": "m"}', None, 1 << 20)
+        await decode_in_process(decoder(CompletionRequest), b'{"model": "m"}', None, 1 << 20)
     assert (refused.value.status, refused.value.param, refused.value.code) == (
         400,
         "prompt",
         "missing_required_parameter",
     )
     with pytest.raises(RequestError, match="limit"):
-        await decode_apart(eval, zstandard.compress(bytes(2 << 20)), "zstd", 1 << 20)
+        await decode_in_process(eval, zstandard.compress(bytes(2 << 20)), "zstd", 1 << 20)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        await decode_apart(eval, b"1 / 0", None, 1 << 20)
+        await decode_in_process(eval, b"1 / 0", None, 1 << 20)
 
 
 async def test_a_killed_decoder_process_is_answered_503() -> None:
     with pytest.raises(RequestError, match=r"killed.*send it again") as refused:
-        await decode_apart(eval, b"__import__('os').kill(__import__('os').getpid(), 9)", None, 1 << 20)
+        await decode_in_process(eval, b"__import__('os').kill(__import__('os').getpid(), 9)", None, 1 << 20)
     assert refused.value.status == 503 and refused.value.retry_after_seconds
 
 
@@ -120,12 +120,12 @@ async def test_a_decoder_process_that_cannot_start_is_answered_503(monkeypatch: 
 
     monkeypatch.setattr(subprocess, "Popen", no_memory)
     with pytest.raises(RequestError, match=r"Cannot allocate memory.*send it again") as refused:
-        await decode_apart(eval, b"1", None, 1 << 20)
+        await decode_in_process(eval, b"1", None, 1 << 20)
     assert refused.value.status == 503
 
 
 async def test_decoder_processes_are_the_first_choice_of_the_oom_killer() -> None:
-    assert await decode_apart(eval, b"open('/proc/self/oom_score_adj').read()", None, 1 << 20) == "1000\n"
+    assert await decode_in_process(eval, b"open('/proc/self/oom_score_adj').read()", None, 1 << 20) == "1000\n"
 
 
 def test_a_decoder_process_ends_when_its_server_is_killed(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("num_bytes", [APART_JSON_BYTES, MAX_JSON_BYTES + 1])
+@pytest.mark.parametrize("num_bytes", [PROCESS_JSON_BYTES, MAX_JSON_BYTES + 1])
 @pytest.mark.parametrize("python", [sys.executable, "/bin/false", "/dev/null/python"])
 async def test_journal_entries_of_any_size_decode_without_a_decoder_process(
     python: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -168,8 +168,8 @@ async def test_journal_entries_of_any_size_decode_without_a_decoder_process(
     """Otherwise an upgrade or a start with little memory would lose a run, because one refused operation ends it."""
     monkeypatch.setattr(sys, "executable", python)
     header = Header("build_vocab_map", "alice", "s:train:0", 3, "r:3")
-    entry = Entry(header, padded(b'{"model_id": "s:train:0", "seq_id": 3, "tokens": [[5, 6]]}', num_bytes), 0)
+    entry = JournalEntry(header, padded(b'{"model_id": "s:train:0", "seq_id": 3, "tokens": [[5, 6]]}', num_bytes), 0)
     decoded = await decode_entry(entry)
     assert isinstance(decoded, BuildVocabMapRequest) and decoded.tokens == [[5, 6]]
     with pytest.raises(RequestError, match="model_id is missing"):
-        await decode_entry(replace(entry, body=padded(b"{}", APART_JSON_BYTES)))
+        await decode_entry(replace(entry, body=padded(b"{}", PROCESS_JSON_BYTES)))

@@ -41,7 +41,7 @@ async def open_futures(tmp_path: Path) -> AsyncIterator[Callable]:
     async def open_futures(unfinished=(), **options) -> Futures:
         futures = Futures(tmp_path / "results", store, options.pop("ttl_seconds", 3600.0), **options)
         await futures.open()
-        await futures.lose(unfinished)
+        await futures.fail_lost(unfinished)
         return futures
 
     async with AsyncExitStack() as stack:
@@ -146,7 +146,7 @@ async def assert_all_stored(directory: Path) -> None:
     store = SqliteStore(directory / DATABASE_NAME)
     futures = Futures(directory / "results", store, 3600.0)
     await futures.open()
-    await futures.lose([header(f"r:{number}") for number in range(4)])
+    await futures.fail_lost([header(f"r:{number}") for number in range(4)])
     for number in range(3):
         assert await futures.wait(f"r:{number}", TENANT, 1) == Result(bytes([number]), "sample")
     lost = await futures.wait("r:3", TENANT, 1)

@@ -15,10 +15,10 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.server.files import wal as segments_module
 from trainhouse.server.files.wal import (
     MOST_BODY_BYTES,
-    Damage,
-    Place,
+    DamagedRange,
+    RecordPosition,
     RecordTooLarge,
-    Segments,
+    SegmentLog,
     read_segment,
     scan_segment,
 )
@@ -85,7 +85,7 @@ async def test_a_torn_tail_ends_the_segment_at_the_last_whole_entry(
 
 
 async def test_a_damaged_byte_is_found_and_costs_one_record(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, 1 << 20)
+    segments = SegmentLog(tmp_path, 1 << 20)
     places = [await segments.append({"number": number}, bytes(20)) for number in range(3)]
     await segments.close()
     (segment,) = segment_files(tmp_path)
@@ -93,12 +93,12 @@ async def test_a_damaged_byte_is_found_and_costs_one_record(tmp_path: Path) -> N
     damaged[places[1].offset + 40] ^= 1
     segment.write_bytes(damaged)
     assert [record.header["number"] for record in read_segment(segment)] == [0, 2]
-    assert Damage(places[1].offset, {"number": 1}) in list(scan_segment(segment))
+    assert DamagedRange(places[1].offset, {"number": 1}) in list(scan_segment(segment))
 
 
 @pytest.mark.parametrize("damaged_byte", [0, 8, 12, 16, 22])
 async def test_a_record_with_a_damaged_head_does_not_hide_later_ones(tmp_path: Path, damaged_byte: int) -> None:
-    segments = Segments(tmp_path, 1 << 20)
+    segments = SegmentLog(tmp_path, 1 << 20)
     places = [await segments.append({"number": number}, bytes(20) + b'{"') for number in range(4)]
     await segments.close()
     (segment,) = segment_files(tmp_path)
@@ -115,7 +115,7 @@ def record_of_format_1(header: bytes, body: bytes) -> bytes:
 
 async def test_a_forged_record_in_a_torn_body_is_ignored(tmp_path: Path) -> None:
     """Any client can put such bytes into a body."""
-    segments = Segments(tmp_path, 1 << 20)
+    segments = SegmentLog(tmp_path, 1 << 20)
     await segments.append({"number": 0})
     forged = record_of_format_1(b'{"number":666}', b"")
     (segment,) = segment_files(tmp_path)
@@ -135,8 +135,8 @@ async def test_segments_of_format_1_are_read(tmp_path: Path) -> None:
     old = tmp_path / "00000003.segment"
     old.write_bytes(b"trainhouse segment 1\n" + records[0] + records[1] + b"torn")
     assert [(one.header["number"], one.body) for one in read_segment(old)] == [(0, b"body"), (1, b"")]
-    segments = Segments(tmp_path, 1 << 20)
-    assert (await segments.read(Place(3, 21))).body == b"body"
+    segments = SegmentLog(tmp_path, 1 << 20)
+    assert (await segments.read(RecordPosition(3, 21))).body == b"body"
     assert (await segments.append({})).segment == 4
     await segments.close()
 
@@ -145,7 +145,7 @@ async def test_segments_of_format_1_are_read(tmp_path: Path) -> None:
 async def test_any_bytes_after_the_last_record_are_a_torn_tail(
     tmp_path: Path, tail: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    segments = Segments(tmp_path, 1 << 20)
+    segments = SegmentLog(tmp_path, 1 << 20)
     await segments.append({"number": 0}, b"body")
     await segments.close()
     (segment,) = segment_files(tmp_path)
@@ -161,7 +161,7 @@ async def test_a_damaged_entry_keeps_its_header_but_cannot_be_read(tmp_path: Pat
     (segment,) = segment_files(tmp_path)
     segment.write_bytes(segment.read_bytes().replace(b"a body", b"A body", 2).replace(b"A body", b"a body", 1))
     again = Journal(tmp_path, 1 << 20)
-    assert [(one.place, one.header.seq_id) for one in again.earlier()] == list(zip(places, (1, 2, 3), strict=True))
+    assert [(one.place, one.header.seq_id) for one in again.list_earlier()] == list(zip(places, (1, 2, 3), strict=True))
     with pytest.raises(ValueError, match="no whole record"):
         await again.read(places[1])
     assert (await again.read(places[2])).body == b"a body"
@@ -178,10 +178,10 @@ async def test_failure_and_recovery_of_journal_writes_are_reported(
             for number in (2, 3):
                 with pytest.raises(RequestError, match="free space there"):
                     await journal.append(header(number), bytes(10_000))
-                reason = await journal.try_to_write()
+                reason = await journal.check_writable()
                 words = f"the server's journal in {disk}/journal cannot be written (No space left on device)"
                 assert reason == f"{words}: free space there"
-        assert await journal.try_to_write() is None
+        assert await journal.check_writable() is None
         await journal.append(header(2))
         await journal.close()
         assert [path.name for path in (disk / "journal").iterdir() if path.suffix != ".segment"] == []
@@ -193,7 +193,7 @@ async def test_failure_and_recovery_of_journal_writes_are_reported(
 
 async def test_a_full_disk_leaves_no_partial_records(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
-        segments = Segments(disk, 1 << 20)
+        segments = SegmentLog(disk, 1 << 20)
         await segments.append({"number": 0}, bytes(1000))
         with filled(disk, leaving=8192):
             for num_bytes in (100_000, 20_000, 100_000):
@@ -226,15 +226,15 @@ async def test_a_segment_with_a_damaged_head_is_read_or_reported_and_kept(tmp_pa
         damaged[damaged_byte] ^= 1
         segment.write_bytes(damaged)
         journal = Journal(directory, 1 << 20)
-        found = [one.header.seq_id for one in journal.earlier()]
+        found = [one.header.seq_id for one in journal.list_earlier()]
         assert found == [1, 2] if is_read else (found == [] and journal.unreadable == {0})
-        journal.forget_earlier()
+        journal.delete_unneeded_segments()
         assert segment.exists()
         await journal.close()
 
 
 async def test_a_small_record_is_written_at_once_unless_a_large_one_is_being_written(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, 1 << 30)
+    segments = SegmentLog(tmp_path, 1 << 30)
     small = segments.append({"number": 0}, b"small")
     assert small.done()
     large = segments.append({"number": 1}, bytes(8 << 20))
@@ -247,13 +247,13 @@ async def test_a_small_record_is_written_at_once_unless_a_large_one_is_being_wri
 
 
 async def test_records_are_read_at_their_places(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, 200)
+    segments = SegmentLog(tmp_path, 200)
     places = [await segments.append({"number": number}, bytes([number]) * 50) for number in range(10)]
     assert {place.segment for place in places} > {0}
     for number in (7, 0, 9):
-        assert (await segments.read(Place.parse(str(places[number])))).body == bytes([number]) * 50
+        assert (await segments.read(RecordPosition.parse(str(places[number])))).body == bytes([number]) * 50
     with pytest.raises(ValueError, match="no whole record"):
-        await segments.read(Place(0, places[0].offset + 1))
+        await segments.read(RecordPosition(0, places[0].offset + 1))
     await segments.close()
 
 
@@ -307,9 +307,9 @@ async def test_entries_of_an_earlier_process_stay_until_released(tmp_path: Path)
     await first.append(header(2, refused="no"))
     await first.close()
     second = Journal(tmp_path, 1 << 20)
-    found = second.earlier()
+    found = second.list_earlier()
     assert [(one.header.seq_id, one.header.refused) for one in found] == [(1, None), (2, "no")]
-    second.forget_earlier()
+    second.delete_unneeded_segments()
     place = await second.append(header(3))
     assert place.segment == 1
     second.release(found[1].place)
@@ -322,8 +322,8 @@ async def test_entries_of_an_earlier_process_stay_until_released(tmp_path: Path)
 async def test_a_segment_with_an_incomplete_head_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "00000000.segment").write_bytes(b"damaged")
     journal = Journal(tmp_path, 1 << 20)
-    assert journal.earlier() == []
-    journal.forget_earlier()
+    assert journal.list_earlier() == []
+    journal.delete_unneeded_segments()
     await journal.close()
     assert segment_files(tmp_path) == []
 
@@ -346,7 +346,7 @@ async def test_releasing_an_entry_twice_affects_no_other_entry(tmp_path: Path) -
     first, second = [await journal.append(header(seq_id)) for seq_id in (1, 2)]
     await journal.close()
     journal = Journal(tmp_path, 1 << 20)
-    assert len(journal.earlier()) == 2
+    assert len(journal.list_earlier()) == 2
     await journal.append(header(3))
     for _ in range(2):
         journal.release(first)
@@ -358,7 +358,7 @@ async def test_releasing_an_entry_twice_affects_no_other_entry(tmp_path: Path) -
 
 async def test_a_refused_batch_leaves_nothing_in_the_previous_segment(tmp_path: Path) -> None:
     """Otherwise the next start would run operations that their clients know to be refused."""
-    segments = Segments(tmp_path, 1000)
+    segments = SegmentLog(tmp_path, 1000)
     await segments.append({"number": 0}, bytes(900))
     (tmp_path / "00000001.segment").touch()  # the next segment cannot be created
     answers = await asyncio.gather(
@@ -367,14 +367,14 @@ async def test_a_refused_batch_leaves_nothing_in_the_previous_segment(tmp_path: 
         return_exceptions=True,
     )
     await segments.close()
-    acknowledged = [0, *(number for number, answer in enumerate(answers, 1) if isinstance(answer, Place))]
+    acknowledged = [0, *(number for number, answer in enumerate(answers, 1) if isinstance(answer, RecordPosition))]
     stored = [one.header["number"] for path in segment_files(tmp_path) for one in read_segment(path)]
     assert stored == acknowledged
 
 
 async def test_a_record_that_is_too_large_is_refused_and_later_ones_are_written(tmp_path: Path) -> None:
     too_large = bytes(MOST_BODY_BYTES + 1)  # untouched pages take no memory
-    segments = Segments(tmp_path / "segments", 64 << 20)
+    segments = SegmentLog(tmp_path / "segments", 64 << 20)
     journal = Journal(tmp_path / "journal", 64 << 20)
     async with asyncio.timeout(60):
         with pytest.raises(RecordTooLarge, match=f"{MOST_BODY_BYTES + 1} of body is too large"):
@@ -416,4 +416,4 @@ async def test_running_out_of_memory_within_a_record_keeps_the_journal_usable(
     await journal.close()
     found = [one for path in segment_files(tmp_path) for one in scan_segment(path)]
     assert [one.header["seq_id"] for one in found if one.header] == [1, 3, 4]
-    assert not any(isinstance(one, Damage) for one in found)
+    assert not any(isinstance(one, DamagedRange) for one in found)

@@ -14,9 +14,9 @@ from starlette.requests import ClientDisconnect
 from trainhouse.schemas.codec import decode_sample_response, encode_sample_response_json
 from trainhouse.schemas.sampling import SampleResponse, TopkLogprobs
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.journal.completions import MOST_AT_ONCE, CompletionLog
-from trainhouse.server.journal.futures import Ended
-from trainhouse.server.routes.submitting import _LargeAnswer
+from trainhouse.server.journal.completion_log import MAX_COMPLETIONS_PER_RESPONSE, CompletionLog
+from trainhouse.server.journal.futures import ResultSummary
+from trainhouse.server.routes.submission import _LargeResponse
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import BOB, MODEL, PROTOBUF, Server, batch, running_server, sample, sample_body, server_config
@@ -236,7 +236,7 @@ async def test_a_disconnected_client_releases_the_room_of_its_answer(serve: Call
     leaving = quotas.leaving("alice")
     leaving.claim(1 << 20)
     with pytest.raises(ClientDisconnect):
-        await _LargeAnswer([b"x"], PROTOBUF, leaving)(scope, pytest.fail, disconnected)
+        await _LargeResponse([b"x"], PROTOBUF, leaving)(scope, pytest.fail, disconnected)
     assert quotas._num_bytes_leaving == 0
 
 
@@ -244,14 +244,14 @@ def test_many_completions_are_reported_page_by_page() -> None:
     async def pages() -> list[int]:
         log = CompletionLog()
         log.filling.set_result(None)
-        for number in range(2 * MOST_AT_ONCE + 5):
-            log.add(Ended(f"s:sample:0:{number}", is_error=False, num_bytes=1))
+        for number in range(2 * MAX_COMPLETIONS_PER_RESPONSE + 5):
+            log.add(ResultSummary(f"s:sample:0:{number}", is_error=False, num_bytes=1))
         reported, sizes = [], []
-        while log.grown.is_set():
+        while log.has_unseen.is_set():
             sizes.append(len(log.unseen()))
             reported += [one.request_id for one in log.unseen()]
-            log.see(log.cursor)
-        assert reported == [f"s:sample:0:{number}" for number in range(2 * MOST_AT_ONCE + 5)]
+            log.acknowledge(log.cursor)
+        assert reported == [f"s:sample:0:{number}" for number in range(2 * MAX_COMPLETIONS_PER_RESPONSE + 5)]
         return sizes
 
-    assert asyncio.run(pages()) == [MOST_AT_ONCE, MOST_AT_ONCE, 5]
+    assert asyncio.run(pages()) == [MAX_COMPLETIONS_PER_RESPONSE, MAX_COMPLETIONS_PER_RESPONSE, 5]

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from trainhouse.schemas.openai import CompletionRequest
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
-from trainhouse.server.openai.answer import Told
-from trainhouse.server.openai.choices import Choices
-from trainhouse.server.openai.completions import CompletionAnswer
-from trainhouse.server.openai.sample_batch import Drawn, Grown
-from trainhouse.server.openai.sampling import sample_requests
+from trainhouse.server.openai.choices import RequestChoices
+from trainhouse.server.openai.completions import CompletionResponseWriter
+from trainhouse.server.openai.response_writer import PromptOutput
+from trainhouse.server.openai.sample_batch import JobProgress, JobResult
+from trainhouse.server.openai.translation import sample_requests
 from trainhouse.server.routes.openai import _pieces
 from trainhouse.server.sampling.prompts import Prompt
 from trainhouse.server.sampling.sampling_job import Stops
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
-from trainhouse.workers.protocol.verbs import SampledPart
+from trainhouse.workers.protocol.calls import SampledPart
 
 from ...letters import VOCAB, letter_tokenizer
 
@@ -46,11 +46,14 @@ def test_an_echo_is_built_once_for_all_its_choices(tokenizer: Tokenizer) -> None
     length, n, k = 1000, 24, 20
     prompt = Prompt(tokens(length).tolist())
     asked = CompletionRequest(model="m", prompt=list(prompt.token_ids), n=n, max_tokens=1, echo=True, logprobs=k)
-    choices, answer = Choices(asked, tokenizer, Stops(()), [prompt]), CompletionAnswer(asked, tokenizer, [prompt])
+    choices, answer = (
+        RequestChoices(asked, tokenizer, Stops(()), [prompt]),
+        CompletionResponseWriter(asked, tokenizer, [prompt]),
+    )
     sequence = SampledSequence("length", tokens(1), logprobs(1), tops(1, k))
-    drawn = Drawn(0, SampleResponse((sequence,) * n, logprobs(length), tops(length, k)))
+    drawn = JobResult(0, SampleResponse((sequence,) * n, logprobs(length), tops(length, k)))
     tracemalloc.start()
-    body = answer.whole([Told(choices.echo(0, drawn.response), choices.finish(drawn))], choices.usage())
+    body = answer.encode([PromptOutput(choices.echo(0, drawn.response), choices.finish(drawn))], choices.usage())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     decoded = json.loads(body)["choices"]
@@ -72,11 +75,14 @@ async def test_other_tasks_run_while_many_samples_are_encoded(tokenizer: Tokeniz
     n, length, k = 500, 4, 5
     asked = CompletionRequest(model="m", prompt="x", n=n, stream=True, logprobs=k)
     prompt = Prompt([5])
-    choices, answer = Choices(asked, tokenizer, Stops(()), [prompt]), CompletionAnswer(asked, tokenizer, [prompt])
+    choices, answer = (
+        RequestChoices(asked, tokenizer, Stops(()), [prompt]),
+        CompletionResponseWriter(asked, tokenizer, [prompt]),
+    )
     parts = tuple(SampledPart(sample, tokens(length), logprobs(length), tops(length, k)) for sample in range(n))
 
     async def encode() -> list[bytes]:
-        return [piece async for piece in _pieces(answer, choices.grow(Grown(0, parts)))]
+        return [piece async for piece in _pieces(answer, choices.grow(JobProgress(0, parts)))]
 
     encoding = asyncio.create_task(encode())
     num_ticks = await ticks(encoding)

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from trainhouse.schemas.openai import ChatCompletionRequest, OpenAiError
-from trainhouse.server.openai.chats import prompts_of
+from trainhouse.server.openai.chats import render_prompts
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 
 USER = {"role": "user", "content": "Rain?"}
@@ -26,7 +26,7 @@ def tokenizer(**templates: str) -> Tokenizer:
 
 
 def rendered(reader: Tokenizer, messages: list[Any], **fields: Any) -> str:
-    (prompt,) = prompts_of(ChatCompletionRequest(model="m", messages=messages, **fields), reader, 1000)
+    (prompt,) = render_prompts(ChatCompletionRequest(model="m", messages=messages, **fields), reader, 1000)
     return "".join(map(chr, prompt.token_ids))
 
 

@@ -149,7 +149,7 @@ async def test_a_disconnected_client_is_charged_for_what_it_read(
 async def test_a_slow_reader_gets_a_whole_stream_with_little_buffered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draws, "MOST_HELD_BYTES", 20_000)
+    monkeypatch.setattr(draws, "MAX_QUEUED_BYTES", 20_000)
     asked = {"model": MODEL, "prompt": "the", "n": 8, "seed": 3, "max_tokens": 300, "ignore_eos": True}
     whole = await complete(server, **asked)
     connection = Connection(asked | {"stream": True})
@@ -292,7 +292,7 @@ async def test_a_stopping_server_ends_open_requests_with_an_error(
         whole, stream = Connection(some | {"prompt": ["the", "and"]}), Connection(some | {"stream": True})
         asked = [send_request(server, whole), send_request(server, stream)]
         await wait_until(lambda: stream.num_events > 5)
-        server.services.sampling.stop_drawing()
+        server.services.sampling.stop_sample_now()
         assert await wait_until(lambda: all(one.done() for one in asked)) < LEAVE_SECONDS
         assert whole.sent[0]["status"] == 503
         for body in (whole.sent[1]["body"], stream.sent[-2]["body"].removeprefix(b"data: ")):
@@ -338,13 +338,13 @@ async def test_a_model_without_a_tokenizer_is_refused_by_name(
 
 async def test_samplers_are_shared_by_model_within_a_tenant(server: Server) -> None:
     alice, bob = [await server.services.auth.authenticate(key) for key in (ALICE, BOB)]
-    of_base = await server.services.samplers.named(alice, MODEL)
-    assert await server.services.samplers.named(alice, of_base.record.sampler_id) is of_base
-    assert await server.services.samplers.named(alice, MODEL) is of_base
-    of_bob = await asyncio.gather(*(server.services.samplers.named(bob, MODEL) for _ in range(3)))
+    of_base = await server.services.samplers.find_by_name(alice, MODEL)
+    assert await server.services.samplers.find_by_name(alice, of_base.record.sampler_id) is of_base
+    assert await server.services.samplers.find_by_name(alice, MODEL) is of_base
+    of_bob = await asyncio.gather(*(server.services.samplers.find_by_name(bob, MODEL) for _ in range(3)))
     assert len(set(map(id, of_bob))) == 1, "the first requests share a sampler, too"
     with pytest.raises(RequestError, match="no sampler"):
-        await server.services.samplers.named(bob, of_base.record.sampler_id)
+        await server.services.samplers.find_by_name(bob, of_base.record.sampler_id)
 
 
 async def test_errors_of_every_kind_have_openais_format(server: Server) -> None:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_training_checkpoints_do_not_hide_sampler_checkpoints(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_MOST_LISTED", 3)
+    monkeypatch.setattr(routes, "_MAX_LISTED", 3)
     run = await api.run()
     for name in ("a", "b", "c", "d"):
         await api.save(run, name, "sampler_weights")

@@ -32,7 +32,7 @@ def test_an_echo_is_the_text_that_was_sent(kind: str, text: str) -> None:
     reader = tokenizer(kind)
     prompt = Prompt(reader.encode(text, 100), text)
     shown = text_of(prompt, reader)
-    assert shown[prompt.num_marks(shown, reader) :] == text
+    assert shown[prompt.num_added_spaces(shown, reader) :] == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +41,7 @@ def test_a_prompt_of_tokens_is_decoded_as_by_its_tokenizer(kind: str, text: str)
     reader = tokenizer(kind)
     prompt = Prompt(reader.encode(text, 100))
     shown = text_of(prompt, reader)
-    assert shown[prompt.num_marks(shown, reader) :] == reader._backend.decode(list(prompt.token_ids))
+    assert shown[prompt.num_added_spaces(shown, reader) :] == reader._backend.decode(list(prompt.token_ids))
 
 
 def text_of(prompt: Prompt, reader: Tokenizer) -> str:

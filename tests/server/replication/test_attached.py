@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from trainhouse.server.cli.commands import main, workers_help
+from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.config.knobs import ServerConfig, flag_of, worker_knobs
-from trainhouse.server.config.values import ConfigError
-from trainhouse.server.replication import attached
-from trainhouse.server.replication.attached import dispatch_config, knobs_of_workers, with_workers
+from trainhouse.server.replication import attach as attached
+from trainhouse.server.replication.attach import adopt_workers_config, dispatch_config, knobs_of_workers
 from trainhouse.server.replication.state_lock import StartError
-from trainhouse.workers.pools.base import NoPlace
+from trainhouse.workers.pools.base import PlacementError
 from trainhouse.workers.pools.remote.secure_channel import read_secret
-from trainhouse.workers.protocol.config import RoleGroup, ServedModel
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.scheduler.keeper import Keeper
-from trainhouse.workers.scheduler.pool_factory import groups_of, source_of
+from trainhouse.workers.protocol.worker_config import RoleGroup, ServedModel
+from trainhouse.workers.scheduler.pool_factory import groups_of, pool_factory_of
+from trainhouse.workers.scheduler.worker_daemon import WorkerDaemon
 
 pytestmark = pytest.mark.anyio
 
@@ -45,10 +45,10 @@ async def kept_workers(
     Clients can only request the description; there are no ranks.
     """
     config = ServerConfig(base_models=knobs.pop("base_models", MODELS), **knobs)
-    keeper = Keeper({}, knobs_of_workers(config) | (unknown or {}), read_secret(secret_file))
+    keeper = WorkerDaemon({}, knobs_of_workers(config) | (unknown or {}), read_secret(secret_file))
     with socket.create_server(("127.0.0.1", port)) as listener:
         listener.setblocking(False)
-        receiving = asyncio.create_task(keeper.receive(listener))
+        receiving = asyncio.create_task(keeper.serve(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
         receiving.cancel()
         await asyncio.wait({receiving})
@@ -66,14 +66,14 @@ async def test_a_server_takes_over_the_knobs_of_its_workers(secret_file: Path) -
     worker_options["role_groups"] = (RoleGroup(("critic",)),)
     async with kept_workers(secret_file, **worker_options) as address:
         given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
-        config, _ = await with_workers(given)
+        config, _ = await adopt_workers_config(given)
         assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(tp=2), 3)
         assert config.role_groups == (RoleGroup(("critic",)),)
         assert (config.sampler_workers, config.sampler_parallel, config.port) == (1, ParallelSpec(tp=2), 1)
         assert config.worker_config(config.base_models[0]).parallel.replicated == ("self_attn",)
         assert config.hang_seconds == given.hang_seconds, "this timeout is the server's own"
         elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
-        config, _ = await with_workers(
+        config, _ = await adopt_workers_config(
             ServerConfig(workers=address, workers_secret_file=secret_file, base_models=elsewhere)
         )
         assert config.base_models == elsewhere
@@ -107,7 +107,7 @@ async def test_knobs_that_differ_from_the_workers_are_refused(
     worker_options["role_groups"] = (RoleGroup(("critic",)),)
     async with kept_workers(secret_file, **worker_options) as address:
         with pytest.raises(StartError, match=re.escape(reason)):
-            await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
+            await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
 
 
 async def test_a_wrong_secret_is_refused_and_never_shown(
@@ -118,7 +118,7 @@ async def test_a_wrong_secret_is_refused_and_never_shown(
     other.write_text("anders" + SECRET)
     async with kept_workers(secret_file) as address:
         with pytest.raises(StartError, match="the secrets of the two sides differ") as refused:
-            await with_workers(ServerConfig(workers=address, workers_secret_file=other))
+            await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=other))
     assert "geheim" not in caplog.text + str(refused.value)
 
 
@@ -152,11 +152,11 @@ async def test_workers_restarted_with_other_knobs_are_not_attached(
             sampler=sampler,  # pyright: ignore[reportArgumentType]
             vllm_url="http://127.0.0.1:1,http://127.0.0.1:2" if sampler == "vllm" else None,
         )
-        config, at = await with_workers(given)
+        config, at = await adopt_workers_config(given)
     worker_options = dispatch_config(config, at, epoch=7)
     async with kept_workers(secret_file, port=int(address.rpartition(":")[2]), **then):
-        pool = source_of(worker_options).new_pool("tiny/a", worker_options.models[0])
-        with pytest.raises(NoPlace, match=re.escape(reason)):
+        pool = pool_factory_of(worker_options).new_pool("tiny/a", worker_options.models[0])
+        with pytest.raises(PlacementError, match=re.escape(reason)):
             await pool.start()
 
 
@@ -164,20 +164,20 @@ async def test_workers_restarted_with_another_sampler_layout_are_not_attached(se
     """Both layouts have the same number of ranks, and those would answer requests."""
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
     async with kept_workers(secret_file, **of_samplers) as address:
-        config, at = await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file))
+        config, at = await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=secret_file))
     worker_options = dispatch_config(config, at, epoch=7)
     [_, (name, sampler), *_] = groups_of(worker_options)
     assert (name, sampler.parallel) == ("tiny/a (sampler 1)", ParallelSpec(tp=2))
     then = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(ep=2)}
     async with kept_workers(secret_file, port=int(address.rpartition(":")[2]), **then):
-        with pytest.raises(NoPlace, match="sampler_parallel ep=2 instead of tp=2:"):
-            await source_of(worker_options).new_pool(name, sampler).start()
+        with pytest.raises(PlacementError, match="sampler_parallel ep=2 instead of tp=2:"):
+            await pool_factory_of(worker_options).new_pool(name, sampler).start()
 
 
 async def test_unknown_knobs_of_the_workers_are_refused(secret_file: Path) -> None:
     async with kept_workers(secret_file, unknown={"adapter_colour": "blue"}) as address:
         with pytest.raises(StartError, match=r"have adapter_colour, which this trainhouse .* does not support: run"):
-            await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file))
+            await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=secret_file))
 
 
 async def test_missing_workers_are_refused_after_a_wait(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +185,9 @@ async def test_missing_workers_are_refused_after_a_wait(secret_file: Path, monke
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     config = ServerConfig(workers=address, workers_secret_file=secret_file)
-    monkeypatch.setattr(attached, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(attached, "_OUTAGE_SECONDS", 0.1)
     with pytest.raises(StartError, match=f"start them with `trainhouse workers --listen {address}`"):
-        await with_workers(config)
+        await adopt_workers_config(config)
 
 
 def test_missing_and_wrong_flags_of_workers_are_refused(

@@ -14,10 +14,17 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, text
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.files.wal import Segments, read_segment, shut_out
+from trainhouse.server.files.wal import SegmentLog, fence_off_writer, read_segment
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import Header, Journal
-from trainhouse.server.replication.leases import LIVE_STATE, Lease, Tenure, TenureOver, awake_seconds, live_directory
+from trainhouse.server.replication.leases import (
+    LIVE_STATE,
+    Lease,
+    LeaseExpired,
+    Tenure,
+    boottime_seconds,
+    live_directory,
+)
 from trainhouse.server.store import LeaseLost, PostgresStore, SqliteStore, Store, TenantRecord
 
 pytestmark = pytest.mark.anyio
@@ -54,7 +61,7 @@ def lease(store: Store, name: str = "a", seconds: float = LONG, base_models: tup
 async def is_free(waiting: Lease, within: float = 1.5) -> bool:
     """True if the lease is taken in that many seconds."""
     try:
-        await asyncio.wait_for(waiting.taken(), within)
+        await asyncio.wait_for(waiting.acquire(), within)
     except TimeoutError:
         return False
     return True
@@ -65,7 +72,7 @@ async def is_free(waiting: Lease, within: float = 1.5) -> bool:
 
 async def test_one_of_two_servers_takes_the_lease_and_the_other_has_its_url(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
-    waiting = {asyncio.create_task(one.taken()): one for one in (first, second)}
+    waiting = {asyncio.create_task(one.acquire()): one for one in (first, second)}
     await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     done, pending = await asyncio.wait(waiting, timeout=0.5)
     assert len(done) == len(pending) == 1
@@ -79,47 +86,47 @@ async def test_one_of_two_servers_takes_the_lease_and_the_other_has_its_url(open
 
 
 async def test_servers_compete_even_without_a_common_base_model(open_store: OpenStore) -> None:
-    await lease(open_store(), base_models=("m", "n")).taken()
+    await lease(open_store(), base_models=("m", "n")).acquire()
     for base_models in (("m",), ("n", "o"), ("o",)):
         assert not await is_free(lease(open_store(), "b", base_models=base_models), 0.3)
 
 
 async def test_a_lease_is_valid_while_renewed_and_expires_otherwise(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", 2 * SOON), lease(open_store(), "b", 2 * SOON)
-    tenure = await first.taken()
-    keeping = asyncio.create_task(tenure.keep())
+    tenure = await first.acquire()
+    keeping = asyncio.create_task(tenure.keep_renewing())
     assert not await is_free(second, 4 * SOON)
     assert tenure.is_valid and not keeping.done()
     keeping.cancel()
-    assert (await asyncio.wait_for(second.taken(), 30)).record.epoch == 2
+    assert (await asyncio.wait_for(second.acquire(), 30)).record.epoch == 2
     assert not tenure.is_valid
 
 
 async def test_a_holder_sees_its_lease_expire_before_another_can_take_it(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", SOON)
-    tenure = await first.taken()
+    tenure = await first.acquire()
     while await second._try() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     assert not tenure.is_valid
-    with pytest.raises(TenureOver, match="epoch 1 has run out"):
+    with pytest.raises(LeaseExpired, match="epoch 1 has run out"):
         tenure.check()
 
 
 async def test_a_holder_paused_for_too_long_loses_the_lease_to_another(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", LONG)
-    tenure = await first.taken()
+    tenure = await first.acquire()
     await asyncio.sleep(SOON)
-    assert await second.taken()
-    await asyncio.wait_for(tenure.keep(), 30)
+    assert await second.acquire()
+    await asyncio.wait_for(tenure.keep_renewing(), 30)
     assert not tenure.is_valid
 
 
 async def test_a_paused_holder_continues_if_no_other_took_the_lease(store: Store) -> None:
     mine = lease(store, "a", SOON)
-    tenure = await mine.taken()
+    tenure = await mine.acquire()
     await asyncio.sleep(2 * SOON)
     assert not tenure.is_valid
-    keeping = asyncio.create_task(tenure.keep())
+    keeping = asyncio.create_task(tenure.keep_renewing())
     await asyncio.sleep(0.2)
     assert tenure.is_valid and not keeping.done()
     keeping.cancel()
@@ -127,12 +134,12 @@ async def test_a_paused_holder_continues_if_no_other_took_the_lease(store: Store
 
 async def test_a_paused_holder_ends_if_another_had_the_lease_meanwhile(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a", SOON), lease(open_store(), "b")
-    tenure = await first.taken()
+    tenure = await first.acquire()
     await asyncio.sleep(SOON)
-    await second.taken()
+    await second.acquire()
     await second.release()
-    await asyncio.wait_for(tenure.keep(), 30)
-    assert (await first.taken()).record.epoch == 3
+    await asyncio.wait_for(tenure.keep_renewing(), 30)
+    assert (await first.acquire()).record.epoch == 3
 
 
 def test_the_clock_runs_while_a_process_is_stopped() -> None:
@@ -150,7 +157,7 @@ def test_the_clock_runs_while_a_process_is_stopped() -> None:
         os.kill(process.pid, signal.SIGCONT)
         said, _ = process.communicate("\n", timeout=60)
     assert float(said) > 0.45
-    assert abs(awake_seconds() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1
+    assert abs(boottime_seconds() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1
 
 
 # The database
@@ -159,11 +166,11 @@ def test_the_clock_runs_while_a_process_is_stopped() -> None:
 async def test_a_former_holder_can_read_but_not_write_the_database(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     before, after, tool = open_store(), open_store(), open_store()
-    before.needed_lease = (await first.taken()).record
+    before.required_lease = (await first.acquire()).record
     await before.ensure_tenant(TenantRecord("1", "1", 1.0))
     await first.release()
     await before.ensure_tenant(TenantRecord("2", "2", 1.0))  # no other server has the lease yet
-    after.needed_lease = (await second.taken()).record
+    after.required_lease = (await second.acquire()).record
     writes = [before.ensure_tenant(TenantRecord(f"x{number}", f"x{number}", 1.0)) for number in range(5)]
     refusals = await asyncio.gather(*writes, return_exceptions=True)
     assert [type(one) for one in refusals] == [LeaseLost] * 5
@@ -175,10 +182,10 @@ async def test_a_former_holder_can_read_but_not_write_the_database(open_store: O
 async def test_writes_under_an_earlier_epoch_of_the_lease_are_refused(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     store = open_store()
-    store.needed_lease = (await first.taken()).record
+    store.required_lease = (await first.acquire()).record
     for one in (first, second):
         await one.release()
-        await (second if one is first else first).taken()
+        await (second if one is first else first).acquire()
     with pytest.raises(LeaseLost, match="no longer has the lease of epoch 1"):
         await store.ensure_tenant(TenantRecord("1", "1", 1.0))
 
@@ -186,9 +193,9 @@ async def test_writes_under_an_earlier_epoch_of_the_lease_are_refused(open_store
 async def test_a_lease_cannot_be_taken_during_a_write_that_needs_it(open_store: OpenStore) -> None:
     """The holder can renew it meanwhile."""
     mine, other = lease(open_store(), "a", 3 * SOON), lease(open_store(), "b")
-    tenure = await mine.taken()
+    tenure = await mine.acquire()
     store = open_store()
-    store.needed_lease = tenure.record
+    store.required_lease = tenure.record
     ended_at: list[float] = []
 
     def slow(connection: object) -> None:
@@ -197,7 +204,7 @@ async def test_a_lease_cannot_be_taken_during_a_write_that_needs_it(open_store: 
 
     writing = asyncio.wrap_future(store.write(slow))
     await asyncio.sleep(0.1)
-    assert await mine.renewed(tenure.record)
+    assert await mine.renew(tenure.record)
     assert not ended_at
     while await other._try() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
@@ -209,21 +216,21 @@ async def test_a_silent_database_and_its_recovery_are_logged_once(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainhouse.server.replication.leases._SILENT_SECONDS", 0.2)
-    tenure = await lease(open_store(), seconds=SOON).taken()
+    tenure = await lease(open_store(), seconds=SOON).acquire()
     may_end, other = threading.Event(), open_store()
 
     def lock(connection: Connection) -> None:
         connection.execute(text("LOCK TABLE leases IN ACCESS EXCLUSIVE MODE"))
         may_end.wait(20)
 
-    keeping, locking = asyncio.create_task(tenure.keep()), asyncio.wrap_future(other.write(lock))
+    keeping, locking = asyncio.create_task(tenure.keep_renewing()), asyncio.wrap_future(other.write(lock))
     async with asyncio.timeout(20):
-        while tenure.trouble is None:  # noqa: ASYNC110
+        while tenure.renewal_error is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        assert "the server's database does not answer" in tenure.trouble
+        assert "the server's database does not answer" in tenure.renewal_error
         may_end.set()
         await locking
-        while tenure.trouble is not None:  # noqa: ASYNC110
+        while tenure.renewal_error is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     keeping.cancel()
     assert [message.partition(" (")[0] for message in caplog.messages] == [
@@ -238,7 +245,7 @@ async def test_a_standby_needs_the_live_state_recorded_in_the_database(store: St
         directory.mkdir()
     first, second = lease(store), lease(store, "b")
     await first.prepare(shared)
-    tenure = await first.taken()
+    tenure = await first.acquire()
     for take in (lambda: None, lambda: tenure.take_live_state(shared)):
         take()
         await second.prepare(shared)
@@ -254,7 +261,7 @@ def header(seq_id: int) -> Header:
 
 
 async def test_journal_entries_after_expiry_of_the_lease_are_refused(store: Store, tmp_path: Path) -> None:
-    tenure = await lease(store, seconds=SOON).taken()
+    tenure = await lease(store, seconds=SOON).acquire()
     journal = Journal(tmp_path, 1 << 20, guard=tenure.check)
     await journal.append(header(1))
     await asyncio.sleep(SOON)
@@ -269,15 +276,15 @@ async def test_journal_entries_after_expiry_of_the_lease_are_refused(store: Stor
 @pytest.mark.parametrize("num_bytes", [0, 1 << 17])
 async def test_a_record_acknowledged_after_expiry_fails_but_stays(num_bytes: int, tmp_path: Path) -> None:
     """Another server may have read the record, so it is not cut off, as it would be after a disk error."""
-    answers = iter([None, None, None, TenureOver("too late"), None, None])
+    answers = iter([None, None, None, LeaseExpired("too late"), None, None])
 
     def guard() -> None:
         if (answer := next(answers)) is not None:
             raise answer
 
-    segments = Segments(tmp_path, 1 << 20, guard=guard)
+    segments = SegmentLog(tmp_path, 1 << 20, guard=guard)
     await segments.append({"n": 1})
-    with pytest.raises(TenureOver):
+    with pytest.raises(LeaseExpired):
         await segments.append({"n": 2}, b"x" * num_bytes)
     await segments.append({"n": 3})
     await segments.close()
@@ -286,7 +293,7 @@ async def test_a_record_acknowledged_after_expiry_fails_but_stays(num_bytes: int
 
 async def test_results_after_expiry_of_the_lease_are_not_written(store: Store, tmp_path: Path) -> None:
     await store.ensure_tenant(TenantRecord("t", "t", 1.0))
-    tenure = await lease(store, seconds=SOON).taken()
+    tenure = await lease(store, seconds=SOON).acquire()
     futures = Futures(tmp_path, store, 60.0, guard=tenure.check)
     await futures.open()
     futures.resolve(futures.create("early", "t"), Result(b"1"))
@@ -298,14 +305,14 @@ async def test_results_after_expiry_of_the_lease_are_not_written(store: Store, t
 
 
 async def test_a_former_holder_is_shut_out_of_its_open_segment(tmp_path: Path) -> None:
-    former = Segments(tmp_path, 64)
+    former = SegmentLog(tmp_path, 64)
     for number in range(3):
         await former.append({"n": number}, b"x" * (64 if number < 2 else 0))  # each in a segment of its own
-    shut_out(tmp_path)
+    fence_off_writer(tmp_path)
     await former.append({"n": 9})
     found = [one.header["n"] for number in range(3) for one in read_segment(former.path(number))]
     assert found == [0, 1, 2]
-    assert Segments(tmp_path, 64).earlier == [0, 1, 2]
+    assert SegmentLog(tmp_path, 64).earlier == [0, 1, 2]
     await former.close()
 
 
@@ -315,7 +322,7 @@ async def test_a_former_holder_is_shut_out_of_its_open_segment(tmp_path: Path) -
 async def take_and_release(store: Store, state_dir: Path) -> tuple[Tenure, Path]:
     mine = lease(store)
     await mine.prepare(state_dir)
-    tenure = await mine.taken()
+    tenure = await mine.acquire()
     directory = tenure.take_live_state(state_dir)
     await mine.release()
     return tenure, directory
@@ -325,20 +332,20 @@ async def test_the_live_state_moves_from_holder_to_holder(open_store: OpenStore,
     (tmp_path / "checkpoints").mkdir()
     former, before = await take_and_release(open_store(), tmp_path)
     assert (live_directory(tmp_path), before) == (tmp_path / "live-1", tmp_path / "live-1")
-    segments = Segments(before / "journal", 64)
+    segments = SegmentLog(before / "journal", 64)
     for number in range(2):  # each in a segment of its own
         await segments.append({"n": number}, b"x" * 64)
-    with_room = Segments(before / "results", 1 << 20)
+    with_room = SegmentLog(before / "results", 1 << 20)
     await with_room.append({"n": 0})
     _, after = await take_and_release(open_store(), tmp_path)
     assert after == tmp_path / "live-2" == live_directory(tmp_path)
     segments.delete(0)
     with pytest.raises(FileNotFoundError):
         await segments.append({"n": 2})
-    assert Segments(after / "journal", 64).earlier == [0, 1]
+    assert SegmentLog(after / "journal", 64).earlier == [0, 1]
     await with_room.append({"n": 1})
     assert [one.header["n"] for one in read_segment(after / "results" / "00000000.segment")] == [0]
-    Segments(before / "journal", 64)  # a former holder recreates its directory before it notices
+    SegmentLog(before / "journal", 64)  # a former holder recreates its directory before it notices
     with pytest.raises(ValueError, match="has live state of epoch 2, but the database is at 1"):
         former.take_live_state(tmp_path)
     assert live_directory(tmp_path) == after
@@ -372,7 +379,7 @@ async def test_live_state_of_another_database_is_left_alone(open_store: OpenStor
 async def test_an_expired_holder_cannot_take_the_live_state(store: Store, tmp_path: Path) -> None:
     mine = lease(store, seconds=SOON)
     await mine.prepare(tmp_path)
-    tenure = await mine.taken()
+    tenure = await mine.acquire()
     await asyncio.sleep(SOON)
     with pytest.raises(LeaseLost, match="expired before"):
         tenure.take_live_state(tmp_path)

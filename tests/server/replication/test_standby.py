@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server.replication.leases import Lease
-from trainhouse.server.serving.connections import Connection
-from trainhouse.server.serving.process import bound
-from trainhouse.server.serving.standby import Held, Standby, Switch, TakingOver
+from trainhouse.server.serving.connections import HttpConnection
+from trainhouse.server.serving.server_process import bound_socket
+from trainhouse.server.serving.standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
 from trainhouse.server.store import SqliteStore
 
 from ..serving.test_tls import Files
@@ -98,7 +98,7 @@ async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterat
     """Serves the app and yields its URL."""
     settings = uvicorn.Config(
         app,
-        http=Connection,
+        http=HttpConnection,
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=1,
@@ -106,7 +106,7 @@ async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterat
         ssl_keyfile=certificate and certificate.key,
     )
     server = uvicorn.Server(settings)
-    with bound("127.0.0.1", 0) as listener:
+    with bound_socket("127.0.0.1", 0) as listener:
         running = asyncio.create_task(server._serve([listener]))
         await wait_until(lambda: server.started)
         yield f"{'https' if certificate else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
@@ -139,7 +139,10 @@ async def standby(lease: Lease) -> AsyncIterator[Standby]:
 @pytest.fixture
 async def client(standby: Standby) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=None)
-    async with serving(Switch(standby)) as url, httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+    async with (
+        serving(SwitchableApp(standby)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client,
+    ):
         yield client
 
 
@@ -346,7 +349,7 @@ async def test_health_checks_are_not_forwarded(lease: Lease, client: httpx.Async
 
 
 async def test_a_server_that_takes_over_answers_503_with_retry_after() -> None:
-    async with serving(Switch(TakingOver())) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(SwitchableApp(TakeoverApp())) as url, httpx.AsyncClient(base_url=url) as client:
         assert (await client.get("/api/v1/healthz")).status_code == 200
         readiness = await client.get("/api/v1/readyz")
         assert (readiness.status_code, readiness.json()["status"]) == (503, "taking over")
@@ -356,8 +359,8 @@ async def test_a_server_that_takes_over_answers_503_with_retry_after() -> None:
 
 async def test_an_expired_holder_only_answers_503(lease: Lease) -> None:
     lease.seconds = 60.0
-    holder, tenure = Holder(), await lease.taken()
-    async with serving(Held(holder, tenure)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    holder, tenure = Holder(), await lease.acquire()
+    async with serving(LeaseGuard(holder, tenure)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.post("/echo", content=b"x")).content == b"x"
         asking = [asyncio.create_task(client.get(path)) for path in ("/poll", "/two_pieces")]
         await wait_until(lambda: len(holder.scopes) == 3 and holder.heard.is_set())
@@ -369,7 +372,7 @@ async def test_an_expired_holder_only_answers_503(lease: Lease) -> None:
         with pytest.raises(httpx.RemoteProtocolError):
             await asking[1]
         assert (await client.post("/echo", content=b"x")).status_code == 503
-        tenure._fails("gone away")
+        tenure._report_outage("gone away")
         for path, key in (("/echo", "detail"), ("/api/v1/readyz", "reason")):
             answer = await client.get(path)
             assert answer.status_code == 503

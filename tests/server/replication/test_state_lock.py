@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.journal.journal import Header, Journal
-from trainhouse.server.replication.state_lock import ClaimLost, StartError, locked
+from trainhouse.server.replication.state_lock import StartError, StateLockLost, locked_state_directory
 
 pytestmark = pytest.mark.anyio
 
@@ -20,17 +20,17 @@ def remove_lock(state: Path) -> None:
 
 
 def test_removing_the_lock_file_admits_no_second_server(tmp_path: Path) -> None:
-    with locked(tmp_path) as claim:
-        with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked(tmp_path):
+    with locked_state_directory(tmp_path) as claim:
+        with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked_state_directory(tmp_path):
             pass
         remove_lock(tmp_path)
         for _ in range(2):
-            with pytest.raises(StartError, match=r"whose server\.lock was removed"), locked(tmp_path):
+            with pytest.raises(StartError, match=r"whose server\.lock was removed"), locked_state_directory(tmp_path):
                 pass
             remove_lock(tmp_path)
         claim.check()
         assert (tmp_path / "server.lock").read_text() == f"{os.getpid()}\n"
-    with locked(tmp_path):
+    with locked_state_directory(tmp_path):
         pass
 
 
@@ -51,35 +51,35 @@ def no_directory_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_without_directory_locks_a_removed_lock_file_is_recreated(
     tmp_path: Path,
 ) -> None:
-    with locked(tmp_path) as claim:
+    with locked_state_directory(tmp_path) as claim:
         journal = Journal(tmp_path / "journal", 1 << 20, guard=claim.check)
         await journal.append(HEADER)
         remove_lock(tmp_path)
         await journal.append(HEADER)
-        with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked(tmp_path):
+        with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked_state_directory(tmp_path):
             pass
         await journal.close()
 
 
 @pytest.mark.usefixtures("no_directory_locks")
 async def test_without_directory_locks_the_slower_server_accepts_nothing(tmp_path: Path) -> None:
-    with locked(tmp_path) as claim:
+    with locked_state_directory(tmp_path) as claim:
         journal = Journal(tmp_path / "journal", 1 << 20, guard=claim.check)
         await journal.append(HEADER)
         remove_lock(tmp_path)
-        with locked(tmp_path):
+        with locked_state_directory(tmp_path):
             with pytest.raises(RequestError, match="taken from this server, by the server with process id"):
                 await journal.append(HEADER)
-            assert "taken from this server" in (await journal.try_to_write() or "")
+            assert "taken from this server" in (await journal.check_writable() or "")
         await journal.append(HEADER)
         await journal.close()
 
 
 def test_a_replaced_state_directory_is_not_written_to(tmp_path: Path) -> None:
-    with locked(tmp_path / "state") as claim:
+    with locked_state_directory(tmp_path / "state") as claim:
         (tmp_path / "state").rename(tmp_path / "before")
-        with pytest.raises(ClaimLost, match="is no longer the directory"):
+        with pytest.raises(StateLockLost, match="is no longer the directory"):
             claim.check()
-        with locked(tmp_path / "state"), pytest.raises(ClaimLost):
+        with locked_state_directory(tmp_path / "state"), pytest.raises(StateLockLost):
             claim.check()
     assert list((tmp_path / "state").iterdir()) == [tmp_path / "state" / "server.lock"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from trainhouse.server.cli.commands import main
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.replication.leases import Lease, TenureOver
+from trainhouse.server.replication.leases import Lease, LeaseExpired
 from trainhouse.server.replication.state_lock import StartError
-from trainhouse.server.serving import process
+from trainhouse.server.serving import server_process as process
 from trainhouse.server.serving.app import LiveState
 from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -43,11 +43,11 @@ async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> 
     store = open_store(config.store_config())
     lease = Lease(store, [MODEL], f"http://{name}", LEASE_SECONDS)
     await lease.prepare(config.state_dir)
-    tenure = await lease.taken()
+    tenure = await lease.acquire()
     live = LiveState(tenure.take_live_state(config.state_dir), tenure)
-    keeping = asyncio.create_task(tenure.keep())
+    keeping = asyncio.create_task(tenure.keep_renewing())
     try:
-        with suppress(LeaseLost, TenureOver):
+        with suppress(LeaseLost, LeaseExpired):
             async with running_server(config, dispatch, live) as server:
                 yield Holding(server, live, keeping)
     finally:
@@ -138,10 +138,12 @@ async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(
     await mine.prepare(state)
     state.rename(elsewhere)
     said: list[str] = []
-    with process.bound("127.0.0.1", 0) as listener:
-        running = asyncio.create_task(process._Turns(config, None, mine, lambda: "working", said.append).run(listener))
+    with process.bound_socket("127.0.0.1", 0) as listener:
+        running = asyncio.create_task(
+            process._LeasedServer(config, None, mine, lambda: "working", said.append).run(listener)
+        )
         await wait_until(lambda: "cannot take over now ([Errno 2] No such file" in caplog.text)
-        await asyncio.wait_for(other.taken(), 30)  # well before a lease of 60 s runs out
+        await asyncio.wait_for(other.acquire(), 30)  # well before a lease of 60 s runs out
         await wait_until(lambda: said)
         assert said == ["standing by: http://b holds the lease"] and not running.done()
         elsewhere.rename(state)
@@ -170,7 +172,7 @@ def test_a_server_without_the_shared_directory_does_not_start(
 
 async def hold_once(lease: Lease, state_dir: Path) -> None:
     await lease.prepare(state_dir)
-    (await lease.taken()).take_live_state(state_dir)
+    (await lease.acquire()).take_live_state(state_dir)
     await lease.release()
 
 

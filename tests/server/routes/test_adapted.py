@@ -9,8 +9,8 @@ import pytest
 from tinker import types
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import RunSpec
+from trainhouse.workers.protocol.calls import RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 from ...workers.checkpoint.test_adapted_types import tiny

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from trainhouse.server.routes import futures, training
-from trainhouse.server.routes.fast import endpoints
+from trainhouse.server.routes.fast import find_endpoints
 from trainhouse.server.tenants.gate import Gate
 
 pytestmark = pytest.mark.anyio
@@ -43,4 +43,4 @@ async def test_other_methods_are_refused_by_fastapi(app: FastAPI) -> None:
 
 def test_a_name_without_a_route_fails_an_assertion() -> None:
     with pytest.raises(AssertionError, match="retrieve_past"):
-        endpoints((futures.router,), ("retrieve_future", "retrieve_past"))
+        find_endpoints((futures.router,), ("retrieve_future", "retrieve_past"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.verbs import WorkerLost
+from trainhouse.workers.protocol.calls import WorkerLost
 
 from ..real import BOB, MODEL, VOCAB, Run, Server, batch, datum, running_server, sample, sample_body, server_config
 

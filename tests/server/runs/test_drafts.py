@@ -19,15 +19,15 @@ import pytest
 from tinker import types
 from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.models import DraftConfig
+from trainhouse.server.config.knob_values import parse_role_group
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.config.values import parse_role_group
 from trainhouse.server.files.manifest import read_manifest
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.server.routes.examples import DRAFT_ID, MODEL_ID
-from trainhouse.server.runs.vocabulary import most_frequent
+from trainhouse.server.runs.vocabulary import build_vocabulary
 from trainhouse.server.store import CheckpointKind
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ...live import live_server
 from ..noting import NOTING, RESOLVED, with_noting_worker
@@ -316,7 +316,7 @@ async def test_a_target_is_pinned_until_a_snapshot_holds_it(config: ServerConfig
     async with running_server(config, dispatch) as server:
         first, second = [await saved_policy(server, seed) for seed in (3, 4)]
         draft = await create_draft(server, target_path=first)
-        await server.services.runs.settle(held_seconds=0)
+        await server.services.runs.snapshot_old_runs(held_seconds=0)
         await until(lambda: not pinned_names(server, draft))
         await remove(server, first)
         await kill_worker(server)
@@ -489,7 +489,7 @@ def test_the_vocabulary_is_the_most_frequent_tokens(weighted: bool) -> None:
         by_tokens = BuildVocabMapRequest(model_id="m", tokens=tokens, weights=weights)
         by_counts = BuildVocabMapRequest(model_id="m", counts=counts)
         for request in (by_tokens, by_counts):
-            found = most_frequent(request, size, 40)
+            found = build_vocabulary(request, size, 40)
             assert (found.token_ids.tolist(), found.token_ids.dtype) == (wanted, np.int64)
             covered = sum(counts.get(token, 0) for token in wanted)
             described = found.described()
@@ -498,7 +498,7 @@ def test_the_vocabulary_is_the_most_frequent_tokens(weighted: bool) -> None:
             assert described.hash == hashlib.sha256(np.array(wanted, "<i8").tobytes()).hexdigest()[:16]
     if weighted:
         unweighted = BuildVocabMapRequest(model_id="m", tokens=tokens)
-        assert most_frequent(unweighted, 5, 40).num_tokens != len(counted), "weights matter"
+        assert build_vocabulary(unweighted, 5, 40).num_tokens != len(counted), "weights matter"
 
 
 async def test_a_vocabulary_can_be_built_only_before_the_first_step(server: Server) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.files.manifest import seal
-from trainhouse.server.runs.pinned_checkpoints import Loaded
+from trainhouse.server.files.manifest import write_manifest
+from trainhouse.server.runs.pinned_checkpoints import PinnedCheckpoints
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import ALICE, BOB, Run, Server, batch, running_server, server_config
@@ -85,7 +85,7 @@ async def test_a_pin_is_removed_by_a_snapshot_or_at_the_end_of_the_session(
         run = await load_into_a_live_run(server, (await source.do("save_weights", path="a"))["path"])
         kept = config.state_dir / "loaded" / run.model_id.replace(":", "_")
         assert [one.name for one in kept.iterdir()] == ["3"]
-        await server.services.runs.settle(held_seconds=0)
+        await server.services.runs.snapshot_old_runs(held_seconds=0)
         await until(lambda: not any(kept.iterdir()))
         run = await load_into_a_live_run(server, f"tinker://{source.model_id}/weights/a")
         assert len(list(kept.parent.glob("*/3"))) == 1
@@ -119,45 +119,45 @@ def checkpoint(tmp_path: Path) -> Path:
     directory = tmp_path / "checkpoint"
     directory.mkdir()
     (directory / "adapter_model.safetensors").write_bytes(b"weights")
-    seal(directory, {})
+    write_manifest(directory, {})
     return directory
 
 
 @pytest.mark.parametrize("sync", [False, True])
 async def test_a_pinned_copy_outlives_the_checkpoint(checkpoint: Path, tmp_path: Path, sync: bool) -> None:
-    loaded = Loaded(tmp_path / "loaded", sync)
+    loaded = PinnedCheckpoints(tmp_path / "loaded", sync)
     assert await loaded.find(RUN_ID, 3) is None
-    kept = await loaded.keep(RUN_ID, 3, checkpoint)
+    kept = await loaded.pin(RUN_ID, 3, checkpoint)
     shutil.rmtree(checkpoint)
     assert await loaded.find(RUN_ID, 3) == kept
     assert (kept / "adapter_model.safetensors").read_bytes() == b"weights"
-    await loaded.forget(RUN_ID, 2)
+    await loaded.unpin_up_to(RUN_ID, 2)
     await loaded.retain(RUN_ID, {2, 3})
     assert kept.exists()
-    await loaded.forget(RUN_ID, 3)
+    await loaded.unpin_up_to(RUN_ID, 3)
     assert await loaded.find(RUN_ID, 3) is None
 
 
 async def test_weights_and_target_of_one_operation_are_pinned_separately(checkpoint: Path, tmp_path: Path) -> None:
-    loaded = Loaded(tmp_path / "loaded", sync=False)
-    weights = await loaded.keep(RUN_ID, 3, checkpoint)
+    loaded = PinnedCheckpoints(tmp_path / "loaded", sync=False)
+    weights = await loaded.pin(RUN_ID, 3, checkpoint)
     assert await loaded.find(RUN_ID, 3, "target") is None
-    target = await loaded.keep(RUN_ID, 3, checkpoint, "target")
+    target = await loaded.pin(RUN_ID, 3, checkpoint, "target")
     assert [await loaded.find(RUN_ID, 3, part) for part in ("weights", "target")] == [weights, target]
     await loaded.retain(RUN_ID, {3})
-    await loaded.forget(RUN_ID, 2)
+    await loaded.unpin_up_to(RUN_ID, 2)
     assert target.exists() and weights.exists()
-    await loaded.forget(RUN_ID, 3)
+    await loaded.unpin_up_to(RUN_ID, 3)
     assert not target.exists() and not weights.exists()
 
 
 async def test_a_damaged_pinned_copy_is_reported_and_replaced(checkpoint: Path, tmp_path: Path) -> None:
-    loaded = Loaded(tmp_path / "loaded", sync=True)
-    kept = await loaded.keep(RUN_ID, 3, checkpoint) / "adapter_model.safetensors"
+    loaded = PinnedCheckpoints(tmp_path / "loaded", sync=True)
+    kept = await loaded.pin(RUN_ID, 3, checkpoint) / "adapter_model.safetensors"
     kept.unlink()
     with pytest.raises(ValueError, match="is incomplete or damaged"):
         await loaded.find(RUN_ID, 3)
-    assert await loaded.keep(RUN_ID, 3, checkpoint) == kept.parent
+    assert await loaded.pin(RUN_ID, 3, checkpoint) == kept.parent
     assert await loaded.find(RUN_ID, 3) == kept.parent
     assert kept.read_bytes() == b"weights"
 
@@ -165,7 +165,7 @@ async def test_a_damaged_pinned_copy_is_reported_and_replaced(checkpoint: Path, 
 async def test_pinning_a_checkpoint_deleted_meanwhile_is_a_user_error(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "adapter_model.safetensors").unlink()
     with pytest.raises(OperationError, match="deleted meanwhile") as raised:
-        await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
+        await PinnedCheckpoints(tmp_path / "loaded", sync=False).pin(RUN_ID, 3, checkpoint)
     assert raised.value.category == "user"
 
 
@@ -174,7 +174,7 @@ async def test_a_failed_pin_reports_the_reason_and_logs_the_path(
 ) -> None:
     (tmp_path / "loaded").write_text("no directory")
     with pytest.raises(OperationError, match=r"cannot keep a copy of it \(Not a directory\)") as raised:
-        await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
+        await PinnedCheckpoints(tmp_path / "loaded", sync=False).pin(RUN_ID, 3, checkpoint)
     assert raised.value.category == "server" and str(tmp_path) not in raised.value.message
     assert str(tmp_path / "loaded") in caplog.text
 
@@ -200,8 +200,8 @@ async def test_a_damaged_copy_is_replaced_before_but_not_after_the_load(
 
 async def test_a_pin_without_a_journal_record_is_dropped(checkpoint: Path, tmp_path: Path) -> None:
     """The next operation with that seq_id may be a different one."""
-    loaded = Loaded(tmp_path / "loaded", sync=False)
-    await loaded.keep(RUN_ID, 3, checkpoint)
+    loaded = PinnedCheckpoints(tmp_path / "loaded", sync=False)
+    await loaded.pin(RUN_ID, 3, checkpoint)
     await loaded.retain(RUN_ID, {2})
     assert await loaded.find(RUN_ID, 3) is None
 
@@ -209,14 +209,14 @@ async def test_a_pin_without_a_journal_record_is_dropped(checkpoint: Path, tmp_p
 async def test_a_failed_pin_is_a_server_error(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "loaded").write_bytes(b"not a directory")
     with pytest.raises(OperationError, match="free space") as failed:
-        await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
+        await PinnedCheckpoints(tmp_path / "loaded", sync=False).pin(RUN_ID, 3, checkpoint)
     assert failed.value.category == "server"
 
 
 async def test_sweep_removes_unfinished_pins_and_those_of_ended_runs(checkpoint: Path, tmp_path: Path) -> None:
-    loaded = Loaded(tmp_path / "loaded", sync=False)
-    kept = await loaded.keep(RUN_ID, 3, checkpoint)
-    await loaded.keep("session:train:1", 3, checkpoint)
+    loaded = PinnedCheckpoints(tmp_path / "loaded", sync=False)
+    kept = await loaded.pin(RUN_ID, 3, checkpoint)
+    await loaded.pin("session:train:1", 3, checkpoint)
     (kept.parent / ".staging-1").mkdir()
     loaded.sweep({RUN_ID})
     assert [path.name for path in (tmp_path / "loaded").rglob("*") if path.is_dir()] == ["session_train_0", "3"]

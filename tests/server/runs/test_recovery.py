@@ -13,17 +13,17 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.http.bodies import Received
+from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.journal.futures import Result
 from trainhouse.server.journal.journal import Header
-from trainhouse.server.journal.restore_marker import Copied, mark_copy
+from trainhouse.server.journal.restore_marker import RestoreMarker, mark_copy
 from trainhouse.server.runs.operations import CreateRun, LoadWeights
-from trainhouse.server.runs.queued import Refused
-from trainhouse.server.runs.recovery import Earlier, Inherited
+from trainhouse.server.runs.queued import RefusedOperation
+from trainhouse.server.runs.recovery import EarlierOperation, JournaledRun
 from trainhouse.server.runs.replay_log import Outcome
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import RunRecord
-from trainhouse.workers.protocol.verbs import WorkerLost
+from trainhouse.workers.protocol.calls import WorkerLost
 
 from ..bench import FORWARD_BACKWARD, RUN_ID, Bench, MakeBench
 
@@ -133,8 +133,8 @@ async def test_a_step_that_crashes_workers_is_not_repeated(make_bench: MakeBench
 
 async def test_a_refused_step_is_not_repeated_and_keeps_the_window(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    await bench.run.refuse(1, Refused("forward_backward", "bad", taints=True))
-    await bench.run.refuse(2, Refused("optim_step", "bad", taints=False))
+    await bench.run.refuse(1, RefusedOperation("forward_backward", "bad", taints=True))
+    await bench.run.refuse(2, RefusedOperation("optim_step", "bad", taints=False))
     await bench.forward_backward(3)
     await bench.optim_step(4)
     assert "not taken" in (await bench.result(4))["error"]
@@ -153,7 +153,7 @@ async def test_a_restart_repeats_nothing_that_a_snapshot_covers(make_bench: Make
         await wait_for_snapshot(bench, seq_id)
     place = await bench.services.journal.append(Header("optim_step", "alice", RUN_ID, 2, f"{RUN_ID}:2"))
     num_performed = len(bench.operations.performed)
-    async with resumed(bench, {2: Earlier("optim_step", place)}):
+    async with resumed(bench, {2: EarlierOperation("optim_step", place)}):
         await bench.optim_step(3)
         assert await bench.result(3) == {"seq_id": 3}
     assert bench.operations.performed[num_performed:][:4] == ["discard", "make", "restore 2", 3]
@@ -168,10 +168,12 @@ async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeB
         2: SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2),
         3: SaveWeightsRequest(model_id=RUN_ID, path="b", seq_id=3),
     }
-    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
+    found = {
+        0: EarlierOperation("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)
+    }
     for seq_id, content in contents.items():
         place = await bench.append_to_journal(content.type, seq_id, content.model_dump_json().encode())
-        found[seq_id] = Earlier(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
+        found[seq_id] = EarlierOperation(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
     async with resumed(bench, found):
         assert await bench.result(3) == {"seq_id": 3}
     assert bench.operations.performed == [0, "discard", "make", 1, 3]
@@ -182,11 +184,11 @@ async def test_a_gap_in_a_damaged_journal_stops_recovery(make_bench: MakeBench) 
     await bench.result(0)
     kinds = {0: "create_model", 1: "forward_backward", 3: "optim_step"}
     found = {
-        seq_id: Earlier(kind, await bench.append_to_journal(kind, 1), outcome=Outcome.DONE)
+        seq_id: EarlierOperation(kind, await bench.append_to_journal(kind, 1), outcome=Outcome.DONE)
         for seq_id, kind in kinds.items()
     }
     async with resumed(bench, found):
-        assert bench.run.standing(0).num_operations == 0
+        assert bench.run.priority_of(0).num_operations == 0
     bench.services.journal.unreadable.add(found[3].place.segment)
     with pytest.raises(ValueError, match="operation 2 may be in the damaged part"):
         async with resumed(bench, found):
@@ -230,10 +232,12 @@ async def test_an_operation_waits_until_the_database_is_available_again(
 async def test_a_gap_before_a_refused_operation_is_still_waited_for(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    bad = Refused("forward_backward", "bad", taints=True)
+    bad = RefusedOperation("forward_backward", "bad", taints=True)
     found = {
-        0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE),
-        2: Earlier("forward_backward", await bench.append_to_journal("forward_backward", 2), bad, Outcome.FAILED),
+        0: EarlierOperation("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE),
+        2: EarlierOperation(
+            "forward_backward", await bench.append_to_journal("forward_backward", 2), bad, Outcome.FAILED
+        ),
     }
     async with resumed(bench, found):
         await bench.forward_backward(1)
@@ -242,11 +246,13 @@ async def test_a_gap_before_a_refused_operation_is_still_waited_for(make_bench: 
 
 async def test_a_run_that_cannot_be_recovered_leaves_no_futures(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
+    found = {
+        0: EarlierOperation("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)
+    }
     step = OptimStepRequest(model_id=RUN_ID).model_dump_json().encode()
     for seq_id in range(1, 100):
         body = step if seq_id < 99 else b"not JSON"
-        found[seq_id] = Earlier("optim_step", await bench.append_to_journal("optim_step", seq_id, body))
+        found[seq_id] = EarlierOperation("optim_step", await bench.append_to_journal("optim_step", seq_id, body))
     with pytest.raises(RequestError):
         async with resumed(bench, found):
             pass
@@ -262,7 +268,9 @@ async def test_a_run_is_not_rebuilt_from_its_beginning_across_a_hole(make_bench:
         await wait_for_snapshot(bench, seq_id)
     (bench.snapshots / "1" / "manifest.json").unlink()
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
-    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
+    found = {
+        0: EarlierOperation("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)
+    }
     async with resumed(bench, found):
         await bench.optim_step(3)
         assert "snapshots are damaged" in (await bench.result(3))["error"]
@@ -329,7 +337,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
 
     bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     bench.operations.make = make_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
-    body = Received(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}')
+    body = ReceivedBody(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}')
     for seq_id in (1, 2):
         await bench.submit(seq_id, LoadWeights("tinker://a/weights/b", optimizer=False), body)
         await bench.result(seq_id)
@@ -343,7 +351,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
 async def test_a_settled_idle_run_needs_nothing_from_the_journal(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
-    await bench.run.refuse(2, Refused("forward_backward", "bad", taints=True))
+    await bench.run.refuse(2, RefusedOperation("forward_backward", "bad", taints=True))
     await bench.result(1)
     await bench.run.settle(held_seconds=100)
     assert not bench.snapshots.exists(), "nothing is that old"
@@ -393,7 +401,9 @@ async def test_a_busy_run_is_settled_after_its_next_operation(make_bench: MakeBe
 async def test_an_idle_run_is_rebuilt_after_a_restart_to_be_settled(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    found = {0: Earlier("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)}
+    found = {
+        0: EarlierOperation("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)
+    }
     async with resumed(bench, found):
         await bench.run.settle(held_seconds=0)
         assert (bench.snapshots / "0-copy" / "manifest.json").exists()
@@ -423,10 +433,10 @@ async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings
 
 
 @asynccontextmanager
-async def resumed(bench: Bench, found: dict[int, Earlier]) -> AsyncIterator[None]:
+async def resumed(bench: Bench, found: dict[int, EarlierOperation]) -> AsyncIterator[None]:
     """Recovers the bench's run as another process would."""
     bench.run = Run(bench.run.record, bench.services)
-    await bench.run.resume(Inherited(found))
+    await bench.run.resume(JournaledRun(found))
     try:
         yield
     finally:
@@ -616,8 +626,8 @@ async def restart_on_a_copy(bench: Bench) -> None:
 
 
 async def restart_again(bench: Bench) -> None:
-    bench.services = replace(bench.services, copied=Copied(bench.journal_directory.parent))
-    bench.services.copied.begin([RUN_ID])
+    bench.services = replace(bench.services, copied=RestoreMarker(bench.journal_directory.parent))
+    bench.services.restore_marker.begin([RUN_ID])
     await bench.restart()
 
 

@@ -2,26 +2,26 @@
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.files.wal import Place
+from trainhouse.server.files.wal import RecordPosition
 from trainhouse.server.journal.quarantine import STRIKE
-from trainhouse.server.runs.replay_log import REFUSED, History, Outcome, Past, Repeat
+from trainhouse.server.runs.replay_log import REFUSED, Outcome, ReplayAction, ReplayEntry, ReplayLog
 
-DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.BROKE, Outcome.STRUCK
-AGAIN, CLEAR = Repeat.AGAIN, Repeat.CLEAR
+DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.SERVER_FAILED, Outcome.POISONED
+AGAIN, CLEAR = ReplayAction.AGAIN, ReplayAction.CLEAR
 
 
-def history(*ended: tuple[str, Outcome | None]) -> tuple[History, list[int]]:
+def history(*ended: tuple[str, Outcome | None]) -> tuple[ReplayLog, list[int]]:
     """Returns a history of operations 1, 2, 3, ... by kind and outcome, and the seq_ids that the journal may
     release."""
     released: list[int] = []
-    made = History(lambda place: released.append(place.offset))
+    made = ReplayLog(lambda place: released.append(place.offset))
     for seq_id, (kind, outcome) in enumerate(ended, 1):
-        made.add(Past(seq_id, kind, Place(0, seq_id), outcome=outcome, is_answered=outcome is not None))
+        made.add(ReplayEntry(seq_id, kind, RecordPosition(0, seq_id), outcome=outcome, is_answered=outcome is not None))
     return made, released
 
 
-def repeats(made: History, after: int = 0, is_tainted: bool = False) -> list[tuple[int, Repeat]]:
-    return [(past.seq_id, repeat) for past, repeat in made.repeats(after, is_tainted)]
+def repeats(made: ReplayLog, after: int = 0, is_tainted: bool = False) -> list[tuple[int, ReplayAction]]:
+    return [(past.seq_id, repeat) for past, repeat in made.replay_actions(after, is_tainted)]
 
 
 FB, STEP, FORWARD = "forward_backward", "optim_step", "forward"
@@ -35,7 +35,7 @@ def test_operations_that_changed_the_state_are_repeated_in_order() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "step"), [(DONE, AGAIN), (FAILED, CLEAR), (BROKE, CLEAR)])
-def test_a_step_over_an_incomplete_batch_clears_the_gradients(outcome: Outcome, step: Repeat) -> None:
+def test_a_step_over_an_incomplete_batch_clears_the_gradients(outcome: Outcome, step: ReplayAction) -> None:
     made, _ = history((FB, DONE), (FB, outcome), (STEP, DONE if step is AGAIN else FAILED), (FB, DONE), (STEP, DONE))
     wanted = [(1, AGAIN), *([(2, AGAIN)] if outcome is DONE else []), (3, step), (4, AGAIN), (5, AGAIN)]
     assert repeats(made) == wanted
@@ -43,7 +43,7 @@ def test_a_step_over_an_incomplete_batch_clears_the_gradients(outcome: Outcome, 
 
 @pytest.mark.parametrize(("outcome", "repeated"), [(FAILED, [(2, AGAIN)]), (STRUCK, [(2, CLEAR)]), (BROKE, [])])
 def test_a_failed_step_affects_the_gradients_as_it_did_before(
-    outcome: Outcome, repeated: list[tuple[int, Repeat]]
+    outcome: Outcome, repeated: list[tuple[int, ReplayAction]]
 ) -> None:
     made, _ = history((FB, DONE), (STEP, outcome), (STEP, DONE))
     assert repeats(made) == [(1, AGAIN), *repeated, (3, AGAIN)]
@@ -51,12 +51,12 @@ def test_a_failed_step_affects_the_gradients_as_it_did_before(
 
 def test_a_refused_part_taints_the_step_and_a_load_clears_the_taint() -> None:
     made, _ = history((FB, DONE))
-    made.add(Past(2, REFUSED, Place(0, 2), outcome=FAILED, taints=True, is_answered=True))
-    made.add(Past(3, STEP, Place(0, 3), outcome=FAILED, is_answered=True))
+    made.add(ReplayEntry(2, REFUSED, RecordPosition(0, 2), outcome=FAILED, taints=True, is_answered=True))
+    made.add(ReplayEntry(3, STEP, RecordPosition(0, 3), outcome=FAILED, is_answered=True))
     assert repeats(made) == [(1, AGAIN), (3, CLEAR)]
-    made.add(Past(4, REFUSED, Place(0, 4), outcome=FAILED, taints=True, is_answered=True))
-    made.add(Past(5, "load_weights", Place(0, 5), outcome=DONE, is_answered=True))
-    made.add(Past(6, STEP, Place(0, 6), outcome=DONE, is_answered=True))
+    made.add(ReplayEntry(4, REFUSED, RecordPosition(0, 4), outcome=FAILED, taints=True, is_answered=True))
+    made.add(ReplayEntry(5, "load_weights", RecordPosition(0, 5), outcome=DONE, is_answered=True))
+    made.add(ReplayEntry(6, STEP, RecordPosition(0, 6), outcome=DONE, is_answered=True))
     assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
 
 
@@ -76,7 +76,7 @@ def test_passes_refused_for_a_missing_vocabulary_do_not_taint_the_next_step() ->
 
 def test_an_operation_of_unknown_outcome_cannot_be_repeated() -> None:
     made, _ = history((FB, DONE))
-    made.add(Past(2, STEP, Place(0, 2), is_answered=True))
+    made.add(ReplayEntry(2, STEP, RecordPosition(0, 2), is_answered=True))
     assert repeats(made, after=2) == []
     with pytest.raises(OperationError, match="the outcome of optim_step with seq_id 2 is not known"):
         repeats(made)
@@ -87,8 +87,8 @@ def test_the_journal_releases_what_is_answered_and_covered() -> None:
     made.cover(4)
     assert released == [1, 2, 3]
     (waiting,) = [past for past in made._pasts if past.seq_id == 4]
-    made.answered(waiting)
-    made.answered(waiting)
+    made.mark_answered(waiting)
+    made.mark_answered(waiting)
     assert released == [1, 2, 3, 4]
     assert repeats(made) == [(5, AGAIN)]
     made.close()
@@ -98,5 +98,5 @@ def test_the_journal_releases_what_is_answered_and_covered() -> None:
 def test_a_snapshot_is_due_after_enough_steps_or_bytes() -> None:
     made, _ = history((STEP, DONE), (STEP, DONE))
     assert not made.is_due(3, 1000) and made.is_due(2, 1000) and not made.is_due(2, 1000)
-    made.add(Past(3, FB, Place(0, 3), num_bytes=1000))
+    made.add(ReplayEntry(3, FB, RecordPosition(0, 3), num_bytes=1000))
     assert made.is_due(3, 1000) and not made.is_due(1, 1000)

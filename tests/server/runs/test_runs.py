@@ -16,7 +16,7 @@ from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.journal.journal import read_journal
 from trainhouse.server.runs.operations import LoadWeights
-from trainhouse.server.runs.queued import Refused
+from trainhouse.server.runs.queued import RefusedOperation
 from trainhouse.server.runs.run import MOST_AHEAD
 
 from ..bench import CREATION, RUN_ID, MakeBench
@@ -59,7 +59,7 @@ async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench: M
 async def test_the_operation_is_journaled_as_received_before_the_answer(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.submit(2, OptimStepRequest(model_id=RUN_ID, seq_id=2))
-    await bench.run.refuse(1, Refused("forward_backward", "not protobuf", taints=True))
+    await bench.run.refuse(1, RefusedOperation("forward_backward", "not protobuf", taints=True))
     (segment,) = bench.journal_directory.glob("*.segment")
     entries = list(read_journal(segment))
     assert [(entry.header.kind, entry.header.seq_id, entry.header.refused, entry.body) for entry in entries] == [
@@ -71,12 +71,12 @@ async def test_the_operation_is_journaled_as_received_before_the_answer(make_ben
 
 async def test_a_refused_seq_id_counts_as_done(make_bench: MakeBench) -> None:
     bench = await make_bench()
-    await bench.run.refuse(1, Refused("optim_step", "learning_rate is -1", taints=False))
+    await bench.run.refuse(1, RefusedOperation("optim_step", "learning_rate is -1", taints=False))
     await bench.forward_backward(2)
     assert await bench.result(2) == {"seq_id": 2}
     with pytest.raises(RequestError, match=r"learning_rate is -1.*next seq_id"):
         await bench.optim_step(1)
-    await bench.run.refuse(2, Refused("forward_backward", "late", taints=True))
+    await bench.run.refuse(2, RefusedOperation("forward_backward", "late", taints=True))
     await bench.optim_step(3)
     assert await bench.result(3) == {"seq_id": 3}, "an accepted operation cannot be refused afterwards"
 
@@ -110,7 +110,7 @@ async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench: 
         await bench.forward_backward(2)
         await bench.result(2)  # a step dispatched before the failure would be refused by the worker
     else:
-        await bench.run.refuse(2, Refused("forward_backward", "loss is NaN", taints=True))
+        await bench.run.refuse(2, RefusedOperation("forward_backward", "loss is NaN", taints=True))
     await bench.optim_step(3)
     failed = await bench.result(3)
     assert failed["category"] == "user"
@@ -307,7 +307,7 @@ async def test_impossible_seq_ids_are_refused(make_bench: MakeBench, seq_id: int
     await bench.result(0)
     with pytest.raises(RequestError, match=str(seq_id)):
         await bench.forward_backward(seq_id)
-    await bench.run.refuse(seq_id, Refused("optim_step", "no", taints=False))
+    await bench.run.refuse(seq_id, RefusedOperation("optim_step", "no", taints=False))
     await bench.optim_step(1)
     assert await bench.result(1) == {"seq_id": 1}
 

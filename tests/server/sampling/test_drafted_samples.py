@@ -17,10 +17,10 @@ import pytest
 from trainhouse.schemas.sampling import ModelInput, SampleRequest
 from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.server.journal.journal import Header, Journal
-from trainhouse.server.sampling.drafts import Drafts, draft_id
+from trainhouse.server.sampling.draft_loader import DraftLoader, draft_id
 from trainhouse.server.tenants.auth import Tenant
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ...letters import save_letter_tokenizer
 from ..real import ALICE, BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config
@@ -313,9 +313,9 @@ async def test_a_draft_without_samplers_is_dropped_after_a_timeout(server: Serve
     run_id, kind, name = (await saved_draft(server)).removeprefix("tinker://").split("/")
     checkpoint = await server.services.store.get_checkpoint(run_id, kind, name)  # pyright: ignore[reportArgumentType]
     assert checkpoint is not None
-    drafts = Drafts(dispatch, server.services.checkpoints, unused_seconds=0.0)
+    drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
     for number in (1, 2):
-        async with drafts.using(checkpoint) as first, drafts.using(checkpoint) as second:
+        async with drafts.use(checkpoint) as first, drafts.use(checkpoint) as second:
             assert first == second == draft_id(checkpoint)
             await asyncio.sleep(0.05)
             assert dispatch.has_draft(MODEL, draft_id(checkpoint)) and len(dispatch.loaded) == number
@@ -329,7 +329,7 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
     drafts, samplers = server.services.drafts, server.services.samplers
     sampler = samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
     assert sampler is not None
-    checkpoint = await drafts.asked(sampler, REQUEST)
+    checkpoint = await drafts.draft_for(sampler, REQUEST)
     assert checkpoint is not None
     load, may_load, is_loading = dispatch.load_draft, asyncio.Event(), asyncio.Event()
 
@@ -339,7 +339,7 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
         await load(*arguments)
 
     async def use() -> None:
-        async with drafts.using(checkpoint):
+        async with drafts.use(checkpoint):
             assert dispatch.has_draft(MODEL, draft_id(checkpoint))
 
     monkeypatch.setattr(dispatch, "load_draft", loading)
@@ -357,7 +357,7 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
     await is_loading.wait()
     asking.cancel()
     await asyncio.wait({asking})
-    drafts.forget(sampler)
+    drafts.release(sampler)
     await asyncio.sleep(0.05)
     may_load.set()
     await asyncio.gather(*drafts._tasks)
@@ -370,7 +370,7 @@ async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
 ) -> None:
     sampler = server.services.samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
     assert sampler is not None
-    drafts = Drafts(dispatch, server.services.checkpoints, unused_seconds=0.0)
+    drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
     checkpoint = await drafts.find(sampler.record.tenant_id, str(sampler.record.draft_path), MODEL)
     drop, is_dropping, first, second = dispatch.drop_draft, asyncio.Event(), asyncio.Event(), asyncio.Event()
     may_drop = chain((first, second), repeat(second))
@@ -381,14 +381,14 @@ async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
         await drop(*arguments)
 
     monkeypatch.setattr(dispatch, "drop_draft", dropping)
-    async with drafts.using(checkpoint):
+    async with drafts.use(checkpoint):
         pass
     await is_dropping.wait()
-    assert await drafts.asked(sampler, REQUEST) == checkpoint
-    drafts.forget(sampler)
+    assert await drafts.draft_for(sampler, REQUEST) == checkpoint
+    drafts.release(sampler)
     first.set()
     await wait_for_drops(server, dispatch, 1)
-    async with drafts.using(checkpoint):
+    async with drafts.use(checkpoint):
         second.set()
         await asyncio.sleep(0.05)
         assert dispatch.has_draft(MODEL, draft_id(checkpoint))

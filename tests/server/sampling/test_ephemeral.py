@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from trainhouse.server.sampling.ephemeral import EphemeralWeights
+from trainhouse.server.sampling.ephemeral_weights import EphemeralWeights
 
 pytestmark = pytest.mark.anyio
 
@@ -44,9 +44,9 @@ async def test_an_interrupted_save_keeps_the_earlier_weights(tmp_path: Path) -> 
             (staging / "file").write_text("1")
             raise RuntimeError
     assert weights.has("run:inflight") and saved_content(weights) == "0"
-    await weights.sweep({"run:inflight"})
+    await weights.remove_all_but({"run:inflight"})
     assert os.listdir(tmp_path) == ["run_inflight"]
-    await weights.sweep(())
+    await weights.remove_all_but(())
     assert not weights.has("run:inflight")
 
 
@@ -56,7 +56,7 @@ async def test_weights_in_the_earlier_layout_are_still_read(tmp_path: Path) -> N
     for _ in range(2):
         weights = EphemeralWeights(tmp_path)
         assert weights.has("run:inflight")
-        await weights.sweep({"run:inflight"})
+        await weights.remove_all_but({"run:inflight"})
         assert saved_content(weights) == "0"
     await save(weights, "1")
     assert saved_content(weights) == "1"

@@ -51,7 +51,7 @@ async def test_a_sampler_whose_run_is_lost_uses_its_last_save(tiny_models: dict[
         np.testing.assert_allclose(await logprobs(server, sampler_id), live, atol=1e-4)
         memory = (await dispatch.memory())[MODEL]
         assert memory["num_full_models_on_device"] == 1, "the run's, and no copy"
-        await server.services.runs.settle(0)
+        await server.services.runs.snapshot_old_runs(0)
         for path in (tmp_path / "snapshots").rglob("*.safetensors"):
             path.write_bytes(b"damaged")
         await kill_worker(dispatch)

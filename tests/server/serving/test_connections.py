@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server.serving import connections
-from trainhouse.server.serving.connections import Connection
+from trainhouse.server.serving.connections import HttpConnection
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +44,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def serving(served: ASGIApp = app, /, **options: int) -> AsyncIterator[uvicorn.Server]:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(served, http=Connection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
+    config = uvicorn.Config(served, http=HttpConnection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
     while not server.started:  # noqa: ASYNC110

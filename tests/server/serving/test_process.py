@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from trainhouse.server.cli.commands import main
 from trainhouse.server.serving.app import create_app
-from trainhouse.server.serving.process import allow_many_connections
+from trainhouse.server.serving.server_process import allow_many_connections
 from trainhouse.server.store import DATABASE_NAME, DatabaseUnreachable, StoreConfig, open_store
-from trainhouse.server.store.outages import OUTAGES
+from trainhouse.server.store.database_errors import OUTAGE_ERRORS
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import server_config
@@ -56,7 +56,7 @@ def test_an_unreachable_database_is_an_outage_reported_in_one_line(
     url = "postgresql+psycopg://me:geheim@127.0.0.1:1/d"
     with pytest.raises(DatabaseUnreachable, match="cannot be used: ") as away:
         open_store(StoreConfig(tmp_path, url))
-    assert isinstance(away.value, OUTAGES) and "geheim" not in str(away.value)
+    assert isinstance(away.value, OUTAGE_ERRORS) and "geheim" not in str(away.value)
     with pytest.raises(ValueError, match="cannot be used: "):
         open_store(StoreConfig(tmp_path, f"{url}?connect_timeout=x"))
     assert main(["keys", "list", "--database-url", url]) == 1

@@ -14,7 +14,7 @@ import pytest
 import trainhouse
 from trainhouse.server.config.knobs import ConfigError
 from trainhouse.server.replication.state_lock import StartError
-from trainhouse.server.serving.process import check_certificate
+from trainhouse.server.serving.server_process import check_certificate
 
 from ...live import LiveServer, live_server, save_byte_tokenizer
 from ..real import MODEL, server_config

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, event, insert, make_url, text
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.store import DatabaseUnreachable, PostgresStore, ResultRecord, TenantRecord, open_store
 from trainhouse.server.store import postgres as postgres_module
-from trainhouse.server.store.config import StoreConfig
+from trainhouse.server.store.store_config import StoreConfig
 from trainhouse.server.store.tables import results, tenants
 
 from ...postgres import Databases, PostgresServer
@@ -225,7 +225,7 @@ async def test_an_unreachable_database_is_reported_and_used_again_when_it_return
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(postgres_module, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(postgres_module, "_OUTAGE_SECONDS", 0.5)
     secret = make_url(postgres_url).password
     assert secret
     store = stores[0]

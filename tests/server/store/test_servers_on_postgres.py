@@ -61,7 +61,7 @@ async def test_a_server_survives_a_long_database_outage(
 ) -> None:
     if postgres.server is None:
         pytest.skip("an external PostgreSQL is not stopped")
-    monkeypatch.setattr(postgres_module, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(postgres_module, "_OUTAGE_SECONDS", 0.3)
     async with running_server(
         server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url), dispatch
     ) as server:

@@ -28,8 +28,8 @@ from trainhouse.server.store import (
     tables,
 )
 from trainhouse.server.store import open_store as open_configured
-from trainhouse.server.store.engine import Write
-from trainhouse.server.store.format import FORMAT_VERSION, MIGRATIONS, for_dialect
+from trainhouse.server.store.engine import PendingWrite
+from trainhouse.server.store.migrations import FORMAT_VERSION, MIGRATIONS, for_dialect
 from trainhouse.server.store.tables import format_table
 
 from ..api import LORA, session_record
@@ -308,15 +308,15 @@ async def test_copies_of_checkpoints_have_a_state(open_store: OpenStore) -> None
     failed = CheckpointCopyRecord("/b", "s3://m", "s3://m/b", "failed", "refused", 3, 1.0)
     elsewhere = CheckpointCopyRecord("/a", "hf://m", "hf://m/a", "copied", None, 1, 3.0)
     for copy in (waiting, failed, elsewhere):
-        await store.put_copy(copy)
-    assert await store.list_unfinished_copies() == (failed, waiting)
-    assert [one.num_tries for one in await store.list_unfinished_copies()] == [3, 0]
-    assert await store.list_copies(["/a", "/c"]) == (elsewhere, waiting)
+        await store.put_mirror_copy(copy)
+    assert await store.list_unfinished_mirror_copies() == (failed, waiting)
+    assert [one.num_tries for one in await store.list_unfinished_mirror_copies()] == [3, 0]
+    assert await store.list_mirror_copies(["/a", "/c"]) == (elsewhere, waiting)
     copied = dataclasses.replace(waiting, state="copied", num_tries=1, updated_at=4.0)
-    await store.put_copy(copied)
-    assert await store.list_unfinished_copies() == (failed,)
-    await store.delete_copies(["/b"])
-    assert await store.list_copies(["/a", "/b"]) == (elsewhere, copied)
+    await store.put_mirror_copy(copied)
+    assert await store.list_unfinished_mirror_copies() == (failed,)
+    await store.delete_mirror_copies(["/b"])
+    assert await store.list_mirror_copies(["/a", "/b"]) == (elsewhere, copied)
 
 
 async def test_leases_are_taken_all_or_none(open_store: OpenStore) -> None:
@@ -435,7 +435,7 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
     assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
     assert (await store.insert_key("t", "new", 4.5, ("read",), 60)).key_id == 8
     assert await store.acquire_leases(["a"], "me", "http://me", 1.0, 1.0)
-    await store.put_copy(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
+    await store.put_mirror_copy(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
     store.close()
     SqliteStore(tmp_path / "fresh.db").close()
     migrated = schema(path)
@@ -531,12 +531,12 @@ async def test_a_commit_on_a_full_disk_fails_all_of_its_writes(tmp_path: Path) -
             rows = [{"tenant_id": name * 20, "name": name, "created_at": 0.0} for name in names]
             connection.execute(insert(tables.tenants), rows)
 
-    def insert_tenant(name: str) -> Write:
+    def insert_tenant(name: str) -> PendingWrite:
         values = {"tenant_id": name, "name": name, "created_at": 0.0}
-        return Write(lambda connection: connection.execute(insert(tables.tenants).values(values)) and None)
+        return PendingWrite(lambda connection: connection.execute(insert(tables.tenants).values(values)) and None)
 
-    group = [insert_tenant("before"), Write(fill), insert_tenant("behind")]
-    store._answer(group)
+    group = [insert_tenant("before"), PendingWrite(fill), insert_tenant("behind")]
+    store._commit_and_resolve(group)
     assert [str(write.done.exception().orig) for write in group] == 3 * ["database or disk is full"]
     assert await store.list_tenants() == ()
     store.close()
@@ -560,10 +560,10 @@ async def test_sessions_without_checkpoints_are_deleted_with_their_runs_and_samp
     )
     await store.put_checkpoint(checkpoint, overwrite=False)
 
-    assert await store.list_forgettable_sessions(100.5, 0.0, most=10) == ["ended-0"]
-    assert await store.list_forgettable_sessions(0.0, 1000.0, most=4) == []
-    assert await store.list_forgettable_sessions(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
-    assert await store.list_forgettable_sessions(0.0, 100.5, most=2) == ["ended-0"], (
+    assert await store.list_deletable_sessions(100.5, 0.0, most=10) == ["ended-0"]
+    assert await store.list_deletable_sessions(0.0, 1000.0, most=4) == []
+    assert await store.list_deletable_sessions(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
+    assert await store.list_deletable_sessions(0.0, 100.5, most=2) == ["ended-0"], (
         "sessions that ended recently are kept"
     )
     await store.delete_sessions(["ended-0", "saved", "open"])
@@ -584,11 +584,11 @@ async def test_long_fields_stored_by_older_versions_are_shortened(open_store: Op
     await store.insert_session(session_record("short", "t", display_name="x", user_metadata={"a": "b"}, tags=("c",)))
     await store.insert_run(RunRecord("long:train:0", "long", "t", "m", LORA, 1.0, 1.0, {"a": "z" * 70_000}))
     await store.insert_run(RunRecord("short:train:0", "short", "t", "m", LORA, 1.0, 1.0, {"a": "z"}))
-    await store.shorten_sessions(4096, 60_000)
+    await store.truncate_session_texts(4096, 60_000)
     session = await store.get_session("long")
     assert session is not None and session.display_name == "x" * 4096
     assert session.tags == () and session.user_metadata == {"a": "\u00fc" * 9000}, "within the limit of JSON"
-    await store.shorten_sessions(4096, 50_000)
+    await store.truncate_session_texts(4096, 50_000)
     session, short = await store.get_session("long"), await store.get_session("short")
     assert session is not None and session.user_metadata is None
     assert short is not None and (short.display_name, short.user_metadata, short.tags) == ("x", {"a": "b"}, ("c",))

@@ -25,7 +25,7 @@ from trainhouse.server.tenants.auth import (
     revoke_key,
 )
 from trainhouse.server.tenants.tokens import LIFETIME_SECONDS, Tokens
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ..api import ALICE, BOB, Api, Clock, running_api
 
@@ -183,7 +183,7 @@ async def test_made_up_keys_do_not_evict_valid_keys_from_the_cache(
         assert (await auth.authenticate(key)).name == "team"
         assert store.num_lookups[hash_key(key)] == 1
         assert store.num_lookups[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
-        assert len(auth._known) + len(auth._refused) == 51
+        assert len(auth._valid_keys) + len(auth._invalid_keys) == 51
 
 
 async def test_revoking_an_unknown_key_fails(api: Api) -> None:

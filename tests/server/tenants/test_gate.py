@@ -19,10 +19,10 @@ from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import SqliteStore
 from trainhouse.server.tenants import rate_limits
 from trainhouse.server.tenants.auth import Auth, create_key, hash_key
-from trainhouse.server.tenants.rate_limits import Strangers, network_of
+from trainhouse.server.tenants.rate_limits import UnauthenticatedLimits, network_of
 from trainhouse.server.tenants.scopes import LARGE_BODIES, ROUTE_SCOPES, find_route
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ..api import ALICE, Api, Clock
 from ..serving.test_connections import connection_to, read_all, serving
@@ -172,7 +172,7 @@ async def test_routes_without_data_limit_the_decompressed_size_too(api: Api) -> 
 
 def test_each_address_has_a_budget_per_minute_that_refills() -> None:
     clock = Clock()
-    strangers = Strangers(60, clock)
+    strangers = UnauthenticatedLimits(60, clock)
     for _ in range(60):
         strangers.take("10.0.0.1")
     with pytest.raises(RequestError, match=r"60 a minute.*X-API-Key") as refused:
@@ -187,7 +187,7 @@ def test_each_address_has_a_budget_per_minute_that_refills() -> None:
 
 def test_all_addresses_together_are_limited_too() -> None:
     clock = Clock()
-    strangers = Strangers(6, clock)
+    strangers = UnauthenticatedLimits(6, clock)
     for index in range(60):
         strangers.take(f"10.0.0.{index}")
     with pytest.raises(RequestError):
@@ -198,7 +198,7 @@ def test_all_addresses_together_are_limited_too() -> None:
 
 def test_the_number_of_tracked_addresses_is_bounded() -> None:
     clock = Clock()
-    strangers = Strangers(10**9, clock)
+    strangers = UnauthenticatedLimits(10**9, clock)
     for index in range(3 * rate_limits._MOST_ADDRESSES):
         strangers.take(f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}")
     assert len(strangers._of_address) == rate_limits._MOST_ADDRESSES
@@ -221,7 +221,7 @@ def test_an_ipv6_network_counts_as_one_address(address: str, network: str) -> No
 async def test_over_the_limit_unknown_keys_are_not_looked_up_and_known_ones_work(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     clock = Clock()
-    auth = Auth(store, loopback=False, clock=clock, strangers_per_minute=5)
+    auth = Auth(store, loopback=False, clock=clock, unauthenticated_per_minute=5)
     key = await create_key(store, "team")
 
     async def status(key: str | None) -> int:
@@ -238,7 +238,7 @@ async def test_over_the_limit_unknown_keys_are_not_looked_up_and_known_ones_work
     assert [await status(one) for one in (None, "tml-a", "tml-b", None, "tml-a", None, "tml-c")] == [401] * 5 + [
         429
     ] * 2
-    assert hash_key("tml-c") not in auth._refused, "the store was not asked"
+    assert hash_key("tml-c") not in auth._invalid_keys, "the store was not asked"
     assert await status(key) == 200
     # A new key clears the cache, so that unknown keys are looked up again, within the limit.
     await create_key(store, "another team")

@@ -15,13 +15,13 @@ import zstandard
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.config.knobs import ServerConfig, TenantWeight
-from trainhouse.server.http.bodies import Received
+from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.server.tenants.auth import Tenant, create_key
-from trainhouse.server.tenants.quotas import UNORDERED, Admission, Quotas, Standing
+from trainhouse.server.tenants.quotas import UNORDERED, QueuePosition, Quotas, Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ..api import Clock
 from ..bench import Bench, MakeBench
@@ -30,8 +30,8 @@ from ..real import ADAM, ALICE, BOB, Server, batch, running_server, sample_body,
 pytestmark = pytest.mark.anyio
 
 JSON_ZSTD = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
-NEEDED = Standing("run", needed=True)
-EARLY = Standing("run", ready=False, needed=True)
+NEEDED = QueuePosition("run", may_unblock=True)
+EARLY = QueuePosition("run", is_ready=False, may_unblock=True)
 
 
 def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
@@ -39,9 +39,9 @@ def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
     return Quotas(config, clock or Clock())
 
 
-def accept(quotas: Quotas, num_bytes: int, standing: Standing = UNORDERED, tenant: str = "alice") -> Admission:
+def accept(quotas: Quotas, num_bytes: int, standing: QueuePosition = UNORDERED, tenant: str = "alice") -> Reservation:
     """Admits an operation as a route does; raises RequestError with status 429 if it is over a limit."""
-    with quotas.admission(tenant) as admission:
+    with quotas.reservation(tenant) as admission:
         if not admission.try_claim(num_bytes):
             admission.claim(num_bytes, standing)
         admission.keep(num_bytes, num_tokens=10)
@@ -73,18 +73,18 @@ def test_a_reservation_is_released_once() -> None:
     admission = accept(server_quotas, 50)
     admission.release()
     admission.release()
-    with pytest.raises(ValueError), server_quotas.admission("alice") as broken:
+    with pytest.raises(ValueError), server_quotas.reservation("alice") as broken:
         broken.try_claim(70)
         assert used(server_quotas) == (1, 70, 70)
         raise ValueError
-    with server_quotas.admission("alice") as duplicate:
+    with server_quotas.reservation("alice") as duplicate:
         duplicate.try_claim(70)
     assert used(server_quotas) == (0, 0, 0)
 
 
 def test_an_operation_may_hold_another_size_than_its_body() -> None:
     server_quotas = quotas()
-    with server_quotas.admission("alice") as admission:
+    with server_quotas.reservation("alice") as admission:
         admission.try_claim(50)
         admission.keep(80, 0)
     assert used(server_quotas) == (1, 80, 80)
@@ -155,9 +155,9 @@ def test_half_of_the_memory_is_kept_for_operations_that_can_run() -> None:
     server_quotas = quotas(queued_bytes=400, tenant_queued_bytes=1000)
     for _ in range(2):
         accept(server_quotas, 100, EARLY, "bob")
-    other = Standing("other run", ready=False, needed=True)
+    other = QueuePosition("other run", is_ready=False, may_unblock=True)
     with pytest.raises(RequestError, match="queued operations of all tenants") as refusal:
-        accept(server_quotas, 100, Standing("run", ready=False))
+        accept(server_quotas, 100, QueuePosition("run", is_ready=False))
     assert refusal.value.status == 429
     accept(server_quotas, 100, EARLY, "bob")  # the run that has been stalled longest
     with pytest.raises(RequestError):
@@ -174,7 +174,7 @@ def test_half_of_the_memory_is_kept_for_operations_that_can_run() -> None:
 def test_precedence_passes_on_when_the_first_run_moves_or_goes_silent() -> None:
     clock = Clock()
     server_quotas = quotas(clock, queued_bytes=400, tenant_queued_bytes=1000)
-    runs = [Standing(f"run {number}", ready=False, needed=True) for number in range(3)]
+    runs = [QueuePosition(f"run {number}", is_ready=False, may_unblock=True) for number in range(3)]
     held = [accept(server_quotas, 100) for _ in range(4)]
     for run in runs:
         with pytest.raises(RequestError):
@@ -183,7 +183,7 @@ def test_precedence_passes_on_when_the_first_run_moves_or_goes_silent() -> None:
         admission.release()
     with pytest.raises(RequestError):
         accept(server_quotas, 10, runs[1])
-    server_quotas.moves("alice", "run 0")
+    server_quotas.mark_unstalled("alice", "run 0")
     accept(server_quotas, 10, runs[1])
     clock.now += 61
     accept(server_quotas, 10, runs[2])
@@ -205,17 +205,17 @@ class Client:
     async def send(self, seq_id: int, num_bytes: int) -> None:
         while True:
             await asyncio.sleep(self.random.uniform(0, 0.01))
-            with self.quotas.admission(self.run.record.tenant_id) as admission:
+            with self.quotas.reservation(self.run.record.tenant_id) as admission:
                 try:
                     if not admission.try_claim(num_bytes):
-                        admission.claim(num_bytes, self.run.standing(seq_id))
+                        admission.claim(num_bytes, self.run.priority_of(seq_id))
                 except RequestError as error:
                     assert error.status == 429
                     self.num_throttled += 1
                     continue
                 self.most_bytes = max(self.most_bytes, used(self.quotas)[2])
                 operation = OptimStepRequest(model_id=self.run.record.run_id, seq_id=seq_id)
-                await self.run.submit(seq_id, operation, Received(b"x" * num_bytes), admission)
+                await self.run.submit(seq_id, operation, ReceivedBody(b"x" * num_bytes), admission)
                 return
 
 
@@ -296,7 +296,7 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
                 num_throttled += 1
                 continue
             operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
-            await bench.run.submit(seq_id, operation, Received(b"x"), admission)
+            await bench.run.submit(seq_id, operation, ReceivedBody(b"x"), admission)
     assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
     bench.quotas.charge("alice", 100)
     with pytest.raises(RequestError, match="40 s"), bench.quotas.admission("alice") as admission:
@@ -464,7 +464,7 @@ async def test_memory_is_reserved_before_a_body_is_decompressed(limited: Server)
     run = await limited.create_run()
     services = limited.services
     tenant = await services.auth.authenticate(ALICE)
-    with services.quotas.admission("bob") as held:
+    with services.quotas.reservation("bob") as held:
         held.claim(150_000, UNORDERED)
         text = json.dumps({"model_id": run.model_id, "seq_id": 1, "adam_params": ADAM, "x": "y" * 90_000}).encode()
         for declares in (True, False):
@@ -498,7 +498,7 @@ async def test_only_operators_see_the_usage_of_other_tenants(limited: Server) ->
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(limited.app), base_url="http://test/api/v1/"
     ) as anonymous:
-        with services.quotas.admission("bob") as held:
+        with services.quotas.reservation("bob") as held:
             held.claim(150_000, UNORDERED)
             assert (await limits_of(limited))["server_queued_bytes"] == {"limit": 200_000, "used": 0}
             assert (await limits_of(limited, BOB))["server_queued_bytes"]["used"] == 150_000
@@ -531,7 +531,7 @@ async def test_tenant_weights_are_matched_by_the_names_of_keys(
         ]
         server.clients[ALICE].headers["X-API-Key"] = key
         run = await server.create_run()
-        assert server.services.dispatch._homes[run.model_id].tenant_id == "carol"
+        assert server.services.dispatch._locations[run.model_id].tenant_id == "carol"
         assert config.dispatch_config().tenant_weights["carol"] == 2.0
         assert (await limits_of(server))["tenant"] == "carol", "what to write into --tenant-weights"
 

@@ -89,7 +89,7 @@ async def test_heartbeats_keep_a_session_alive_and_silence_ends_it(api: Api) -> 
 async def test_any_request_of_a_session_keeps_it_alive(api: Api) -> None:
     session_id = await api.session()
     api.clock.now += EXPIRY_SECONDS
-    api.services.sessions.heard_of(session_id)
+    api.services.sessions.touch(session_id)
     api.clock.now += EXPIRY_SECONDS
     await api.services.sessions.expire()
     assert await heartbeat(api, session_id) == 200
@@ -192,7 +192,7 @@ async def test_ended_sessions_are_deleted_unless_they_have_checkpoints(
         for run in (saved, unsaved):
             await server.post(f"sessions/{run.session_id}/finish", {"reason": {"type": "success"}}, status=204)
         await wait_until(lambda: not server.services.runs.ending_session_ids)
-        forget = server.services.sessions.forget
+        forget = server.services.sessions.delete_ended
         await forget(3600.0, 100, ())
         await forget(0.0, 100, (unsaved.session_id,))
         client = server.clients[ALICE]

@@ -82,7 +82,7 @@ def test_a_stop_string_is_cut_for_any_split_into_tokens() -> None:
             num_offsets += len(text.add(tokens[start : start + size]))
             taken.append(text.take())
         assert "".join([*taken, text.take(last=True)]) == "one two "
-        assert text.stopped and num_offsets == len(tokens)
+        assert text.found_stop and num_offsets == len(tokens)
 
 
 def test_a_possible_beginning_of_a_stop_string_is_held_back_and_released() -> None:
@@ -134,7 +134,7 @@ def test_stop_search_agrees_with_a_naive_search(text: str, stop: str, num_unstop
         if found is not None:
             return
         begun = [length for length in range(len(stop)) if text[: start + len(piece)].endswith(stop[:length])]
-        assert search.num_begun == max(begun)
+        assert search.num_matched == max(begun)
 
 
 def test_stop_search_takes_linear_time() -> None:
@@ -173,7 +173,7 @@ def test_tokens_are_named_by_their_text_their_bytes_or_their_number() -> None:
 @pytest.mark.parametrize("text", ["Hello world", "Hello 😀😀 world", "é\n"])
 def test_words_with_spaces_and_bytes_of_other_tokenizers_read_as_text(text: str) -> None:
     tokenizer = byte_fallback_tokenizer()
-    tokens = tokenizer.encode(text, most_tokens=100)
+    tokens = tokenizer.encode(text, max_tokens=100)
     sample = SampleText(tokenizer)
     taken = []
     for token in tokens:

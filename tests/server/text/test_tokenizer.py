@@ -15,7 +15,7 @@ from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.server.text import tokenizer as tokenizer_module
 from trainhouse.server.text.read_tokenizer import read
 from trainhouse.server.text.tokenizer import Chat, Tokenizer, Tokenizers
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ...letters import letter_tokenizer
@@ -181,7 +181,7 @@ async def test_tokenizing_a_long_text_does_not_block_the_event_loop(tmp_path: Pa
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer, tokenizers = Tokenizer(read(str(tmp_path))), Tokenizers([])
     text = "the model is here and " * 40_000
-    tokenizing = asyncio.create_task(tokenizers.apart(lambda: tokenizer.encode(text, len(text))))
+    tokenizing = asyncio.create_task(tokenizers.run_in_thread(lambda: tokenizer.encode(text, len(text))))
     num_turns = 0
     while not tokenizing.done():
         await asyncio.sleep(0.001)
@@ -194,9 +194,9 @@ async def test_text_that_cannot_fit_the_context_is_refused_before_tokenizing(tmp
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
     longest = max(letter_tokenizer().get_vocab(), key=len)
-    assert tokenizer.encode("a" * 10 * len(longest), most_tokens=10)
+    assert tokenizer.encode("a" * 10 * len(longest), max_tokens=10)
     with pytest.raises(RequestError, match="shorten it"):
-        tokenizer.encode("a" * (10 * len(longest) + 1), most_tokens=10)
+        tokenizer.encode("a" * (10 * len(longest) + 1), max_tokens=10)
     with pytest.raises(RequestError, match="shorten it"):
         tokenizer.encode_chat(Chat([{"role": "user", "content": "a" * 10 * len(longest)}]), most_tokens=10)
 
@@ -206,7 +206,7 @@ def test_reading_and_using_a_tokenizer_loads_no_torch(tmp_path: Path) -> None:
     code = f"""
 import asyncio, json, sys
 from trainhouse.server.text.tokenizer import Chat, Tokenizers
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 async def main():
     tokenizer = await Tokenizers([ServedModel("tiny", {str(tmp_path)!r})]).get("tiny")
     return tokenizer.encode_chat(Chat([{{"role": "user", "content": "Hello"}}]), 100)

@@ -5,8 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers.batch.micro_batch import Lane, MicroBatch, cut, deal, fill, pack, smaller_budget
-from trainhouse.workers.batch.validated import ModelLimits, Operation
+from trainhouse.workers.batch.micro_batch import (
+    Lane,
+    MicroBatch,
+    best_fit_bins,
+    distribute,
+    pack,
+    smaller_budget,
+    split_by_datum,
+)
+from trainhouse.workers.batch.validated import ModelLimits, ValidatedBatch
 from trainhouse.workers.training.batch_failure import out_of_memory_message
 
 from ..requests import read, sampled, supervised
@@ -29,7 +37,7 @@ def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
     for batch in batches:
         (segment,) = batch.segments
         assert (segment.start, segment.stop) == (0, len(batch.tokens))
-        for datum, start, stop in zip(segment.datums, segment.bounds, segment.bounds[1:], strict=False):
+        for datum, start, stop in zip(segment.rows, segment.bounds, segment.bounds[1:], strict=False):
             row = operation.rows[datum]
             (objective,) = batch.objectives
             assert batch.tokens[start:stop].tolist() == row.tokens.tolist()
@@ -42,14 +50,14 @@ def test_equal_lengths_attend_as_one_group() -> None:
     assert [(group.count, group.length) for group in batch.packing.groups] == [(2, 9), (3, 3)]
 
 
-def outputs_of(batches: list[MicroBatch], operations: list[Operation]) -> list[list[np.ndarray | None]]:
+def outputs_of(batches: list[MicroBatch], operations: list[ValidatedBatch]) -> list[list[np.ndarray | None]]:
     """Returns the targets as outputs, in the order of the operations' data."""
     collected: list[list[np.ndarray | None]] = [[None] * len(operation.rows) for operation in operations]
     for batch in batches:
         for segment in batch.segments:
             (objective,) = (each for each in batch.objectives if segment in batch.segments_of(each))
             targets = objective.targets[segment.start - objective.start : segment.stop - objective.start]
-            for datum, values in cut(segment, targets.numpy(), operations[segment.operation]):
+            for datum, values in split_by_datum(segment, targets.numpy(), operations[segment.operation]):
                 collected[segment.operation][datum] = values
     return collected
 
@@ -114,7 +122,7 @@ MIXES = {
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixed_lengths_leave_less_than_a_tenth_of_the_budget_unused(mix: str, budget: int) -> None:
     lengths = np.minimum(MIXES[mix](np.random.default_rng(1)), budget)
-    bins = fill(lengths.tolist(), budget)
+    bins = best_fit_bins(lengths.tolist(), budget)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     assert all(lengths[members].sum() <= budget for members in bins)
     assert unused(bins, lengths, budget) < 0.1
@@ -126,7 +134,7 @@ def test_next_fit_packing_leaves_more_unused() -> None:
 
 
 def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
-    assert fill([3, 12, 4], budget=10) == [[1], [2, 0]]
+    assert best_fit_bins([3, 12, 4], budget=10) == [[1], [2, 0]]
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -134,7 +142,7 @@ def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
 def test_lanes_get_equal_work_and_share_the_budget(mix: str, most_lanes: int) -> None:
     budget = 8192
     lengths = MIXES[mix](np.random.default_rng(1)).tolist()
-    lanes = deal(lengths, budget, most_lanes)
+    lanes = distribute(lengths, budget, most_lanes)
     assert len(lanes) == most_lanes
     assert sorted(i for bins in lanes for members in bins for i in members) == list(range(len(lengths)))
     tokens = [[sum(lengths[i] for i in members) for members in bins] for bins in lanes]
@@ -144,12 +152,12 @@ def test_lanes_get_equal_work_and_share_the_budget(mix: str, most_lanes: int) ->
 
 
 def test_short_or_indivisible_work_has_fewer_lanes() -> None:
-    assert deal([100, 100], 4096, 2) == [[[0, 1]]]
-    assert deal([4000], 4096, 2) == [[[0]]]
-    assert len(deal([2000, 2000], 4096, 2)) == 2
-    assert len(deal([2100, 2000], 4096, 2)) == 1  # no room for both at once in half the budget each
-    assert len(deal([1100, *[100] * 40], 4096, 4)) == 3
-    assert deal([], 4096, 4) == [[]]
+    assert distribute([100, 100], 4096, 2) == [[[0, 1]]]
+    assert distribute([4000], 4096, 2) == [[[0]]]
+    assert len(distribute([2000, 2000], 4096, 2)) == 2
+    assert len(distribute([2100, 2000], 4096, 2)) == 1  # no room for both at once in half the budget each
+    assert len(distribute([1100, *[100] * 40], 4096, 4)) == 3
+    assert distribute([], 4096, 4) == [[]]
 
 
 def test_lanes_list_the_operations_of_their_rows() -> None:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.batch.validated import read_operation
-from trainhouse.workers.protocol.verbs import Share
+from trainhouse.workers.batch.validated import validate_request
+from trainhouse.workers.protocol.calls import DataShare
 
 from ..requests import LIMITS, read, sampled, supervised
 
@@ -145,7 +145,7 @@ def test_integer_weights_become_float32() -> None:
 def test_errors_number_data_within_the_whole_operation(bad: Datum) -> None:
     part = ForwardBackwardRequest("run", 1, (supervised(4), bad), "cross_entropy")
     with pytest.raises(OperationError, match="datum 8:"):
-        read_operation(part, LIMITS, Share(range(7, 7 + len(part.data)), len(part.data)))
+        validate_request(part, LIMITS, DataShare(range(7, 7 + len(part.data)), len(part.data)))
 
 
 def test_operations_that_agree_in_loss_config_and_weight_are_scored_together() -> None:

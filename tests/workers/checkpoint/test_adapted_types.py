@@ -13,14 +13,14 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.peft_config import PeftConfig
-from trainhouse.workers.checkpoint import Learned, read_new, read_saved, save
+from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_saved, save
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
 from transformers import AutoModelForCausalLM
 
-from ..adapted import Adapted, in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences
+from ..adapted import Adapted, load_in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences
 from ..models.tiny_types import tiny_config_of
 
 SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
@@ -47,7 +47,7 @@ def adapted_tiny(model_type: str, directory: Path) -> Adapted:
 
 def exported(adapter: Adapter, directory: Path) -> Path:
     directory.mkdir()
-    save(Learned.by(adapter, Mesh(), optimizer=True), directory, base_name="tiny/model")
+    save(TrainedState.without_gradients(adapter, Mesh(), optimizer=True), directory, base_name="tiny/model")
     return directory
 
 
@@ -127,7 +127,7 @@ def test_gradients_of_transformers_layers_equal_peft(model_type: str, tmp_path: 
     adapted = adapted_tiny(model_type, tmp_path)
     assert not adapted.base.is_fused
     adapter = adapted.create("run")
-    tuned = in_peft(adapted.directory, adapter)
+    tuned = load_in_peft(adapted.directory, adapter)
     data = sequences(vocab_size=adapted.base.vocab_size)
     logits, wanted = adapted.logits(data, adapter), peft_logits(tuned, data)
     adapter.begin_operation()
@@ -203,13 +203,13 @@ def test_adapter_saved_without_experts_loads_as_the_same_function(tmp_path: Path
     description = json.loads((directory / "trainhouse.json").read_text())
     description["targets"] = [name for name in description["targets"] if ".experts." not in name]
     (directory / "trainhouse.json").write_text(json.dumps(description))
-    loaded = read_new(adapted.models, directory)
+    loaded = read_new_model(adapted.models, directory)
     data = sequences(vocab_size=adapted.base.vocab_size)
     with torch.no_grad():
         assert torch.equal(adapted.logits(data, loaded), adapted.logits(data, adapter))
     a, b = loaded.all_factors()[next(name for name in loaded.all_factors() if ".experts." in name)]
     assert bool(a.any()) and not bool(b.any())
-    read_saved(adapter, directory, optimizer=True).put_into(adapter)
+    read_saved(adapter, directory, optimizer=True).load_into(adapter)
     other = adapted.create("other", train_mlp=False)
     with pytest.raises(OperationError, match="adapts other layers than the model"):
         read_saved(other, directory, optimizer=True)
@@ -226,5 +226,5 @@ def test_tensor_names_of_earlier_versions_are_read(tmp_path: Path) -> None:
         assert any("mlp.shared_expert." in name for name in tensors)
         renamed = {name.replace("mlp.shared_expert.", "mlp.shared_experts."): each for name, each in tensors.items()}
         save_file(renamed, directory / f"{file}.safetensors", metadata={"format": "pt"})
-    read_saved(adapter, directory, optimizer=True).put_into(adapter)
+    read_saved(adapter, directory, optimizer=True).load_into(adapter)
     assert torch.equal(adapter.weights, before)

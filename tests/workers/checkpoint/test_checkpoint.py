@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.checkpoint import Learned, read_new, read_saved, save
+from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_saved, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.verbs import Failure, Step
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep
 from trainhouse.workers.state.optim import apply_steps
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ from ...faults.disk import filled, small_disk
 from ...tiny import KINDS, tiny_model
 from ..adapted import Adapted, peft_logits, quieten_peft, relative_error, sequences
 
-STEP = Step("run", AdamParams(learning_rate=1e-2))
+STEP = OptimizerStep("run", AdamParams(learning_rate=1e-2))
 
 
 def accumulate(adapter: Adapter, seed: int) -> None:
@@ -41,7 +41,7 @@ def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapte
 
 def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
     directory.mkdir()
-    save(Learned.by(adapter, Mesh(), optimizer=optimizer), directory, base_name="tiny/model")
+    save(TrainedState.without_gradients(adapter, Mesh(), optimizer=optimizer), directory, base_name="tiny/model")
     return directory
 
 
@@ -55,7 +55,7 @@ def test_round_trip_with_optimizer_is_bit_exact_and_training_continues(
 ) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     adapter, other = trained(adapted), adapted.create("other")
-    read_saved(other, saved(adapter, tmp_path / "checkpoint"), optimizer=True).put_into(other)
+    read_saved(other, saved(adapter, tmp_path / "checkpoint"), optimizer=True).load_into(other)
     assert other.num_steps == 2
     for _ in range(2):
         for name in ("weights", "exp_avg", "exp_avg_sq"):
@@ -69,7 +69,7 @@ def test_loading_without_the_optimizer_starts_it_fresh(tiny_models: dict[str, Pa
     adapted = Adapted(tiny_models["qwen3"])
     adapter = trained(adapted)
     directory = saved(adapter, tmp_path / "checkpoint", optimizer=False)
-    read_saved(adapter, directory, optimizer=False).put_into(adapter)
+    read_saved(adapter, directory, optimizer=False).load_into(adapter)
     assert adapter.num_steps == 0
     assert not adapter.exp_avg.any() and not adapter.exp_avg_sq.any()
     assert not (directory / "optimizer.safetensors").exists()
@@ -91,7 +91,7 @@ def test_saving_leaves_pending_gradients_and_loading_discards_them(
     assert torch.equal(adapter.weights, undisturbed.weights)
 
     accumulate(adapter, seed=6)
-    read_saved(adapter, directory, optimizer=True).put_into(adapter)
+    read_saved(adapter, directory, optimizer=True).load_into(adapter)
     (refused,) = apply_steps([adapter], [STEP])
     assert isinstance(refused, Failure) and "no gradients" in refused.message
     assert adapter.num_steps == 2
@@ -124,7 +124,7 @@ def test_checkpoint_loads_as_a_sampler_adapter_without_optimizer(tiny_models: di
     adapted = Adapted(tiny_models["qwen2"])
     adapter = trained(adapted, rank=3)
     directory = saved(adapter, tmp_path / "checkpoint")
-    sampler = read_new(adapted.models, directory)
+    sampler = read_new_model(adapted.models, directory)
     assert torch.equal(sampler.weights, adapter.weights)
     assert sampler.num_bytes == sampler.weights.nbytes
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], t
     directory = saved(Adapted(tiny_models["llama"]).create("run"), tmp_path / "checkpoint")
     wider = Adapted(tiny_model("llama", tmp_path / "wider", hidden_size=128))
     with pytest.raises(OperationError, match="the checkpoint belongs to another base model"):
-        read_new(wider.adapters, directory)
+        read_new_model(wider.adapters, directory)
 
 
 def test_save_on_a_full_disk_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -212,5 +212,5 @@ def test_save_on_a_full_disk_is_refused(tiny_models: dict[str, Path], tmp_path: 
         (disk / "second").mkdir()
         with filled(disk):
             with pytest.raises(OperationError, match=r"the server's disk is full.*try again") as failed:
-                save(Learned.by(adapter, Mesh()), disk / "second", base_name="tiny/model")
+                save(TrainedState.without_gradients(adapter, Mesh()), disk / "second", base_name="tiny/model")
             assert failed.value.category == "server"

@@ -16,10 +16,10 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints import peft_config
-from trainhouse.workers.checkpoint import read_new
+from trainhouse.workers.checkpoint import read_new_model
 from trainhouse.workers.checkpoint.peft_import import import_adapter
+from trainhouse.workers.protocol.calls import Failure, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import Failure, RunSpec
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
@@ -78,13 +78,13 @@ def test_imported_adapter_computes_the_same_as_in_peft(case: str, tiny_models: d
     tuned = made_by_peft(tiny_models[kind], tmp_path / "peft", **config)
     adapted = Adapted(tiny_models[kind])
     here = imported(adapted, tmp_path / "peft", tmp_path / "here")
-    adapter = read_new(adapted.models, here)
+    adapter = read_new_model(adapted.models, here)
     wanted = logprobs(peft_logits(tuned, sequences()))
     assert (logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max() < TOLERANCE
     assert (logprobs(adapted.logits(sequences(), None)) - wanted).abs().max() > 100 * TOLERANCE
 
     other = imported(adapted, tmp_path / "peft", tmp_path / "other", alpha=6.1 if "rslora" not in case else 6.0)
-    changed = read_new(adapted.models, other)
+    changed = read_new_model(adapted.models, other)
     assert (logprobs(adapted.logits(sequences(), changed)) - wanted).abs().max() > TOLERANCE, (
         "a wrong scale is detected"
     )

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from trainhouse.schemas.models import DraftConfig
+from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3, Eagle3Pass
-from trainhouse.workers.drafts.algorithms.room import LogitRoom
-from trainhouse.workers.drafts.algorithms.shape import DraftShape
-from trainhouse.workers.drafts.sequences.features import Features
+from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
+from trainhouse.workers.drafts.sequences.features import DraftInputs
 from trainhouse.workers.drafts.sequences.labels import Labels
-from trainhouse.workers.losses.draft_scores import DraftScores, Slopes
+from trainhouse.workers.losses.draft_scores import DraftGradients, DraftScores
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from transformers import LlamaConfig
 
@@ -91,7 +91,7 @@ def some_case(
         vocab_size=target_vocabulary,
     )
     asked = DraftConfig(algorithm="eagle3", draft_vocab_size=len(vocabulary))
-    shape = DraftShape.of(Eagle3().resolved(asked, target, target_vocabulary), target, target_vocabulary)
+    shape = DraftShape.of(Eagle3().with_defaults(asked, target, target_vocabulary), target, target_vocabulary)
     generator = torch.Generator().manual_seed(seed)
     parameters = {each.key: _drawn(each.shape, generator) for each in Eagle3().parameters(shape)}
     return Case(shape, parameters, torch.tensor(vocabulary))
@@ -128,7 +128,7 @@ def trained(
     case: Case,
     sequences: Sequence[Told],
     depth: int,
-    room: LogitRoom | int = 10_000,
+    room: LogitBudget | int = 10_000,
     objective: Objective = both,
     dtype: torch.dtype = torch.float64,
 ) -> Trained:
@@ -140,8 +140,8 @@ def trained(
     outputs = [each.detach() for each in network.unrolled(features, depth)]
     by_sequence = [output.split([len(each) for each in sequences]) for output in outputs]
     states = [rows[: max(0, len(rows) - 1 - i)] for i, parts in enumerate(by_sequence) for rows in parts]
-    room = LogitRoom(room) if isinstance(room, int) else room
-    draft = network.over(features, labels, {"ttt_length": float(depth)}, room)
+    room = LogitBudget(room) if isinstance(room, int) else room
+    draft = network.training_pass(features, labels, {"ttt_length": float(depth)}, room)
     loss, scores = run(draft, objective)
     return Trained(loss, torch.cat(states), scores, gradients)
 
@@ -182,14 +182,14 @@ def learnable(values: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[st
     return parameters, gradients
 
 
-def packed(sequences: Sequence[Told], dtype: torch.dtype = torch.float64) -> tuple[Features, Labels]:
+def packed(sequences: Sequence[Told], dtype: torch.dtype = torch.float64) -> tuple[DraftInputs, Labels]:
     lengths = [len(each) for each in sequences]
     embedded, captured, logits, weights = (
         torch.cat([getattr(each, name) for each in sequences]) for name in ("embedded", "captured", "logits", "weights")
     )
     wide = torch.promote_types(dtype, torch.float32)
     logits, weights = logits.to(wide), weights.to(wide)
-    features = Features(
+    features = DraftInputs(
         positions=torch.cat([torch.arange(length) for length in lengths]),
         packing=Packing(pack_lengths(lengths)),
         embedded=embedded.to(dtype),
@@ -207,7 +207,7 @@ def run(draft: Eagle3Pass, objective: Objective) -> tuple[float, dict[str, Tenso
         rows = slice(start, min(start + draft.chunk_rows, draft.num_rows))
         scores, leaves = draft.scores(rows).leaves()
         losses = weighted(objective(scores), draft.weights(rows))
-        draft.backward(Slopes.of(losses, leaves))
+        draft.backward(DraftGradients.of(losses, leaves))
         total += float((losses * scores.exists).sum().detach())
         parts.append(scores)
     draft.close()

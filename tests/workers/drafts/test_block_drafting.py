@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.drafts.algorithms.dflash import DFlash, DFlashNetwork
-from trainhouse.workers.drafts.algorithms.room import LogitRoom
-from trainhouse.workers.drafts.sequences.drafting import Told
-from trainhouse.workers.ops.kv_cache import Chunk, Shelf
+from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
+from trainhouse.workers.drafts.sequences.drafting import TargetStates
+from trainhouse.workers.ops.kv_cache import CacheShelf, ContinuationChunk
 
 from .test_dflash import (
     EMBEDDING,
@@ -50,25 +50,25 @@ class Drafted:
     network: DFlashNetwork
     samples: Sequence[Sample]
     later: int = 0
-    shelf: Shelf = field(default_factory=lambda: Shelf(LAYERS, 32))
+    shelf: CacheShelf = field(default_factory=lambda: CacheShelf(LAYERS, 32))
 
     def __post_init__(self) -> None:
         self.shelf.resize(len(self.samples))
         self.num_told = [0] * len(self.samples)
 
-    def told(self, stops: Sequence[int]) -> Told:
+    def told(self, stops: Sequence[int]) -> TargetStates:
         """Of each sequence up to a token, which is the first of which nobody knows what the target has there."""
-        chunks: list[Chunk] = []
+        chunks: list[ContinuationChunk] = []
         captured: list[Tensor] = []
         following: list[Tensor] = []
         start = 0
         for number, (sample, stop) in enumerate(zip(self.samples, stops, strict=True)):
             first = self.num_told[number]
-            chunks.append(Chunk(start, start + stop - first, self.shelf, number, first))
+            chunks.append(ContinuationChunk(start, start + stop - first, self.shelf, number, first))
             captured.append(sample.captured[first + self.later : stop + self.later])
             following.append(sample.tokens[first + 1 : stop + 1])
             start, self.num_told[number] = start + stop - first, stop
-        return Told(torch.cat(captured), torch.cat(following), chunks)
+        return TargetStates(torch.cat(captured), torch.cat(following), chunks)
 
     def distributions(self, anchors: Sequence[int], num: int = SIZE - 1) -> list[Tensor]:
         """Of each sequence what the guesses behind its anchor are drawn by, [num, vocabulary]."""
@@ -78,7 +78,7 @@ class Drafted:
             found.append(logits.softmax(-1))
             return logits.argmax(-1)
 
-        self.network.guess(self.told(anchors), num, Ends(), draw)
+        self.network.propose(self.told(anchors), num, Ends(), draw)
         assert len(found) == num
         return list(torch.stack(found, dim=1))
 
@@ -89,7 +89,7 @@ def trained_distributions(anchors: Sequence[int], of: Sequence[Sample]) -> list[
     wanted = []
     for sample, anchor in zip(of, anchors, strict=True):
         alone = replace(sample, weights=torch.eye(len(sample.weights), dtype=torch.float64)[anchor])
-        told = network(new_weights()).over(features([alone]), labels([alone]), OPTIONS, LogitRoom(100))
+        told = network(new_weights()).training_pass(features([alone]), labels([alone]), OPTIONS, LogitBudget(100))
         assert told.num_rows == 1
         told.scores(slice(0, 1))
         wanted.append(told._log_draft.exp())
@@ -119,7 +119,7 @@ def test_what_is_drawn_by_is_what_is_trained(before: Sequence[Sequence[int]]) ->
 def test_what_was_only_taken_in_is_known() -> None:
     of = samples(LENGTHS)
     drafted = Drafted(network(new_weights()), of)
-    drafted.network.take_in(drafted.told((2, 1, 7, 1, 3)), Ends())
+    drafted.network.extend_cache(drafted.told((2, 1, 7, 1, 3)), Ends())
     anchors = (5, 3, 8, 3, 11)
     assert largest(drafted.distributions(anchors), trained_distributions(anchors, of)) < 1e-9
 
@@ -153,15 +153,15 @@ def one_feature_less(drafted: Drafted) -> list[Tensor]:
 
 
 def causal_blocks(drafted: Drafted) -> list[Tensor]:
-    class Causal(Told):
-        def ahead(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[Chunk]:
-            return super().ahead(num_tokens, skipped)
+    class Causal(TargetStates):
+        def scratch_chunks(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[ContinuationChunk]:
+            return super().scratch_chunks(num_tokens, skipped)
 
     told = drafted.told
 
-    def causal(stops: Sequence[int]) -> Told:
+    def causal(stops: Sequence[int]) -> TargetStates:
         each = told(stops)
-        return Causal(each.captured, each.following, each.chunks)
+        return Causal(each.captured, each.next_tokens, each.chunks)
 
     drafted.told = causal  # pyright: ignore[reportAttributeAccessIssue]
     return drafted.distributions(ANCHORS)
@@ -184,6 +184,6 @@ def test_what_is_told_or_seen_wrongly_is_told_apart(wrong: Callable[[Drafted], l
 def test_a_draft_says_how_far_it_looks_ahead() -> None:
     """The tokens of its block but the anchor; where nobody asks, those that are worth it."""
     for size, usual in ((2, 1), (SIZE, SIZE - 1), (16, 7)):
-        reach = DFlash().reach(replace(SHAPE, block_size=size))
+        reach = DFlash().draft_lengths(replace(SHAPE, block_size=size))
         assert (reach.usual, reach.most) == (usual, size - 1)
         assert (reach.num_passes(reach.most), reach.num_ahead(1)) == (1, size)

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.lora import Adapters
+from trainhouse.workers.lora import AdapterRegistry
 from trainhouse.workers.models.fused_decoder import EMBEDDING
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops.attention import Packing, pack_lengths
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_config
@@ -137,7 +137,7 @@ def test_captured_alike_where_layers_run_again(
     target = targets[kind]
     served = ServedModel("tiny", str(target.directory))
     base = BaseModel(WorkerConfig(served, device="cpu", dtype="float32", activations=activations))
-    Adapters(base, max_rank=8)
+    AdapterRegistry(base, max_rank=8)
     captured = target.captured(EMBEDDING, 1, LAST, base=base)
     # Of a layer that runs again autograd knows one function.
     added: Any = captured[1].grad_fn

@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.drafts.algorithms.dflash import DFlash, DFlashNetwork
-from trainhouse.workers.drafts.algorithms.room import LogitRoom
-from trainhouse.workers.drafts.algorithms.shape import DraftShape
+from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
+from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
 from trainhouse.workers.drafts.sequences import block_attention
-from trainhouse.workers.drafts.sequences.block_attention import Memory, attend_blocks
-from trainhouse.workers.drafts.sequences.blocks import Blocks, Lots, drawn_anchors
-from trainhouse.workers.drafts.sequences.features import Features
+from trainhouse.workers.drafts.sequences.block_attention import KeyValues, attend_blocks
+from trainhouse.workers.drafts.sequences.blocks import Blocks, TokenRandom, sample_anchors
+from trainhouse.workers.drafts.sequences.features import DraftInputs
 from trainhouse.workers.drafts.sequences.labels import Labels, Options
 from trainhouse.workers.losses.dflash import DFLASH
-from trainhouse.workers.losses.draft_scores import DraftScores, Slopes
+from trainhouse.workers.losses.draft_scores import DraftGradients, DraftScores
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 
 from ...tiny import tiny_config
@@ -36,7 +36,7 @@ TARGET = tiny_config(
     vocab_size=VOCABULARY,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
-CONFIG = DFlash().resolved(
+CONFIG = DFlash().with_defaults(
     DraftConfig(algorithm="dflash", num_layers=LAYERS, block_size=SIZE, mask_token_id=MASK), TARGET, VOCABULARY
 )
 SHAPE = DraftShape.of(CONFIG, TARGET, VOCABULARY)
@@ -119,9 +119,9 @@ def network(weights: Mapping[str, Tensor], size: int = SIZE) -> DFlashNetwork:
     return DFlash().network(replace(SHAPE, block_size=size), weights, NOTHING)
 
 
-def features(packed: Sequence[Sample], dtype: torch.dtype = torch.float64) -> Features:
+def features(packed: Sequence[Sample], dtype: torch.dtype = torch.float64) -> DraftInputs:
     lengths = [len(each.weights) for each in packed]
-    return Features(
+    return DraftInputs(
         positions=torch.cat([torch.arange(length) for length in lengths]),
         packing=Packing(pack_lengths(lengths)),
         embedded=torch.cat([EMBEDDING[each.tokens[:-1]] for each in packed]).to(dtype),
@@ -154,14 +154,16 @@ def trained(
     for weight in weights.values():
         weight.grad = None
     for packed in batches:
-        going = network(weights).over(features(packed, dtype), labels(packed), options, LogitRoom(chunk_rows))
+        going = network(weights).training_pass(
+            features(packed, dtype), labels(packed), options, LogitBudget(chunk_rows)
+        )
         names = [(each.number, at) for each in packed for at in range(len(each.weights))]
         for start in range(0, going.num_rows, going.chunk_rows):
             rows = slice(start, min(start + going.chunk_rows, going.num_rows))
             scores, leaves = going.scores(rows).leaves()
             output = DFLASH.function(scores, {"weights": going.weights(rows)}, options)
             assert output.denominator is not None
-            going.backward(Slopes.of(output.losses, leaves))
+            going.backward(DraftGradients.of(output.losses, leaves))
             loss, denominator = loss + output.losses.detach().sum(), denominator + output.denominator
             anchors = going.places(rows)[:, 0].tolist()
             cross_entropy |= dict(zip([names[at] for at in anchors], leaves[0].detach(), strict=True))
@@ -206,8 +208,8 @@ def gradients_of(value: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tens
 def test_packed_blocks_are_those_that_are_guessed_one_at_a_time() -> None:
     """Outputs and every gradient. A block that sees its anchor's own features is another one."""
     weights, packed = new_weights(), samples()
-    blocks = Blocks.drawn(features(packed).packing, labels(packed), OPTIONS, SIZE)
-    found = network(weights).guessed(features(packed), blocks)
+    blocks = Blocks.sampled(features(packed).packing, labels(packed), OPTIONS, SIZE)
+    found = network(weights).predictions(features(packed), blocks)
     draft, aims = naive(weights), drawn(*found.shape, seed=5)
     expected, leaking = (
         torch.stack([torch.stack(naive_block(draft, each, a, leak)) for each in packed for a in naive_anchors(each)])
@@ -282,7 +284,7 @@ def test_chunks_of_blocks_score_as_all_at_once(chunk_rows: int, monkeypatch: pyt
     """Scored, and attended, some blocks after the others."""
     weights = new_weights()
     whole = trained(weights, [samples()], DPACE)
-    monkeypatch.setattr(block_attention, "MOST_SCORES", chunk_rows * SHAPE.heads * SIZE)
+    monkeypatch.setattr(block_attention, "MAX_SCORES", chunk_rows * SHAPE.heads * SIZE)
     parts = trained(weights, [samples()], DPACE, chunk_rows)
     assert farthest(parts.gradients, whole.gradients) < 1e-12
     assert farthest(parts.cross_entropy, whole.cross_entropy) < 1e-12
@@ -308,7 +310,7 @@ def test_a_sequence_that_is_wrong_stays_by_itself() -> None:
 def test_without_an_anchor_there_is_no_row_and_no_gradient() -> None:
     weights = new_weights()
     nothing = [replace(each, weights=torch.zeros_like(each.weights)) for each in samples()]
-    going = network(weights).over(features(nothing), labels(nothing), OPTIONS, LogitRoom(10))
+    going = network(weights).training_pass(features(nothing), labels(nothing), OPTIONS, LogitBudget(10))
     assert going.num_rows == 0
     going.close()
     assert all(weight.grad is None or not weight.grad.any() for weight in weights.values())
@@ -316,7 +318,7 @@ def test_without_an_anchor_there_is_no_row_and_no_gradient() -> None:
 
 def test_greedy_and_sampled_are_products_along_a_block() -> None:
     weights, packed = new_weights(), samples()
-    going = network(weights).over(features(packed), labels(packed), OPTIONS, LogitRoom(1000))
+    going = network(weights).training_pass(features(packed), labels(packed), OPTIONS, LogitBudget(1000))
     scores = going.scores(slice(0, going.num_rows))
     for row in range(going.num_rows):
         greedy = sampled = 1.0
@@ -333,9 +335,9 @@ def test_greedy_and_sampled_are_products_along_a_block() -> None:
 def test_gradients_of_any_loss_are_those_of_guesses_that_there_are(name: str) -> None:
     """Here of the plain sum, which is made of the others, too."""
     weights, packed = new_weights(), samples()
-    going = network(weights).over(features(packed), labels(packed), OPTIONS, LogitRoom(1000))
+    going = network(weights).training_pass(features(packed), labels(packed), OPTIONS, LogitBudget(1000))
     scores, leaves = going.scores(slice(0, going.num_rows)).leaves()
-    going.backward(Slopes.of(getattr(scores, name), leaves))
+    going.backward(DraftGradients.of(getattr(scores, name), leaves))
     going.close()
     draft, total = naive(weights), torch.zeros((), dtype=torch.float64)
     for sample in packed:
@@ -350,15 +352,15 @@ def test_gradients_of_any_loss_are_those_of_guesses_that_there_are(name: str) ->
 def test_what_does_not_count_has_no_gradient_whatever_its_logits_are(options: Options) -> None:
     weights, packed = new_weights(), samples()
     expected, given = trained(weights, [packed], options).gradients, features(packed)
-    blocks = Blocks.drawn(given.packing, labels(packed), options, SIZE)
-    counts = (labels(packed).weights[blocks.places()] != 0) & blocks.exists()
+    blocks = Blocks.sampled(given.packing, labels(packed), options, SIZE)
+    counts = (labels(packed).weights[blocks.target_positions()] != 0) & blocks.exists()
     for weight in weights.values():
         weight.grad = None
     head = Head(HEAD.weight, wrong=~counts.flatten())
-    going = network(weights).over(replace(given, head=head), labels(packed), options, LogitRoom(1000))
+    going = network(weights).training_pass(replace(given, head=head), labels(packed), options, LogitBudget(1000))
     rows = slice(0, going.num_rows)
     scores, leaves = going.scores(rows).leaves()
-    going.backward(Slopes.of(DFLASH.function(scores, {"weights": going.weights(rows)}, options).losses, leaves))
+    going.backward(DraftGradients.of(DFLASH.function(scores, {"weights": going.weights(rows)}, options).losses, leaves))
     going.close()
     assert scores.cross_entropy.isnan().any()
     found = {name: grad for name, weight in weights.items() if (grad := weight.grad) is not None}
@@ -403,17 +405,17 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_of_all_blocks_by_all_tokens_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     most, num_tokens, heads = 1 << 16, 400, 2
-    monkeypatch.setattr(block_attention, "MOST_SCORES", most)
+    monkeypatch.setattr(block_attention, "MAX_SCORES", most)
     packing = Packing(pack_lengths([num_tokens]))
     some = Labels(torch.zeros(num_tokens, dtype=torch.int64), torch.ones(num_tokens), [0])
-    blocks = Blocks.drawn(packing, some, OPTIONS, SIZE)
+    blocks = Blocks.sampled(packing, some, OPTIONS, SIZE)
     rows = (len(blocks.anchors) * SIZE, heads, 4)
     given = [
         drawn(*size, seed=at).requires_grad_() for at, size in enumerate([rows, (num_tokens, 1, 4), (num_tokens, 1, 4)])
     ]
     own = [drawn(rows[0], 1, 4, seed=at).requires_grad_() for at in (8, 9)]
     with LargestTensor() as largest:
-        attend_blocks(given[0], Memory(*given[1:]), Memory(*own), blocks, 0.5).sum().backward()
+        attend_blocks(given[0], KeyValues(*given[1:]), KeyValues(*own), blocks, 0.5).sum().backward()
     assert rows[0] * heads * num_tokens > 10 * most
     assert largest.size <= most
 
@@ -421,11 +423,11 @@ def test_no_tensor_of_all_blocks_by_all_tokens_exists(monkeypatch: pytest.Monkey
 def test_anchors_are_drawn_by_seed_and_number_from_tokens_that_have_something_to_guess() -> None:
     weights = np.array([0.0, 1.0, 0.5, 0.0, -1.0, 1.0, 1.0, 0.0, 1.0])
     candidates = {1, 2, 4, 5, 6, 8}
-    assert drawn_anchors(weights, Lots(1, 0), 512).tolist() == sorted(candidates)
-    found = [tuple(drawn_anchors(weights, Lots(seed, 4), 3).tolist()) for seed in range(-100, 100)]
+    assert sample_anchors(weights, TokenRandom(1, 0), 512).tolist() == sorted(candidates)
+    found = [tuple(sample_anchors(weights, TokenRandom(seed, 4), 3).tolist()) for seed in range(-100, 100)]
     assert all(len(set(each)) == 3 and list(each) == sorted(each) and candidates >= set(each) for each in found)
-    assert found[100] == tuple(drawn_anchors(weights, Lots(0, 4), 3).tolist())
-    assert Lots(0, 4).drawn(9)[:5].tolist() == Lots(0, 4).drawn(5).tolist()
+    assert found[100] == tuple(sample_anchors(weights, TokenRandom(0, 4), 3).tolist())
+    assert TokenRandom(0, 4).drawn(9)[:5].tolist() == TokenRandom(0, 4).drawn(5).tolist()
     # Of 20 choices of 3 of 6 all turn up, and each candidate in about half.
     assert len(set(found)) == 20
     assert all(70 < sum(each in choice for choice in found) < 130 for each in candidates)
@@ -434,7 +436,7 @@ def test_anchors_are_drawn_by_seed_and_number_from_tokens_that_have_something_to
 def test_anchors_do_not_hang_on_the_batch_but_on_seed_and_number() -> None:
     def of(packed: Sequence[Sample], seed: int = 3) -> dict[int, list[int]]:
         """By number."""
-        blocks = Blocks.drawn(features(packed).packing, labels(packed), {"num_anchors": 3, "seed": seed}, SIZE)
+        blocks = Blocks.sampled(features(packed).packing, labels(packed), {"num_anchors": 3, "seed": seed}, SIZE)
         starts = np.cumsum([0, *(len(each.weights) for each in packed)])
         found: dict[int, list[int]] = {each.number: [] for each in packed}
         for anchor in blocks.anchors.tolist():
@@ -506,7 +508,7 @@ def test_dpace_weighs_a_guess_by_how_far_the_block_gets_with_it() -> None:
 
 
 def test_defaults() -> None:
-    found = DFlash().resolved(DraftConfig(algorithm="dflash"), TARGET, VOCABULARY)
+    found = DFlash().with_defaults(DraftConfig(algorithm="dflash"), TARGET, VOCABULARY)
     assert found.model_dump(exclude={"training", "algorithm", "seed"}) == {
         "num_layers": 1,
         "capture_layers": (4,),
@@ -515,7 +517,7 @@ def test_defaults() -> None:
         "block_size": 16,
         "mask_token_id": TARGET.pad_token_id,
     }
-    assert DFlash().resolved(found, TARGET, VOCABULARY) == found
+    assert DFlash().with_defaults(found, TARGET, VOCABULARY) == found
 
 
 @pytest.mark.parametrize(
@@ -532,7 +534,7 @@ def test_defaults() -> None:
 )
 def test_captured_layers_are_evenly_spaced(num_layers: int, of_target: int, expected: tuple[int, ...]) -> None:
     target = tiny_config("qwen3", num_hidden_layers=of_target)
-    found = DFlash().resolved(DraftConfig(algorithm="dflash", num_layers=num_layers), target, 512)
+    found = DFlash().with_defaults(DraftConfig(algorithm="dflash", num_layers=num_layers), target, 512)
     assert found.capture_layers == expected
 
 
@@ -540,14 +542,14 @@ def test_captured_layers_are_evenly_spaced(num_layers: int, of_target: int, expe
 def test_without_a_padding_token_the_mask_is_the_last_one(padding: int | None) -> None:
     target = tiny_config("qwen3", vocab_size=VOCABULARY)
     target.pad_token_id = padding
-    assert DFlash().resolved(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == VOCABULARY - 1
+    assert DFlash().with_defaults(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == VOCABULARY - 1
 
 
 @pytest.mark.parametrize(("ends", "mask"), [(3, 4), (4, VOCABULARY - 1), ([3, 4], VOCABULARY - 1)])
 def test_the_mask_is_no_token_that_ends_texts(ends: int | list[int], mask: int) -> None:
     target = tiny_config("qwen3", vocab_size=VOCABULARY)
     target.pad_token_id, target.eos_token_id = 4, ends
-    assert DFlash().resolved(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == mask
+    assert DFlash().with_defaults(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == mask
 
 
 @pytest.mark.parametrize(
@@ -560,7 +562,7 @@ def test_the_mask_is_no_token_that_ends_texts(ends: int | list[int], mask: int) 
 )
 def test_what_makes_no_such_draft_is_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(OperationError, match=message):
-        DFlash().resolved(DraftConfig(algorithm="dflash", **values), TARGET, VOCABULARY)
+        DFlash().with_defaults(DraftConfig(algorithm="dflash", **values), TARGET, VOCABULARY)
 
 
 def test_parameters_are_called_as_in_released_drafts() -> None:

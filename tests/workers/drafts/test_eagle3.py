@@ -11,11 +11,11 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.drafts.algorithms import eagle3
+from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
+from trainhouse.workers.drafts.algorithms.draft_token_chunk import TargetDistributions
 from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
-from trainhouse.workers.drafts.algorithms.guesses import Distribution
+from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
 from trainhouse.workers.drafts.algorithms.modules import rotated, rotation
-from trainhouse.workers.drafts.algorithms.room import LogitRoom
-from trainhouse.workers.drafts.algorithms.shape import DraftShape
 from trainhouse.workers.losses.draft_scores import DraftScores
 from trainhouse.workers.losses.eagle3 import EAGLE3
 from transformers import LlamaConfig
@@ -242,7 +242,7 @@ def test_what_counts_and_leads_there_alone_is_scored(case: Case, sequences: list
     leading = {row - ahead for row in of_all.nonzero().flatten().tolist() for ahead in range(DEPTH)}
     parameters, _ = learnable(case.parameters, torch.float64)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
-    draft = network.over(*packed(told), {"ttt_length": float(DEPTH)}, LogitRoom(chunk_rows))
+    draft = network.training_pass(*packed(told), {"ttt_length": float(DEPTH)}, LogitBudget(chunk_rows))
     places = draft.places(slice(0, draft.num_rows))[:, 0]
     assert set(places.tolist()) == {row for row in leading if row >= 0} and draft.num_rows < len(of_all) / 1.5
 
@@ -287,7 +287,7 @@ def test_what_is_broken_in_a_sequence_stays_there(case: Case, sequences: list[To
 def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]) -> None:
     wanted = trained(case, sequences, DEPTH).scores
     network = Eagle3().network(case.shape, case.parameters, case.vocabulary)
-    draft = network.over(*packed(sequences), {"ttt_length": float(DEPTH)}, LogitRoom(10_000))
+    draft = network.training_pass(*packed(sequences), {"ttt_length": float(DEPTH)}, LogitBudget(10_000))
     rows = slice(0, draft.num_rows)
     scores = draft.scores(rows)
     assert all(torch.equal(getattr(scores, name), wanted[name]) for name in FIELDS)
@@ -311,7 +311,7 @@ def test_a_map_of_all_tokens_is_no_map() -> None:
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[int], num_rows: int) -> None:
     logits = 3 * torch.randn(33, TARGET_VOCABULARY)
-    teacher = Distribution(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
+    teacher = TargetDistributions(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
     parts = [teacher.of(rows) for rows in torch.arange(33).split(num_rows)]
     whole = teacher.of(torch.arange(33))
     for name in ("of_draft", "share", "likeliest", "covered"):
@@ -325,7 +325,7 @@ def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[in
 def test_of_equally_likely_tokens_the_first_is_the_likeliest() -> None:
     logits = torch.zeros(5, TARGET_VOCABULARY)
     logits[:, 4:9] = 2.0
-    likeliest = Distribution(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(
+    likeliest = TargetDistributions(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(
         torch.arange(5)
     )
     assert likeliest.likeliest.tolist() == [4] * 5
@@ -425,7 +425,7 @@ def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -
     features, labels = packed(sequences, torch.bfloat16)
     num_passes, narrow = 32, {name: each.bfloat16() for name, each in once.items()}
     for _ in range(num_passes):
-        run(network.over(features, labels, {"ttt_length": float(DEPTH)}, LogitRoom(10_000)), both)
+        run(network.training_pass(features, labels, {"ttt_length": float(DEPTH)}, LogitBudget(10_000)), both)
     for _ in range(num_passes - 1):
         narrow = {name: each + once[name].bfloat16() for name, each in narrow.items()}
     wanted = {name: num_passes * each for name, each in once.items()}
@@ -437,7 +437,7 @@ def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -
 def test_a_new_draft_hangs_on_its_seed_and_has_the_targets_head(tiny_models: dict[str, Path]) -> None:
     base = Adapted(tiny_models["llama"]).base
     asked = DraftConfig(algorithm="eagle3", draft_vocab_size=100)
-    parameters = Eagle3().parameters(DraftShape.of(Eagle3().resolved(asked, base.config, 512), base.config, 512))
+    parameters = Eagle3().parameters(DraftShape.of(Eagle3().with_defaults(asked, base.config, 512), base.config, 512))
     vocabulary = torch.arange(3, 303, 3)
 
     def new(seed: int) -> dict[str, Tensor]:
@@ -468,7 +468,7 @@ def target(**fields: Any) -> LlamaConfig:
     [(1, (0,)), (2, (0, 1)), (4, (0, 1)), (8, (1, 3, 4)), (32, (1, 15, 28)), (36, (1, 17, 32))],
 )
 def test_layers_near_the_first_the_middle_and_the_last_are_captured(num_layers: int, captured: tuple[int, ...]) -> None:
-    found = Eagle3().resolved(DraftConfig(algorithm="eagle3"), target(num_hidden_layers=num_layers), 512)
+    found = Eagle3().with_defaults(DraftConfig(algorithm="eagle3"), target(num_hidden_layers=num_layers), 512)
     assert found == DraftConfig(
         algorithm="eagle3", num_layers=1, capture_layers=captured, draft_vocab_size=512, intermediate_size=128
     )
@@ -478,7 +478,7 @@ def test_what_is_asked_for_is_kept() -> None:
     asked = DraftConfig(
         algorithm="eagle3", num_layers=1, capture_layers=(0, 5), draft_vocab_size=9, intermediate_size=7, seed=3
     )
-    assert Eagle3().resolved(asked, target(num_hidden_layers=8), 512) == asked
+    assert Eagle3().with_defaults(asked, target(num_hidden_layers=8), 512) == asked
 
 
 @pytest.mark.parametrize(
@@ -497,14 +497,14 @@ def test_what_is_asked_for_is_kept() -> None:
 def test_what_makes_no_draft_is_refused_by_name(fields: dict[str, object], message: str) -> None:
     asked = DraftConfig.model_validate({"algorithm": "eagle3"} | fields)
     with pytest.raises(OperationError) as refusal:
-        Eagle3().resolved(asked, target(num_hidden_layers=8), 512)
+        Eagle3().with_defaults(asked, target(num_hidden_layers=8), 512)
     assert str(refusal.value) == message
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3_ROPE, YARN])
 def test_heads_are_rotated_as_the_targets(rope: dict[str, object] | None) -> None:
     config = target(**({"rope_parameters": rope} if rope else {}))
-    resolved = Eagle3().resolved(DraftConfig(algorithm="eagle3"), config, 512)
+    resolved = Eagle3().with_defaults(DraftConfig(algorithm="eagle3"), config, 512)
     shape, positions = DraftShape.of(resolved, config, 512), torch.tensor([0, 1, 7, 800])
     heads = torch.randn(len(positions), 3, shape.head_dim)
     found = rotated(heads, *rotation(positions, *shape.rotation(heads.device), heads.dtype))
@@ -520,7 +520,7 @@ def test_heads_are_rotated_whole_where_the_targets_are_in_part() -> None:
     longrope = factors | {"rope_theta": 10000.0, "original_max_position_embeddings": 256}
     for rope in (longrope, {"rope_type": "default", "rope_theta": 10000.0}):
         config = tiny_config("phi3", rope_parameters=rope | {"partial_rotary_factor": 0.75})
-        shape = DraftShape.of(Eagle3().resolved(DraftConfig(algorithm="eagle3"), config, 512), config, 512)
+        shape = DraftShape.of(Eagle3().with_defaults(DraftConfig(algorithm="eagle3"), config, 512), config, 512)
         frequencies, scale = shape.rotation(torch.device("cpu"))
         assert (len(frequencies), scale) == (shape.head_dim // 2, 1.0)
         assert not getattr(shape.config, "partial_rotary_factor", None)

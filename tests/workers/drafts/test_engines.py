@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Step
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -66,7 +66,7 @@ def trained(target: Target, directory: Path, algorithm: Any, num_steps: int, **f
         worker.set_vocabulary("draft", np.arange(1, 1 + fields["draft_vocab_size"], dtype=np.int64))
     for number in range(num_steps):
         passed(target, algorithm, number)
-        worker.apply_steps((Step("draft", ADAM, "mean"),))
+        worker.apply_steps((OptimizerStep("draft", ADAM, "mean"),))
     metrics = passed(target, algorithm, 500, forward_only=True).metrics
     worker.save_run("draft", str(directory), optimizer=False)
     worker.drop_run("draft")
@@ -77,7 +77,7 @@ def passed(target: Target, algorithm: str, number: int, forward_only: bool = Fal
     data = tuple(Datum(row.astype(np.int32), {}) for row in target.rollouts)
     config = LOSSES[algorithm] | ({"seed": number} if algorithm == "dflash" else {})
     request = ForwardBackwardRequest("draft", 1, data, algorithm, config, forward_only=forward_only)
-    (answer,) = target.worker.run_pass(Pass((Part(number, request),)))
+    (answer,) = target.worker.run_pass(Pass((OperationPart(number, request),)))
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.schemas.models import DraftConfig
+from trainhouse.workers.drafts.algorithms.algorithm import DraftPass
 from trainhouse.workers.drafts.algorithms.dflash import DFlash
+from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
-from trainhouse.workers.drafts.algorithms.room import LogitRoom
-from trainhouse.workers.drafts.algorithms.shape import DraftShape
-from trainhouse.workers.drafts.algorithms.strategy import DraftPass
-from trainhouse.workers.losses.draft_scores import Slopes
+from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
+from trainhouse.workers.losses.draft_scores import DraftGradients
 from transformers import LlamaConfig
 
 from ..parallel.live_bytes import LiveBytes
@@ -30,17 +30,21 @@ def peak(going: DraftPass) -> int:
     with LiveBytes() as live:
         for start in range(0, going.num_rows, going.chunk_rows):
             scores = going.scores(slice(start, min(start + going.chunk_rows, going.num_rows)))
-            going.backward(Slopes(torch.ones_like(scores.acceptance), torch.ones_like(scores.acceptance)))
+            going.backward(DraftGradients(torch.ones_like(scores.acceptance), torch.ones_like(scores.acceptance)))
             del scores
     return live.peak
 
 
-def eagle3(vocabulary: Sequence[int], target_vocabulary: int, room: LogitRoom) -> DraftPass:
+def eagle3(vocabulary: Sequence[int], target_vocabulary: int, room: LogitBudget) -> DraftPass:
     case = some_case(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
     parameters, _ = learnable(case.parameters, torch.float32)
     features, labels = packed(case.sequences(LENGTHS), torch.float32)
     told = replace(features, logits=lambda rows: features.logits(rows).clone())
-    return Eagle3().network(case.shape, parameters, case.vocabulary).over(told, labels, {"ttt_length": DEPTH}, room)
+    return (
+        Eagle3()
+        .network(case.shape, parameters, case.vocabulary)
+        .training_pass(told, labels, {"ttt_length": DEPTH}, room)
+    )
 
 
 class Head:
@@ -56,11 +60,11 @@ class Head:
         return gradient @ self._weight
 
 
-def dflash(vocabulary: int, room: LogitRoom) -> DraftPass:
+def dflash(vocabulary: int, room: LogitBudget) -> DraftPass:
     target = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=8, num_attention_heads=4, vocab_size=vocabulary
     )
-    config = DFlash().resolved(DraftConfig(algorithm="dflash", block_size=DEPTH + 1), target, vocabulary)
+    config = DFlash().with_defaults(DraftConfig(algorithm="dflash", block_size=DEPTH + 1), target, vocabulary)
     shape = DraftShape.of(config, target, vocabulary)
     parameters, _ = learnable({each.key: torch.randn(each.shape) for each in DFlash().parameters(shape)}, torch.float32)
     case = some_case()
@@ -72,7 +76,7 @@ def dflash(vocabulary: int, room: LogitRoom) -> DraftPass:
         head=Head(vocabulary),
     )
     options = {"num_anchors": 50.0, "seed": 1.0}
-    return DFlash().network(shape, parameters, torch.arange(vocabulary)).over(told, labels, options, room)
+    return DFlash().network(shape, parameters, torch.arange(vocabulary)).training_pass(told, labels, options, room)
 
 
 PASSES = {
@@ -85,15 +89,15 @@ PASSES = {
 @pytest.mark.parametrize("name", PASSES)
 def test_no_more_logits_exist_of_a_larger_vocabulary(name: str) -> None:
     for size in VOCABULARIES:
-        assert peak(PASSES[name](size, LogitRoom(512, ROOM))) < TENSORS * ROOM, size
-    assert peak(PASSES[name](VOCABULARIES[-1], LogitRoom(512, ENDLESS))) > 3 * TENSORS * ROOM
+        assert peak(PASSES[name](size, LogitBudget(512, ROOM))) < TENSORS * ROOM, size
+    assert peak(PASSES[name](VOCABULARIES[-1], LogitBudget(512, ENDLESS))) > 3 * TENSORS * ROOM
 
 
 def test_of_a_small_vocabulary_as_many_guesses_are_scored_at_a_time_as_there_may_be() -> None:
-    assert eagle3(range(512), 512, LogitRoom(60, ROOM)).chunk_rows == 60 // DEPTH
-    assert eagle3(range(8192), 8192, LogitRoom(60, ROOM)).chunk_rows == ROOM // (4 * 8192 * DEPTH)
-    assert eagle3(range(512), 65536, LogitRoom(60, ROOM)).chunk_rows == ROOM // (4 * 65536), "the teacher's are most"
-    assert eagle3(range(8192), 8192, LogitRoom(60, 1)).chunk_rows == 1, "one row there has to be"
+    assert eagle3(range(512), 512, LogitBudget(60, ROOM)).chunk_rows == 60 // DEPTH
+    assert eagle3(range(8192), 8192, LogitBudget(60, ROOM)).chunk_rows == ROOM // (4 * 8192 * DEPTH)
+    assert eagle3(range(512), 65536, LogitBudget(60, ROOM)).chunk_rows == ROOM // (4 * 65536), "the teacher's are most"
+    assert eagle3(range(8192), 8192, LogitBudget(60, 1)).chunk_rows == 1, "one row there has to be"
 
 
 @pytest.mark.parametrize("vocabulary", [range(300), range(0, 300, 7)], ids=["all", "pruned"])
@@ -101,11 +105,11 @@ def test_distributions_in_chunks_are_those_of_all_rows_at_once(vocabulary: Seque
     """Losses, metrics and gradients, in float64."""
     case = some_case(vocabulary=vocabulary, target_vocabulary=300)
     sequences = case.sequences((9, 1, 14))
-    whole = trained(case, sequences, DEPTH, LogitRoom(10_000, ENDLESS))
+    whole = trained(case, sequences, DEPTH, LogitBudget(10_000, ENDLESS))
     for num_rows in (1, 2, 5):
-        found = trained(case, sequences, DEPTH, LogitRoom(10_000, 4 * num_rows * max(300, DEPTH * len(vocabulary))))
+        found = trained(case, sequences, DEPTH, LogitBudget(10_000, 4 * num_rows * max(300, DEPTH * len(vocabulary))))
         differences = found.differences(whole)
         assert differences.keys() >= {"loss", *FIELDS, *case.parameters} and max(differences.values()) < 1e-9
     shifted = [replace(each, logits=each.logits + 1e-6 * torch.arange(300)) for each in sequences]
-    moved = trained(case, shifted, DEPTH, LogitRoom(10_000, 1)).differences(whole)
+    moved = trained(case, shifted, DEPTH, LogitBudget(10_000, 1)).differences(whole)
     assert min(moved[name] for name in ("loss", "cross_entropy", "acceptance", "lm_head.weight")) > 1e-8

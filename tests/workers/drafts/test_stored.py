@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load, save_file
 from torch import Tensor
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
-from trainhouse.schemas.training import Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.drafts.sequences.stored import Stored
+from trainhouse.schemas.training import Datum, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
 from trainhouse.workers.drafts.version import sums_of
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -30,7 +30,7 @@ each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 def captured(worker: Worker, data: Sequence[Datum], directory: Path, run_id: str = "draft") -> list[str]:
     """What the server would make references of: the addresses."""
     directory.mkdir(exist_ok=True)
-    place = FeaturePlace(str(directory), captures=True)
+    place = FeatureLocation(str(directory), captures=True)
     asked = ForwardBackwardRequest(run_id, 1, tuple(data), "capture", forward_only=True, features=place)
     (output,) = run(worker, asked)
     found = [each["features"].tobytes().decode().split() for each in output.loss_fn_outputs]
@@ -50,7 +50,7 @@ def with_features(data: Sequence[Datum], addresses: Sequence[str | None]) -> lis
 
 
 def stored(asked: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
-    return replace(asked, features=FeaturePlace(str(directory)))
+    return replace(asked, features=FeatureLocation(str(directory)))
 
 
 def learned(
@@ -205,7 +205,7 @@ def test_sums_tell_vectors_apart_as_their_bytes_do() -> None:
 
 
 def refused(worker: Worker, asked: ForwardBackwardRequest) -> str:
-    (answer,) = worker.run_pass(Pass((Part(0, asked),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(0, asked),)))
     assert isinstance(answer, Failure) and answer.category == "user", answer
     return answer.message
 
@@ -274,7 +274,7 @@ def test_a_capture_changes_nothing_of_the_draft(tiny_models: dict[str, Path], tm
 def test_a_policys_data_refer_to_nothing(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
-    place = FeaturePlace(str(tmp_path), captures=True)
+    place = FeatureLocation(str(tmp_path), captures=True)
     asked = ForwardBackwardRequest("policy", 1, some_data(1), "capture", forward_only=True, features=place)
     assert "only drafts" in refused(worker, asked)
 
@@ -282,9 +282,11 @@ def test_a_policys_data_refer_to_nothing(tiny_models: dict[str, Path], tmp_path:
 def test_no_room_fails_the_capture_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     created(worker)
-    place = FeaturePlace(str(tmp_path / "none"), captures=True)
+    place = FeatureLocation(str(tmp_path / "none"), captures=True)
     asked = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
-    failure, output = worker.run_pass(Pass((Part(0, asked), Part(1, request(some_data(1), forward_only=True)))))
+    failure, output = worker.run_pass(
+        Pass((OperationPart(0, asked), OperationPart(1, request(some_data(1), forward_only=True))))
+    )
     assert isinstance(failure, Failure) and failure.category == "server" and "cannot be written to" in failure.message
     assert isinstance(output, ForwardBackwardOutput)
 
@@ -293,9 +295,9 @@ def test_what_is_open_is_there_whatever_becomes_of_the_file(tiny_models: dict[st
     worker = a_worker(tiny_models["llama"])
     created(worker)
     (address,) = captured(worker, some_data(1, (9,)), tmp_path)
-    features = Stored.find(tmp_path, address)
+    features = CapturedFeatures.find(tmp_path, address)
     path_of(tmp_path, address).unlink()
-    assert features is not None and Stored.find(tmp_path, address) is None
+    assert features is not None and CapturedFeatures.find(tmp_path, address) is None
     tensor = features.tensor("captured")
     assert len(tensor) == 9
 
@@ -345,7 +347,7 @@ class Pair:
         ]
         weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
         layers = self.worker._models.drafts.get("draft").capture_layers
-        place = FeaturePlace(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if beside else None
+        place = FeatureLocation(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if beside else None
         return ForwardBackwardRequest(
             "policy", 1, tuple(weighted), "cross_entropy", forward_only=forward_only, features=place
         )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.drafts.model import DraftModel
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec
+from trainhouse.workers.drafts.draft_model import DraftModel
+from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
@@ -56,7 +56,7 @@ class Bench:
     def ours(self, data: Sequence[Datum]) -> tuple[list[np.ndarray], dict[str, Tensor], Mapping[str, float]]:
         """The losses of each datum, gradients, and metrics."""
         request = ForwardBackwardRequest("draft", 1, tuple(data), "eagle3", CONFIG)
-        (output,) = self.worker.run_pass(Pass((Part(0, request),)))
+        (output,) = self.worker.run_pass(Pass((OperationPart(0, request),)))
         assert isinstance(output, ForwardBackwardOutput), output
         layout, total = self.draft.layout, self.draft.accumulator
         gradients = {str(matrix.key): layout.view(total, matrix.key) for matrix in layout.matrices}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers.drafts.training.acceptance import SurvivalBook, Survivals, acceptance_lengths
+from trainhouse.workers.drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
 from trainhouse.workers.losses.draft_scores import DraftScores
 
 LENGTHS = (150, 1, 40, 2, 97)
@@ -141,7 +141,7 @@ def test_scores_come_in_any_order() -> None:
     greedy, sampled = (
         torch.from_numpy(each)[behind.clamp(min=0), torch.arange(depth).expand_as(behind)] * exists for each in values
     )
-    book = SurvivalBook(num_tokens, depth, places.device)
+    book = SurvivalTable(num_tokens, depth, places.device)
     nothing = torch.zeros(num_tokens, depth)
     for rows in (slice(11, 20), slice(0, 4), slice(4, 11)):
         parts = (each[rows] for each in (nothing, nothing, nothing, nothing, exists, greedy, sampled))

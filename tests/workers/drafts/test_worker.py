@@ -10,9 +10,15 @@ import pytest
 import torch
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
-from trainhouse.schemas.training import AdamParams, Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.schemas.training import (
+    AdamParams,
+    Datum,
+    FeatureLocation,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+)
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 LENGTHS = (9, 30, 4, 17)
@@ -60,19 +66,19 @@ def request(
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
     """In one pass."""
-    answers = worker.run_pass(Pass(tuple(Part(number, each) for number, each in enumerate(requests))))
+    answers = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
 def refused(worker: Worker, asked: ForwardBackwardRequest) -> Failure:
-    (answer,) = worker.run_pass(Pass((Part(0, asked),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(0, asked),)))
     assert isinstance(answer, Failure), answer
     return answer
 
 
 def stepped(worker: Worker, run_id: str = "draft") -> dict[str, float]:
-    (metrics,) = worker.apply_steps((Step(run_id, ADAM, "mean"),))
+    (metrics,) = worker.apply_steps((OptimizerStep(run_id, ADAM, "mean"),))
     assert isinstance(metrics, dict), metrics
     return metrics
 
@@ -266,7 +272,7 @@ def test_what_no_draft_is_trained_by(
     created(worker)
     data = (Datum(np.array([4, 5, 7, 8]), {name: np.array(each) for name, each in inputs.items()}),)
     wrong = ForwardBackwardRequest("draft", 1, data, loss_fn, config)
-    (answer,) = worker.run_pass(Pass((Part(1, wrong),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(1, wrong),)))
     assert isinstance(answer, Failure)
     assert message in answer.message
 
@@ -303,7 +309,7 @@ def test_what_a_target_has_inside_is_captured_for_a_draft_that_has_no_tokens_yet
     worker: Worker, tmp_path: Path
 ) -> None:
     created(worker, draft_vocab_size=200)
-    place = FeaturePlace(str(tmp_path), captures=True)
+    place = FeatureLocation(str(tmp_path), captures=True)
     data = tuple(Datum(datum.tokens) for datum in some_data(1))
     run(worker, ForwardBackwardRequest("draft", 1, data, "capture", forward_only=True, features=place))
 

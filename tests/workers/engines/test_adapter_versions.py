@@ -19,9 +19,9 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.config import SamplingConfig
+from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampledPart
+from trainhouse.workers.protocol.worker_config import SamplingConfig
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model

@@ -18,10 +18,10 @@ from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, SampledPart, SampleJob, Step
-from trainhouse.workers.scheduler.group import Backoff
+from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.scheduler.rank_group import RestartBackoff
 
 LLAMA = Path(__file__).parents[1] / "configs" / "Llama-3.1-8B.json"
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
@@ -67,7 +67,7 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> None:
     inputs = {"target_tokens": np.roll(TOKENS, -1).astype(np.int64), "weights": np.ones(len(TOKENS), np.float32)}
     for _ in range(num_steps):
         await dispatch.forward_backward(ForwardBackwardRequest(run_id, 0, (Datum(TOKENS, inputs),), "cross_entropy"))
-        await dispatch.optim_step(Step(run_id, AdamParams(learning_rate=1e-2)))
+        await dispatch.optim_step(OptimizerStep(run_id, AdamParams(learning_rate=1e-2)))
 
 
 def assert_same(one: SampleResponse, other: SampleResponse) -> None:
@@ -436,7 +436,7 @@ def test_requests_next_to_one_that_kills_the_worker_continue() -> None:
         async with running(recording(workers=1)) as dispatch:
             engine: Any = dispatch._engines["tiny"]
             [replica] = engine._replicas
-            replica.group._backoff = Backoff(first=0.05)
+            replica.group._backoff = RestartBackoff(first=0.05)
             innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
             with pytest.raises(OperationError, match="3 sampler workers crashed during sampling request dies"):
                 await dispatch.sample("tiny", job("dies"))

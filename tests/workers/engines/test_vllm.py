@@ -18,10 +18,10 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardReques
 from trainhouse.tests.live import save_byte_tokenizer
 from trainhouse.tests.tiny import tiny_model
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines.vllm import engine as vllm
-from trainhouse.workers.engines.vllm.process import VllmProcess
-from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from trainhouse.workers.protocol.verbs import RunSpec, SampledPart, SampleJob, Step
+from trainhouse.workers.engines.vllm import vllm_engine as vllm
+from trainhouse.workers.engines.vllm.vllm_process import VllmProcess
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -80,7 +80,7 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> None:
     inputs = {"target_tokens": np.roll(TOKENS, -1).astype(np.int64), "weights": np.ones(len(TOKENS), np.float32)}
     for _ in range(num_steps):
         await dispatch.forward_backward(ForwardBackwardRequest(run_id, 0, (Datum(TOKENS, inputs),), "cross_entropy"))
-        await dispatch.optim_step(Step(run_id, AdamParams(learning_rate=1e-2)))
+        await dispatch.optim_step(OptimizerStep(run_id, AdamParams(learning_rate=1e-2)))
 
 
 async def scored(

@@ -27,15 +27,15 @@ from trainhouse.tests.workers.engines.vllm_stand_in import FATAL
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.tests.workers.slow_loader import LOADING_SECONDS, SLOW_LOADER
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines.groups.copies import AdapterCopies
-from trainhouse.workers.engines.in_flight import Told
+from trainhouse.workers.engines.groups.adapter_copies import AdapterCopies
+from trainhouse.workers.engines.in_flight import StreamDeduplicator
 from trainhouse.workers.engines.vllm import watchdog
-from trainhouse.workers.engines.vllm.api import Ask, VllmApi
-from trainhouse.workers.engines.vllm.process import VllmProcess
-from trainhouse.workers.engines.vllm.server import VllmAt
-from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampledPart, SampleJob
-from trainhouse.workers.scheduler.group import Backoff, OnProgress
+from trainhouse.workers.engines.vllm.api import SampleRange, VllmApi
+from trainhouse.workers.engines.vllm.server import RemoteVllm
+from trainhouse.workers.engines.vllm.vllm_process import VllmProcess
+from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.scheduler.rank_group import OnProgress, RestartBackoff
 
 JOB = SampleJob("job", None, np.array([1, 5], np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
 
@@ -119,7 +119,7 @@ def test_requests_wait_for_an_unreachable_vllm_until_the_timeout(monkeypatch: py
                 dispatch.cancel("job")
                 with pytest.raises(OperationError, match="job was cancelled"):
                     await waiting
-                monkeypatch.setattr(VllmAt, "patience_seconds", 1.0)
+                monkeypatch.setattr(RemoteVllm, "retry_seconds", 1.0)
                 with pytest.raises(OperationError, match=rf"{url} has not responded for .* --sampler native") as failed:
                     await dispatch.sample("tiny", JOB)
                 assert failed.value.category == "server"
@@ -148,7 +148,9 @@ Run = tuple[Sequence[SampledPart], SampleResponse]
 def streamed_parts(*runs: Run) -> list[tuple[int, list[int]]]:
     """Runs a request repeatedly, and returns what its caller gets of the streams."""
     received: list[tuple[int, list[int]]] = []
-    deduplicated = Told(lambda parts: received.extend((each.sample, each.tokens.tolist()) for each in parts))
+    deduplicated = StreamDeduplicator(
+        lambda parts: received.extend((each.sample, each.tokens.tolist()) for each in parts)
+    )
 
     async def attempt(run: Run, on_progress: OnProgress | None) -> SampleResponse:
         assert on_progress is not None
@@ -209,7 +211,7 @@ async def dispatch_with_stand_in(directory: Path) -> AsyncIterator[tuple[WorkerD
     )
     dispatch = WorkerDispatch(config(sampling))
     engine: Any = dispatch._engines["tiny"]
-    engine._server._backoff = Backoff(first=0.05)
+    engine._server._backoff = RestartBackoff(first=0.05)
     await dispatch.start(lambda _: None)
     try:
         yield dispatch, engine._server
@@ -284,7 +286,7 @@ def test_stream_that_differs_after_a_restart_fails(tmp_path: Path) -> None:
 
 def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a request that takes longer than the timeout succeeds while the server is alive."""
-    monkeypatch.setattr(VllmAt, "patience_seconds", 2.0)
+    monkeypatch.setattr(RemoteVllm, "retry_seconds", 2.0)
 
     async def check(url: str, pid: int) -> None:
         dispatch = WorkerDispatch(config(SamplingConfig(vllm=VllmConfig(urls=(url,)))))
@@ -310,7 +312,7 @@ def test_restart_delay_grows_when_slow_starts_fail(tmp_path: Path) -> None:
 
     async def check() -> None:
         server = process(tmp_path)
-        server._backoff = Backoff(first=0.3, steady_after=0.2)
+        server._backoff = RestartBackoff(first=0.3, steady_after=0.2)
         await server.start(lambda _: None)
         try:
             (tmp_path / "refuses").touch()
@@ -329,7 +331,7 @@ def test_log_keeps_the_output_of_earlier_vllms(tmp_path: Path, caplog: pytest.Lo
 
     async def check() -> None:
         server = process(tmp_path)
-        server._backoff = Backoff(first=0.05)
+        server._backoff = RestartBackoff(first=0.05)
         await server.start(lambda _: None)
         try:
             (tmp_path / "refuses").touch()
@@ -358,7 +360,7 @@ def test_start_that_fails_because_of_files_is_retried(tmp_path: Path) -> None:
 
     async def check() -> None:
         server = process(tmp_path)
-        server._backoff = Backoff(first=0.05, limit=0.1)
+        server._backoff = RestartBackoff(first=0.05, limit=0.1)
         await server.start(lambda _: None)
         try:
             shutil.rmtree(tmp_path / "logs")
@@ -534,9 +536,9 @@ def test_large_answer_does_not_block_the_event_loop(tmp_path: Path) -> None:
         for _ in range(5):  # retries, because other processes may delay it, too
             longest = 0.0
             watching = asyncio.create_task(watch())
-            answer = await api.complete(asked, Ask(0, 64), "tiny", 16_000)
+            answer = await api.complete(asked, SampleRange(0, 64), "tiny", 16_000)
             watching.cancel()
-            assert [len(piece.tokens) for piece in answer.pieces] == [16_000] * 64
+            assert [len(piece.tokens) for piece in answer.choices] == [16_000] * 64
             started = time.monotonic()
             json.loads(text)
             to_read = time.monotonic() - started

@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.batch.objective import Objective
 from trainhouse.workers.heads import LogprobHead
-from trainhouse.workers.lora import Adapter, Adapters, Segment
+from trainhouse.workers.lora import Adapter, AdapterRegistry, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.training.scoring import Scored, scored, scored_with_gradient
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.training.scoring import ObjectiveScores, score, score_with_gradient
 
-from ..adapted import created
+from ..adapted import create_adapter
 
 LENGTHS = (7, 4, 12, 1)
 NUM_ROWS = sum(LENGTHS)
@@ -33,7 +33,7 @@ def base(tiny_models: dict[str, Path]) -> BaseModel:
 @pytest.fixture(scope="module")
 def adapter(base: BaseModel) -> Adapter:
     """Has a nonzero B, so that the pair of the head matters."""
-    adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
+    adapter = create_adapter(AdapterRegistry(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     return adapter
 
@@ -94,8 +94,8 @@ def ours(
 
 def score_alone(
     head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
-) -> Scored:
-    (output,) = scored_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
+) -> ObjectiveScores:
+    (output,) = score_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
     return output
 
 
@@ -154,7 +154,7 @@ def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adap
 def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     head, before = LogprobHead(base, 5), adapter.scratch.clone()
-    (output,) = scored({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
+    (output,) = score({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
     assert torch.equal(adapter.scratch, before)
     with_gradient = score_alone(head, hidden, adapter, wanted, torch.empty_like(hidden))
     assert torch.equal(output.scores, with_gradient.scores)
@@ -165,7 +165,7 @@ def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseMod
 def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
     config = WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), dtype="bfloat16")
     base = BaseModel(config)
-    adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
+    adapter = create_adapter(AdapterRegistry(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     gradient = torch.empty_like(hidden)
@@ -209,7 +209,7 @@ def mixed_objectives() -> list[Objective]:
 
 @pytest.mark.parametrize("chunk_rows", CHUNKS)
 def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseModel, adapter: Adapter) -> None:
-    other = created(Adapters(base, max_rank=8), "other", LoraConfig(rank=8, seed=2))
+    other = create_adapter(AdapterRegistry(base, max_rank=8), "other", LoraConfig(rank=8, seed=2))
     other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
     hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
     owners = [adapter, other, None, adapter]
@@ -217,17 +217,17 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseM
     for each in (adapter, other):
         each.begin_operation()
     heads = {"logprobs": LogprobHead(base, chunk_rows)}
-    found = scored_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
+    found = score_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
     pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
     pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
-    only_forward = scored(heads, hidden, segments, mixed_objectives())
+    only_forward = score(heads, hidden, segments, mixed_objectives())
     for each in (adapter, other):
         each.begin_operation()
     for each, output, forward, owner in zip(mixed_objectives(), found, only_forward, owners, strict=True):
         rows = slice(each.start, each.stop)
         own = torch.empty_like(gradient[rows])
         alone = replace(each, start=0, stop=rows.stop - rows.start)
-        (expected,) = scored_with_gradient(
+        (expected,) = score_with_gradient(
             {"logprobs": LogprobHead(base, 100)}, hidden[rows], [Segment(0, alone.stop, owner)], [alone], own
         )
         torch.testing.assert_close(output.scores, expected.scores)

@@ -17,9 +17,9 @@ from ...tiny import KINDS, tiny_model
 from ..adapted import (
     LENGTHS,
     Adapted,
-    copied,
-    created,
-    in_peft,
+    copy_adapter,
+    create_adapter,
+    load_in_peft,
     peft_gradients,
     peft_logits,
     probe,
@@ -45,7 +45,7 @@ def test_forward_and_gradients_equal_peft_with_onednn(
 
 def assert_equal_to_peft(adapted: Adapted) -> None:
     adapter = adapted.create("one")
-    tuned = in_peft(adapted.directory, adapter)
+    tuned = load_in_peft(adapted.directory, adapter)
 
     logits, wanted = adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())
     adapter.begin_operation()
@@ -63,7 +63,7 @@ def assert_equal_to_peft(adapted: Adapted) -> None:
 def test_comparison_with_peft_detects_a_small_weight_error(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     adapter = adapted.create("one")
-    tuned = in_peft(adapted.directory, adapter)
+    tuned = load_in_peft(adapted.directory, adapter)
     adapter.weights.mul_(1 + 1e-4)
     assert relative_error(adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())) > TOLERANCE
 
@@ -150,9 +150,9 @@ def test_nan_in_one_segment_stays_in_it(kind: str, tiny_models: dict[str, Path])
 
 def test_new_adapter_has_no_effect_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
-    first = created(adapted.adapters, "first", LoraConfig(rank=8, seed=3))
-    again = created(adapted.adapters, "again", LoraConfig(rank=8, seed=3))
-    other = created(adapted.adapters, "other", LoraConfig(rank=8, seed=4))
+    first = create_adapter(adapted.adapters, "first", LoraConfig(rank=8, seed=3))
+    again = create_adapter(adapted.adapters, "again", LoraConfig(rank=8, seed=3))
+    other = create_adapter(adapted.adapters, "other", LoraConfig(rank=8, seed=4))
     assert torch.equal(first.weights, again.weights)
     assert not torch.equal(first.weights, other.weights)
     pair = first.pairs["model.layers.0.self_attn.q_proj"]
@@ -160,7 +160,7 @@ def test_new_adapter_has_no_effect_and_is_drawn_from_its_seed(tiny_models: dict[
     assert 0.9 * bound < pair.a.abs().max() <= bound
     assert not pair.b.any()
     for seed in (-1, 2**64 - 1):
-        created(adapted.adapters, str(seed), LoraConfig(rank=2, seed=seed))
+        create_adapter(adapted.adapters, str(seed), LoraConfig(rank=2, seed=seed))
     with_it = adapted.logits(sequences(), first)
     assert torch.equal(with_it, adapted.logits(sequences(), None))
 
@@ -195,7 +195,7 @@ def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: 
 def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str, Path]) -> None:
     adapters = Adapted(tiny_models["llama"], max_rank=16).adapters
     with pytest.raises(OperationError, match=r"rank 17 exceeds max_lora_rank 16: .*--max-lora-rank 17"):
-        created(adapters, "large", LoraConfig(rank=17))
+        create_adapter(adapters, "large", LoraConfig(rank=17))
     assert "large" not in adapters
 
 
@@ -209,10 +209,10 @@ def test_unknown_adapter_is_named_in_the_error(tiny_models: dict[str, Path]) -> 
 def test_copy_is_a_snapshot_until_copied_again(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     run = adapted.create("run")
-    snapshot = copied(adapted.adapters, "run", "sampler")
+    snapshot = copy_adapter(adapted.adapters, "run", "sampler")
     run.weights.add_(1.0)
     assert not torch.equal(snapshot.weights, run.weights)
-    assert copied(adapted.adapters, "run", "sampler") is snapshot
+    assert copy_adapter(adapted.adapters, "run", "sampler") is snapshot
     assert torch.equal(snapshot.weights, run.weights)
     assert snapshot.num_bytes == snapshot.weights.nbytes
 
@@ -260,7 +260,7 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
         hiddens.append(hidden.float())
         gradients.append(adapter.scratch)
     assert gradients[1].dtype == torch.float32
-    snapshot = copied(rounded.adapters, "one", "sampler")
+    snapshot = copy_adapter(rounded.adapters, "one", "sampler")
     rounded.hidden(sequences(), [Segment(0, sum(LENGTHS), snapshot)])
     assert snapshot.num_bytes == 1.5 * snapshot.weights.nbytes
     assert relative_error(hiddens[1], hiddens[0]) < 5e-2

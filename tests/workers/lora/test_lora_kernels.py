@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.workers.lora import Adapter, LoraLinear, MergedLoraLinear, Segment
-from trainhouse.workers.lora.factors import Factors, Site
-from trainhouse.workers.lora.rows import One, Padded, Ragged, Rows
-from trainhouse.workers.lora.segment import grouped
+from trainhouse.workers.lora.segment import group_segments
+from trainhouse.workers.lora.segmented_matmul import PaddedLengths, RaggedLengths, SegmentedMatmul, SingleAdapter
+from trainhouse.workers.lora.stacked_factors import LinearSite, StackedFactors
 
 from ..adapted import Adapted, Dtype, probe, relative_error, sequences
 
@@ -23,13 +23,13 @@ UNEVEN, EVEN = (7, 9, 5, 4, 3, 1, 6, 2), (4,) * 8
 @pytest.fixture(params=["chosen", "padded", "ragged"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Multiplies the rows of several adapters as chosen for their lengths, or always in the same way."""
-    ways: dict[str, Callable[..., Rows]] = {"padded": Padded, "ragged": Ragged}
+    ways: dict[str, Callable[..., SegmentedMatmul]] = {"padded": PaddedLengths, "ragged": RaggedLengths}
     if request.param in ways:
 
-        def always(lengths: list[int], scales: list[float], device: torch.device, _aligned: bool) -> Rows:
+        def always(lengths: list[int], scales: list[float], device: torch.device, _aligned: bool) -> SegmentedMatmul:
             return ways[request.param](lengths, scales, device)
 
-        monkeypatch.setattr("trainhouse.workers.lora.plan.arrange", always)
+        monkeypatch.setattr("trainhouse.workers.lora.batch_plan.choose_matmul", always)
     return request.param
 
 
@@ -229,7 +229,7 @@ def test_adjacent_segments_are_grouped_only_if_compatible(tiny_models: dict[str,
 
     def members(*adapters: Adapter | None, lengths: Sequence[int] | None = None) -> list[list[Adapter]]:
         segments = segments_of(adapters, lengths or [3] * len(adapters))
-        return [group.adapters for group in grouped(segments)]
+        return [group.adapters for group in group_segments(segments)]
 
     assert members(a, b, c) == [[a, b, c]]
     assert members(a, None, b) == [[a], [b]]
@@ -245,7 +245,7 @@ def test_long_segments_are_split_off_unless_equal(tiny_models: dict[str, Path]) 
     adapters = [adapted.create(name) for name in "abcd"]
 
     def split(*lengths: int) -> list[list[int]]:
-        (group,) = grouped(segments_of(adapters, lengths))
+        (group,) = group_segments(segments_of(adapters, lengths))
         return [part.lengths for part in group.split()]
 
     assert split(30, 40, 50, 60) == [[30, 40, 50, 60]]
@@ -332,7 +332,7 @@ def test_folded_factors_equal_the_terms_and_share_no_memory(rank: int, tiny_mode
     adapter = adapted.create("one", rank=rank, train_unembed=False)
     name = next(name for name in adapter.pairs if name.endswith("q_proj"))
     a, b = adapter.matrices(name)
-    folded = Factors(Site((name,), (b.shape[1],)), [adapter], One(adapter.scale)).folded
+    folded = StackedFactors(LinearSite((name,), (b.shape[1],)), [adapter], SingleAdapter(adapter.scale)).folded
     x = torch.randn(4, a.shape[1])
     assert relative_error(x @ folded.a @ folded.b, adapter.scale * (x @ a.t() @ b)) < 1e-6
     own = adapter.weights.untyped_storage().data_ptr()

@@ -5,7 +5,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.lora.rows import Even, One, Padded, Ragged, Rows, arrange
+from trainhouse.workers.lora.segmented_matmul import (
+    EqualLengths,
+    PaddedLengths,
+    RaggedLengths,
+    SegmentedMatmul,
+    SingleAdapter,
+    choose_matmul,
+)
 
 from ..adapted import relative_error
 
@@ -15,15 +22,15 @@ RANKS = (8, 2, 13)
 SCALES = (0.5, 4.0, 1.0)
 
 # Each way, and the numbers of rows per adapter that it is for.
-WAYS: dict[str, tuple[Callable[..., Rows], Sequence[int]]] = {
-    "one": (lambda lengths, scales, device: One(scales[0]), [11]),
-    "even": (Even, [5, 5, 5]),
-    "padded": (Padded, [3, 7, 1]),
-    "ragged": (Ragged, [3, 7, 1]),
+WAYS: dict[str, tuple[Callable[..., SegmentedMatmul], Sequence[int]]] = {
+    "one": (lambda lengths, scales, device: SingleAdapter(scales[0]), [11]),
+    "even": (EqualLengths, [5, 5, 5]),
+    "padded": (PaddedLengths, [3, 7, 1]),
+    "ragged": (RaggedLengths, [3, 7, 1]),
 }
 
 
-def arranged(way: str) -> tuple[Rows, list[slice]]:
+def arranged(way: str) -> tuple[SegmentedMatmul, list[slice]]:
     """Returns the rows, and each adapter's slice of them."""
     make, lengths = WAYS[way]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -61,7 +68,7 @@ def test_rows_times_their_own_matrices(way: str) -> None:
     assert relative_error(rows.times(down, stack * (1 + 1e-5)), wanted) > TOLERANCE
 
 
-def sums(rows: Rows, places: list[slice], left: Tensor, right: Tensor) -> list[Tensor]:
+def sums(rows: SegmentedMatmul, places: list[slice], left: Tensor, right: Tensor) -> list[Tensor]:
     totals = [torch.ones(rank, right.shape[1]) for rank, _ in zip(RANKS, places, strict=False)]
     rows.add_outer(totals, left, right)
     return [total - 1 for total in totals]
@@ -125,16 +132,16 @@ def test_bfloat16_is_within_its_rounding_in_every_way() -> None:
 def test_the_way_follows_from_the_lengths() -> None:
     def way(lengths: list[int], aligned: bool = True, device: str = "cpu") -> type:
         # The meta device represents any device but the CPU.
-        return type(arrange(lengths, [1.0] * len(lengths), torch.device(device), aligned))
+        return type(choose_matmul(lengths, [1.0] * len(lengths), torch.device(device), aligned))
 
-    assert way([1000]) is One
-    assert way([64] * 16) is Even
-    assert way([1] * 5) is Even
-    assert way([3, 5, 4]) is Padded
-    assert way([60, 70, 64]) is Ragged
-    assert way([60, 70, 64], aligned=False) is Padded
-    assert way([64] * 16, device="meta") is Even
-    assert way([3, 5, 4], device="meta") is Ragged
+    assert way([1000]) is SingleAdapter
+    assert way([64] * 16) is EqualLengths
+    assert way([1] * 5) is EqualLengths
+    assert way([3, 5, 4]) is PaddedLengths
+    assert way([60, 70, 64]) is RaggedLengths
+    assert way([60, 70, 64], aligned=False) is PaddedLengths
+    assert way([64] * 16, device="meta") is EqualLengths
+    assert way([3, 5, 4], device="meta") is RaggedLengths
 
 
 def test_grouped_product_restores_the_number_of_threads() -> None:

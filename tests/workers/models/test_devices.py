@@ -9,8 +9,14 @@ import pytest
 import torch
 from trainhouse.workers.models.devices import check_cuda, no_cuda
 from trainhouse.workers.models.model import resolve_device
-from trainhouse.workers.protocol.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from trainhouse.workers.scheduler.pool_factory import source_of
+from trainhouse.workers.protocol.worker_config import (
+    DispatchConfig,
+    SamplingConfig,
+    ServedModel,
+    VllmConfig,
+    WorkerConfig,
+)
+from trainhouse.workers.scheduler.pool_factory import pool_factory_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -48,9 +54,9 @@ def test_missing_cuda_is_refused_before_start_unless_ranks_may_be_remote() -> No
         DispatchConfig((on_cpu,), sampling=SamplingConfig(1, devices=("cuda:1",))),
     ):
         with pytest.raises(ValueError, match="has no CUDA"):
-            asyncio.run(source_of(refused).open())
+            asyncio.run(pool_factory_of(refused).open())
     for taken in (
         DispatchConfig((on_cuda,), pool="ray", ray_address="127.0.0.1:1"),
         DispatchConfig((on_cpu,), sampling=SamplingConfig(vllm=VllmConfig(python=sys.executable), devices=("cuda:0",))),
     ):
-        asyncio.run(source_of(taken).open())
+        asyncio.run(pool_factory_of(taken).open())

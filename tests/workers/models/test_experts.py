@@ -35,25 +35,25 @@ def test_expert_layer_equals_transformers(num_tokens: int) -> None:
     theirs = block(x[None])[0]
     theirs.backward(gradient)
     wanted, x.grad = x.grad, None
-    result = ours.forward(x, are_alike=True)
+    result = ours.forward(x, same_tokens=True)
     result.backward(gradient)
     assert wanted is not None and x.grad is not None
     assert (result - theirs).abs().max() <= EXACT * theirs.abs().max()
     assert (x.grad - wanted).abs().max() <= EXACT * wanted.abs().max()
     with torch.no_grad():
-        assert (ours.forward(x, are_alike=True) - theirs).abs().max() <= EXACT * theirs.abs().max()
+        assert (ours.forward(x, same_tokens=True) - theirs).abs().max() <= EXACT * theirs.abs().max()
         # Control: the tolerance detects a token that goes to another expert.
         block.experts.down_proj.copy_(block.experts.down_proj.roll(1, 0))
-        assert (ours.forward(x, are_alike=True) - theirs).abs().max() > 1e-2 * theirs.abs().max()
+        assert (ours.forward(x, same_tokens=True) - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
 
 def test_empty_groups_and_rows_of_no_group() -> None:
     x, weights = torch.randn(9, 5), torch.randn(4, 5, 3)
     groups = GroupedRows(torch.tensor([2, 0, 5, 0]))
     wanted = torch.cat([x[:2] @ weights[0], x[2:7] @ weights[2], torch.zeros(2, 3)])
-    assert torch.allclose(groups.times(x, weights), wanted, atol=1e-6)
+    assert torch.allclose(groups.matmul(x, weights), wanted, atol=1e-6)
     y = torch.ones(9, 3)
-    groups.add_times(y, x, weights)
+    groups.add_matmul(y, x, weights)
     assert torch.allclose(y, 1 + wanted, atol=1e-6)
     right, totals = torch.randn(9, 4), [torch.ones(2, 5, 4), torch.ones(2, 3, 4)]  # the second's rank is lower
     groups.add_outer(totals, x, right)
@@ -155,10 +155,10 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
     for adapter in made.values():
         adapter.begin_operation()
     with adapted.adapters.applied(segments):
-        found = experts_of(adapted).forward(x, are_alike=False)
+        found = experts_of(adapted).forward(x, same_tokens=False)
         found.backward(gradient)
         with torch.no_grad():
-            without_gradient = experts_of(adapted).forward(x, are_alike=True)
+            without_gradient = experts_of(adapted).forward(x, same_tokens=True)
     assert x.grad is not None and wanted_grad is not None
     assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
     assert (without_gradient - wanted).abs().max() <= EXACT * wanted.abs().max()
@@ -170,7 +170,7 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
             assert not adapter.scratch.any()
     # Control: the tolerances detect bare experts, and another adapter's pairs.
     with torch.no_grad():
-        bare = experts_of(adapted).forward(x, are_alike=True)
+        bare = experts_of(adapted).forward(x, same_tokens=True)
         assert (bare - wanted)[: segments[0].stop].abs().max() > 1e-2 * wanted.abs().max()
     assert Pairs.largest_error(pairs[made["a"]], only_experts(adapted, f"{case}-other", 4)) > 0.5
 
@@ -179,7 +179,7 @@ def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted
     adapter = only_experts(adapted, "first", 4)
     x = torch.randn(9, 64)
     with adapted.adapters.applied([Segment(0, 9, adapter)]):
-        experts_of(adapted).forward(x, are_alike=False).sum().backward()
+        experts_of(adapted).forward(x, same_tokens=False).sum().backward()
     assert adapter.scratch.any()
 
 
@@ -190,14 +190,14 @@ def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Ad
     with torch.no_grad():
         plans = [adapted.adapters.plan(together)]
         with adapted.adapters.applied(plans[0]):
-            before = experts_of(adapted).forward(x, are_alike=True)
+            before = experts_of(adapted).forward(x, same_tokens=True)
         plans.append(adapted.adapters.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
         kept = [plan.experts.factors(name, plan.experts.bundles[0], 8, is_kept=True)[0] for plan in plans]
         assert kept[0] is kept[1]
         adapters[1].weights.add_(1.0)
         later = adapted.adapters.plan(together, plans[1])
         with adapted.adapters.applied(later):
-            after = experts_of(adapted).forward(x, are_alike=True)
+            after = experts_of(adapted).forward(x, same_tokens=True)
         assert torch.equal(after[:3], before[:3]) and not torch.allclose(after[3:], before[3:])
         alone = adapted.adapters.plan([Segment(0, 5, adapters[0])]).experts
         views = [alone.factors(name, alone.bundles[0], 8, is_kept=True)[0] for _ in range(2)]
@@ -215,7 +215,7 @@ def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
         for adapter in (sick, well):
             adapter.begin_operation()
         with adapted.adapters.applied(segments):
-            y = experts_of(adapted).forward(x, are_alike=False)
+            y = experts_of(adapted).forward(x, same_tokens=False)
             y.backward(torch.ones_like(y))
         results.append((y.detach()[6:], well.scratch.clone()))
     assert y.detach()[:6].isnan().all() and not sick.scratch_is_finite()
@@ -230,7 +230,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path) -> None:
         adapted = Adapted(directory, dtype=dtype)
         adapter = only_experts(adapted, "run", 8)
         with adapted.adapters.applied([Segment(0, 40, adapter)]):
-            y = experts_of(adapted).forward(x.to(adapted.base.dtype), are_alike=False)
+            y = experts_of(adapted).forward(x.to(adapted.base.dtype), same_tokens=False)
             y.backward(torch.ones_like(y))
         gradients.append(adapter.scratch)
     exact, rounded = gradients

@@ -15,18 +15,18 @@ from pathlib import Path
 import fsspec
 import pytest
 from trainhouse.server.cli import plan
+from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.config.knobs import ServerConfig
-from trainhouse.server.config.values import ConfigError
 from trainhouse.server.replication.state_lock import StartError
-from trainhouse.server.serving.base_models import with_models_here
+from trainhouse.server.serving.base_models import download_models
 from trainhouse.tests.server.s3 import BUCKET, S3, s3_server
 from trainhouse.tests.tiny import tiny_model
 from trainhouse.workers.models import model_cache
-from trainhouse.workers.models.model_cache import ModelCache, NoModel
+from trainhouse.workers.models.model_cache import ModelCache, ModelUnavailableError
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.ranks import Ranks
 from trainhouse.workers.worker.worker import Worker
 
@@ -71,7 +71,7 @@ def put(url: str, name: str, content: bytes) -> None:
 
 
 def bring(cache: ModelCache, url: str) -> Path:
-    return cache.bring(cache.newest(url), lambda words: None)
+    return cache.fetch(cache.newest(url), lambda words: None)
 
 
 def read(directory: Path) -> dict[str, bytes]:
@@ -91,7 +91,7 @@ def start(url: str, root: Path) -> subprocess.Popen[str]:
 def test_model_is_downloaded_once_and_logged(s3: S3, url: str, tmp_path: Path) -> None:
     said: list[str] = []
     cache = ModelCache(tmp_path)
-    here = cache.bring(cache.newest(url), said.append)
+    here = cache.fetch(cache.newest(url), said.append)
     assert read(here) == FILES and fetched(s3) == dict.fromkeys(FILES, 1)
     assert said[0].startswith(f"downloading {url} (4 files, 0 MB) to {here}") and "downloaded in" in said[1]
     s3.requests.clear()
@@ -113,7 +113,7 @@ def test_only_files_that_are_loaded_are_downloaded(s3: S3, url: str, tmp_path: P
     cache = ModelCache(tmp_path / "cache")
     assert set(read(bring(cache, url))) == {*FILES, "a\\b.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
-    small = cache.bring(cache.newest(url), print, weights=False)
+    small = cache.fetch(cache.newest(url), print, weights=False)
     assert set(read(small)) == {"config.json", "tokenizer.json", "a\\b.json"}
 
 
@@ -156,7 +156,7 @@ def test_model_that_changes_during_download_is_refused(
 
     cache = ModelCache(tmp_path)
     s3.fails = change
-    with pytest.raises(NoModel, match=reason):
+    with pytest.raises(ModelUnavailableError, match=reason):
         bring(cache, url)
     s3.fails = lambda request: False
     assert read(bring(cache, url)) == FILES | {"model-1.safetensors": content}
@@ -177,7 +177,7 @@ def test_missing_model_is_refused_without_a_retry(s3: S3, at: str, reason: str, 
     put(f"s3://{BUCKET}/deep/inner", "config.json", b"{}")
     put(f"s3://{BUCKET}/bare", "config.json", b"{}")
     s3.requests.clear()
-    with pytest.raises(NoModel, match=reason):
+    with pytest.raises(ModelUnavailableError, match=reason):
         ModelCache(tmp_path).newest(at)
     assert len(s3.requests) <= 2, "without a retry"
 
@@ -188,7 +188,7 @@ def test_missing_credentials_are_named(s3: S3, url: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    with pytest.raises(NoModel, match=f"{url}: access is refused .*give credentials .*AWS_ACCESS_KEY_ID"):
+    with pytest.raises(ModelUnavailableError, match=f"{url}: access is refused .*give credentials .*AWS_ACCESS_KEY_ID"):
         ModelCache(tmp_path).newest(url)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
@@ -198,7 +198,9 @@ def test_full_disk_is_refused_before_the_download(
 ) -> None:
     full = type(shutil.disk_usage(tmp_path))(1 << 30, (1 << 30) - 2997, 2997)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(NoModel, match=r"it takes 0 MB, but .* has only 0 MB free: free some space, or name another"):
+    with pytest.raises(
+        ModelUnavailableError, match=r"it takes 0 MB, but .* has only 0 MB free: free some space, or name another"
+    ):
         bring(ModelCache(tmp_path), url)
     assert not fetched(s3)
 
@@ -212,15 +214,15 @@ def test_last_copy_is_served_while_the_url_is_unreachable(
     with caplog.at_level(logging.WARNING):
         assert bring(cache, url) == here
     assert "serving the copy downloaded before" in caplog.text
-    with pytest.raises(NoModel, match=url):
+    with pytest.raises(ModelUnavailableError, match=url):
         ModelCache(tmp_path / "other").newest(url)
 
 
 def test_rank_on_another_machine_refuses_a_changed_model(s3: S3, url: str, tmp_path: Path) -> None:
     origin = ModelCache(tmp_path / "here").newest(url)
     put(url, "model-2.safetensors", b"3")
-    with pytest.raises(NoModel, match="have changed since the version to load was chosen"):
-        ModelCache(tmp_path / "there").bring(origin, print)
+    with pytest.raises(ModelUnavailableError, match="have changed since the version to load was chosen"):
+        ModelCache(tmp_path / "there").fetch(origin, print)
     assert read(bring(ModelCache(tmp_path / "there"), url))["model-2.safetensors"] == b"3"
 
 
@@ -239,7 +241,7 @@ def test_plan_reads_only_config_json(s3: S3, tmp_path: Path, capsys: pytest.Capt
 def test_server_does_not_start_without_its_base_model(s3: S3, tmp_path: Path) -> None:
     config = ServerConfig(base_models=(ServedModel("tiny", f"s3://{BUCKET}/none"),), model_cache=tmp_path)
     with pytest.raises(StartError, match=f"s3://{BUCKET}/none: there is no such bucket or prefix"):
-        asyncio.run(with_models_here(config, print))
+        asyncio.run(download_models(config, print))
 
 
 @pytest.mark.parametrize(
@@ -288,7 +290,7 @@ def remote_rank_config(s3: S3, tmp_path: Path) -> WorkerConfig:
     config = ServerConfig(
         base_models=(ServedModel("tiny", at),), model_cache=tmp_path / "here", pool="ray", threads=1, device="cpu"
     )
-    here = asyncio.run(with_models_here(config, lambda words: None))
+    here = asyncio.run(download_models(config, lambda words: None))
     (model,) = here.base_models
     assert Path(model.source, "config.json").is_file() and not list(Path(model.source).glob("*.safetensors"))
     assert weights_fetched(s3) == 0

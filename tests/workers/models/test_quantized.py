@@ -10,8 +10,8 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.workers.ops import quantized
-from trainhouse.workers.protocol.config import Quantization, ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import RunSpec
+from trainhouse.workers.protocol.calls import RunSpec
+from trainhouse.workers.protocol.worker_config import Quantization, ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 

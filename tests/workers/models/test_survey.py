@@ -24,8 +24,8 @@ from trainhouse.workers.models import packing_checks as plain
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops import attention
 from trainhouse.workers.ops.attention import pack_lengths
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Step
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
 from trainhouse.workers.shapes.model_shape import refusal_of
 from trainhouse.workers.worker.worker import Worker
@@ -76,8 +76,8 @@ def test_adapter_of_a_text_part_fits_the_whole_model(tmp_path: Path) -> None:
     data = some_data(128)
     worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
     for _ in range(2):
-        worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
-        worker.apply_steps((Step("a", AdamParams(learning_rate=3e-2)),))
+        worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+        worker.apply_steps((OptimizerStep("a", AdamParams(learning_rate=3e-2)),))
     worker.save_run("a", str(adapter), False)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
     bare = distance(worker, whole, data, samples=False)
@@ -108,7 +108,7 @@ def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...], samples
     """
     if "a" not in worker._models:
         worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
-    (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
     assert isinstance(output, ForwardBackwardOutput), output
     jobs = [job(f"{len(each.tokens)}", each.tokens, temperature=0.0, max_tokens=8) for each in data if samples]
     sampled = answers(worker.sample_slice, *jobs)
@@ -237,7 +237,7 @@ def test_recurrent_layers_are_found_at_load(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(model_module, "check_modules", lambda *_: None)
     with pytest.raises(ValueError, match=r"its 2 layers attend in the order \[1\], not once each"):
         base_of(tmp_path)
-    monkeypatch.setattr(plain._Seen, "check", lambda *_: None)
+    monkeypatch.setattr(plain._RecordingPacking, "check", lambda *_: None)
     with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread away from those by"):
         base_of(tmp_path)
 

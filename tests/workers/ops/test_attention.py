@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from trainhouse.workers.ops.attention import CachedPacking, Packing, pack_lengths, packed_attention
+from trainhouse.workers.ops.attention import AttendingPacking, Packing, pack_lengths, packed_attention
 from trainhouse.workers.shapes import windows
 
 from ..adapted import relative_error
@@ -36,7 +36,9 @@ def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) 
     return (scores.masked_fill(~sees, -math.inf).softmax(-1) @ value)[0].transpose(0, 1)
 
 
-def attend(qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | CachedPacking, window: int | None = None) -> Tensor:
+def attend(
+    qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | AttendingPacking, window: int | None = None
+) -> Tensor:
     out, _ = packed_attention(Layer(), *qkv, None, packing=packing, scaling=HEAD_DIM**-0.5, sliding_window=window)
     return out[0]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 from trainhouse.workers.ops import kernels as kernels_module
-from trainhouse.workers.ops.kernels import Groups, Kernels, kernels_for, load_kernels
+from trainhouse.workers.ops.kernels import Kernels, PrefixGroups, kernels_for, load_kernels
 
 TOLERANCE = 3e-6
 
@@ -73,7 +73,7 @@ CAPACITY = 140
 
 
 def attended(
-    kernels: Kernels, size: int, window: int | None, groups: Groups, num_threads: int, slots: list[int]
+    kernels: Kernels, size: int, window: int | None, groups: PrefixGroups, num_threads: int, slots: list[int]
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Returns the output of a step, and its query, keys, values and slots. Sequences 6 and 7 share 80 tokens."""
     heads, kv_heads, rows = 6, 2, len(LENGTHS)
@@ -82,7 +82,7 @@ def attended(
     query, key, value = (random(rows, n, size, seed=5 + n) for n in (heads, kv_heads, kv_heads + 1))
     value = value[:, :kv_heads]
     new = query, key, value, keys, values, torch.tensor(slots), torch.tensor(LENGTHS)
-    out = kernels.attend_once(*new, groups, window, size**-0.5, num_threads)
+    out = kernels.decode_attention(*new, groups, window, size**-0.5, num_threads)
     for row, (slot, length) in enumerate(zip(slots, LENGTHS, strict=True)):
         assert torch.equal(keys[slot, :, length], key[row]) and torch.equal(values[slot, :, length], value[row])
     return out, (query, keys, values, torch.tensor(slots))
@@ -98,13 +98,13 @@ def naive_attention(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, 
     return torch.stack(outs).float()
 
 
-def groups_of(*members: list[int], num_shared: int = 80) -> Groups:
+def groups_of(*members: list[int], num_shared: int = 80) -> PrefixGroups:
     order = [row for rows in members for row in rows]
     bounds = [0]
     for rows in members:
         bounds.append(bounds[-1] + len(rows))
     shared = [num_shared if len(rows) > 1 else 0 for rows in members]
-    return Groups(torch.tensor(order), torch.tensor(bounds), torch.tensor(shared))
+    return PrefixGroups(torch.tensor(order), torch.tensor(bounds), torch.tensor(shared))
 
 
 APART = groups_of(*([row] for row in range(len(LENGTHS))))
@@ -114,7 +114,7 @@ TOGETHER = groups_of([3], [7, 6], [0], [1], [2], [4], [5])
 @pytest.mark.parametrize("size", [4, 20, 32, 80, 128, 200])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("groups", [APART, TOGETHER], ids=["apart", "together"])
-def test_attention(kernels: Kernels, size: int, window: int | None, groups: Groups) -> None:
+def test_attention(kernels: Kernels, size: int, window: int | None, groups: PrefixGroups) -> None:
     slots = [3, 1, 0, 2, 7, 5, 6, 4]
     for num_threads in (1, 2):
         out, cached = attended(kernels, size, window, groups, num_threads, slots)
@@ -145,7 +145,7 @@ def test_nonfinite_values_stay_in_their_row(kernels: Kernels) -> None:
     for function in (
         lambda x: kernels.rms_norm(x, weight, 1e-5),
         lambda x: kernels.swiglu(x, x),
-        lambda x: kernels.choose(x, torch.ones(4), torch.full((4,), 0.5))[1][:, None],
+        lambda x: kernels.sample(x, torch.ones(4), torch.full((4,), 0.5))[1][:, None],
     ):
         before, after = function(clean), function(dirty)
         assert torch.equal(before[[0, 3]], after[[0, 3]])
@@ -154,7 +154,7 @@ def test_nonfinite_values_stay_in_their_row(kernels: Kernels) -> None:
 
 def chosen(kernels: Kernels, logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
     rows = len(uniform)
-    tokens, logprobs = kernels.choose(logits.expand(rows, -1), torch.full((rows,), temperature), uniform)
+    tokens, logprobs = kernels.sample(logits.expand(rows, -1), torch.full((rows,), temperature), uniform)
     assert_near(logprobs, logits.log_softmax(-1)[tokens])
     return tokens
 
@@ -178,7 +178,7 @@ def test_token_is_chosen_where_the_cumulative_probability_passes_the_noise(
 def test_extreme_noise_chooses_only_possible_tokens(kernels: Kernels) -> None:
     logits = torch.full((100,), -math.inf)
     logits[[7, 50]] = torch.tensor([0.0, 1.0])
-    tokens, logprobs = kernels.choose(logits.expand(2, -1), torch.ones(2), torch.tensor([0.0, 1 - 2**-24]))
+    tokens, logprobs = kernels.sample(logits.expand(2, -1), torch.ones(2), torch.tensor([0.0, 1 - 2**-24]))
     assert tokens.tolist() == [7, 50]
     assert_near(logprobs, logits.log_softmax(-1)[tokens])
 
@@ -187,15 +187,15 @@ def test_temperature_zero_chooses_the_first_likeliest_token(kernels: Kernels) ->
     logits = torch.zeros(3, 50)
     logits[1, [20, 30]] = 2.0
     logits[2, 49] = 1.0
-    tokens, _ = kernels.choose(logits, torch.zeros(3), torch.full((3,), 0.9))
+    tokens, _ = kernels.sample(logits, torch.zeros(3), torch.full((3,), 0.9))
     assert tokens.tolist() == [0, 20, 49]
 
 
 def test_rows_split_over_threads_match_single_rows(kernels: Kernels) -> None:
     logits, uniform = random(64, 5000), torch.rand(64, generator=torch.Generator().manual_seed(0))
-    together = kernels.choose(logits, torch.ones(64), uniform)
+    together = kernels.sample(logits, torch.ones(64), uniform)
     for row in range(64):
-        one = kernels.choose(logits[row : row + 1], torch.ones(1), uniform[row : row + 1])
+        one = kernels.sample(logits[row : row + 1], torch.ones(1), uniform[row : row + 1])
         assert one[0] == together[0][row] and one[1] == together[1][row]
 
 

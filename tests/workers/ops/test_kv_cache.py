@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
-from trainhouse.workers.ops.kernels import Groups
-from trainhouse.workers.ops.kv_cache import CachedRow, Chunk, DecodeStep, Shelf, Storing
+from trainhouse.workers.ops.kernels import PrefixGroups
+from trainhouse.workers.ops.kv_cache import CachedRow, CacheShelf, ContinuationChunk, DecodeStep, NewSequences
 
 from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, attend, naive, rows, split
 
@@ -19,28 +19,28 @@ WINDOWS = [None, 4]
 SHORTER = [length - 1 for length in LENGTHS]
 
 
-def new_shelf(num_slots: int = 6, capacity: int = 16) -> Shelf:
-    shelf = Shelf(num_layers=1, capacity=capacity)
+def new_shelf(num_slots: int = 6, capacity: int = 16) -> CacheShelf:
+    shelf = CacheShelf(num_layers=1, capacity=capacity)
     shelf.resize(num_slots)
     return shelf
 
 
-def fresh(shelf: Shelf, lengths: Sequence[int], slots: Sequence[int], start: int = 0) -> CachedRow:
+def fresh(shelf: CacheShelf, lengths: Sequence[int], slots: Sequence[int], start: int = 0) -> CachedRow:
     """Returns a row of new sequences that go into these slots, after `start` other tokens."""
     packing, storing, sequence = Packing(pack_lengths(list(lengths))), [], 0
     for group in packing.groups:
         own = torch.tensor(slots[sequence : sequence + group.count])
-        storing.append(Storing(start + group.start, group.count, group.length, shelf, own))
+        storing.append(NewSequences(start + group.start, group.count, group.length, shelf, own))
         sequence += group.count
     return CachedRow((), (), packing, start, storing)
 
 
-def alone(num_rows: int) -> Groups:
+def alone(num_rows: int) -> PrefixGroups:
     """Returns groups in which no two sequences share anything."""
-    return Groups(torch.arange(num_rows), torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
+    return PrefixGroups(torch.arange(num_rows), torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
 
 
-def step(shelf: Shelf, slots: Sequence[int], lengths: Sequence[int], first: int = 0) -> DecodeStep:
+def step(shelf: CacheShelf, slots: Sequence[int], lengths: Sequence[int], first: int = 0) -> DecodeStep:
     """Returns the step for the next token of the sequences in these slots, from token `first` of the packed row."""
     return DecodeStep(
         shelf=shelf,
@@ -104,7 +104,7 @@ def test_a_sequence_in_chunks_attends_as_in_one_piece(window: int | None, cuts: 
     qkv, shelf = rows(12, seed=8), new_shelf()
     parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(shelf, [cuts[0]], [3]), window)]
     for start, stop in zip(cuts, (*cuts[1:], 12), strict=True):
-        chunk = CachedRow((), [Chunk(0, stop - start, shelf, 3, start)], None, stop - start, ())
+        chunk = CachedRow((), [ContinuationChunk(0, stop - start, shelf, 3, start)], None, stop - start, ())
         parts.append(attend(_part(qkv, slice(start, stop)), chunk, window))
     torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window), atol=1e-5, rtol=1e-5)
 
@@ -118,7 +118,7 @@ def test_one_row_mixes_decode_chunk_and_new_sequence() -> None:
     now = [_part(decoded, slice(8, 9)), _part(chunked, slice(5, 8)), new]
     mixed = CachedRow(
         steps=[step(shelf, [0], [8])],
-        chunks=[Chunk(1, 4, shelf, 1, 5)],
+        chunks=[ContinuationChunk(1, 4, shelf, 1, 5)],
         fresh=Packing(pack_lengths([5])),
         fresh_start=4,
         storing=fresh(shelf, [5], [2], start=4).storing,
@@ -172,7 +172,7 @@ def test_copied_and_resized_slots_keep_their_content() -> None:
     assert not torch.equal(outputs(shelf, slot=1), before)
 
 
-def outputs(shelf: Shelf, slot: int) -> Tensor:
+def outputs(shelf: CacheShelf, slot: int) -> Tensor:
     """Decodes one token against a copy of a slot that has nine tokens."""
     alone = new_shelf(1, capacity=24)
     shelf.copy_slot(slot, alone, 0)

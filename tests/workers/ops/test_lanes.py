@@ -15,8 +15,8 @@ import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.ops.lanes import Lanes, current_lane
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 from ..requests import supervised
@@ -127,7 +127,7 @@ def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[s
         lengths = [60 + 20 * j + 7 * i for j in range(2 + i)]
         weight = 3e38 if run_id == spoil else 0.5
         data = tuple(supervised(length, weights=np.full(length, weight)) for length in lengths)
-        parts.append(Part(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
+        parts.append(OperationPart(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
     answers = dict(zip(RUNS, worker.run_pass(Pass(tuple(parts))), strict=True))
     gradients = {run_id: worker._models.get(run_id).accumulator.clone() for run_id in RUNS if run_id != spoil}
     for run_id in RUNS:

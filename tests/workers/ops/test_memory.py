@@ -12,10 +12,10 @@ import torch
 from trainhouse.workers.ops.memory import is_out_of_memory
 from trainhouse.workers.planner import footprint
 from trainhouse.workers.planner.activations import activations
-from trainhouse.workers.planner.load import Load
 from trainhouse.workers.planner.parameters import parameters
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.worker.worker import Worker
 
@@ -178,7 +178,7 @@ def test_micro_batches_fill_a_third_of_the_free_memory(
     served = ServedModel("tiny", str(tiny_models["qwen3"]))
     shape = read_model(served)
     assert isinstance(shape, ModelShape)
-    of_1024 = 3 * activations(shape, SINGLE, Load(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
+    of_1024 = 3 * activations(shape, SINGLE, Workload(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
 
     def tokens(free: int, micro_batch_tokens: int = WorkerConfig.micro_batch_tokens) -> int:
         monkeypatch.setattr(footprint, "available_bytes", lambda: free)

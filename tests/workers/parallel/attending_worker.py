@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import AttentionKind, Packing, pack_lengths
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.parallel.rows import TokenShare
-from trainhouse.workers.parallel.sequence import SharedPacking
+from trainhouse.workers.parallel.sequence import ShardedPacking
+from trainhouse.workers.parallel.token_shard import TokenShard
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
 from trainhouse.workers.worker.worker import Worker
 
@@ -48,8 +48,8 @@ class AttendingWorker(Worker):
         """Of all tokens: the result without gradients and with, and the gradients of query, key and value."""
         sp = self._mesh.along("sp")
         split = SequenceSplit.of(sp.size, case.heads, case.kv_heads)
-        share = TokenShare(sum(case.lengths), self._mesh, ring=split.ring)
-        packing = SharedPacking.of(case.packing, share, sp, split)
+        share = TokenShard(sum(case.lengths), self._mesh, ring=split.ring)
+        packing = ShardedPacking.of(case.packing, share, sp, split)
         *leaves, grad = (share.of_tokens(x).contiguous() for x in case.tensors())
         with torch.no_grad():
             plain = packing.attend(*leaves, case.kind)

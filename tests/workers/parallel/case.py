@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trainhouse.workers.protocol.config import ZeroStage
-from trainhouse.workers.protocol.parallel_spec import ParallelSpec, Unit
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec, ShardedUnit
+from trainhouse.workers.protocol.worker_config import ZeroStage
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
 from ...tiny import tiny_model
@@ -27,7 +27,7 @@ class Case:
     tp_activations: Literal["sharded", "whole"] = "sharded"
     heads: str = "4x2"
     zero_stage: ZeroStage = "3"
-    replicated: tuple[Unit, ...] = ()
+    replicated: tuple[ShardedUnit, ...] = ()
     draft: str | None = None
 
     def __str__(self) -> str:
@@ -47,9 +47,9 @@ class Case:
         return replace(ParallelSpec.parse(self.spec), replicated=self.replicated)
 
     @property
-    def units(self) -> list[list[Unit]]:
+    def units(self) -> list[list[ShardedUnit]]:
         """What each of the two layers has."""
-        of_kinds: dict[str, list[Unit]] = {"qwen3_moe": ["experts"] * 2, "mixtral": ["experts"] * 2}
+        of_kinds: dict[str, list[ShardedUnit]] = {"qwen3_moe": ["experts"] * 2, "mixtral": ["experts"] * 2}
         of_kinds["qwen3_moe_mixed"] = ["mlp", "experts"]
         return [["self_attn", features] for features in of_kinds.get(self.kind, ["mlp"] * 2)]
 
@@ -66,5 +66,5 @@ class Case:
     def split(self) -> SequenceSplit:
         heads, kv_heads = (int(number) for number in self.heads.partition("-")[0].split("x"))
         spec = self.parallel
-        tp = spec.tp_of("self_attn")
+        tp = spec.tp_size_of("self_attn")
         return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)

@@ -12,9 +12,9 @@ from trainhouse.schemas.models import LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.ranks import Ranks
 
 HANG_SECONDS = 600.0
@@ -35,14 +35,14 @@ class Measured:
     num_operations: int = 0
 
     def of_each(self, method: str, *arguments: object) -> list[Any]:
-        return self.runner.run(self.pool.answers(method, *arguments, hang_seconds=HANG_SECONDS))
+        return self.runner.run(self.pool.call_all(method, *arguments, hang_seconds=HANG_SECONDS))
 
     def pass_over(self, tokens: int, length: int = LENGTH) -> None:
         """tokens: of the sequences that a rank takes. length: of each of them."""
         self.num_operations += 1
         random = np.random.default_rng(0)
-        data = tuple(_datum(random, length) for _ in range(self.spec.num_shares * tokens // length))
-        part = Part(self.num_operations, ForwardBackwardRequest("run", 1, data, "cross_entropy"))
+        data = tuple(_datum(random, length) for _ in range(self.spec.num_data_shares * tokens // length))
+        part = OperationPart(self.num_operations, ForwardBackwardRequest("run", 1, data, "cross_entropy"))
         (output,) = self.runner.run(self.ranks.run_pass(Pass((part,)), HANG_SECONDS))
         assert isinstance(output, ForwardBackwardOutput), output
 

@@ -1,16 +1,16 @@
 """Workers that tell what they hold, and count what is alive during a pass."""
 
 from trainhouse.schemas.models import TrainingConfig
-from trainhouse.workers.protocol.config import WorkerConfig
-from trainhouse.workers.protocol.verbs import AdapterWeights, Failure, Pass, RunInfo, RunSpec, Step
-from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.protocol.calls import AdapterWeights, Failure, OptimizerStep, Pass, RunInfo, RunSpec
+from trainhouse.workers.protocol.worker_config import WorkerConfig
+from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.worker.worker import Worker
 
 from .live_bytes import LiveBytes
 
 
 class MeasuringWorker(Worker):
-    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
         with LiveBytes() as live:
             answers = super().run_pass(work)
         self._peak = live.peak
@@ -41,12 +41,12 @@ class AccountingWorker(Worker):
         with self._live:
             return super().create_run(spec)
 
-    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
         self._live.restart()
         with self._live:
             return super().run_pass(work)
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         with self._live:
             return super().apply_steps(steps)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from trainhouse.workers.parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
+from trainhouse.workers.parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 MEETING = "trainhouse.tests.workers.parallel.meeting_worker:MeetingWorker"
@@ -23,25 +23,25 @@ class MeetingConfig:
 class MeetingWorker:
     def __init__(self, config: MeetingConfig) -> None:
         self._config = config
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
 
-    def meet(self) -> str | None:
+    def open_rendezvous(self) -> str | None:
         if self._config.rank > 0:
             return None
-        self._meeting = Meeting.opened(LOOPBACK if self._config.is_local else own_host(), SECONDS)
+        self._meeting = Rendezvous.open(LOOPBACK if self._config.is_local else own_host(), SECONDS)
         return self._meeting.address
 
     def load(self, address: str) -> None:
-        meeting = self._meeting or Meeting.at(address, SECONDS)
+        meeting = self._meeting or Rendezvous.join(address, SECONDS)
         connect(meeting, self._config.spec, self._config.rank, torch.device("cpu"), SECONDS)
         self._mesh = Mesh(self._config.spec, self._config.rank)
 
     def summed(self, value: float) -> float:
-        return self._mesh.beside().sum(torch.tensor([value])).item()
+        return self._mesh.across().all_reduce(torch.tensor([value])).item()
 
     def listening(self) -> list[list[str]]:
         """By rank, the addresses on which it does."""
-        return self._mesh.exchange(_listening_addresses())
+        return self._mesh.all_gather_object(_listening_addresses())
 
 
 def _listening_addresses() -> list[str]:

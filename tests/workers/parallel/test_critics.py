@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .training import ADAM, Layout, close, distance, largest_error, layout, supervised
@@ -54,7 +54,7 @@ class Trained:
                     assert isinstance(output, ForwardBackwardOutput), output
                     self.losses.append(output.metrics["loss:sum"])
                 self.values += [each["values"] for each in outputs[0].loss_fn_outputs]  # pyright: ignore
-            for metrics in where.call("apply_steps", (Step("critic", ADAM), Step("a", ADAM))):
+            for metrics in where.call("apply_steps", (OptimizerStep("critic", ADAM), OptimizerStep("a", ADAM))):
                 assert isinstance(metrics, dict), metrics
                 self.losses.append(metrics["unclipped_grad_l2:mean"])
         self.directory = where.saved("critic")
@@ -102,6 +102,6 @@ def test_the_output_head_is_gathered_for_policies_alone(tiny_models: dict[str, P
 
 
 def num_gathered(where: Layout, request: ForwardBackwardRequest) -> int:
-    before = where.call("num_exchanges").get("all_gather", 0)
+    before = where.call("num_collectives").get("all_gather", 0)
     where.run_pass(request)
-    return where.call("num_exchanges")["all_gather"] - before
+    return where.call("num_collectives")["all_gather"] - before

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.checkpoint.description import Description
+from trainhouse.workers.checkpoint.description import CheckpointDescription
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .short_sighted_worker import SHORT_SIGHTED
@@ -102,7 +102,7 @@ def window(where: Layout, algorithm: Algorithm, seeds: Sequence[int]) -> Gradien
         losses += [each["losses"] for each in output.loss_fn_outputs]
     directory = where.snapshot("draft")
     of_sum = {name: each for path in directory.glob("window*.safetensors") for name, each in load_file(path).items()}
-    return Gradient(of_sum, Description.read(directory).window.weight_sum, losses)
+    return Gradient(of_sum, CheckpointDescription.read(directory).window.weight_sum, losses)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -166,7 +166,7 @@ def test_a_draft_of_some_words_learns_what_a_policy_says(
         alone.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=2)))
         for seed in range(3):
             alone.run_pass(supervised("policy", seed, 20, 20))
-            alone.call("apply_steps", (Step("policy", ADAM),))
+            alone.call("apply_steps", (OptimizerStep("policy", ADAM),))
         target = str(alone.saved("policy"))
         of_base, found = [], []
         for where in (alone, many):

@@ -6,8 +6,8 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .test_drafts import ALGORITHMS, guessed
@@ -25,9 +25,9 @@ class Bytes:
         self.new = self._now(where)
         self._learn(where, algorithm)
         self.with_gradients = self._now(where)
-        where.call("apply_steps", (Step("draft", ADAM),))
+        where.call("apply_steps", (OptimizerStep("draft", ADAM),))
         self._learn(where, algorithm)
-        where.call("apply_steps", (Step("draft", ADAM),))
+        where.call("apply_steps", (OptimizerStep("draft", ADAM),))
         self.behind_steps = self._now(where)
 
     def _learn(self, where: Layout, algorithm: str) -> None:

@@ -10,8 +10,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.pools.base import WorkerDied
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Step
 
 from ..jobs import job
 from .case import Case
@@ -75,7 +75,7 @@ def save_all(where: Layout, directory: Path) -> None:
     where.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=5)))
     for number in range(3):
         where.run_pass(supervised("policy", number, 9, 30))
-        where.call("apply_steps", (Step("policy", ADAM),))
+        where.call("apply_steps", (OptimizerStep("policy", ADAM),))
     save(where, "policy", directory / ADAPTER)
 
 
@@ -128,7 +128,7 @@ def guessed(found: Mapping[str, SampleResponse]) -> set[str]:
 
 def teams_of(where: Layout) -> list[list[int]]:
     """Ranks that decode together."""
-    return [list(ranks) for ranks in where.spec.groups(("ep", "tp"))]
+    return [list(ranks) for ranks in where.spec.rank_groups(("ep", "tp"))]
 
 
 def forget(where: Layout) -> None:
@@ -248,11 +248,11 @@ def test_ranks_that_decide_each_for_itself_are_found(tiny_models: dict[str, Path
         save_all(where, tmp_path)
         load_all(where, tmp_path)
         where.call("disturb", 1, "chain")
-        where.call("decide_alone", "same")
+        where.call("decide_alone", "from_leader")
         sampled(where, *jobs)
         one, other = where.answers("sampled")
         assert one.keys() == other.keys() and one != other
-        where.call("decide_alone", "verified")
+        where.call("decide_alone", "agree_on_verified")
         with pytest.raises(WorkerDied):
             sampled(where, *jobs)
 

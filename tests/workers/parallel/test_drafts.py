@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .training import ADAM, Layout, close, greedy, largest_error, layout
@@ -61,7 +61,7 @@ class Trained:
                 (output,) = where.run_pass(guessed(algorithm, seed, *lengths))
                 assert isinstance(output, ForwardBackwardOutput), output
                 self.told += [value for name, value in output.metrics.items() if name.endswith(":sum")]
-            (metrics,) = where.call("apply_steps", (Step("draft", ADAM, "mean"),))
+            (metrics,) = where.call("apply_steps", (OptimizerStep("draft", ADAM, "mean"),))
             assert isinstance(metrics, dict), metrics
             self.told.append(metrics["unclipped_grad_l2:mean"])
         self.directory = where.saved("draft")
@@ -103,7 +103,7 @@ def test_a_draft_learns_as_on_one_rank(
 
 def went_on(where: Layout, algorithm: Algorithm) -> list[float]:
     """A step of the gradients that wait, and a pass."""
-    (metrics,) = where.call("apply_steps", (Step("draft", ADAM, "mean"),))
+    (metrics,) = where.call("apply_steps", (OptimizerStep("draft", ADAM, "mean"),))
     assert isinstance(metrics, dict), metrics
     (output,) = where.run_pass(guessed(algorithm, 4, 8, 13))
     assert isinstance(output, ForwardBackwardOutput), output

@@ -19,9 +19,9 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.planner.checks import check_layout
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, Step
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.families import FAMILIES, Family
 from trainhouse.workers.shapes.model_shape import read_model
 from transformers import AutoModelForCausalLM
@@ -92,7 +92,7 @@ def trained(where: Layout) -> Path:
     for seed in (1, 2):
         (output,) = where.run_pass(supervised("a", seed, 12, 25))
         assert isinstance(output, ForwardBackwardOutput), output
-        where.call("apply_steps", (Step("a", ADAM.model_copy(update={"learning_rate": 3e-2})),))
+        where.call("apply_steps", (OptimizerStep("a", ADAM.model_copy(update={"learning_rate": 3e-2})),))
     return where.saved("a")
 
 

@@ -10,8 +10,8 @@ from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.pools.base import WorkerError
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import Failure, RunSpec, Step
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
@@ -68,7 +68,7 @@ def loss_of(where: Layout, seed: int, *lengths: int) -> float:
 
 
 def norm_of_step(where: Layout) -> float:
-    (metrics,) = where.call("apply_steps", (Step("full", ADAM),))
+    (metrics,) = where.call("apply_steps", (OptimizerStep("full", ADAM),))
     assert isinstance(metrics, dict), metrics
     return metrics["unclipped_grad_l2:mean"]
 

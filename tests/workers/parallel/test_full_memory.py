@@ -8,14 +8,14 @@ import pytest
 from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.planner.activations import activations
-from trainhouse.workers.planner.choice import smallest_layout, usable_bytes
-from trainhouse.workers.planner.estimate import Memory, estimate
-from trainhouse.workers.planner.load import Load
+from trainhouse.workers.planner.estimate import MemoryEstimate, estimate
+from trainhouse.workers.planner.layout_search import smallest_layout, usable_bytes
 from trainhouse.workers.planner.parameters import full_size, num_parameters, parameters
-from trainhouse.workers.planner.trainable import LearnedBytes, bytes_per_number
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.planner.trainable_memory import TrainableBytes, bytes_per_number
+from trainhouse.workers.planner.workload import Workload
+from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -24,7 +24,7 @@ from .measuring import ACCOUNTING, Measured, measured
 
 FULL = FullConfig(seed=0)
 LENGTH = 256
-LOAD = Load(
+LOAD = Workload(
     longest=LENGTH, micro_batch_tokens=LENGTH, head_chunk_tokens=64, samples=False, training="full", full_slots=1
 )
 
@@ -36,7 +36,7 @@ def near(planned: float, found: float, within: float = 0.1) -> bool:
 
 
 def stepped(where: Measured) -> None:
-    where.of_each("apply_steps", (Step("run", AdamParams()),))
+    where.of_each("apply_steps", (OptimizerStep("run", AdamParams()),))
 
 
 def held(where: Measured) -> int:
@@ -64,12 +64,12 @@ def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, tiny_mode
     shape, spec = shape_at(tiny_models[kind]), ParallelSpec.parse(layout)
     with measured(tiny_models[kind], spec) as where:
         assert where.of_each("model_size", FULL) == [full_size(shape, spec)] * spec.num_ranks
-    assert spec.num_kept_parts * spec.tp * spec.ep == 1 or full_size(shape, spec) < 0.9 * full_size(shape, SINGLE)
+    assert spec.num_weight_shards * spec.tp * spec.ep == 1 or full_size(shape, spec) < 0.9 * full_size(shape, SINGLE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_takes_what_is_planned(dtype: str, tiny_models: dict[str, Path]) -> None:
-    planned = estimate(shape_at(tiny_models["qwen3"]), SINGLE, replace(LOAD, dtype=dtype)).learned
+    planned = estimate(shape_at(tiny_models["qwen3"]), SINGLE, replace(LOAD, dtype=dtype)).trainable
     with measured(tiny_models["qwen3"], SINGLE, FULL, dtype=dtype) as where:
         stepped(where)
         for _ in range(2):  # a window, and the gradients of an operation
@@ -105,7 +105,7 @@ RANKS = [
 def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, states: Any, tmp_path: Path) -> None:
     model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
     planned = estimate(shape_at(model), spec, replace(LOAD, dtype=dtype, optimizer_states=states))
-    learned = planned.learned
+    learned = planned.trainable
     of_window = learned.weights + learned.gradients // 2 + learned.copies
     knobs = KNOBS | {"dtype": dtype, "optimizer_states": states}
     with measured(model, spec, FULL, ACCOUNTING, **knobs) as where:
@@ -167,14 +167,16 @@ def test_a_parameter_takes_24_bytes_with_that_of_the_base(dtype: str) -> None:
 
 def test_ranks_have_parts_of_every_vector() -> None:
     shape, load = public("Qwen3-30B-A3B"), LOAD
-    alone = estimate(shape, SINGLE, load).learned
+    alone = estimate(shape, SINGLE, load).trainable
     for layout in ("tp=2", "ep=2", "fsdp=2"):
-        assert parts(estimate(shape, ParallelSpec.parse(layout), load).learned, alone) == pytest.approx(4 * [0.5], 0.1)
+        assert parts(estimate(shape, ParallelSpec.parse(layout), load).trainable, alone) == pytest.approx(
+            4 * [0.5], 0.1
+        )
     for layout in ("sp=2", "replicas=2"):
-        assert estimate(shape, ParallelSpec.parse(layout), load).learned == alone
+        assert estimate(shape, ParallelSpec.parse(layout), load).trainable == alone
 
 
-def parts(own: LearnedBytes, whole: LearnedBytes) -> list[float]:
+def parts(own: TrainableBytes, whole: TrainableBytes) -> list[float]:
     names = ("weights", "gradients", "optimizer", "copies")
     return [getattr(own, name) / getattr(whole, name) for name in names]
 
@@ -191,11 +193,11 @@ def test_layers_that_are_gathered_have_gradients_of_two() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_gathered_beside_the_last_layer(tied: bool) -> None:
-    shape, spec = replace(public("Llama-3.1-8B"), tied=tied), ParallelSpec(fsdp=4)
+    shape, spec = replace(public("Llama-3.1-8B"), tied_embeddings=tied), ParallelSpec(fsdp=4)
     planned, size = estimate(shape, spec, LOAD), shape.vocab * shape.hidden
     assert planned.gathered_head == (2 + 4 + 1) * size
     of_pass = planned.activations
-    assert planned.work == of_pass.kept + of_pass.head + planned.gathered + planned.arriving + planned.gathered_head
+    assert planned.work == of_pass.kept + of_pass.head + planned.gathered + planned.prefetched + planned.gathered_head
     assert estimate(shape, spec, replace(LOAD, training="lora")).gathered_head == 2 * size
     assert estimate(replace(shape, vocab=shape.vocab + 1), spec, LOAD).gathered_head == 0, "4 does not divide it"
     assert estimate(shape, ParallelSpec(tp=4), LOAD).gathered_head == 0
@@ -226,5 +228,5 @@ def test_the_smallest_layout_is_chosen_for_it() -> None:
     assert full.smaller is not None and fits_not(full.smaller.memory, device)
 
 
-def fits_not(memory: Memory, device_bytes: int) -> bool:
+def fits_not(memory: MemoryEstimate, device_bytes: int) -> bool:
     return memory.total > usable_bytes(device_bytes)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.models.layer_inputs import HostMemory, LayerInputs
+from trainhouse.workers.models.activation_checkpointing import HostOffload, LayerInputs
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 from ...tiny import tiny_model
 from .training import Layout, Numbers, layout, supervised, train
@@ -75,9 +75,9 @@ def forward_only(where: Layout) -> np.ndarray:
 
 
 def exchanges_of_a_layer(where: Layout) -> dict[str, float]:
-    before = where.call("num_exchanges")
+    before = where.call("num_collectives")
     where.run_pass(supervised("a", 1, 8, 8, 8, 8))
-    after = where.call("num_exchanges")
+    after = where.call("num_collectives")
     return {kind: (number - before.get(kind, 0)) / NUM_LAYERS for kind, number in after.items()}
 
 
@@ -133,8 +133,8 @@ def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
         BaseModel(WorkerConfig(ServedModel("m", str(model)), activations="recompute"))
 
 
-@pytest.mark.parametrize("host", [None, HostMemory(torch.device("cpu"))])
-def test_inputs_come_back_in_the_other_order(host: HostMemory | None) -> None:
+@pytest.mark.parametrize("host", [None, HostOffload(torch.device("cpu"))])
+def test_inputs_come_back_in_the_other_order(host: HostOffload | None) -> None:
     inputs, states = LayerInputs(host, lambda: pytest.fail("nothing runs")), torch.arange(12.0).view(4, 3)
     for number, state in enumerate(states):
         inputs.keep(number, state)
@@ -146,7 +146,7 @@ def test_inputs_come_back_in_the_other_order(host: HostMemory | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_gets_back_what_it_gave() -> None:
-    inputs = LayerInputs(HostMemory(torch.device("cuda")), lambda: pytest.fail("nothing runs"))
+    inputs = LayerInputs(HostOffload(torch.device("cuda")), lambda: pytest.fail("nothing runs"))
     states = torch.randn(8, 1 << 20, device="cuda")
     for number, state in enumerate(states):
         inputs.keep(number, state * 1)

@@ -15,8 +15,8 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.pools.base import WorkerDied, WorkerError
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.protocol.verbs import Failure, RunSpec, Step
 
 from .case import Case
 from .training import (
@@ -183,7 +183,9 @@ def told_before_a_step(where: Layout, learning_rate: float) -> list[bytes]:
     """By a pass over the same batch each time: the loss, then log-probabilities and the gradient's norm."""
     (output,) = where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
     assert isinstance(output, ForwardBackwardOutput)
-    (metrics,) = where.call("apply_steps", (Step("new", ADAM.model_copy(update={"learning_rate": learning_rate})),))
+    (metrics,) = where.call(
+        "apply_steps", (OptimizerStep("new", ADAM.model_copy(update={"learning_rate": learning_rate})),)
+    )
     logprobs = [each["logprobs"] for each in output.loss_fn_outputs]
     return [
         np.asarray(each).tobytes()
@@ -215,7 +217,7 @@ def test_gradients_of_a_snapshot_go_on_under_the_layout_and_back(
             if where is second:
                 where.call("load_run", "b", str(directory), True)
             where.run_pass(supervised("b", 4, 21))
-            (metrics,) = where.call("apply_steps", (Step("b", ADAM),))
+            (metrics,) = where.call("apply_steps", (OptimizerStep("b", ADAM),))
             norms.append(metrics["unclipped_grad_l2:mean"])
     assert close(norms[1::2], norms[::2])
 
@@ -283,7 +285,7 @@ def one_step(where: Layout, rule: str) -> Stepped:
     where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
     where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
     # So small that it is not clipped: clipped, the mean may do what the sum does.
-    (metrics,) = where.call("apply_steps", (Step("new", ADAM, 0.001),))
+    (metrics,) = where.call("apply_steps", (OptimizerStep("new", ADAM, 0.001),))
     assert not metrics["grad_clipped:mean"], metrics
     (output,) = where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12, forward_only=True))
     assert isinstance(output, ForwardBackwardOutput)
@@ -337,12 +339,12 @@ def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_on
 ) -> None:
     """Of one micro-batch: were a layer run past its exchanges, or gradients added up at each pass, this would show."""
     where, _ = many
-    before = Counter(where.call("num_exchanges"))
+    before = Counter(where.call("num_collectives"))
     for seed in (1, 2):
         where.run_pass(supervised("a", seed, 8, 8, 8, 8))
-    passed = Counter(where.call("num_exchanges"))
-    where.call("apply_steps", (Step("a", ADAM),))
-    of_passes, of_step = passed - before, Counter(where.call("num_exchanges")) - passed
+    passed = Counter(where.call("num_collectives"))
+    where.call("apply_steps", (OptimizerStep("a", ADAM),))
+    of_passes, of_step = passed - before, Counter(where.call("num_collectives")) - passed
     wanted = of_pass(case, where)
     row.exchanges = f"{of_passes.total() + of_step.total()}/{2 * wanted.total() + of_a_step(case).total()}"
     assert of_passes == wanted + wanted
@@ -354,12 +356,12 @@ def of_pass(case: Case, where: Layout) -> Counter[str]:
     layers, spec = 2, where.spec
     wanted: Counter[str] = Counter()
     for unit in (unit for units in case.units for unit in units):
-        if spec.ep_of(unit) > 1:
+        if spec.ep_size_of(unit) > 1:
             # How many tokens come; they, and what comes of them; and the tokens once more for adapters of the experts.
             wanted["all_to_all"] += 1 + 2 * 2 + 1
         if spec.tp > 1 and where.shards_activations:
             wanted["all_gather"] += 2
-        if spec.tp_of(unit) > 1:
+        if spec.tp_size_of(unit) > 1:
             wanted["reduce_scatter" if where.shards_activations else "all_reduce"] += 2
     if spec.fsdp > 1:
         # Before each layer, forward and backward, but for the last one, which stays; or all of them stay. And the head.
@@ -372,7 +374,7 @@ def of_pass(case: Case, where: Layout) -> Counter[str]:
         wanted["pass_on"] += (2 * (ring - 1) + ring) * layers  # keys and values, forth and back, with their gradients
     if spec.tp > 1 and not where.shards_activations:
         wanted["all_gather"] += 1  # the gradient of the head's rows
-    if spec.tp_of("self_attn") > 1 and case.kind == "olmo2":
+    if spec.tp_size_of("self_attn") > 1 and case.kind == "olmo2":
         wanted["all_reduce"] += 2 * layers  # the means of norms of all heads together
     if spec.sp * spec.tp > 1:
         wanted["all_gather"] += 1  # the log-probabilities
@@ -384,7 +386,7 @@ def of_a_step(case: Case) -> Counter[str]:
     spec = case.parallel
     parts = {(1, 1)}
     for unit in (unit for units in case.units for unit in units):
-        parts |= {(spec.ep_of(unit), 1), (spec.ep_of(unit), spec.tp_of(unit))}
+        parts |= {(spec.ep_size_of(unit), 1), (spec.ep_size_of(unit), spec.tp_size_of(unit))}
     of_regions = sum(prod(each) < spec.num_ranks for each in parts)  # what every rank has for itself needs none
     of_norms = len(parts) - 1
     return Counter(all_reduce=of_regions + of_norms)
@@ -397,7 +399,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[L
     failed, fine = where.run_pass(bad, supervised("b", 1, 4, 5, 6))
     assert isinstance(failed, Failure) and "datum 1: target_tokens has token id 1000000 at position 3" in failed.message
     assert not isinstance(fine, Failure)
-    refused, metrics = where.call("apply_steps", (Step("a", ADAM), Step("b", ADAM)))
+    refused, metrics = where.call("apply_steps", (OptimizerStep("a", ADAM), OptimizerStep("b", ADAM)))
     assert isinstance(refused, Failure) and "was refused" in refused.message
     assert metrics["window_tokens:sum"] == 15
     (empty,) = where.run_pass(supervised("a", 1))
@@ -443,7 +445,7 @@ def test_trouble_in_the_pass_of_one_rank_is_trouble_of_all_and_nobody_goes_on_wa
         assert isinstance(failed, Failure)
         assert ("broken" if trouble == "raised" else "out of memory") in failed.message
         where.call("fail", spec.num_ranks - 1, "")
-        (refused,) = where.call("apply_steps", (Step("a", ADAM),))
+        (refused,) = where.call("apply_steps", (OptimizerStep("a", ADAM),))
         assert isinstance(refused, Failure) and "was refused" in refused.message
         (fine,) = where.run_pass(supervised("a", 3, 9, 30))
         assert isinstance(fine, ForwardBackwardOutput)

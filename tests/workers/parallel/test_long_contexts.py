@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from trainhouse.workers.planner.estimate import estimate
-from trainhouse.workers.planner.load import Load
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
@@ -15,7 +15,7 @@ from ...tiny import tiny_model
 from .measuring import HANG_SECONDS, LORA, measured
 
 SPEC = ParallelSpec(sp=2)
-LOAD = Load(32768, "float32", head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1, samples=False)
+LOAD = Workload(32768, "float32", head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1, samples=False)
 
 # Query and key/value heads that two ranks share out, and those that they cannot.
 HEADS = {"heads": (4, 2), "ring": (3, 1)}
@@ -36,7 +36,7 @@ def test_long_sequences_take_what_is_planned(split: str, way: str, tmp_path: Pat
         for length in (16384, 32768):
             peak = where.peak(length, length)
             of_pass = estimate(shape, SPEC, replace(LOAD, longest=length, activations=way))
-            planned = of_pass.work + of_pass.learned.weights  # the gradients of an operation
+            planned = of_pass.work + of_pass.trainable.weights  # the gradients of an operation
             print(f"| {length // 1024}k | {split} | {way} | {peak / 1e6:.1f} | {planned / 1e6:.1f} |")
             assert 0.85 * peak < planned < 1.15 * peak
             # A number for each pair of a rank's tokens would be far more.

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from trainhouse.tests.workers.parallel.meeting_worker import MEETING, MeetingConfig
-from trainhouse.workers.parallel.mesh import LOOPBACK, Meeting, interface_of, own_host
+from trainhouse.workers.parallel.mesh import LOOPBACK, Rendezvous, interface_of, own_host
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
@@ -20,7 +20,7 @@ beyond_loopback = pytest.mark.skipif(own_host() == LOOPBACK, reason="this machin
 @beyond_loopback
 @pytest.mark.parametrize("host", [LOOPBACK, own_host()])
 def test_ranks_meet_at_one_address_alone(host: str) -> None:
-    meeting = Meeting.opened(host, SECONDS)
+    meeting = Rendezvous.open(host, SECONDS)
     port = int(meeting.address.rpartition(":")[2])
     assert meeting.address == f"{host}:{port}"
     with socket.create_connection((host, port), timeout=SECONDS):
@@ -28,7 +28,7 @@ def test_ranks_meet_at_one_address_alone(host: str) -> None:
     other = own_host() if host == LOOPBACK else LOOPBACK
     with pytest.raises(OSError), socket.create_connection((other, port)):
         pass
-    Meeting.at(meeting.address, SECONDS).store.set("said", "so")
+    Rendezvous.join(meeting.address, SECONDS).store.set("said", "so")
     assert meeting.store.get("said") == b"so"
 
 

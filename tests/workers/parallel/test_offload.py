@@ -9,8 +9,8 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec, SampleJob, SliceResult
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import Part, RunSpec, SampleJob, SliceResult
 
 from .case import Case
 from .test_full import Trained
@@ -41,7 +41,7 @@ class Moving(Layout):
         self._leave()
         return super().call(method, *arguments)
 
-    def run_parts(self, *parts: Part) -> list[Any]:
+    def run_parts(self, *parts: OperationPart) -> list[Any]:
         self._leave()
         return super().run_parts(*parts)
 

@@ -9,8 +9,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.protocol.calls import AdapterWeights, Failure, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import AdapterWeights, Failure, RunSpec, Step
 
 from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
 from .watched_worker import WATCHED
@@ -36,7 +36,7 @@ def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathF
         where.call("create_run", RunSpec("d", LORA))
         losses = next_losses(where, "d")
         where.run_pass(supervised("d", 1, 4, 5, 6))
-        where.call("apply_steps", (Step("d", ADAM),))
+        where.call("apply_steps", (OptimizerStep("d", ADAM),))
         return losses + next_losses(where, "d")
 
 
@@ -87,7 +87,7 @@ def test_a_sampler_that_one_rank_has_no_memory_to_renew_stays_as_it_was(
         where.call("create_run", RunSpec("a", LORA))
         before = where.call("export_adapter", "a")
         where.run_pass(supervised("a", 1, 9, 8))
-        where.call("apply_steps", (Step("a", ADAM),))
+        where.call("apply_steps", (OptimizerStep("a", ADAM),))
         after = where.call("export_adapter", "a")
         for verb, *arguments in (("copy_adapter", "a", "s"), ("import_adapter", "s", after)):
             where.call("import_adapter", "s", before)
@@ -112,7 +112,7 @@ def assert_run_a_is_lost(where: Layout, directory: Path) -> None:
     failed, fine = where.run_pass(supervised("a", 1, 9, 8), supervised("d", 1, 4, 5, 6))
     assert isinstance(failed, Failure) and LOST in failed.message and failed.category == "server"
     assert isinstance(fine, ForwardBackwardOutput)
-    for steps in ((Step("a", ADAM), Step("d", ADAM)), (Step("a", ADAM),)):
+    for steps in ((OptimizerStep("a", ADAM), OptimizerStep("d", ADAM)), (OptimizerStep("a", ADAM),)):
         refused, *others = where.call("apply_steps", steps)
         assert isinstance(refused, Failure) and LOST in refused.message
         assert all(isinstance(metrics, Mapping) and metrics["window_tokens:sum"] == 15 for metrics in others)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.protocol.calls import OptimizerStep
 
 from .case import Case
 from .training import ADAM, Layout, close, distance, largest_error, layout, next_losses, supervised, train
@@ -85,7 +85,7 @@ def rest_of_window(where: Layout) -> list[float]:
     for seed in (4, 5):
         (output,) = where.run_pass(supervised("b", seed, 21, 2))
         assert isinstance(output, ForwardBackwardOutput)
-        (metrics,) = where.call("apply_steps", (Step("b", ADAM),))
+        (metrics,) = where.call("apply_steps", (OptimizerStep("b", ADAM),))
         numbers += [output.metrics["loss:sum"], metrics["unclipped_grad_l2:mean"]]
     return numbers
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from trainhouse.tests.workers.parallel.attending_worker import HEAD_DIM, Attending
 from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
-from trainhouse.workers.ops.attention_parts import attend_part, part_gradients
+from trainhouse.workers.ops.partial_attention import attend_part, part_gradients
 from trainhouse.workers.parallel.mesh import Mesh, Team
 from trainhouse.workers.parallel.ring import Ring
-from trainhouse.workers.parallel.rows import TokenShare, number_of, overlap
+from trainhouse.workers.parallel.token_shard import TokenShard, num_rows, overlap
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.ranks import Ranks
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
@@ -121,7 +121,7 @@ class _Place(Team):
     """Of one rank among others, with whom it exchanges nothing."""
 
     def __init__(self, index: int, size: int) -> None:
-        super().__init__(tuple(range(size)), index, None, Mesh().sent)
+        super().__init__(tuple(range(size)), index, None, Mesh().call_counts)
 
 
 @pytest.mark.parametrize("ring", [2, 3, 8])
@@ -155,13 +155,13 @@ def test_every_pair_of_a_query_and_a_key_is_met_once_and_work_is_even(ring: int)
 @pytest.mark.parametrize("rows", [slice(0, 30), slice(2, 32, 3), slice(10, 20, 1), slice(5, 5, 2)])
 def test_overlap_is_what_lies_within(rows: slice, start: int, stop: int) -> None:
     places = np.arange(60)[rows]
-    assert number_of(rows) == len(places)
+    assert num_rows(rows) == len(places)
     inside = places[overlap(rows, start, stop)]
     assert np.array_equal(inside, places[(places >= start) & (places < stop)])
 
 
 def test_stripes_come_back_in_order() -> None:
-    share = TokenShare(10, Mesh())
+    share = TokenShard(10, Mesh())
     assert share.tokens == slice(0, 10, 1) and share.joined(torch.arange(10)).tolist() == list(range(10))
 
 
@@ -169,9 +169,9 @@ def test_stripes_come_back_in_order() -> None:
 @pytest.mark.parametrize("most_scores", [1, 1 << 10, 1 << 22])
 def test_chunks_are_the_whole(window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a kernel of torch's would do it."""
-    from trainhouse.workers.ops import attention_parts
+    from trainhouse.workers.ops import partial_attention as attention_parts
 
-    monkeypatch.setattr(attention_parts, "MOST_SCORES", most_scores)
+    monkeypatch.setattr(attention_parts, "MAX_SCORES", most_scores)
     monkeypatch.setattr(attention_parts, "_fits_cpu", lambda *_: False)
     case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window)
     *qkv, grad = case.tensors()

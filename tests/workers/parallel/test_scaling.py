@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from ...tiny import tiny_model
 from .training import Layout, layout, reinforced, supervised
@@ -52,7 +52,7 @@ class Trainer:
         for request in requests:
             (output,) = self._where.run_pass(request)
             assert isinstance(output, ForwardBackwardOutput), output
-        (metrics,) = self._where.call("apply_steps", (Step("run", ADAM, scale),))
+        (metrics,) = self._where.call("apply_steps", (OptimizerStep("run", ADAM, scale),))
         assert isinstance(metrics, dict), metrics
 
     def steps_of_weights(self) -> np.ndarray:

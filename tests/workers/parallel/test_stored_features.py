@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
-from trainhouse.schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.schemas.training import FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.protocol.calls import DataShare, Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Share, Step
-from trainhouse.workers.training.progress import FEATURES
+from trainhouse.workers.training.operation_progress import FEATURES
 
 from .case import Case
 from .test_drafts import SHAPES, guessed
@@ -40,7 +40,7 @@ def created(where: Layout, algorithm: Algorithm) -> None:
 def referring(where: Layout, request: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
     """The same of captured features."""
     directory.mkdir(exist_ok=True)
-    place = FeaturePlace(str(directory), captures=True)
+    place = FeatureLocation(str(directory), captures=True)
     (output,) = where.run_pass(
         replace(request, loss_fn="capture", loss_fn_config={}, forward_only=True, features=place)
     )
@@ -56,7 +56,7 @@ def with_addresses(
         replace(datum, feature_ref=f"features-{address}-0")
         for datum, address in zip(request.data, addresses, strict=True)
     ]
-    return replace(request, data=tuple(data), features=FeaturePlace(str(directory)))
+    return replace(request, data=tuple(data), features=FeatureLocation(str(directory)))
 
 
 def refs_of(request: ForwardBackwardRequest) -> list[str | None]:
@@ -67,7 +67,7 @@ def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
     """What a pass tells, and the norm of its gradient; a step of no length leaves the draft as it is."""
     (output,) = where.run_pass(request)
     assert isinstance(output, ForwardBackwardOutput), output
-    step = Step("draft", ADAM.model_copy(update={"learning_rate": 0.0}), "mean")
+    step = OptimizerStep("draft", ADAM.model_copy(update={"learning_rate": 0.0}), "mean")
     (stepped,) = where.call("apply_steps", (step,))
     assert isinstance(stepped, dict), stepped
     losses = np.concatenate([each["losses"] for each in output.loss_fn_outputs]).tolist()
@@ -75,9 +75,9 @@ def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
 
 
 def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
-    before = sum(where.call("num_exchanges").values())
+    before = sum(where.call("num_collectives").values())
     learned(where, request)
-    return sum(where.call("num_exchanges").values()) - before
+    return sum(where.call("num_collectives").values()) - before
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
@@ -143,7 +143,7 @@ def test_what_one_of_the_ranks_of_a_sequence_does_not_find_all_of_them_run(
 def test_a_capture_and_a_forward_share_a_pass(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model, request = case.model(tiny_models, tmp_path), replace(guessed("eagle3", 1, *LENGTHS), forward_only=True)
     (tmp_path / "features").mkdir()
-    place = FeaturePlace(str(tmp_path / "features"), captures=True)
+    place = FeatureLocation(str(tmp_path / "features"), captures=True)
     capture = replace(request, seq_id=2, loss_fn="capture", loss_fn_config={}, features=place)
     with layout(model, case.parallel, tmp_path, **case.knobs) as where:
         created(where, "eagle3")
@@ -191,10 +191,10 @@ class Beside:
         where.call("set_target", "draft", str(where.saved("policy")))
 
     def capturing(self, directory: Path) -> ForwardBackwardRequest:
-        return replace(self.asked, features=FeaturePlace(str(directory), algorithm="eagle3", layers=(0, 1)))
+        return replace(self.asked, features=FeatureLocation(str(directory), algorithm="eagle3", layers=(0, 1)))
 
     def step(self) -> float:
-        (metrics,) = self.where.call("apply_steps", (Step("policy", ADAM),))
+        (metrics,) = self.where.call("apply_steps", (OptimizerStep("policy", ADAM),))
         assert isinstance(metrics, dict), metrics
         return metrics["unclipped_grad_l2:mean"]
 
@@ -241,11 +241,11 @@ def test_one_of_the_ranks_that_run_a_sequence_writes_it(
     (tmp_path / "captured").mkdir()
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
         pair = Beside(where, LORA)
-        captures = FeaturePlace(str(tmp_path / "captured"), captures=True)
+        captures = FeatureLocation(str(tmp_path / "captured"), captures=True)
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=captures)
-        share = Share(range(len(LENGTHS)), len(LENGTHS))
+        share = DataShare(range(len(LENGTHS)), len(LENGTHS))
         for request in (pair.capturing(tmp_path), capture):
-            told = where.answers("run_pass", Pass((Part(where._new_operation(), request, shared=share),)))
+            told = where.answers("run_pass", Pass((OperationPart(where._new_operation(), request, shared=share),)))
             by_rank = [sum(FEATURES in each for each in output.outputs.values()) for (output,) in told]
             assert by_rank == [len(LENGTHS), *[0] * (case.parallel.num_ranks - 1)]
 
@@ -265,7 +265,7 @@ def test_what_one_rank_cannot_write_harms_nothing_of_the_policy(
         assert isinstance(output, ForwardBackwardOutput), output
         assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs) and output.metrics == wanted.metrics
         assert pair.step() > 0
-        place = FeaturePlace(str(tmp_path / "none"), captures=True)
+        place = FeatureLocation(str(tmp_path / "none"), captures=True)
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=place)
         (failure,) = where.run_pass(capture)
         assert isinstance(failure, Failure) and f"cannot be written to {tmp_path / 'none'}" in failure.message

@@ -15,9 +15,18 @@ from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.calls import (
+    Failure,
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunSpec,
+    SampleJob,
+    SamplingSlice,
+    SliceResult,
+)
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.ranks import Ranks
 
 WORKER = "trainhouse.workers.worker.worker:Worker"
@@ -58,10 +67,10 @@ class Layout:
         return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=self.hang_seconds))
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
-        parts = [Part(self._new_operation(), request) for request in requests]
+        parts = [OperationPart(self._new_operation(), request) for request in requests]
         return self.run_parts(*parts)
 
-    def run_parts(self, *parts: Part) -> list[ForwardBackwardOutput | Failure | None]:
+    def run_parts(self, *parts: OperationPart) -> list[ForwardBackwardOutput | Failure | None]:
         return list(self._runner.run(self.ranks.run_pass(Pass(parts), self.hang_seconds)))
 
     def sample(self, *jobs: SampleJob) -> dict[str, SampleResponse | Failure]:
@@ -73,7 +82,7 @@ class Layout:
         return finished
 
     def run_slice(self, joining: tuple[SampleJob, ...] = (), milliseconds: float = 50.0) -> SliceResult:
-        return self._runner.run(self.ranks.run_slice(Slice(joining, (), milliseconds), self.hang_seconds))
+        return self._runner.run(self.ranks.run_slice(SamplingSlice(joining, (), milliseconds), self.hang_seconds))
 
     def snapshot(self, run_id: str) -> Path:
         directory = self._new_directory()
@@ -188,7 +197,7 @@ def train(where: Layout, num_steps: int = 3) -> Numbers:
                 numbers.losses.append(output.metrics["loss:sum"])
                 numbers.logprobs += [each["logprobs"] for each in output.loss_fn_outputs]
         numbers.gradients += [load_file(where.snapshot(run_id) / "window.safetensors") for run_id in RUNS]
-        for metrics in where.call("apply_steps", tuple(Step(run_id, ADAM) for run_id in RUNS)):
+        for metrics in where.call("apply_steps", tuple(OptimizerStep(run_id, ADAM) for run_id in RUNS)):
             assert isinstance(metrics, dict), metrics
             numbers.norms.append(metrics["unclipped_grad_l2:mean"])
         numbers.weights += [load_file(where.saved(run_id) / "adapter_model.safetensors") for run_id in RUNS]
@@ -202,7 +211,7 @@ def next_losses(where: Layout, run_id: str = "a") -> list[float]:
         (output,) = where.run_pass(supervised(run_id, step, 9, 30, 17))
         assert isinstance(output, ForwardBackwardOutput), output
         losses.append(output.metrics["loss:sum"])
-        (metrics,) = where.call("apply_steps", (Step(run_id, ADAM),))
+        (metrics,) = where.call("apply_steps", (OptimizerStep(run_id, ADAM),))
         assert isinstance(metrics, dict), metrics
     return losses
 

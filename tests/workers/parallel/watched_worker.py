@@ -11,15 +11,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
-from trainhouse.schemas.training import FeaturePlace, ForwardBackwardRequest
-from trainhouse.workers.checkpoint import Learned, tensor_files
-from trainhouse.workers.drafts.sequences.stored import Stored
-from trainhouse.workers.lora import Adapter, adapters
+from trainhouse.schemas.training import FeatureLocation, ForwardBackwardRequest
+from trainhouse.workers.checkpoint import TrainedState, tensor_files
+from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
+from trainhouse.workers.lora import Adapter
+from trainhouse.workers.lora import adapter_registry as adapters
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.verbs import Failure, Step
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep
 from trainhouse.workers.state import optim
-from trainhouse.workers.state.optim import add_up
-from trainhouse.workers.state.page_file import Page
+from trainhouse.workers.state.optim import all_reduce_gradients
+from trainhouse.workers.state.page_file import FilePage
 from trainhouse.workers.worker import rank_memory
 from trainhouse.workers.worker.worker import Worker
 
@@ -27,10 +28,10 @@ WATCHED = "trainhouse.tests.workers.parallel.watched_worker:WatchedWorker"
 
 
 def _averaged(adapters: Sequence[Adapter], mesh: Mesh) -> None:
-    add_up(adapters, mesh)
+    all_reduce_gradients(adapters, mesh)
     for adapter in adapters:
         for axes, region in adapter.layout.regions.items():
-            adapter.accumulator[region] /= mesh.beside(*axes).size
+            adapter.accumulator[region] /= mesh.across(*axes).size
 
 
 def _left_alone(adapters: Sequence[Adapter], mesh: Mesh) -> None:
@@ -38,7 +39,7 @@ def _left_alone(adapters: Sequence[Adapter], mesh: Mesh) -> None:
 
 
 # What becomes of the gradients of all ranks at a step.
-RULES = {"sum": add_up, "mean": _averaged, "own": _left_alone}
+RULES = {"sum": all_reduce_gradients, "mean": _averaged, "own": _left_alone}
 
 ERRORS = {
     "raised": RuntimeError("broken"),
@@ -64,7 +65,7 @@ class WatchedWorker(Worker):
 
         self._base.shared_hidden_states = watched
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         with mock.patch.object(optim, "add_up", RULES[self._rule]):
             return super().apply_steps(steps)
 
@@ -94,7 +95,7 @@ class WatchedWorker(Worker):
         residency = self._models.adapters._residency
         lost, read = [saved.page for saved in residency._saved.values()], residency._pages.read
 
-        def read_others(page: Page, vectors: Sequence[Tensor]) -> None:
+        def read_others(page: FilePage, vectors: Sequence[Tensor]) -> None:
             if page in lost:
                 raise OSError("input/output error")
             read(page, vectors)
@@ -104,7 +105,7 @@ class WatchedWorker(Worker):
     def break_offload(self, rank: int, call: str, heals: bool = True) -> None:
         """From now on that rank cannot "read" or "write" what the base has off the device; "" = it can. heals: whether
         all ranks can do what they could not before."""
-        rank_memory._TRIES_AFTER = (0.0,)
+        rank_memory._RETRY_SECONDS = (0.0,)
         pages = self._memory._weights._pages
         for name in ("read", "write") if heals else ():
             vars(pages).pop(name, None)
@@ -143,7 +144,7 @@ class WatchedWorker(Worker):
 
     def snapshot_without_memory(self, run_id: str, directory: str) -> None:
         """Begins one where no rank has memory for what it would write."""
-        with mock.patch.object(Learned, "with_window", side_effect=ERRORS["out of memory"]):
+        with mock.patch.object(TrainedState, "with_window", side_effect=ERRORS["out of memory"]):
             self.begin_snapshot(1, run_id, directory)
 
     def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
@@ -152,7 +153,9 @@ class WatchedWorker(Worker):
         vars(guessing).pop("stored", None)
         find, missed = guessing.stored, rows.get(self._mesh.rank, ())
 
-        def others(request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
+        def others(
+            request: ForwardBackwardRequest, place: FeatureLocation, numbers: Sequence[int]
+        ) -> dict[int, CapturedFeatures]:
             return {row: each for row, each in find(request, place, numbers).items() if row not in missed}
 
         guessing.stored = others

@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 from trainhouse.workers.planner.checks import check_layout, cuda_devices, valid_ep, valid_tp
-from trainhouse.workers.planner.load import Load
-from trainhouse.workers.protocol.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import (
+    DispatchConfig,
+    RoleGroup,
+    SamplingConfig,
+    ServedModel,
+    WorkerConfig,
+)
 from trainhouse.workers.scheduler import pool_factory as sources
-from trainhouse.workers.scheduler.pool_factory import groups_of, source_of
-from trainhouse.workers.shapes.model_shape import ModelShape, model_of, read_model
+from trainhouse.workers.scheduler.pool_factory import groups_of, pool_factory_of
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 MOE, LLAMA = (str(CONFIGS / f"{name}.json") for name in ("Qwen3-30B-A3B", "Llama-3.1-8B"))
@@ -320,9 +326,9 @@ def test_possible_layouts_pass(spec: str) -> None:
 
 
 def test_replicas_pass_for_any_model() -> None:
-    other = model_of("M", DENSE | {"model_type": "gemma"})
+    other = describe_model("M", DENSE | {"model_type": "gemma"})
     check_layout(ParallelSpec.parse("replicas=4"), other)
-    check_layout(ParallelSpec(), model_of("M", DENSE | {"hidden_act": "gelu"}))
+    check_layout(ParallelSpec(), describe_model("M", DENSE | {"hidden_act": "gelu"}))
 
 
 def test_fused_layers_support_all_activation_modes() -> None:
@@ -363,7 +369,7 @@ def test_devices_before_the_named_one_are_not_available(tmp_path: Path, monkeypa
     served = ServedModel("m", str(tmp_path))
     for device, is_enough in (("cuda:4", True), ("cuda:5", False), ("cuda", True)):
         model = WorkerConfig(served, device=device, parallel=ParallelSpec(tp=4))
-        source = source_of(DispatchConfig((model,)))
+        source = pool_factory_of(DispatchConfig((model,)))
         if is_enough:
             asyncio.run(source.open())
         else:
@@ -418,10 +424,10 @@ def test_draft_layout_must_fit_the_ranks_that_train_drafts(
     laid_out = {name: each.draft_parallel for name, each in groups_of(config) if each.draft_parallel is not None}
     if is_possible:
         assert laid_out == {"M (draft)": ParallelSpec(tp=2)}
-        asyncio.run(source_of(config).open())
+        asyncio.run(pool_factory_of(config).open())
     else:
         with pytest.raises(ValueError, match=r"--draft-parallel tp=2: this is 2 ranks, but the model has [14], by"):
-            asyncio.run(source_of(config).open())
+            asyncio.run(pool_factory_of(config).open())
 
 
 def test_impossible_sampler_layout_is_refused_outside_the_command_line(tmp_path: Path) -> None:
@@ -429,7 +435,7 @@ def test_impossible_sampler_layout_is_refused_outside_the_command_line(tmp_path:
     sampling = SamplingConfig(1, ParallelSpec(tp=3))
     config = DispatchConfig((WorkerConfig(ServedModel("M", str(tmp_path)), device="cpu"),), sampling=sampling)
     with pytest.raises(ValueError, match="--sampler-parallel: tp=3 does not divide 32 query heads of M"):
-        asyncio.run(source_of(config).open())
+        asyncio.run(pool_factory_of(config).open())
 
 
 @pytest.mark.parametrize(
@@ -477,7 +483,7 @@ def test_samplers_take_devices_from_the_named_one_up(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     shutil.copy(LLAMA, tmp_path / "config.json")
     model = WorkerConfig(ServedModel("m", str(tmp_path)), device=device, parallel=ParallelSpec.parse(training))
-    source = source_of(DispatchConfig((model,), sampling=SamplingConfig(2, ParallelSpec(tp=2), devices=devices)))
+    source = pool_factory_of(DispatchConfig((model,), sampling=SamplingConfig(2, ParallelSpec(tp=2), devices=devices)))
     if refusal is None:
         asyncio.run(source.open())
     else:
@@ -490,7 +496,7 @@ def test_sampler_ranks_get_a_device_and_a_share_of_the_cores(monkeypatch: pytest
     model = WorkerConfig(ServedModel("m", "m"), device="cuda", parallel=ParallelSpec(fsdp=2))
     sampling = SamplingConfig(2, ParallelSpec(ep=2, tp=2), devices=("cuda:2", "cuda:6"))
     config = DispatchConfig((model,), sampling=sampling)
-    source = source_of(config)
+    source = pool_factory_of(config)
     pools = {name: source.new_pool(name, group).spec for name, group in groups_of(config)}
     found = {name: [(each.rank, each.device) for each in spec.configs] for name, spec in pools.items()}  # pyright: ignore
     assert found == {
@@ -504,6 +510,6 @@ def test_sampler_ranks_get_a_device_and_a_share_of_the_cores(monkeypatch: pytest
 
 def test_load_has_the_workers_knobs() -> None:
     knobs = {"zero_stage": "2", "activations": "offload", "tp_activations": "whole", "adapter_slots": 3}
-    load = Load.of(WorkerConfig(ServedModel("m", "m"), **knobs), 100, "float32", samples=True)
+    load = Workload.of(WorkerConfig(ServedModel("m", "m"), **knobs), 100, "float32", samples=True)
     assert {name: getattr(load, name) for name in knobs} == knobs
     assert (load.dtype, load.longest) == ("float32", 100)

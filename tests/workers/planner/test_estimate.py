@@ -11,13 +11,18 @@ import pytest
 import torch
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.planner.activations import activations
-from trainhouse.workers.planner.choice import lighter, remedies, smallest_layout, usable_bytes
 from trainhouse.workers.planner.estimate import estimate, kv_cache_tokens
-from trainhouse.workers.planner.load import Load
-from trainhouse.workers.planner.parameters import Parameters, adapter_size, num_parameters, parameters
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.planner.layout_search import (
+    loads_with_fewer_activations,
+    remedies,
+    smallest_layout,
+    usable_bytes,
+)
+from trainhouse.workers.planner.parameters import ParameterGroup, adapter_size, num_parameters, parameters
+from trainhouse.workers.planner.workload import Workload
+from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +58,7 @@ def public(name: str) -> ModelShape:
 # Parameters
 
 
-def by_name(table: list[Parameters], shape: ModelShape) -> dict[str, Parameters]:
+def by_name(table: list[ParameterGroup], shape: ModelShape) -> dict[str, ParameterGroup]:
     """Returns the parameters of a model by their names."""
     sparse = set(shape.experts.layers) if shape.experts else set()
     named = {}
@@ -111,7 +116,7 @@ def test_the_table_matches_the_files(kind: str, tiny_models: dict[str, Path]) ->
     plain = {name: each.shape for name, each in named.items() if not is_sparse(name)}
     assert plain == {name: each for name, each in stored.items() if not is_sparse(name)}
     assert sum(prod(each) for each in stored.values()) == num_parameters(shape)
-    base = estimate(shape, SINGLE, Load(longest=1, dtype="float32")).base
+    base = estimate(shape, SINGLE, Workload(longest=1, dtype="float32")).base
     assert base == sum(
         entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values() if "shape" in entry
     )
@@ -140,7 +145,7 @@ def scaled_model(kind: str, directory: Path) -> Path:
     return tiny_model(kind.removesuffix("_three").removesuffix("_wordy"), directory, **(SCALED | OF_KIND[kind]))
 
 
-def growth(where: Measured, shape: ModelShape, load: Load, fewer: int, more: int) -> tuple[float, float]:
+def growth(where: Measured, shape: ModelShape, load: Workload, fewer: int, more: int) -> tuple[float, float]:
     """Returns bytes per token: measured, estimated."""
     peaks = [where.peak(tokens) for tokens in (fewer, more)]
     of_passes = [activations(shape, where.spec, replace(load, micro_batch_tokens=tokens)) for tokens in (fewer, more)]
@@ -149,7 +154,7 @@ def growth(where: Measured, shape: ModelShape, load: Load, fewer: int, more: int
 
 
 KNOBS: dict[str, Any] = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
-LOAD = Load(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
+LOAD = Workload(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
 
 
 # Takes minutes on processors without bfloat16 instructions.
@@ -231,7 +236,7 @@ def test_ranks_use_the_planned_memory(kind: str, layout: str, knobs: dict[str, A
         found, grows = growth(where, shape, load, 2048, 4096)
         assert 0.9 * found < grows < 1.1 * found
         of_pass = estimate(shape, spec, replace(load, micro_batch_tokens=2048, samples=False))
-        scratch = of_pass.learned.weights  # the gradients of an operation
+        scratch = of_pass.trainable.weights  # the gradients of an operation
         assert 0.9 * where.peak(2048) < of_pass.work + scratch < 1.1 * where.peak(2048)
 
 
@@ -240,21 +245,23 @@ def test_adapter_takes_the_planned_memory(tiny_models: dict[str, Path]) -> None:
     load = replace(LOAD, dtype="bfloat16")
     with measured(tiny_models["qwen3"], SINGLE, dtype="bfloat16") as where:
         assert where.of_each("model_size", LORA) == [adapter_size(shape, SINGLE, LORA.rank)]
-        where.of_each("apply_steps", (Step("run", AdamParams()),))
+        where.of_each("apply_steps", (OptimizerStep("run", AdamParams()),))
         for _ in range(2):  # a window, and the gradients of an operation
             where.pass_over(LENGTH)
         (memory,) = where.of_each("memory")
     planned = estimate(shape, SINGLE, load)
-    assert memory["adapters_on_device"] == planned.learned.total
+    assert memory["adapters_on_device"] == planned.trainable.total
     assert memory["base_weights"] == planned.base
-    assert memory["adapters_on_device"] != estimate(shape, SINGLE, replace(load, lora_rank=LORA.rank + 1)).learned.total
+    assert (
+        memory["adapters_on_device"] != estimate(shape, SINGLE, replace(load, lora_rank=LORA.rank + 1)).trainable.total
+    )
 
 
 # Decisions based on the estimate
 
 
 def test_each_axis_reduces_memory() -> None:
-    load = Load(longest=32768, adapter_slots=4)
+    load = Workload(longest=32768, adapter_slots=4)
     shape = public("Qwen3-30B-A3B")
     alone = estimate(shape, SINGLE, load)
     for layout in ("tp=2", "ep=2", "fsdp=2"):
@@ -270,7 +277,7 @@ def test_each_axis_reduces_memory() -> None:
 
 def test_ranks_that_sample_gather_the_model() -> None:
     shape, spec = public("Llama-3.1-70B"), ParallelSpec(fsdp=8)
-    load = Load(longest=4096, adapter_slots=1)
+    load = Workload(longest=4096, adapter_slots=1)
     base = estimate(shape, SINGLE, load).base
     assert 0.99 * base < estimate(shape, spec, load).sampling < base, "norms are whole"
     elsewhere = estimate(shape, spec, replace(load, samples=False))
@@ -281,7 +288,7 @@ def test_ranks_that_sample_gather_the_model() -> None:
 @pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Llama-3.1-8B", "Llama-3.1-70B"])
 @pytest.mark.parametrize("longest", [4096, 32768])
 def test_the_smallest_layout_fits_and_no_smaller_one_does(name: str, longest: int) -> None:
-    shape, load, device = public(name), Load(longest=longest, adapter_slots=4), 80 * 10**9
+    shape, load, device = public(name), Workload(longest=longest, adapter_slots=4), 80 * 10**9
     choice = smallest_layout(shape, load, device)
     assert choice is not None and choice.memory == estimate(shape, choice.spec, load)
     assert choice.memory.total <= usable_bytes(device)
@@ -294,7 +301,7 @@ def test_the_smallest_layout_fits_and_no_smaller_one_does(name: str, longest: in
 
 
 def test_tp_is_preferred_and_fsdp_is_the_last_choice() -> None:
-    shape, load = public("Llama-3.1-70B"), Load(longest=4096, adapter_slots=4)
+    shape, load = public("Llama-3.1-70B"), Workload(longest=4096, adapter_slots=4)
     choice = smallest_layout(shape, load, 80 * 10**9)
     assert choice is not None and str(choice.spec) == f"tp={choice.spec.num_ranks}"
     odd = replace(shape, kv_heads=1)  # tp cannot share out anything
@@ -303,29 +310,29 @@ def test_tp_is_preferred_and_fsdp_is_the_last_choice() -> None:
 
 
 def test_recomputed_layers_make_smaller_layouts_fit() -> None:
-    shape, load, device = public("Llama-3.1-70B"), Load(longest=8192, adapter_slots=4), 80 * 10**9
+    shape, load, device = public("Llama-3.1-70B"), Workload(longest=8192, adapter_slots=4), 80 * 10**9
     assert smallest_layout(shape, load, device, num_devices=8) is None
-    again, offloaded = lighter(load)
+    again, offloaded = loads_with_fewer_activations(load)
     choice = smallest_layout(shape, again, device, num_devices=8)
     assert choice is not None and choice.load.activations == "recompute" and choice.memory.activations.host == 0
     there = estimate(shape, choice.spec, offloaded).activations
     assert there.kept + there.host > choice.memory.activations.kept > there.kept
-    assert lighter(again) == []
+    assert loads_with_fewer_activations(again) == []
 
 
 @pytest.mark.parametrize("slots", [4, 64])
 def test_every_remedy_fits(slots: int) -> None:
-    shape, load, device = public("Llama-3.1-8B"), Load(longest=16384, adapter_slots=slots), 24 * 10**9
+    shape, load, device = public("Llama-3.1-8B"), Workload(longest=16384, adapter_slots=slots), 24 * 10**9
     assert estimate(shape, SINGLE, load).total > usable_bytes(device)
     found = remedies(shape, SINGLE, load, device)
     assert found
     for remedy in found:
-        assert estimate(shape, remedy.spec, remedy.load).total <= usable_bytes(device), remedy.words
+        assert estimate(shape, remedy.spec, remedy.load).total <= usable_bytes(device), remedy.flags
 
 
 def test_window_costs_a_mask_where_kernels_need_one() -> None:
     shape = replace(public("Llama-3.1-8B"), window=1024)
-    load = Load(longest=4096, dtype="float32")
+    load = Workload(longest=4096, dtype="float32")
     more = activations(shape, SINGLE, load).working - activations(replace(shape, window=None), SINGLE, load).working
     assert 512 * 1024 * 4 < more < 8 << 20
     assert activations(replace(shape, window=4096), SINGLE, load) == activations(

@@ -17,8 +17,8 @@ from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.ray.cluster import RayCluster
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import RunSpec
+from trainhouse.workers.protocol.calls import RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ SERVES = """
 import asyncio
 import sys
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 
 async def main(pool, address=None):

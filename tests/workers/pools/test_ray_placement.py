@@ -11,7 +11,7 @@ import psutil
 import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
-from trainhouse.workers.pools.base import NoPlace, PoolSpec
+from trainhouse.workers.pools.base import PlacementError, PoolSpec
 from trainhouse.workers.pools.ray.cluster import RayCluster
 from trainhouse.workers.pools.ray.pool import RayPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
@@ -37,7 +37,7 @@ def run(test: Coroutine[object, object, None]) -> None:
 async def ranks(nodes: RayNodes, layout: str, seconds: float = 60) -> AsyncIterator[RayPool]:
     spec = ParallelSpec.parse(layout)
     configs = tuple(EchoConfig(rank) for rank in range(spec.num_ranks))
-    pool = RayPool(PoolSpec(ECHO, configs, blocks=spec.blocks), RayCluster(nodes.address), seconds)
+    pool = RayPool(PoolSpec(ECHO, configs, blocks=spec.neighbour_blocks), RayCluster(nodes.address), seconds)
     await pool.start()
     try:
         yield pool
@@ -61,7 +61,7 @@ def node_of(pid: int, nodes: list[psutil.Process]) -> int:
     ],
 )
 def test_blocks_of_neighbouring_ranks_follow_from_the_layout(layout: str, blocks: tuple[int, ...]) -> None:
-    assert ParallelSpec.parse(layout).blocks == blocks
+    assert ParallelSpec.parse(layout).neighbour_blocks == blocks
 
 
 @pytest.mark.full
@@ -94,7 +94,7 @@ def test_each_replica_is_on_one_node_if_it_fits() -> None:
                 assert where[0] == where[1] != where[2] == where[3]
             async with ranks(started, "tp=5") as pool:  # split, because no node has room for all
                 assert sorted(node_of(pid, nodes) for pid in pool.pids) == [0, 0, 1, 1, 1]
-            with pytest.raises(NoPlace, match="no room for 6 ranks"):
+            with pytest.raises(PlacementError, match="no room for 6 ranks"):
                 async with ranks(started, "tp=6", seconds=1):
                     pass
 
@@ -116,7 +116,7 @@ def test_cluster_with_a_token_requires_it(monkeypatch: pytest.MonkeyPatch, tmp_p
                     async with ranks(started, "single") as pool:
                         assert await pool.call("rank") == [0]
                     continue
-                with pytest.raises(NoPlace, match=message) as refused:
+                with pytest.raises(PlacementError, match=message) as refused:
                     async with ranks(started, "single"):
                         pass
                 assert TOKEN not in str(refused.value)

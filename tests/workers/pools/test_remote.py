@@ -23,23 +23,23 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.pools.test_pool import wait_until_gone
-from trainhouse.workers.pools.base import NoPlace, PerRank, PoolSpec, WorkerDied
+from trainhouse.workers.pools.base import PerRank, PlacementError, PoolSpec, WorkerDied
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.pools.remote.pool import RemotePool, describe
-from trainhouse.workers.pools.remote.protocol import fingerprint
-from trainhouse.workers.pools.remote.secure_channel import NotSealed, Sealed, read_secret
-from trainhouse.workers.protocol.config import Claim, KeptAt, ServedModel, WorkerConfig
+from trainhouse.workers.pools.remote.protocol import protocol_fingerprint
+from trainhouse.workers.pools.remote.secure_channel import AuthenticationFailed, SecureConnection, read_secret
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.scheduler import keeper
+from trainhouse.workers.protocol.worker_config import AttachClaim, KeptWorkersAddress, ServedModel, WorkerConfig
+from trainhouse.workers.scheduler import worker_daemon as keeper
 from trainhouse.workers.scheduler.fair_queue import PassLimits
-from trainhouse.workers.scheduler.group import Group
-from trainhouse.workers.scheduler.keeper import Keeper, KeptGroup
+from trainhouse.workers.scheduler.rank_group import RankGroup
 from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.worker_daemon import KeptGroup, WorkerDaemon
 
 ROOT = Path(__file__).resolve().parents[3]
 
 SECRET = b"s" * 32
-FIRST, SECOND = Claim("first"), Claim("second")
+FIRST, SECOND = AttachClaim("first"), AttachClaim("second")
 KNOBS = {
     "base_models": (ServedModel("tiny", "a"), ServedModel("other", "b")),
     "parallel": ParallelSpec(fsdp=2),
@@ -50,21 +50,21 @@ KNOBS = {
 
 @dataclass
 class KeptWorkers:
-    keeper: Keeper
+    keeper: WorkerDaemon
     address: str
     num_ranks: int
 
     def pool(
         self,
-        claim: Claim = FIRST,
+        claim: AttachClaim = FIRST,
         secret: bytes = SECRET,
         group: str = "echo",
         knobs: Mapping[str, object] = KNOBS,
     ) -> RemotePool:
-        return RemotePool(self._spec(), group, KeptAt(self.address, secret, claim, knobs))
+        return RemotePool(self._spec(), group, KeptWorkersAddress(self.address, secret, claim, knobs))
 
     @asynccontextmanager
-    async def attached(self, claim: Claim = FIRST, call_seconds: float = 20) -> AsyncIterator[RemotePool]:
+    async def attached(self, claim: AttachClaim = FIRST, call_seconds: float = 20) -> AsyncIterator[RemotePool]:
         """Attaches like a server's group."""
         pool = self.pool(claim)
         ranks = Ranks(pool, ParallelSpec(replicas=self.num_ranks))
@@ -83,10 +83,10 @@ async def kept_workers(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncI
     spec = PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)))
     parallel = ParallelSpec(replicas=num_ranks)
     config = WorkerConfig(ServedModel("echo", "echo"), parallel=parallel, hang_seconds=hang_seconds)
-    keeper = Keeper({"echo": KeptGroup("echo", config, partial(LocalPool, spec))}, KNOBS, SECRET)
+    keeper = WorkerDaemon({"echo": KeptGroup("echo", config, partial(LocalPool, spec))}, KNOBS, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        receiving = asyncio.create_task(keeper.receive(listener))
+        receiving = asyncio.create_task(keeper.serve(listener))
         try:
             await keeper.start(lambda _: None)
             yield KeptWorkers(keeper, f"127.0.0.1:{listener.getsockname()[1]}", num_ranks)
@@ -162,8 +162,8 @@ def test_connections_without_the_secret_are_refused(caplog: pytest.LogCaptureFix
             with pytest.raises(ValueError, match="the secrets of the two sides differ"):
                 await workers.pool(secret=b"x" * 32).start()
             with pytest.raises(ValueError, match="the secrets of the two sides differ"):
-                await describe(KeptAt(workers.address, b"x" * 32, FIRST))
-            with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as stranger:
+                await describe(KeptWorkersAddress(workers.address, b"x" * 32, FIRST))
+            with socket.create_connection(KeptWorkersAddress(workers.address, b"", FIRST).host_and_port) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\nHost: workers\r\n\r\n" + bytes(100))
                 stranger.setblocking(False)
                 said = b""
@@ -190,7 +190,7 @@ def test_only_probes_that_send_data_are_warnings(
 
     async def check() -> None:
         async with kept_workers() as workers:
-            with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as probe:
+            with socket.create_connection(KeptWorkersAddress(workers.address, b"", FIRST).host_and_port) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
                 probe.sendall(said)
             await wait_until(lambda: "a connection to the workers" in caplog.text)
@@ -203,7 +203,7 @@ def test_only_probes_that_send_data_are_warnings(
 
 def test_newer_lease_epoch_takes_over_and_an_older_one_is_refused() -> None:
     async def check() -> None:
-        older, newer = Claim("older", 1), Claim("newer", 2)
+        older, newer = AttachClaim("older", 1), AttachClaim("newer", 2)
         async with kept_workers() as workers:
             async with workers.attached(older) as first:
                 assert await first.call("count", None) == [1]
@@ -213,10 +213,12 @@ def test_newer_lease_epoch_takes_over_and_an_older_one_is_refused() -> None:
                     with pytest.raises(WorkerDied):
                         await first.call("count", None)
                     assert await second.call("count", None) == [1]
-                    with pytest.raises(NoPlace, match="a server with lease epoch 2 has used them"):
+                    with pytest.raises(PlacementError, match="a server with lease epoch 2 has used them"):
                         await workers.pool(older).start()
                     assert await second.call("count", None) == [2]
-            with pytest.raises(NoPlace, match="this server's lease has epoch 1"):  # even after the newer server left
+            with pytest.raises(
+                PlacementError, match="this server's lease has epoch 1"
+            ):  # even after the newer server left
                 await workers.pool(older).start()
 
     run(check())
@@ -226,10 +228,10 @@ def test_servers_without_a_lease_do_not_take_over_from_each_other() -> None:
     async def check() -> None:
         async with kept_workers() as workers:
             async with workers.attached(FIRST) as pool:
-                with pytest.raises(NoPlace, match="another server is attached to them"):
+                with pytest.raises(PlacementError, match="another server is attached to them"):
                     await workers.pool(SECOND).start()
-                with pytest.raises(NoPlace, match="another server is attached to them"):
-                    await workers.pool(Claim("leased", 7)).start()
+                with pytest.raises(PlacementError, match="another server is attached to them"):
+                    await workers.pool(AttachClaim("leased", 7)).start()
                 assert await pool.call("rank") == [0]
                 async with workers.attached(FIRST) as again:  # as after a lost connection
                     assert await again.call("rank") == [0]
@@ -330,7 +332,7 @@ def test_stopped_workers_say_so_and_cannot_be_reached() -> None:
             await pool.start()
         assert "its workers were stopped" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
         await pool.close()
-        with pytest.raises(NoPlace, match=f"no workers are running at {workers.address}"):
+        with pytest.raises(PlacementError, match=f"no workers are running at {workers.address}"):
             await workers.pool().start()
 
     run(check())
@@ -339,9 +341,9 @@ def test_stopped_workers_say_so_and_cannot_be_reached() -> None:
 def test_daemon_describes_its_knobs_and_groups() -> None:
     async def check() -> None:
         async with kept_workers() as workers:
-            description = await describe(KeptAt(workers.address, SECRET, FIRST))
+            description = await describe(KeptWorkersAddress(workers.address, SECRET, FIRST))
             assert (description.knobs, description.groups) == (KNOBS, ("echo",))
-            with pytest.raises(NoPlace, match="other is not among them: they serve echo"):
+            with pytest.raises(PlacementError, match="other is not among them: they serve echo"):
                 await workers.pool(group="other").start()
 
     run(check())
@@ -368,7 +370,9 @@ def test_server_with_outdated_knobs_is_refused_with_the_changes(before: dict[str
 
     async def check() -> None:
         async with kept_workers() as workers:
-            with pytest.raises(NoPlace, match=re.escape(f"they were restarted with {changes} restart this server")):
+            with pytest.raises(
+                PlacementError, match=re.escape(f"they were restarted with {changes} restart this server")
+            ):
                 await workers.pool(knobs=KNOBS | before).start()
             async with workers.attached() as pool:
                 assert await pool.call("rank") == [0]
@@ -382,7 +386,7 @@ def test_a_rank_that_hangs_while_a_server_attaches_is_replaced() -> None:
             async with workers.attached(FIRST) as pool:
                 pids = pool.pids
             os.kill(pids[1], signal.SIGSTOP)
-            with pytest.raises(WorkerDied, match="it hung: start_over had no answer after 0 s, so it was killed"):
+            with pytest.raises(WorkerDied, match="it hung: reset had no answer after 0 s, so it was killed"):
                 async with workers.attached(FIRST, call_seconds=0.5):
                     pass
             async with workers.attached(SECOND) as pool:
@@ -399,8 +403,8 @@ def test_group_start_times_out_on_a_hung_rank() -> None:
             async with workers.attached(FIRST) as pool:
                 os.kill(pool.pids[0], signal.SIGSTOP)
             config = WorkerConfig(ServedModel("echo", "echo"), hang_seconds=0.1)
-            group = Group(config, lambda _: workers.pool(SECOND), PassLimits(8192, 8192), 50)
-            with pytest.raises(ValueError, match="it hung: start_over had no answer after 1 s, so it was killed"):
+            group = RankGroup(config, lambda _: workers.pool(SECOND), PassLimits(8192, 8192), 50)
+            with pytest.raises(ValueError, match="it hung: reset had no answer after 1 s, so it was killed"):
                 await group.start(lambda _: None)
             await group.close()
 
@@ -416,11 +420,11 @@ def test_attaching_server_is_refused_while_earlier_calls_run() -> None:
                 await asyncio.sleep(0.1)
             await asyncio.gather(*calls, return_exceptions=True)
             with pytest.raises(
-                NoPlace, match="echo waits for count, sleep, which was begun for a server that has disconnected"
+                PlacementError, match="echo waits for count, sleep, which was begun for a server that has disconnected"
             ):
                 await workers.pool(SECOND).start()
             while True:
-                with suppress(NoPlace):
+                with suppress(PlacementError):
                     async with workers.attached(SECOND) as pool:
                         assert pool.pids == pids and await pool.call("count", None) == [1]
                     break
@@ -458,7 +462,7 @@ def test_silent_connections_do_not_lock_out_servers() -> None:
             async with workers.attached() as pool, strangers(workers.address, 400):
                 assert len(workers.keeper._strangers) <= 256
                 for _ in range(3):
-                    assert (await describe(KeptAt(workers.address, SECRET, FIRST))).groups == ("echo",)
+                    assert (await describe(KeptWorkersAddress(workers.address, SECRET, FIRST))).groups == ("echo",)
                 assert num_open_files() < 400
                 assert await pool.call("rank") == [0]
             await wait_until(lambda: not workers.keeper._strangers)
@@ -505,7 +509,7 @@ EDITS = {
     "a landmark": ("workers/protocol/shared_fs.py", "    words: str\n", "    words: bytes\n"),
     "an answer": ("workers/pools/base.py", "    value: object = None\n", "    result: object = None\n"),
     "an error's arguments": ("workers/pools/base.py", "remote_traceback: str)", "remote_traceback: str, rank: int)"),
-    "a knob": ("workers/protocol/config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
+    "a knob": ("workers/protocol/worker_config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
     "a layout": ("workers/protocol/parallel_spec.py", "    fsdp: int", "    zero: int"),
 }
 ASK = """
@@ -524,7 +528,7 @@ def test_fingerprint_changes_only_with_incompatible_edits(tmp_path: Path) -> Non
     command = [sys.executable, "-c", ASK, *map(str, directories)]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     own, unseen, *others = asked.stdout.split()
-    assert own == unseen == fingerprint()
+    assert own == unseen == protocol_fingerprint()
     assert len({own, *others}) == len(EDITS) - 1
 
 
@@ -543,13 +547,15 @@ def _edited(directory: Path, file: str, before: str, after: str) -> Path:
 
 
 @asynccontextmanager
-async def connected_ends() -> AsyncIterator[tuple[Sealed, Sealed, socket.socket, socket.socket]]:
+async def connected_ends() -> AsyncIterator[tuple[SecureConnection, SecureConnection, socket.socket, socket.socket]]:
     """Yields both ends of a channel, and their sockets."""
     one, other = socket.socketpair()
     with one, other:
         one.setblocking(False)
         other.setblocking(False)
-        ends = await asyncio.gather(Sealed.by_caller(one, SECRET), Sealed.by_called(other, SECRET))
+        ends = await asyncio.gather(
+            SecureConnection.connect_as_client(one, SECRET), SecureConnection.accept_as_server(other, SECRET)
+        )
         yield (*ends, one, other)
 
 
@@ -589,7 +595,7 @@ def test_tampering_with_a_connection_is_detected(change: str) -> None:
             if change == "nothing":
                 assert [bytes(await called.receive()) for _ in range(2)] == [b"first", b"second"]
                 return
-            with pytest.raises(NotSealed):
+            with pytest.raises(AuthenticationFailed):
                 for _ in range(2):
                     await called.receive()
 
@@ -610,7 +616,9 @@ def test_short_or_missing_secret_is_refused(tmp_path: Path, caplog: pytest.LogCa
     secret = read_secret(file)
     file.write_text("geheim" * 6)
     assert secret == read_secret(file) and b"geheim" not in secret
-    assert "geheim" not in repr(KeptAt("a:1", secret, FIRST)) and str(secret) not in repr(KeptAt("a:1", secret, FIRST))
+    assert "geheim" not in repr(KeptWorkersAddress("a:1", secret, FIRST)) and str(secret) not in repr(
+        KeptWorkersAddress("a:1", secret, FIRST)
+    )
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o666])

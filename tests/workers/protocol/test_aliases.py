@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from trainhouse.workers.protocol.aliases import unified
-from trainhouse.workers.protocol.config import (
+from trainhouse.workers.protocol.aliases import merge_identical_models
+from trainhouse.workers.protocol.worker_config import (
     DispatchConfig,
     RoleGroup,
     SamplingConfig,
@@ -31,31 +31,33 @@ def test_spellings_of_one_directory_are_one_model(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("model")
     sources = [tmp_path / "model", tmp_path / "link", tmp_path / "x" / ".." / "model", tmp_path]
     (tmp_path / "x").mkdir()
-    found = unified(config_of(*(model(name, str(source)) for name, source in zip("abcd", sources, strict=True))))
+    found = merge_identical_models(
+        config_of(*(model(name, str(source)) for name, source in zip("abcd", sources, strict=True)))
+    )
     assert names(found) == ["a", "d"] and found.aliases == {"b": "a", "c": "a"}
     assert found.models[0].model.source == str(tmp_path / "model")
 
 
 def test_names_of_one_hub_id_are_one_model() -> None:
-    found = unified(config_of(model("a", "org/model"), model("b", "org/model"), model("c", "org/other")))
+    found = merge_identical_models(config_of(model("a", "org/model"), model("b", "org/model"), model("c", "org/other")))
     assert names(found) == ["a", "c"] and found.aliases == {"b": "a"}
 
 
 def test_models_with_other_settings_stay_apart() -> None:
     both = model("a", "org/model"), model("b", "org/model")
-    assert names(unified(config_of(both[0], replace(both[1], device="cuda:1")))) == ["a", "b"]
+    assert names(merge_identical_models(config_of(both[0], replace(both[1], device="cuda:1")))) == ["a", "b"]
     apart = RoleGroup(("critic",), devices=("cuda:0", "cuda:1"))
-    assert names(unified(config_of(*both, role_groups=(apart,)))) == ["a", "b"]
-    assert names(unified(config_of(*both, role_groups=(replace(apart, devices=("cuda:0",)),)))) == ["a"]
+    assert names(merge_identical_models(config_of(*both, role_groups=(apart,)))) == ["a", "b"]
+    assert names(merge_identical_models(config_of(*both, role_groups=(replace(apart, devices=("cuda:0",)),)))) == ["a"]
     vllm = VllmConfig(urls=("http://one", "http://other"))
-    assert names(unified(config_of(*both, sampling=SamplingConfig(vllm=vllm)))) == ["a", "b"]
+    assert names(merge_identical_models(config_of(*both, sampling=SamplingConfig(vllm=vllm)))) == ["a", "b"]
 
 
 def test_per_model_lists_lose_the_entries_of_aliases() -> None:
     models = model("a", "org/model"), model("b", "org/model"), model("c", "org/other")
     vllm = VllmConfig(urls=("http://one", "http://one", "http://other"))
     group = RoleGroup(("critic",), devices=("cuda:0", "cuda:0", "cuda:1"))
-    found = unified(config_of(*models, sampling=SamplingConfig(vllm=vllm), role_groups=(group,)))
+    found = merge_identical_models(config_of(*models, sampling=SamplingConfig(vllm=vllm), role_groups=(group,)))
     assert names(found) == ["a", "c"] and found.sampling.vllm is not None
     assert found.sampling.vllm.urls == ("http://one", "http://other")
     assert found.role_groups[0].devices == ("cuda:0", "cuda:1")

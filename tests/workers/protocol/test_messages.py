@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.protocol.messages import Incoming, Outgoing, Piece, decode, encode
+from trainhouse.workers.protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
 
 
-def frame_of(pieces: list[Piece]) -> memoryview:
+def frame_of(pieces: list[Buffer]) -> memoryview:
     return memoryview(bytearray(b"".join(pieces)))
 
 
@@ -49,10 +49,10 @@ def test_frames_pass_through_a_nonblocking_socket_in_pieces() -> None:
     with near, far:
         near.setblocking(False)
         far.setblocking(False)
-        incoming = Incoming()
+        incoming = FrameReader()
 
         def passed_through(value: object) -> object:
-            outgoing = Outgoing(encode(value))
+            outgoing = FrameWriter(encode(value))
             for _ in range(10_000):
                 outgoing.send(near)
                 if (frame := incoming.receive(far)) is not None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.batch.validated import ModelLimits
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import SampleJob, Slice
+from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import SAMPLERS
 
 from ..adapted import Adapted
@@ -41,7 +41,7 @@ def run(sampler: Any, cohorts: dict[int, list[SampleJob]]) -> dict[str, SampleRe
     joining = dict(cohorts)
     while cohorts:
         for cohort in list(cohorts):
-            result = sampler.slice(Slice(tuple(joining.pop(cohort, ())), (), 0, cohort))
+            result = sampler.slice(SamplingSlice(tuple(joining.pop(cohort, ())), (), 0, cohort))
             assert {job_id.split("-")[0] for job_id in result.finished} <= {str(cohort)}
             finished |= result.finished
             if not result.num_active:
@@ -66,19 +66,19 @@ def test_a_slice_moves_its_own_cohort_alone(adapted: Adapted) -> None:
     sampler = sampler_of(adapted)
     streams = [job(f"{cohort}", prompt(20), max_tokens=60, streams=True) for cohort in (0, 1)]
     for cohort in (0, 1):
-        assert sampler.slice(Slice((streams[cohort],), (), 0, cohort)).progress.keys() == {str(cohort)}
+        assert sampler.slice(SamplingSlice((streams[cohort],), (), 0, cohort)).progress.keys() == {str(cohort)}
     for _ in range(5):
-        result = sampler.slice(Slice((), (), 0, 1))
+        result = sampler.slice(SamplingSlice((), (), 0, 1))
         assert result.progress.keys() == {"1"} and result.num_active == 1
-    (part,) = sampler.slice(Slice((), (), 0, 0)).progress["0"]
+    (part,) = sampler.slice(SamplingSlice((), (), 0, 0)).progress["0"]
     assert len(part.tokens) == 1, "it stood still meanwhile"
     held = sampler.held_bytes()
-    sampler.slice(Slice((job("2", prompt(20), max_tokens=60),), (), 0, 2))
+    sampler.slice(SamplingSlice((job("2", prompt(20), max_tokens=60),), (), 0, 2))
     assert sampler.held_bytes() == held, "of those apart one has room, and it is not the one before"
-    assert sampler.slice(Slice((), ("2",), 0, 2)).num_active == 0 and sampler.held_bytes() < held
-    assert len(sampler.slice(Slice((), (), 0, 1)).progress["1"][0].tokens) == 1 and sampler.held_bytes() == held
-    assert sampler.slice(Slice((), ("1",), 0, 1)).num_active == 0 and not sampler._apart
-    assert sampler.slice(Slice((), ("0",), 0, 0)).num_active == 0 and sampler.held_bytes() == 0
+    assert sampler.slice(SamplingSlice((), ("2",), 0, 2)).num_active == 0 and sampler.held_bytes() < held
+    assert len(sampler.slice(SamplingSlice((), (), 0, 1)).progress["1"][0].tokens) == 1 and sampler.held_bytes() == held
+    assert sampler.slice(SamplingSlice((), ("1",), 0, 1)).num_active == 0 and not sampler._apart
+    assert sampler.slice(SamplingSlice((), ("0",), 0, 0)).num_active == 0 and sampler.held_bytes() == 0
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -86,12 +86,12 @@ def test_a_slice_that_fails_forgets_the_jobs_of_all_cohorts(adapted: Adapted, fa
     """The cache, which all share, may be half resized."""
     sampler = sampler_of(adapted)
     for cohort in (0, 1):
-        sampler.slice(Slice(tuple(jobs_of(cohort)), (), 0, cohort))
+        sampler.slice(SamplingSlice(tuple(jobs_of(cohort)), (), 0, cohort))
     with mock.patch.object(adapted.base, "hidden_states", side_effect=KeyError("unforeseen")), pytest.raises(KeyError):
-        sampler.slice(Slice((), (), 0, failing))
+        sampler.slice(SamplingSlice((), (), 0, failing))
     assert sampler.held_bytes() == 0
     for cohort in (0, 1):
-        result = sampler.slice(Slice((), (), 0, cohort))
+        result = sampler.slice(SamplingSlice((), (), 0, cohort))
         assert (result.num_active, result.finished) == (0, {})
     found = run(sampler, {0: jobs_of(0)})
     assert all(tokens_of(found[each.job_id]) == tokens_of(answer(new_sampler(adapted), each)) for each in jobs_of(0))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.batch.validated import ModelLimits
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.engine import NativeSampler
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler.native_sampler import NativeSampler
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model

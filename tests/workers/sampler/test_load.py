@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.batch.validated import ModelLimits
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import SampleJob, Slice, SliceResult
-from trainhouse.workers.sampler.engine import NativeSampler
+from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice, SliceResult
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler.native_sampler import NativeSampler
 
 from ..adapted import Adapted
 from ..jobs import MOST_SLICES, answers, job, slices
@@ -98,7 +98,7 @@ class Trace:
     cache_bytes: list[int] = field(default_factory=list)
     num_active: list[int] = field(default_factory=list)
 
-    def note(self, work: Slice, result: SliceResult, cache_bytes: int) -> None:
+    def note(self, work: SamplingSlice, result: SliceResult, cache_bytes: int) -> None:
         self.cancelled |= set(work.cancel)
         for name in (*result.progress, *result.finished):
             self.told.setdefault(name, []).append(len(self.cache_bytes))
@@ -118,7 +118,7 @@ def run(sampler: NativeSampler, jobs: Sequence[SampleJob], cancel_at: Mapping[st
     for number in range(MOST_SLICES):
         join, waiting = waiting[:JOIN_AT_A_TIME], waiting[JOIN_AT_A_TIME:]
         cancel = [name for name, at in cancel_at.items() if at == number and name not in trace.responses]
-        work = Slice(tuple(join), tuple(cancel), 0)
+        work = SamplingSlice(tuple(join), tuple(cancel), 0)
         trace.note(work, sampler.slice(work), sampler.cache_bytes())
         if not waiting and not trace.num_active[-1]:
             return trace
@@ -163,15 +163,15 @@ def test_the_cache_stays_within_its_budget(trace: Trace) -> None:
 def test_the_cache_makes_use_of_its_budget_where_all_together_would_take_more(adapted: Adapted, trace: Trace) -> None:
     assert max(trace.cache_bytes) > BUDGET / 2
     unbounded = new_sampler(adapted, 1 << 30)
-    unbounded.slice(Slice(tuple(JOBS), (), 0))
+    unbounded.slice(SamplingSlice(tuple(JOBS), (), 0))
     assert unbounded.cache_bytes() > BUDGET
 
 
 def test_in_the_end_nothing_is_held(sampler: NativeSampler, trace: Trace) -> None:
     assert trace.num_active[-1] == 0 and sampler.held_bytes() == 0
-    sampler.slice(Slice((JOBS[0],), (), 0))
+    sampler.slice(SamplingSlice((JOBS[0],), (), 0))
     assert sampler.held_bytes() > 0
-    assert sampler.slice(Slice((), (JOBS[0].job_id,), 0)).num_active == 0 and sampler.held_bytes() == 0
+    assert sampler.slice(SamplingSlice((), (JOBS[0].job_id,), 0)).num_active == 0 and sampler.held_bytes() == 0
 
 
 @pytest.mark.usefixtures("trace")
@@ -183,11 +183,11 @@ def test_after_the_load_as_many_fit_as_before(adapted: Adapted, sampler: NativeS
 
 def test_cancelling_all_frees_all_at_once(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, BUDGET)
-    sampler.slice(Slice(tuple(JOBS), (), 0))
+    sampler.slice(SamplingSlice(tuple(JOBS), (), 0))
     for _ in range(5):
-        sampler.slice(Slice((), (), 0))
+        sampler.slice(SamplingSlice((), (), 0))
     assert sampler.held_bytes() > 0
-    result = sampler.slice(Slice((), tuple(each.job_id for each in JOBS), 0))
+    result = sampler.slice(SamplingSlice((), tuple(each.job_id for each in JOBS), 0))
     assert (result.num_active, result.finished, sampler.held_bytes()) == (0, {}, 0)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SamplingParams
-from trainhouse.workers.sampler.engine import NativeSampler
+from trainhouse.workers.sampler.native_sampler import NativeSampler
 from transformers import AutoTokenizer
 
-from ..adapted import Adapted, copied
+from ..adapted import Adapted, copy_adapter
 from .test_sampler import (
     EOS,
     VOCAB,
@@ -236,7 +236,7 @@ def test_many_stop_tokens_are_looked_up_by_their_own_job(adapted: Adapted) -> No
 
 
 def test_nothing_of_a_job_or_its_adapter_is_held_when_it_has_ended(adapted: Adapted) -> None:
-    copied(adapted.adapters, "one", "leaving")
+    copy_adapter(adapted.adapters, "one", "leaving")
     sampler = new_sampler(adapted)
     large, small = asked("a", "leaving", topk_sample_logprobs=VOCAB), asked("b", "leaving", topk_sample_logprobs=1)
     top = finish(sampler, large, small)["b"].sequences[0].topk_logprobs

@@ -18,8 +18,16 @@ from peft import PeftModel
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
+from trainhouse.workers.protocol.calls import (
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunSpec,
+    SampleJob,
+    SamplingSlice,
+    SliceResult,
+)
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
@@ -78,9 +86,9 @@ def train(worker: Worker, run_id: str) -> None:
     """A step towards rows that are this run's own."""
     rows = np.random.default_rng(len(run_id)).integers(0, VOCAB, (6, 25))
     data = tuple(Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:]}) for row in rows)
-    (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
+    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
     assert isinstance(output, ForwardBackwardOutput), output
-    (metrics,) = worker.apply_steps((Step(run_id, AdamParams(learning_rate=2e-2)),))
+    (metrics,) = worker.apply_steps((OptimizerStep(run_id, AdamParams(learning_rate=2e-2)),))
     assert isinstance(metrics, dict), metrics
 
 
@@ -88,7 +96,7 @@ def trainer_logprobs(worker: Worker, run_id: str, sequences: Sequence[np.ndarray
     """Of each sequence float32 [len - 1, VOCAB]: row i is the distribution of token i + 1."""
     data = tuple(Datum(tokens[:-1], {"target_tokens": every_token(len(tokens) - 1)}) for tokens in sequences)
     request = ForwardBackwardRequest(run_id, 1, data, "cross_entropy", forward_only=True)
-    (output,) = worker.run_pass(Pass((Part(0, request),)))
+    (output,) = worker.run_pass(Pass((OperationPart(0, request),)))
     assert isinstance(output, ForwardBackwardOutput), output
     return [each["logprobs"] for each in output.loss_fn_outputs]
 
@@ -106,14 +114,14 @@ class Traffic:
         self._prompts: list[np.ndarray] = []
         self._cancelled_at: dict[int, set[str]] = defaultdict(set)
 
-    def next_slice(self, number: int, active: Collection[str], most_more: int) -> Slice:
+    def next_slice(self, number: int, active: Collection[str], most_more: int) -> SamplingSlice:
         """A few requests join; every tenth is cancelled some slices later, unless it is done by then."""
         wants_more = len(active) < min(MOST_ACTIVE, most_more)
         join = tuple(self._next_job() for _ in range(self.random.integers(0, 9) if wants_more else 0))
         for one in join:
             if self.random.random() < 0.1:
                 self._cancelled_at[number + int(self.random.integers(1, 16))].add(one.job_id)
-        return Slice(join, tuple(self._cancelled_at[number] & set(active)), 0)
+        return SamplingSlice(join, tuple(self._cancelled_at[number] & set(active)), 0)
 
     def _next_job(self) -> SampleJob:
         adapter_id, prompt = self._adapter_and_prompt()
@@ -178,7 +186,7 @@ class Served:
     num_stalls: int = 0
     _streaming: set[str] = field(default_factory=set)
 
-    def take(self, work: Slice, result: SliceResult) -> list[tuple[SampleJob, SampleResponse]]:
+    def take(self, work: SamplingSlice, result: SliceResult) -> list[tuple[SampleJob, SampleResponse]]:
         """The jobs that finished, with their answers."""
         self.active |= {one.job_id: one for one in work.join}
         for name in work.cancel:

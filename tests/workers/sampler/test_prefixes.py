@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.protocol.verbs import Slice
-from trainhouse.workers.sampler.cache.prefixes import BLOCK
+from trainhouse.workers.protocol.calls import SamplingSlice
+from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
 
-from ..adapted import Adapted, copied
+from ..adapted import Adapted, copy_adapter
 from .test_sampler import BYTES_PER_TOKEN, adapted, answer, finish, job, new_sampler, prompt, tokens_of
 
 __all__ = ["adapted"]
@@ -64,7 +64,7 @@ def test_nobody_is_told_what_others_have_sent(adapted: Adapted) -> None:
 
 
 def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
-    copied(adapted.adapters, "one", "moving")
+    copy_adapter(adapted.adapters, "one", "moving")
     sampler, tokens = new_sampler(adapted), prompt(100)
 
     def hits(adapter_id: str | None) -> int:
@@ -73,18 +73,18 @@ def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
         return found.prompt_cache_hit_tokens
 
     assert [hits("moving"), hits("moving"), hits("other"), hits(None), hits("moving")] == [0, 96, 0, 0, 96]
-    copied(adapted.adapters, "other", "moving")
+    copy_adapter(adapted.adapters, "other", "moving")
     assert [hits("moving"), hits("moving")] == [0, 96]
     adapted.adapters.drop("moving")
-    copied(adapted.adapters, "one", "moving")
+    copy_adapter(adapted.adapters, "one", "moving")
     assert hits("moving") == 0
 
 
 def test_a_sample_that_began_before_its_weights_changed_leaves_no_prefix_to_the_new_ones(adapted: Adapted) -> None:
-    copied(adapted.adapters, "one", "moving")
+    copy_adapter(adapted.adapters, "one", "moving")
     sampler = new_sampler(adapted)
-    sampler.slice(Slice((job("a", prompt(20), "moving", max_tokens=80),), (), 0))
-    copied(adapted.adapters, "other", "moving")
+    sampler.slice(SamplingSlice((job("a", prompt(20), "moving", max_tokens=80),), (), 0))
+    copy_adapter(adapted.adapters, "other", "moving")
     sampled = finish(sampler)["a"].sequences[0].tokens
     turn = job("b", np.concatenate([prompt(20), sampled]), "moving")
     found = answer(sampler, turn)
@@ -117,7 +117,7 @@ def test_prefixes_give_way_to_samples_and_to_newer_ones(adapted: Adapted) -> Non
 def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, prefill_chunk_tokens=64)
     quick = job("quick", prompt(8), "one", max_tokens=30, streams=True)
-    sampler.slice(Slice((quick,), (), 0))
+    sampler.slice(SamplingSlice((quick,), (), 0))
     late = [job("late", prompt(500), "other", num_samples=2), job("scored", prompt(300), None, prompt_logprobs=True)]
     sizes, results = [], []
     with pytest.MonkeyPatch.context() as patch:
@@ -128,7 +128,7 @@ def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(a
             return run(tokens, *rest, **more)
 
         patch.setattr(adapted.base, "hidden_states", counted)
-        results = [sampler.slice(Slice(tuple(late) if first else (), (), 0)) for first in (True, *[False] * 10)]
+        results = [sampler.slice(SamplingSlice(tuple(late) if first else (), (), 0)) for first in (True, *[False] * 10)]
     told = [sum(len(part.tokens) for part in result.progress["quick"]) for result in results]
     assert told == [1] * 11 and sizes[:7] == [65] * 7 and max(sizes) <= 64 + 3
     finished = {name: found for result in results for name, found in result.finished.items()} | finish(sampler)
@@ -141,10 +141,10 @@ def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(a
 def test_what_a_sample_leaves_does_not_push_out_its_own_beginning(adapted: Adapted) -> None:
     """Of 1024 tokens slots have 512 and 64, the beginning 320, and the prefixes of four others the rest."""
     sampler, turn = new_sampler(adapted, kv_cache_bytes=1024 * BYTES_PER_TOKEN), job("a", prompt(320), max_tokens=40)
-    sampler.slice(Slice((turn,), (), 0))
+    sampler.slice(SamplingSlice((turn,), (), 0))
     for seed in range(4):
-        sampler.slice(Slice((job(f"other {seed}", prompt(BLOCK + 1, seed), max_tokens=2),), (), 0))
-        sampler.slice(Slice((), (), 0))
+        sampler.slice(SamplingSlice((job(f"other {seed}", prompt(BLOCK + 1, seed), max_tokens=2),), (), 0))
+        sampler.slice(SamplingSlice((), (), 0))
     sampled = finish(sampler)["a"].sequences[0].tokens
     again = answer(sampler, job("b", np.concatenate([prompt(320), sampled]), max_tokens=2))
     assert again.prompt_cache_hit_tokens == 11 * BLOCK

@@ -15,17 +15,17 @@ from torch import Tensor
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.batch.validated import ModelLimits
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, SampleJob, Slice
-from trainhouse.workers.sampler.engine import NativeSampler
-from trainhouse.workers.sampler.logits.choice import Choice, Settings, choose
+from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
-from trainhouse.workers.sampler.requests.stopping import StopStrings
-from trainhouse.workers.training.runner import PassRunner
+from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
+from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.requests.stop_tokens import StopStrings
+from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ...tiny import KINDS, tiny_model
-from ..adapted import Adapted, copied
+from ..adapted import Adapted, copy_adapter
 
 VOCAB, CONTEXT, EOS = 512, 1024, 2
 # Of one token in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
@@ -77,12 +77,12 @@ def job(job_id: str, tokens: np.ndarray, adapter_id: str | None = None, **option
 
 def finish(sampler: NativeSampler, *jobs: SampleJob, budget_milliseconds: float = 1e6) -> dict:
     """All answers, in slices of the given budget."""
-    result = sampler.slice(Slice(jobs, (), budget_milliseconds))
+    result = sampler.slice(SamplingSlice(jobs, (), budget_milliseconds))
     finished = dict(result.finished)
     for _ in range(2000):
         if not result.num_active:
             return finished
-        result = sampler.slice(Slice((), (), budget_milliseconds))
+        result = sampler.slice(SamplingSlice((), (), budget_milliseconds))
         finished |= result.finished
     raise AssertionError(f"{result.num_active} jobs are still active after 2000 slices")
 
@@ -172,7 +172,7 @@ def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> n
     whole = np.concatenate([tokens, new])
     targets = {"target_tokens": whole[1:].astype(np.int64), "weights": np.ones(len(whole) - 1, np.float32)}
     forward = ForwardBackwardRequest("one", 1, (Datum(whole[:-1], targets),), "cross_entropy", forward_only=True)
-    (output,) = program.run_pass((Part(0, forward),))
+    (output,) = program.run_pass((OperationPart(0, forward),))
     assert isinstance(output, ForwardBackwardOutput)
     return output.loss_fn_outputs[0]["logprobs"][len(tokens) - 1 :]
 
@@ -217,14 +217,14 @@ def test_different_adapters_in_one_batch_sample_as_each_alone(adapted: Adapted) 
 
 def test_an_overwritten_adapter_takes_over_from_the_next_slice(adapted: Adapted) -> None:
     def run(overwrite: Callable[[], object]) -> SampledSequence:
-        copied(adapted.adapters, "one", "inflight")
+        copy_adapter(adapted.adapters, "one", "inflight")
         sampler = new_sampler(adapted)
-        sampler.slice(Slice((job("a", prompt(8), "inflight", temperature=0),), (), 0))
+        sampler.slice(SamplingSlice((job("a", prompt(8), "inflight", temperature=0),), (), 0))
         overwrite()
         return finish(sampler)["a"].sequences[0]
 
     kept = run(lambda: None)
-    moved = run(lambda: copied(adapted.adapters, "other", "inflight"))
+    moved = run(lambda: copy_adapter(adapted.adapters, "other", "inflight"))
     alone = sample(new_sampler(adapted), job("a", prompt(8), "one", temperature=0))
     assert kept.tokens.tolist() == alone.tokens.tolist()
     assert moved.tokens[:1].tolist() == kept.tokens[:1].tolist()
@@ -239,7 +239,7 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd_and_in_slices_of_any_
     alone = tokens_of(answer(new_sampler(adapted), one))
     crowd = [job(f"crowd{i}", prompt(3 + i), None if i % 2 else "one", seed=i) for i in range(12)]
     sampler = new_sampler(adapted)
-    early = sampler.slice(Slice(tuple(crowd[:6]), (), 0)).finished
+    early = sampler.slice(SamplingSlice(tuple(crowd[:6]), (), 0)).finished
     assert not early
     assert tokens_of(finish(sampler, *crowd[6:], one, budget_milliseconds=0)["one"]) == alone
     assert tokens_of(finish(sampler, *crowd, one, budget_milliseconds=5)["one"]) == alone
@@ -252,10 +252,10 @@ def test_jobs_beyond_the_cache_wait_and_finish_with_the_same_tokens(adapted: Ada
     wanted = finish(new_sampler(adapted), *jobs)
     budget_bytes = 3 * 2 * BLOCK * BYTES_PER_TOKEN
     sampler = new_sampler(adapted, kv_cache_bytes=budget_bytes)
-    largest, result = 0, sampler.slice(Slice(tuple(jobs), (), 0))
+    largest, result = 0, sampler.slice(SamplingSlice(tuple(jobs), (), 0))
     finished = dict(result.finished)
     while result.num_active:
-        result = sampler.slice(Slice((), (), 0))
+        result = sampler.slice(SamplingSlice((), (), 0))
         finished |= result.finished
         largest = max(largest, sampler.cache_bytes())
     assert {i: tokens_of(finished[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
@@ -266,7 +266,7 @@ def test_rows_that_outgrow_the_cache_give_way_and_come_back_with_the_same_tokens
     jobs = [job(str(i), prompt(10), None, seed=i, max_tokens=150) for i in range(4)]
     wanted = finish(new_sampler(adapted), *jobs)
     sampler = new_sampler(adapted, kv_cache_bytes=4 * 2 * BLOCK * BYTES_PER_TOKEN)
-    sampler.slice(Slice(tuple(jobs), (), 0))
+    sampler.slice(SamplingSlice(tuple(jobs), (), 0))
     assert sampler.held_bytes() == 4 * 2 * BLOCK * BYTES_PER_TOKEN, "all four run at first, and will want 4 blocks each"
     finished = finish(sampler)
     assert {i: tokens_of(finished[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
@@ -288,29 +288,29 @@ def test_without_max_tokens_a_stop_token_may_come_before_the_cache_is_full(adapt
 
 
 def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
-    copied(adapted.adapters, "one", "closing")
+    copy_adapter(adapted.adapters, "one", "closing")
     sampler = new_sampler(adapted, kv_cache_bytes=4 * BLOCK * BYTES_PER_TOKEN)
     jobs = [job(str(i), prompt(10), "closing" if i == 2 else "one", num_samples=2, max_tokens=40) for i in range(4)]
-    assert sampler.slice(Slice(tuple(jobs), (), 0)).num_active == 4
-    result = sampler.slice(Slice((), ("0", "1", "unknown"), 0))
+    assert sampler.slice(SamplingSlice(tuple(jobs), (), 0)).num_active == 4
+    result = sampler.slice(SamplingSlice((), ("0", "1", "unknown"), 0))
     assert result.num_active == 2 and not result.finished
     adapted.adapters.drop("closing")
-    result = sampler.slice(Slice((), ("3",), 0))
+    result = sampler.slice(SamplingSlice((), ("3",), 0))
     assert result.num_active == 0 and result.finished.keys() == {"2"}
     assert "adapter closing is gone" in result.finished["2"].message
     assert sampler.held_bytes() == 0
     # All slots are free again: four samples run side by side, two iterations for two tokens.
-    sampler.slice(Slice((job("next", prompt(10), num_samples=4, max_tokens=2),), (), 0))
-    assert sampler.slice(Slice((), (), 0)).finished.keys() == {"next"}
+    sampler.slice(SamplingSlice((job("next", prompt(10), num_samples=4, max_tokens=2),), (), 0))
+    assert sampler.slice(SamplingSlice((), (), 0)).finished.keys() == {"next"}
 
 
 def test_weights_that_become_nan_fail_their_job_and_leave_its_slot_clean(adapted: Adapted) -> None:
-    copied(adapted.adapters, "one", "broken")
+    copy_adapter(adapted.adapters, "one", "broken")
     sampler = new_sampler(adapted)
     beside = job("beside", prompt(9), "one", max_tokens=20)
-    sampler.slice(Slice((job("a", prompt(8), "broken"), beside), (), 0))
+    sampler.slice(SamplingSlice((job("a", prompt(8), "broken"), beside), (), 0))
     adapted.adapters.get("broken").weights.fill_(math.nan)
-    result = sampler.slice(Slice((), (), 0))
+    result = sampler.slice(SamplingSlice((), (), 0))
     assert "not finite: see whether the weights of adapter broken are" in result.finished["a"].message
     after = job("after", prompt(4), "one", max_tokens=20)
     finished = finish(sampler, after)
@@ -320,10 +320,10 @@ def test_weights_that_become_nan_fail_their_job_and_leave_its_slot_clean(adapted
 
 def test_after_an_error_the_sampler_goes_on_with_other_jobs(adapted: Adapted) -> None:
     sampler = new_sampler(adapted)
-    sampler.slice(Slice((job("a", prompt(8), num_samples=3),), (), 0))
+    sampler.slice(SamplingSlice((job("a", prompt(8), num_samples=3),), (), 0))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(adapted.base, "hidden_states", None)
-        sampler.slice(Slice((job("b", prompt(8)),), (), 0))
+        sampler.slice(SamplingSlice((job("b", prompt(8)),), (), 0))
     finished = finish(sampler, job("c", prompt(8)))
     assert finished.keys() == {"c"}
     assert tokens_of(finished["c"]) == tokens_of(answer(new_sampler(adapted), job("c", prompt(8))))
@@ -357,8 +357,8 @@ def chi_square(tokens: np.ndarray, exact: np.ndarray) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
 
 
-def settings(params: list[SamplingParams]) -> Settings:
-    return Settings(
+def settings(params: list[SamplingParams]) -> SamplingSettings:
+    return SamplingSettings(
         temperature=np.array([each.temperature for each in params], np.float32),
         min_p=np.array([each.min_p for each in params], np.float32),
         top_k=np.array([each.top_k for each in params]),
@@ -378,7 +378,7 @@ def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, 
     noise = torch.from_numpy(uniforms(keys[:, None], np.arange(NUM_DRAWS // 100)).ravel()).float()
     # Rows with other parameters beside them, as in a real batch.
     others = [SamplingParams(temperature=0), SamplingParams(temperature=1e-44), SamplingParams(top_k=1)]
-    choice = Choice.of(settings([params] * NUM_DRAWS + others), 400, torch.device("cpu"))
+    choice = SamplingTensors.of(settings([params] * NUM_DRAWS + others), 400, torch.device("cpu"))
     chosen = choose(logits.expand(NUM_DRAWS + 3, -1), choice, torch.cat([noise, torch.tensor([0.99] * 3)]))
     tokens = chosen.tokens
     torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[tokens])
@@ -389,7 +389,7 @@ def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, 
 
 def test_a_nucleus_wider_than_the_likeliest_tokens_is_found(adapted: Adapted) -> None:
     logits = (torch.randn(1, 2000, generator=torch.Generator().manual_seed(4)) * 0.1).log_softmax(-1)
-    choice = Choice.of(settings([SamplingParams(top_p=0.9)]), 2000, torch.device("cpu"))
+    choice = SamplingTensors.of(settings([SamplingParams(top_p=0.9)]), 2000, torch.device("cpu"))
     exact = filtered(logits[0], 1.0, -1, 0.9)
     likely, unlikely = exact > 0, exact == 0
     tokens = {int(choose(logits, choice, torch.tensor([u])).tokens) for u in torch.linspace(0, 0.99999, 4000).tolist()}
@@ -400,7 +400,7 @@ def test_of_equally_likely_tokens_as_many_are_kept_as_were_asked_for() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 0.0]]).log_softmax(-1)
 
     def drawn(**params: float) -> set[int]:
-        choice = Choice.of(settings([SamplingParams.model_validate(params)]), 8, torch.device("cpu"))
+        choice = SamplingTensors.of(settings([SamplingParams.model_validate(params)]), 8, torch.device("cpu"))
         return {int(choose(logits, choice, torch.tensor([u])).tokens) for u in torch.linspace(0, 0.9999, 200).tolist()}
 
     assert [drawn(top_k=k) for k in (1, 2, 3, 5)] == [{1}, {1, 5}, {1, 5, 2}, {1, 5, 2, 3, 4}]
@@ -635,9 +635,9 @@ def test_a_prompt_of_one_token_has_nothing_to_score(adapted: Adapted) -> None:
 def test_a_job_that_streams_tells_what_each_slice_adds(adapted: Adapted) -> None:
     sampler = new_sampler(adapted)
     streamed = job("streamed", prompt(5), num_samples=2, topk_sample_logprobs=2, streams=True)
-    results = [sampler.slice(Slice((streamed,), (), 0))]
+    results = [sampler.slice(SamplingSlice((streamed,), (), 0))]
     while results[-1].num_active:
-        results.append(sampler.slice(Slice((), (), 0)))
+        results.append(sampler.slice(SamplingSlice((), (), 0)))
     for number, sequence in enumerate(results[-1].finished["streamed"].sequences):
         told = [part for each in results for part in each.progress.get("streamed", ()) if part.sample == number]
         tokens = [token for part in told for token in part.tokens]
@@ -650,9 +650,9 @@ def test_a_job_that_streams_tells_what_each_slice_adds(adapted: Adapted) -> None
 def test_a_job_that_streams_tells_which_of_its_samples_have_ended(adapted: Adapted) -> None:
     sampler = new_sampler(adapted)
     streamed = job("streamed", prompt(5), num_samples=8, max_tokens=60, stop_token_ids=tuple(range(40)), streams=True)
-    results = [sampler.slice(Slice((streamed,), (), 0))]
+    results = [sampler.slice(SamplingSlice((streamed,), (), 0))]
     while results[-1].num_active:
-        results.append(sampler.slice(Slice((), (), 0)))
+        results.append(sampler.slice(SamplingSlice((), (), 0)))
     parts = [part for result in results for part in result.progress.get("streamed", ())]
     ended = {part.sample: part.stop_reason for part in parts if part.stop_reason is not None}
     sequences = results[-1].finished["streamed"].sequences
@@ -681,5 +681,5 @@ def test_a_slice_has_its_time_however_long_layers_take_to_be_gathered(
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     sampler = new_sampler(adapted)
     for joining in ((job("one", prompt(9), max_tokens=30, streams=True),), ()):
-        (parts,) = sampler.slice(Slice(joining, (), 3500.0)).progress.values()
+        (parts,) = sampler.slice(SamplingSlice(joining, (), 3500.0)).progress.values()
         assert sum(len(part.tokens) for part in parts) == 4

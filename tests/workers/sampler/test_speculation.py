@@ -11,14 +11,14 @@ import torch
 from trainhouse.schemas.models import DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.sampler import engine as native
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler import native_sampler as native
 from trainhouse.workers.sampler import speculation
-from trainhouse.workers.sampler.cache.cache import Cache
-from trainhouse.workers.sampler.rank_sync import Verified
-from trainhouse.workers.sampler.scheduler import Schedule
-from trainhouse.workers.sampler.speculation import Guesses, Speculation
+from trainhouse.workers.sampler.cache.cache import KVCache
+from trainhouse.workers.sampler.rank_sync import VerifyResult
+from trainhouse.workers.sampler.scheduler import SequenceScheduler
+from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecoder
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -52,7 +52,7 @@ def made(worker: Worker, draft_id: str, directory: Path, rollouts: np.ndarray | 
         worker.set_vocabulary("draft", np.arange(1, 1 + fields["draft_vocab_size"], dtype=np.int64))
     for number in range(0 if rollouts is None else 60):
         passed(worker, number, rollouts, algorithm=config.algorithm)
-        worker.apply_steps((Step("draft", ADAM, "mean"),))
+        worker.apply_steps((OptimizerStep("draft", ADAM, "mean"),))
     directory.mkdir()
     worker.save_run("draft", str(directory), optimizer=False)
     worker.drop_run("draft")
@@ -65,7 +65,7 @@ def passed(worker: Worker, number: int, rollouts: np.ndarray, algorithm: str = "
 
 
 def answered(worker: Worker, number: int, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-    (answer,) = worker.run_pass(Pass((Part(number, request),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(number, request),)))
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
 
@@ -96,9 +96,9 @@ def run(worker: Worker, *jobs: SampleJob, **options: Any) -> dict[str, SampleRes
 
 def finished(worker: Worker, wanted: SampleJob) -> SampleResponse:
     """Beside others, which need not end."""
-    found = worker.sample_slice(Slice((wanted,), (), 0)).finished
+    found = worker.sample_slice(SamplingSlice((wanted,), (), 0)).finished
     while wanted.job_id not in found:
-        found = worker.sample_slice(Slice((), (), 0)).finished
+        found = worker.sample_slice(SamplingSlice((), (), 0)).finished
     answer = found[wanted.job_id]
     assert isinstance(answer, SampleResponse)
     return answer
@@ -193,14 +193,14 @@ def lengths_on_leaving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of the samples that gave way, and had been guessed."""
     found: list[int] = []
 
-    def preempt(self: Schedule) -> None:
-        before = {row: row.guessed.num_passes for row in self.under_way()}
+    def preempt(self: SequenceScheduler) -> None:
+        before = {row: row.draft_stats.num_passes for row in self.admitted()}
         preempt_youngest(self)
-        left = before.keys() - self.under_way()
+        left = before.keys() - self.admitted()
         found.extend(len(row.tokens) for row in left if before[row])
 
-    preempt_youngest = Schedule._preempt_youngest
-    monkeypatch.setattr(Schedule, "_preempt_youngest", preempt)
+    preempt_youngest = SequenceScheduler._preempt_youngest
+    monkeypatch.setattr(SequenceScheduler, "_preempt_youngest", preempt)
     return found
 
 
@@ -241,7 +241,7 @@ def test_what_drafts_have_is_told_of_within_the_budget_and_leaves_the_device(tar
     assert max(of_drafts) > of_drafts[-1] == of_prefixes
 
 
-def caches_of_drafts(worker: Worker) -> list[Cache]:
+def caches_of_drafts(worker: Worker) -> list[KVCache]:
     return list(worker._sampler._draft_caches._caches.values())
 
 
@@ -311,17 +311,17 @@ def test_a_perfect_draft_is_right_all_the_time(target: Target, monkeypatch: pyte
     of_random = [each.guesses for each in run(target.worker, *jobs).values()]
     assert all(each is not None and each.acceptance_length < 1.5 for each in of_random)
 
-    def perfect(self: Speculation, draft: Any, rows: list[Any], num: int, table: Any) -> list[Guesses]:
+    def perfect(self: SpeculativeDecoder, draft: Any, rows: list[Any], num: int, table: Any) -> list[DraftTokens]:
         found = as_drawn(self, draft, rows, num, table)
         for each, row in zip(found, rows, strict=True):
-            first = int(table.length[row.line])
+            first = int(table.length[row.table_row])
             each.tokens[:] = target.rollouts[int(row.job.request.job_id)][first : first + num]
-            assert each.chances is not None
-            each.chances.zero_()[np.arange(num), each.tokens] = 1
+            assert each.probabilities is not None
+            each.probabilities.zero_()[np.arange(num), each.tokens] = 1
         return found
 
-    as_drawn = Speculation._drawn
-    monkeypatch.setattr(Speculation, "_drawn", perfect)
+    as_drawn = SpeculativeDecoder._propose_group
+    monkeypatch.setattr(SpeculativeDecoder, "_propose_group", perfect)
     found = run(target.worker, *jobs)
     for job_id, response in found.items():
         np.testing.assert_array_equal(tokens(response), target.rollouts[int(job_id)][5:26])
@@ -421,9 +421,9 @@ def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: 
     ]
     wanted = run(target.worker, *jobs)
     first, second, third, fourth = (replace(each, draft_id=one) for each, one in zip(jobs, "XWYX", strict=True))
-    found = dict(worker.sample_slice(Slice((first, second), (), 0)).finished)
+    found = dict(worker.sample_slice(SamplingSlice((first, second), (), 0)).finished)
     for joining in ((), (third, fourth), *[()] * 1000):
-        found |= (result := worker.sample_slice(Slice(joining, (), 0))).finished
+        found |= (result := worker.sample_slice(SamplingSlice(joining, (), 0))).finished
         if len(found) == len(jobs) and not result.num_active:
             break
     assert_alike(found, wanted)
@@ -437,22 +437,22 @@ def test_a_draft_that_nobody_wants_any_more_takes_no_room(target: Target) -> Non
     prompt = target.rollouts[0][:5]
     first = job("first", prompt, temperature=0.0, max_tokens=100, draft_id="random")
     second = job("second", prompt, temperature=0.0, max_tokens=100, draft_id="of few", logit_bias={"5": 1.0})
-    worker.sample_slice(Slice((first, second), (), 0))
-    (row,) = worker._sampler._of_base._jobs["first"].rows
+    worker.sample_slice(SamplingSlice((first, second), (), 0))
+    (row,) = worker._sampler._of_base._jobs["first"].sequences
     for _ in range(50):
-        if row.goes_alone:
+        if row.without_draft:
             break
-        worker.sample_slice(Slice((), (), 0))
+        worker.sample_slice(SamplingSlice((), (), 0))
     third = job("third", prompt, temperature=0.0, max_tokens=12, draft_id="trained")
     found = finished(worker, third)
-    assert row.goes_alone and row.stop_reason is None, "it is still under way"
+    assert row.without_draft and row.stop_reason is None, "it is still under way"
     assert found.guesses is not None
 
 
 def test_of_a_draft_that_has_diverged_nothing_is_right() -> None:
     target = torch.zeros(3, 8)
     target[:, 0] = 1
-    broken = Guesses(np.array([5, 6]), torch.full((2, 8), float("nan")))
+    broken = DraftTokens(np.array([5, 6]), torch.full((2, 8), float("nan")))
     found = speculation.verify(broken, target, torch.arange(8), np.uint64(3), 10)
     assert (found.num_accepted, found.token) == (0, 0)
 
@@ -508,11 +508,11 @@ def test_sequences_come_as_often_as_enumeration_says(model: Model, drawing: Work
 
 @pytest.mark.parametrize("fault", ["all are right", pytest.param("nothing is left out", marks=pytest.mark.full)])
 def test_a_wrong_rule_is_told_apart(model: Model, drawing: Worker, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(guesses: Guesses, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> Verified:
+    def wrong(guesses: DraftTokens, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> VerifyResult:
         right = verify(guesses, target, vocabulary, *rest)
         if fault == "all are right":
             return verify(guesses, target.new_ones(target.shape), vocabulary, *rest)
-        without = Guesses(guesses.tokens[: right.num_accepted], guesses.chances)
+        without = DraftTokens(guesses.tokens[: right.num_accepted], guesses.probabilities)
         return verify(without, target[: right.num_accepted + 1], vocabulary, *rest)
 
     verify = speculation.verify

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Slice
+from trainhouse.workers.protocol.calls import RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.sampler.cache import draft_caches
-from trainhouse.workers.sampler.cache.cache import Cache
-from trainhouse.workers.sampler.cache.prefixes import BLOCK
-from trainhouse.workers.sampler.speculation import Guesses, Speculation
+from trainhouse.workers.sampler.cache.cache import KVCache
+from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
+from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecoder
 from trainhouse.workers.worker.worker import Worker
 
 from ..jobs import job
@@ -59,13 +59,13 @@ def passes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Passes:
 def given(monkeypatch: pytest.MonkeyPatch) -> Chances:
     found: Chances = []
 
-    def noted(*arguments: Any) -> list[Guesses]:
+    def noted(*arguments: Any) -> list[DraftTokens]:
         guesses = drawn(*arguments)
-        found.extend(each.chances.clone() for each in guesses if each.chances is not None)
+        found.extend(each.probabilities.clone() for each in guesses if each.probabilities is not None)
         return guesses
 
-    drawn = Speculation._drawn
-    monkeypatch.setattr(Speculation, "_drawn", noted)
+    drawn = SpeculativeDecoder._propose_group
+    monkeypatch.setattr(SpeculativeDecoder, "_propose_group", noted)
     return found
 
 
@@ -124,7 +124,7 @@ def test_the_next_turn_of_a_conversation_goes_on_from_the_last(
 ) -> None:
     """From what its draft was told of: up to the last guesses, whether these were right often enough or not."""
     if pays:
-        monkeypatch.setattr(Speculation, "pays", lambda *_: True)
+        monkeypatch.setattr(SpeculativeDecoder, "pays", lambda *_: True)
     turns, found, prompt = [], [], text(24)
     for turn in range(3):
         turns.append(asked(draft_id, prompt, seed=turn, temperature=0.0, max_tokens=60))
@@ -145,7 +145,7 @@ def test_prompts_that_part_at_the_end_of_a_block_share_what_comes_before_this_on
     """What a draft has at a token hangs on the one behind it: were blocks known by their own tokens alone, it would
     guess by what came behind another prompt."""
     if is_blind:
-        monkeypatch.setattr(draft_caches, "Cache", blind_cache)
+        monkeypatch.setattr(draft_caches, "KVCache", blind_cache)
     worker.load_draft("random", str(target.directory / "random"))
     one, other = (asked("random", np.concatenate([text(3 * BLOCK), text(5, number)])) for number in (1, 2))
     wanted = answer_afresh(worker, other)
@@ -161,9 +161,9 @@ def test_prompts_that_part_at_the_end_of_a_block_share_what_comes_before_this_on
         assert furthest(given, num) < TOLERANCE
 
 
-def blind_cache(*arguments: Any, num_ahead: int) -> Cache:
+def blind_cache(*arguments: Any, num_ahead: int) -> KVCache:
     assert num_ahead
-    return Cache(*arguments)
+    return KVCache(*arguments)
 
 
 def test_what_is_kept_belongs_to_a_draft_and_to_the_weights_of_both(worker: Worker, target: Target) -> None:
@@ -207,7 +207,7 @@ def test_prompts_in_chunks_beside_others_go_on_from_what_is_known(
     other = replace(asked(draft_id, text(5, 7), max_tokens=150, seed=3), job_id="other")
     found = []
     for prompt in (text(100), np.concatenate([text(100), text(90, 1)])):
-        chunked.sample_slice(Slice((other,), (), 0))
+        chunked.sample_slice(SamplingSlice((other,), (), 0))
         found.append(run(chunked, asked(draft_id, prompt)))
         assert_same(found[-1]["a"], answer_afresh(worker, asked(draft_id, prompt)))
         assert_same(found[-1]["other"], answer_afresh(worker, other))
@@ -217,7 +217,7 @@ def test_prompts_in_chunks_beside_others_go_on_from_what_is_known(
 def test_a_sample_that_began_before_its_draft_changed_leaves_nothing_to_the_new_one(
     worker: Worker, target: Target
 ) -> None:
-    worker.sample_slice(Slice((asked("trained", text(100), max_tokens=60),), (), 0))
+    worker.sample_slice(SamplingSlice((asked("trained", text(100), max_tokens=60),), (), 0))
     worker.load_draft("trained", str(target.directory / "random"))
     run(worker)
     one = asked("trained", text(100), max_tokens=10)

@@ -5,17 +5,17 @@ from collections import Counter
 
 import numpy as np
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.workers.protocol.verbs import SampleJob
-from trainhouse.workers.scheduler.cohorts import Cohorts, Sampling
+from trainhouse.workers.protocol.calls import SampleJob
+from trainhouse.workers.scheduler.cohorts import Cohorts, SamplingWork
 from trainhouse.workers.scheduler.quarantine import Suspects
 
 LOOP = asyncio.new_event_loop()
 LOOP.close()  # futures need one, but nothing is awaited here
 
 
-def sampling(job_id: str) -> Sampling:
+def sampling(job_id: str) -> SamplingWork:
     job = SampleJob(job_id, None, np.zeros(3, np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
-    return Sampling(job, LOOP.create_future(), None)
+    return SamplingWork(job, LOOP.create_future(), None)
 
 
 def cohorts_of(suspects: Suspects, *job_ids: str) -> Cohorts:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import RoleGroup, SamplingConfig
+from trainhouse.workers.protocol.calls import RunSpec, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, WorkerLost
+from trainhouse.workers.protocol.worker_config import RoleGroup, SamplingConfig
 from trainhouse.workers.scheduler.pool_factory import with_threads
 
 from ..jobs import job
-from ..moving_worker import MOVING, stays
+from ..moving_worker import MOVING, device_intervals
 from .test_roles_apart import (
     APART,
     NAME,
@@ -48,7 +48,7 @@ async def here(dispatch: WorkerDispatch) -> set[str]:
 
 def most_at_a_time(directory: Path) -> int:
     """Of the groups' processes, of one rank each, as they wrote it down; all of them were there at some time."""
-    of_processes = [stays(log) for log in directory.glob("*.log")]
+    of_processes = [device_intervals(log) for log in directory.glob("*.log")]
     assert len(of_processes) >= 3 and all(of_processes)
     stayed = [stay for of_process in of_processes for stay in of_process]
     changes = sorted([(came, 1) for came, _ in stayed] + [(left, -1) for _, left in stayed])

@@ -16,8 +16,8 @@ from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Step, WorkerLost
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 MOST_STRIKES = 3
 
@@ -52,8 +52,8 @@ def operation(
     return ForwardBackwardRequest(run_id, seq_id, data, loss_fn, {"seconds": 0.0} | config)
 
 
-def step(run_id: str) -> Step:
-    return Step(run_id, AdamParams(learning_rate=1e-2))
+def step(run_id: str) -> OptimizerStep:
+    return OptimizerStep(run_id, AdamParams(learning_rate=1e-2))
 
 
 def job(job_id: str, num_slices: int) -> SampleJob:

@@ -28,9 +28,9 @@ from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, WorkerLost
-from trainhouse.workers.scheduler.timeouts import Patience, Seen, cost_of
+from trainhouse.workers.protocol.calls import RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.scheduler.timeouts import CallTimeouts, ObservedDurations, cost_of
 
 __all__ = ["new_pool", "ray_cluster"]
 
@@ -177,42 +177,42 @@ def test_a_first_pass_and_one_that_is_longer_than_hang_seconds_are_no_hang() -> 
 
 
 def test_patience_grows_with_the_work_and_with_what_such_work_has_taken() -> None:
-    patience = Patience(WorkerConfig(ServedModel("tiny", "tiny"), hang_seconds=60))
-    before = patience.with_pass(10_000, 1)
+    patience = CallTimeouts(WorkerConfig(ServedModel("tiny", "tiny"), hang_seconds=60))
+    before = patience.for_pass(10_000, 1)
     assert before > 60 + 10_000 * 0.1
-    patience.passes.took(10_000, 2.0)
-    known = patience.with_pass(10_000, 1)
+    patience.passes.record(10_000, 2.0)
+    known = patience.for_pass(10_000, 1)
     assert 60 + 2 * 2.0 < known < 70 + 10 * 2.0 < before
-    assert patience.with_pass(100_000, 1) > 60 + 4 * 20.0
-    assert patience.with_pass(10, 1) >= 60 + 2.0
-    assert patience.with_slice(50) > 60 and patience.with_verb("save_run") > patience.with_verb("memory") == 60
-    assert patience.with_steps(64) > 5 * patience.with_steps(1) > 5 * 60
+    assert patience.for_pass(100_000, 1) > 60 + 4 * 20.0
+    assert patience.for_pass(10, 1) >= 60 + 2.0
+    assert patience.for_slice(50) > 60 and patience.for_verb("save_run") > patience.for_verb("memory") == 60
+    assert patience.for_steps(64) > 5 * patience.for_steps(1) > 5 * 60
     assert patience.loading_seconds > 3600
 
 
 def test_short_passes_say_little_of_long_ones_and_slow_ones_are_remembered_for_a_while() -> None:
-    seen = Seen(unseen_seconds=1.0)
-    seen.took(1, 0.1)
-    assert seen.bound(1000) >= 100
-    seen.took(1000, 0.5)
-    assert 0.5 <= seen.bound(1000) <= 5
-    seen.took(1000, 50.0)
-    assert seen.bound(1000) >= 50
+    seen = ObservedDurations(unseen_seconds=1.0)
+    seen.record(1, 0.1)
+    assert seen.limit(1000) >= 100
+    seen.record(1000, 0.5)
+    assert 0.5 <= seen.limit(1000) <= 5
+    seen.record(1000, 50.0)
+    assert seen.limit(1000) >= 50
     for _ in range(1000):
-        seen.took(1000, 0.5)
-    assert seen.bound(1000) <= 5
+        seen.record(1000, 0.5)
+    assert seen.limit(1000) <= 5
 
 
 @pytest.mark.parametrize("seconds_per_token", [1e-5, 1e-1])
 def test_bounds_hold_for_passes_of_any_size_behind_passes_of_any_other(seconds_per_token: float) -> None:
     """Fixed costs and a price by token, and sizes at random: half of the bound is never reached."""
     random = np.random.default_rng(0)
-    seen = Seen(unseen_seconds=1.0)
+    seen = ObservedDurations(unseen_seconds=1.0)
     for size in 2 ** random.uniform(0, 20, 2000):
         seconds = 0.01 + seconds_per_token * size
-        assert not seen._slowest or seconds <= seen.bound(size) / 2
-        seen.took(size, seconds)
-    assert seen.bound(2**20) < 20 * (0.01 + seconds_per_token * 2**20)
+        assert not seen._slowest or seconds <= seen.limit(size) / 2
+        seen.record(size, seconds)
+    assert seen.limit(2**20) < 20 * (0.01 + seconds_per_token * 2**20)
 
 
 def test_long_sequences_and_backward_passes_cost_more() -> None:

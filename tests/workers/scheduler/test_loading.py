@@ -14,7 +14,7 @@ from ..test_dispatch import write_header
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from trainhouse.workers.protocol.config import DispatchConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.worker_config import DispatchConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
 async def main():

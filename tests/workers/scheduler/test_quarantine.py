@@ -12,10 +12,10 @@ def test_who_was_in_the_fatal_call_is_a_suspect_until_it_has_come_past_it() -> N
     suspects.accuse({"a": 7, "b": 3})
     assert suspects and "a" in suspects and "c" not in suspects
     for position in (5, 6):
-        suspects.passed("a", position)
+        suspects.record_progress("a", position)
         assert "a" in suspects
-    suspects.passed("a", 7)
-    suspects.passed("c", 100)
+    suspects.record_progress("a", 7)
+    suspects.record_progress("c", 100)
     assert "a" not in suspects and "b" in suspects
     suspects.clear("b")
     assert not suspects
@@ -26,12 +26,12 @@ def test_whose_position_nobody_knows_is_a_suspect_for_a_while(monkeypatch: pytes
     monkeypatch.setattr("trainhouse.workers.scheduler.quarantine.time.monotonic", lambda: now)
     suspects = Suspects()
     suspects.accuse({"a": None, "b": 7})
-    suspects.passed("a", 100)
-    suspects.passed("b", None)
+    suspects.record_progress("a", 100)
+    suspects.record_progress("b", None)
     assert "a" in suspects and "b" in suspects
     now += 600
-    suspects.passed("a", 100)
-    suspects.passed("b", None)
+    suspects.record_progress("a", 100)
+    suspects.record_progress("b", None)
     assert not suspects
 
 

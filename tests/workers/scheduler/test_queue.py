@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
-from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.scheduler.fair_queue import PassLimits
-from trainhouse.workers.scheduler.queue import Piece, Queue
-from trainhouse.workers.scheduler.work import Item, PassWork, Verb, Work
+from trainhouse.workers.scheduler.queue import GroupQueue, OperationChunk
+from trainhouse.workers.scheduler.work import Item, PassWorkItem, WorkerCall, WorkItem
 
 TOKENS = 1600
 """Of a pass: turns are of 400, and operations of up to 100 are short."""
@@ -28,39 +28,39 @@ LOOP.close()  # futures need one, but nothing is awaited here
 IDS = count()
 
 
-def work_of(run_id: str, item: Item) -> Work[Any]:
+def work_of(run_id: str, item: Item) -> WorkItem[Any]:
     """Of the tenant that the first letter of the run names."""
     answer = LOOP.create_future()
     if isinstance(item, ForwardBackwardRequest):
-        return PassWork(run_id, run_id[0], item, answer, next(IDS))
-    return Work(run_id, run_id[0], item, answer)
+        return PassWorkItem(run_id, run_id[0], item, answer, next(IDS))
+    return WorkItem(run_id, run_id[0], item, answer)
 
 
-def operation(run_id: str, *lengths: int) -> Work[Any]:
+def operation(run_id: str, *lengths: int) -> WorkItem[Any]:
     data = tuple(Datum(np.zeros(length, np.int32)) for length in lengths)
     return work_of(run_id, ForwardBackwardRequest(run_id, 0, data, "cross_entropy"))
 
 
-def step(run_id: str) -> Work[Any]:
-    return work_of(run_id, Step(run_id, AdamParams()))
+def step(run_id: str) -> WorkItem[Any]:
+    return work_of(run_id, OptimizerStep(run_id, AdamParams()))
 
 
-def verb(run_id: str) -> Work[Any]:
-    return work_of(run_id, Verb("save_run"))
+def verb(run_id: str) -> WorkItem[Any]:
+    return work_of(run_id, WorkerCall("save_run"))
 
 
-def queue_of(*works: Work[Any], runs: int = 64, suspects: Container[str] = (), **weights: float) -> Queue:
-    queue = Queue(PassLimits(TOKENS, runs, weights), suspects)
+def queue_of(*works: WorkItem[Any], runs: int = 64, suspects: Container[str] = (), **weights: float) -> GroupQueue:
+    queue = GroupQueue(PassLimits(TOKENS, runs, weights), suspects)
     for work in works:
         queue.add(work)
     return queue
 
 
-def tokens_of(piece: Piece) -> int:
+def tokens_of(piece: OperationChunk) -> int:
     return sum(piece.work.lengths[piece.first_datum : piece.end])
 
 
-def runs_of(pieces: Sequence[Piece]) -> list[str]:
+def runs_of(pieces: Sequence[OperationChunk]) -> list[str]:
     return [piece.work.key for piece in pieces]
 
 
@@ -85,12 +85,12 @@ Events = st.lists(
 class Ranks:
     """Takes from a queue like a lane does, and checks all that is promised of any call."""
 
-    def __init__(self, queue: Queue, limits: PassLimits, suspects: Collection[str] = ()) -> None:
+    def __init__(self, queue: GroupQueue, limits: PassLimits, suspects: Collection[str] = ()) -> None:
         self.queue = queue
         self.limits = limits
         self.suspects = suspects
-        self.begun: dict[str, Piece] = {}
-        self.done: dict[str, list[Work[Any]]] = defaultdict(list)
+        self.begun: dict[str, OperationChunk] = {}
+        self.done: dict[str, list[WorkItem[Any]]] = defaultdict(list)
 
     def take(self) -> bool:
         if self.queue.wants_verb:
@@ -103,18 +103,18 @@ class Ranks:
             return False
         return True
 
-    def _finish(self, works: Sequence[Work[Any]]) -> None:
+    def _finish(self, works: Sequence[WorkItem[Any]]) -> None:
         assert works and not self.begun.keys() & {work.key for work in works}
         assert len(works) == 1 or not any(work.key in self.suspects for work in works)
         for work in works:
             self.done[work.key].append(work)
 
-    def _run(self, pieces: Sequence[Piece]) -> None:
+    def _run(self, pieces: Sequence[OperationChunk]) -> None:
         longest = max((length for piece in pieces for length in piece.work.lengths), default=0)
         tokens = sum(map(tokens_of, pieces))
-        assert pieces and len(set(runs_of(pieces))) <= self.limits.runs
+        assert pieces and len(set(runs_of(pieces))) <= self.limits.max_runs
         assert len(pieces) == 1 or not any(run_id in self.suspects for run_id in runs_of(pieces))
-        assert tokens <= max(self.limits.tokens, self.limits.tokens / 2 + longest)
+        assert tokens <= max(self.limits.max_tokens, self.limits.max_tokens / 2 + longest)
         for piece in pieces:
             before = self.begun.pop(piece.work.key, None)
             assert piece.first_datum == (before.end if before else 0)
@@ -132,8 +132,8 @@ class Ranks:
 def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int, suspects: set[str]) -> None:
     """And a suspect's alone, until it is none any more."""
     limits = PassLimits(TOKENS, runs, {"a": 3.0, "b": 0.5})
-    ranks = Ranks(Queue(limits, suspects), limits, suspects)
-    expected: dict[str, list[Work[Any]]] = defaultdict(list)
+    ranks = Ranks(GroupQueue(limits, suspects), limits, suspects)
+    expected: dict[str, list[WorkItem[Any]]] = defaultdict(list)
     for event in events:
         waiting = ranks.queue.works()
         if event == "take":
@@ -145,8 +145,8 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
             ranks.queue.drop(failed)
             expected[failed.key].remove(failed)
         elif event == "cancel" and waiting:
-            ranks.queue.withdraw(waiting[-1])
-            if not waiting[-1].begun:
+            ranks.queue.cancel(waiting[-1])
+            if not waiting[-1].has_begun:
                 expected[waiting[-1].key].remove(waiting[-1])
         elif isinstance(event, tuple):
             run_id, what = event
@@ -166,7 +166,7 @@ def test_operations_wait_for_the_step_before_them() -> None:
     assert runs_of(queue.take_pass()) == ["a"]
 
 
-def runs_of_works(works: Sequence[Work[Any]]) -> list[str]:
+def runs_of_works(works: Sequence[WorkItem[Any]]) -> list[str]:
     return [work.key for work in works]
 
 
@@ -234,14 +234,14 @@ class Backlog:
         self._lengths = lengths
         self._ahead = ahead
 
-    def missing(self, queue: Queue) -> list[Work[Any]]:
+    def missing(self, queue: GroupQueue) -> list[WorkItem[Any]]:
         waiting = Counter(work.key for work in queue.works())
         return [
             operation(run_id, *self._lengths) for run_id in self._runs for _ in range(self._ahead - waiting[run_id])
         ]
 
 
-def serve(queue: Queue, num_passes: int, *backlogs: Backlog) -> list[Counter[str]]:
+def serve(queue: GroupQueue, num_passes: int, *backlogs: Backlog) -> list[Counter[str]]:
     """Tokens of each tenant, by pass."""
     served = []
     for _ in range(num_passes):
@@ -297,7 +297,7 @@ def test_a_weight_is_a_share(weight: float) -> None:
     assert max(most_ahead(served, "a", "b", weight), most_ahead(served, "b", "a", 1 / weight)) <= 4 * TOKENS
 
 
-def train(queue: Queue, num_passes: int, **lengths: Sequence[int]) -> list[Counter[str]]:
+def train(queue: GroupQueue, num_passes: int, **lengths: Sequence[int]) -> list[Counter[str]]:
     """Tokens of each tenant, by pass. By run: operations of these lengths, a step behind each, three pairs ahead."""
     served: list[Counter[str]] = []
     while len(served) < num_passes:
@@ -425,19 +425,19 @@ def counted_lines() -> Iterator[Counter[str]]:
         gc.enable()
 
 
-class ListingQueue(Queue):
-    def take_pass(self) -> list[Piece]:
+class ListingQueue(GroupQueue):
+    def take_pass(self) -> list[OperationChunk]:
         self.works()
         return super().take_pass()
 
 
-class OrderingQueue(Queue):
-    def take_pass(self) -> list[Piece]:
+class OrderingQueue(GroupQueue):
+    def take_pass(self) -> list[OperationChunk]:
         self._lines = dict(sorted(self._lines.items(), key=lambda line: line[0]))
         return super().take_pass()
 
 
-def lines_of_a_pass(kind: type[Queue], num_runs: int, num_tenants: int) -> int:
+def lines_of_a_pass(kind: type[GroupQueue], num_runs: int, num_tenants: int) -> int:
     """Those that forming one takes, when so many runs wait with an operation, a step behind each."""
     runs = [f"{chr(0x100 + i % num_tenants)}{i}" for i in range(num_runs)]
     queue = kind(PassLimits(TOKENS, 64))
@@ -449,18 +449,18 @@ def lines_of_a_pass(kind: type[Queue], num_runs: int, num_tenants: int) -> int:
     return events.total()
 
 
-def costs_of_a_pass(kind: type[Queue], of_one_tenant: bool) -> list[int]:
+def costs_of_a_pass(kind: type[GroupQueue], of_one_tenant: bool) -> list[int]:
     return [lines_of_a_pass(kind, num_runs, 1 if of_one_tenant else num_runs) for num_runs in (100, 2000)]
 
 
 @pytest.mark.parametrize("of_one_tenant", [True, False])
 def test_work_that_waits_costs_a_pass_nothing(of_one_tenant: bool) -> None:
-    few, many = costs_of_a_pass(Queue, of_one_tenant)
+    few, many = costs_of_a_pass(GroupQueue, of_one_tenant)
     assert many == few < 4000
 
 
 @pytest.mark.parametrize("kind", [ListingQueue, OrderingQueue])
 @pytest.mark.parametrize("of_one_tenant", [True, False])
-def test_a_look_at_all_that_waits_would_be_seen(kind: type[Queue], of_one_tenant: bool) -> None:
+def test_a_look_at_all_that_waits_would_be_seen(kind: type[GroupQueue], of_one_tenant: bool) -> None:
     few, many = costs_of_a_pass(kind, of_one_tenant)
     assert many - few >= 1900

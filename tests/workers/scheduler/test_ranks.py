@@ -9,9 +9,9 @@ from trainhouse.tests.workers.parallel.training import reinforced, supervised
 from trainhouse.tests.workers.pools.test_pool import NewPool, new_pool, ray_cluster, ray_in_full
 from trainhouse.workers.pools import children
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
+from trainhouse.workers.protocol.calls import OperationPart, Pass
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.verbs import Part, Pass
-from trainhouse.workers.scheduler.ranks import Ranks, shared_out
+from trainhouse.workers.scheduler.ranks import Ranks, split_pass
 
 __all__ = ["new_pool", "ray_cluster"]
 
@@ -21,17 +21,22 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 
 def test_data_are_shared_out_by_tokens_each_once_and_in_order() -> None:
-    work = Pass((Part(7, supervised("a", 1, 100, 3, 50, 50, 2)), Part(8, reinforced("b", 1, 99, 1), last=False)))
-    shares = shared_out(work, 3)
+    work = Pass(
+        (
+            OperationPart(7, supervised("a", 1, 100, 3, 50, 50, 2)),
+            OperationPart(8, reinforced("b", 1, 99, 1), last=False),
+        )
+    )
+    shares = split_pass(work, 3)
     tokens = [sum(len(datum.tokens) for part in share.parts for datum in part.request.data) for share in shares]
     assert max(tokens) - min(tokens) <= 6 and sum(tokens) == 305
     for number, part in enumerate(work.parts):
-        numbers = [one for share in shares for one in share.parts[number].share.numbers]
+        numbers = [one for share in shares for one in share.parts[number].share.indices]
         assert sorted(numbers) == list(range(len(part.request.data)))
         for share in shares:
             own = share.parts[number]
-            assert list(own.share.numbers) == sorted(own.share.numbers) and own.share.num_data == len(part.request.data)
-            assert [part.request.data[one] for one in own.share.numbers] == list(own.request.data)
+            assert list(own.share.indices) == sorted(own.share.indices) and own.share.num_data == len(part.request.data)
+            assert [part.request.data[one] for one in own.share.indices] == list(own.request.data)
             assert (own.operation_id, own.last, own.request.loss_fn) == (
                 part.operation_id,
                 part.last,
@@ -40,8 +45,8 @@ def test_data_are_shared_out_by_tokens_each_once_and_in_order() -> None:
 
 
 def test_data_of_a_later_part_keep_their_numbers() -> None:
-    (share, _) = shared_out(Pass((Part(7, supervised("a", 1, 5, 6), first_datum=40),)), 2)
-    assert list(share.parts[0].share.numbers) == [41]
+    (share, _) = split_pass(Pass((OperationPart(7, supervised("a", 1, 5, 6), first_datum=40),)), 2)
+    assert list(share.parts[0].share.indices) == [41]
 
 
 @ray_in_full

@@ -16,9 +16,15 @@ from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.verbs import RunSpec, Step, WorkerLost
+from trainhouse.workers.protocol.worker_config import (
+    DispatchConfig,
+    RoleGroup,
+    SamplingConfig,
+    ServedModel,
+    WorkerConfig,
+)
 from trainhouse.workers.scheduler.pool_factory import groups_of, with_threads
 
 from ..test_dispatch import operation, sample_job, write_header
@@ -87,7 +93,7 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> list[f
             request(run_id, "value_mse" if run_id == "critic" else "cross_entropy", False)
         )
         losses.append(output.metrics["loss:sum"])
-        await dispatch.optim_step(Step(run_id, AdamParams(learning_rate=1e-2)))
+        await dispatch.optim_step(OptimizerStep(run_id, AdamParams(learning_rate=1e-2)))
     return losses
 
 

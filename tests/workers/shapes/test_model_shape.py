@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from huggingface_hub import try_to_load_from_cache
 from trainhouse.workers.planner.parameters import num_parameters
-from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import (
     Experts,
     ModelShape,
     Rope,
+    describe_model,
     longest_context,
     model_directory,
-    model_of,
     read_model,
 )
 from transformers import AutoConfig
@@ -58,7 +58,7 @@ OMITTED = [("use_sliding_window", "sliding_window"), *((key,) for key in WHOLE i
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
-    shape = model_of("m", config)
+    shape = describe_model("m", config)
     assert isinstance(shape, ModelShape)
     return shape
 
@@ -88,7 +88,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         theirs.intermediate_size,
         theirs.vocab_size,
     )
-    assert (ours.num_layers, ours.tied, ours.max_positions) == (
+    assert (ours.num_layers, ours.tied_embeddings, ours.max_positions) == (
         theirs.num_hidden_layers,
         theirs.tie_word_embeddings,
         theirs.max_position_embeddings,
@@ -147,7 +147,7 @@ def test_the_longest_context_is_what_rope_scaling_reaches(key: str, rope: dict[s
 
 def test_a_model_of_images_has_the_context_of_its_part_for_text() -> None:
     text = WHOLE | {"model_type": "gemma3_text", "max_position_embeddings": 500}
-    assert model_of("m", {"model_type": "gemma3", "text_config": text}).max_positions == 500
+    assert describe_model("m", {"model_type": "gemma3", "text_config": text}).max_positions == 500
 
 
 def test_no_length_is_made_up() -> None:

@@ -24,6 +24,6 @@ def test_stretches_are_where_the_parts_lie(size: int, num_parts: int) -> None:
     for index in range(size):
         split = Split("tp", size, index, SECTIONS)
         for number, wanted in enumerate(split.part(whole, 0).chunk(num_parts)):
-            stretches = split.stretches(number, num_parts)
+            stretches = split.slices(number, num_parts)
             assert torch.equal(torch.cat([whole[each] for each in stretches]), wanted)
             assert all(each.start < each.stop for each in stretches)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from trainhouse.workers.planner.checks import check_layout
-from trainhouse.workers.protocol.config import ServedModel
-from trainhouse.workers.protocol.parallel_spec import ParallelSpec, Unit
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec, ShardedUnit
+from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.model_shape import read_model
 from trainhouse.workers.shapes.styles import PLAN, replicated_units
 
@@ -29,7 +29,7 @@ from trainhouse.workers.shapes.styles import PLAN, replicated_units
     ids=str,
 )
 def test_the_last_pattern_that_covers_a_part_of_a_layer_says_its_style(
-    overrides: list[str], units: tuple[Unit, ...]
+    overrides: list[str], units: tuple[ShardedUnit, ...]
 ) -> None:
     assert replicated_units(overrides) == units
 

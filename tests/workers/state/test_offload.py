@@ -15,8 +15,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Slice
+from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec, SamplingSlice
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.state.offload import Offload
 from trainhouse.workers.worker import rank_memory
 from trainhouse.workers.worker.worker import Worker
@@ -111,7 +111,7 @@ def test_samples_go_on_in_the_middle(device: str, tmp_path: Path) -> None:
     expected = answers(staying.sample_slice, *jobs)
     found, joining, held = {}, tuple(jobs), []
     for _ in range(400):
-        result = moving.sample_slice(Slice(joining, (), 0.0))
+        result = moving.sample_slice(SamplingSlice(joining, (), 0.0))
         found |= result.finished
         joining = ()
         if not result.num_active:
@@ -186,22 +186,22 @@ def test_what_cannot_come_back_stays_away_and_comes_the_next_time(
 ) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     worker, staying = with_runs(a_worker(directory)), with_runs(a_worker(directory))
-    monkeypatch.setattr(rank_memory, "_TRIES_AFTER", (0.0, 0.0))
+    monkeypatch.setattr(rank_memory, "_RETRY_SECONDS", (0.0, 0.0))
     first = job("job", [*range(3, 60)], "lora", max_tokens=9)
     for each in (worker, staying):
-        each.sample_slice(Slice((first,), (), 0.0))
+        each.sample_slice(SamplingSlice((first,), (), 0.0))
     worker.offload()
     with monkeypatch.context() as patch:
         calls = broken("preadv", patch, 2)
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device") as raised:
-            worker.run_pass(Pass((Part(0, supervised("lora", some_data(2))),)))
+            worker.run_pass(Pass((OperationPart(0, supervised("lora", some_data(2))),)))
         assert len(calls) > 3 and raised.value.category == "server"
         assert worker.memory()["base_weights_on_device"] == 0
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
-            worker.sample_slice(Slice((), (), 0.0))
+            worker.sample_slice(SamplingSlice((), (), 0.0))
     # The caller has failed all jobs then: nothing goes on for nobody, and holds room.
     assert worker.memory()["kv_cache"] == 0 and not answers(worker.sample_slice)
-    staying.sample_slice(Slice((), ("job",), 0.0))
+    staying.sample_slice(SamplingSlice((), ("job",), 0.0))
     for name, act, _ in VERBS:
         assert act(worker) == act(staying), name
 
@@ -218,7 +218,7 @@ def test_it_is_tried_again_until_there_is_room(tmp_path: Path, monkeypatch: pyte
         return works(*arguments)
 
     has_room: list[int] = []
-    monkeypatch.setattr(rank_memory, "_TRIES_AFTER", (0.0,))
+    monkeypatch.setattr(rank_memory, "_RETRY_SECONDS", (0.0,))
     monkeypatch.setattr(os, "preadv", broken_for_now)
     run(worker, supervised("lora", some_data(2)))
     assert has_room
@@ -231,9 +231,9 @@ def test_views_stay_valid_whoever_has_them(device: str) -> None:
     expected = [each.clone() for each in (whole, *views)]
     frozen = Offload("weights", torch.device(device), is_frozen=True)
     for _ in range(3):
-        frozen.leave([views[0], whole, *views])
-        assert frozen.num_bytes_away == whole.nbytes and whole.untyped_storage().nbytes() == 0
-        frozen.come_back()
+        frozen.offload([views[0], whole, *views])
+        assert frozen.num_offloaded_bytes == whole.nbytes and whole.untyped_storage().nbytes() == 0
+        frozen.reload()
         assert all(torch.equal(one, other) for one, other in zip((whole, *views), expected, strict=True))
     assert frozen.moved_bytes == 4 * whole.nbytes  # it is copied once, and read three times
 
@@ -256,13 +256,13 @@ def test_what_changes_is_copied_each_time() -> None:
     changing = Offload("cache", torch.device("cpu"))
     for value in range(3):
         tensor.fill_(value)
-        changing.leave([tensor])
-        changing.come_back()
+        changing.offload([tensor])
+        changing.reload()
         assert (tensor == value).all()
-        changing.may_change()
+        changing.discard_copy()
     tensor.fill_(5)
-    changing.leave([tensor])
-    changing.come_back()
-    changing.leave([tensor])  # nobody has used it
-    changing.come_back()
+    changing.offload([tensor])
+    changing.reload()
+    changing.offload([tensor])  # nobody has used it
+    changing.reload()
     assert (tensor == 5).all() and changing.moved_bytes == 9 * tensor.nbytes

@@ -8,13 +8,23 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.lora import Adapter, Adapters
+from trainhouse.workers.lora import Adapter, AdapterRegistry
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Step
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.state.optim import apply_steps, global_norms
 
-from ..adapted import Adapted, copied, created, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
+from ..adapted import (
+    Adapted,
+    copy_adapter,
+    create_adapter,
+    load_in_peft,
+    peft_logits,
+    peft_parameters,
+    probe,
+    relative_error,
+    sequences,
+)
 
 
 @pytest.fixture
@@ -32,17 +42,17 @@ def accumulate(adapter: Adapter, gradient: torch.Tensor, **window: float) -> Non
     )
 
 
-def step(scale: float | Literal["mean"] | None = None, **params: float) -> Step:
-    return Step("run", AdamParams.model_validate(params), scale)
+def step(scale: float | Literal["mean"] | None = None, **params: float) -> OptimizerStep:
+    return OptimizerStep("run", AdamParams.model_validate(params), scale)
 
 
-def apply_step(adapter: Adapter, step: Step) -> dict[str, float]:
+def apply_step(adapter: Adapter, step: OptimizerStep) -> dict[str, float]:
     (metrics,) = apply_steps([adapter], [step])
     assert isinstance(metrics, dict), metrics
     return metrics
 
 
-def refusal(adapter: Adapter, step: Step) -> str:
+def refusal(adapter: Adapter, step: OptimizerStep) -> str:
     (failure,) = apply_steps([adapter], [step])
     assert isinstance(failure, Failure) and failure.category == "user"
     return failure.message
@@ -94,7 +104,7 @@ def test_a_lora_step_equals_peft_and_torch(tiny_models: dict[str, Path]) -> None
     adapted = Adapted(tiny_models["qwen3_tied"])
     adapter = adapted.create("run")
     before = adapter.weights.clone()
-    tuned = in_peft(adapted.directory, adapter)
+    tuned = load_in_peft(adapted.directory, adapter)
     optimizer = torch.optim.AdamW(tuned.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
     for _ in range(2):
@@ -220,7 +230,7 @@ def learned(adapter: Adapter) -> list[torch.Tensor]:
 def test_a_step_is_bit_identical_whoever_else_steps_in_the_same_call(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     alone = [adapted.create(f"alone-{i}", rank=rank) for i, rank in enumerate((4, 8, 2, 4, 16))]
-    together = [copied(adapted.adapters, f"alone-{i}", f"together-{i}") for i in range(len(alone))]
+    together = [copy_adapter(adapted.adapters, f"alone-{i}", f"together-{i}") for i in range(len(alone))]
     for seed in range(3):
         for adapter in (*alone, *together):
             accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)
@@ -300,8 +310,8 @@ def test_steps_on_cuda_are_those_on_the_cpu(tiny_models: dict[str, Path]) -> Non
     learned_on = {}
     for device in ("cpu", "cuda"):
         base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device=device))
-        registry = Adapters(base, 8)
-        adapters = [created(registry, str(i), LoraConfig(rank=8)) for i in range(len(MIXED))]
+        registry = AdapterRegistry(base, 8)
+        adapters = [create_adapter(registry, str(i), LoraConfig(rank=8)) for i in range(len(MIXED))]
         for seed in range(2):
             for adapter in adapters:
                 accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)

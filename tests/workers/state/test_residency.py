@@ -16,16 +16,24 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.lora import Adapter, Adapters
+from trainhouse.workers.lora import Adapter, AdapterRegistry
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.protocol.calls import (
+    Failure,
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunSpec,
+    SampleJob,
+    SamplingSlice,
+)
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.state.optim import apply_steps
-from trainhouse.workers.state.page_file import Page, PageFile
+from trainhouse.workers.state.page_file import FilePage, PageFile
 from trainhouse.workers.state.residency import Residency
 from trainhouse.workers.worker.worker import Worker
 
-from ..adapted import copied, created
+from ..adapted import copy_adapter, create_adapter
 
 LORA = LoraConfig(rank=8, train_mlp=False, train_unembed=False)
 CPU = torch.device("cpu")
@@ -35,13 +43,13 @@ def config(directory: Path, device: str = "cpu", **knobs: object) -> WorkerConfi
     return WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs)  # pyright: ignore[reportArgumentType]
 
 
-def adapters_of(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> Adapters:
+def adapters_of(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> AdapterRegistry:
     """Room for so many adapters that have taken steps on the device and in host memory, each."""
     base = BaseModel(config(directory, device))
-    size = Adapters(base, 64).build(LORA).weights.nbytes
+    size = AdapterRegistry(base, 64).build(LORA).weights.nbytes
     # Wrapped a second time, the base has no targets left.
     base = BaseModel(config(directory, device))
-    return Adapters(base, 64, Residency(base.device, slots, 3 * size * host_adapters))
+    return AdapterRegistry(base, 64, Residency(base.device, slots, 3 * size * host_adapters))
 
 
 def accumulate(adapter: Adapter, seed: int) -> None:
@@ -50,21 +58,21 @@ def accumulate(adapter: Adapter, seed: int) -> None:
     adapter.commit(num_tokens=3, weight_sum=2.0, losses={"loss": float(seed)})
 
 
-def train(adapters: Adapters, adapter_id: str, seed: int) -> None:
+def train(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
     with adapters.resident([adapter_id]) as (adapter,):
         accumulate(adapter, seed)
-        (metrics,) = apply_steps([adapter], [Step(adapter_id, AdamParams(learning_rate=1e-2))])
+        (metrics,) = apply_steps([adapter], [OptimizerStep(adapter_id, AdamParams(learning_rate=1e-2))])
     assert isinstance(metrics, dict)
 
 
-def state(adapters: Adapters, adapter_id: str) -> tuple[object, ...]:
+def state(adapters: AdapterRegistry, adapter_id: str) -> tuple[object, ...]:
     """All that must survive, in a form that compares bit by bit."""
     with adapters.resident([adapter_id]) as (adapter,):
-        vectors = {name: vector.cpu().numpy().tobytes() for name, vector in adapter.live().items()}
+        vectors = {name: vector.cpu().numpy().tobytes() for name, vector in adapter.live_vectors().items()}
         return vectors, adapter.num_steps, adapter.window
 
 
-def places(adapters: Adapters) -> list[int]:
+def places(adapters: AdapterRegistry) -> list[int]:
     memory = adapters.memory()
     return [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")]
 
@@ -83,7 +91,7 @@ def test_adapters_come_back_from_disk_bit_equal(device: str, tiny_models: dict[s
     unpaged = adapters_of(tiny_models["llama"], slots=9, host_adapters=0, device=device)
     for i in range(6):
         for adapters in (paged, unpaged):
-            created(adapters, f"run-{i}", LORA.model_copy(update={"seed": i}))
+            create_adapter(adapters, f"run-{i}", LORA.model_copy(update={"seed": i}))
             train(adapters, f"run-{i}", i)
             train(adapters, f"run-{i}", i + 10)
     assert places(paged) == [1, 1, 4]
@@ -95,45 +103,45 @@ def test_adapters_come_back_from_disk_bit_equal(device: str, tiny_models: dict[s
 
 
 @contextmanager
-def all_of(adapters: Adapters, adapter_id: str) -> Iterator[Adapter]:
+def all_of(adapters: AdapterRegistry, adapter_id: str) -> Iterator[Adapter]:
     with adapters.resident([adapter_id]) as (adapter,):
         yield adapter
 
 
-def begin_and_commit(adapters: Adapters, adapter_id: str, seed: int) -> None:
+def begin_and_commit(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
     with all_of(adapters, adapter_id) as adapter:
         accumulate(adapter, seed)
 
 
-def clear(adapters: Adapters, adapter_id: str, _seed: int) -> None:
+def clear(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
     with all_of(adapters, adapter_id) as adapter:
         adapter.clear_window()
 
 
-def forget_moments(adapters: Adapters, adapter_id: str, _seed: int) -> None:
+def forget_moments(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
     with all_of(adapters, adapter_id) as adapter:
         adapter.clear_optimizer()
 
 
-def scale(adapters: Adapters, adapter_id: str, seed: int) -> None:
+def scale(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
     with all_of(adapters, adapter_id) as adapter:
         adapter.pairs[adapter.targets[0].name].a.mul_(1 + 1 / (seed + 2))
 
 
-def copy(adapters: Adapters, adapter_id: str, seed: int) -> None:
-    copied(adapters, adapter_id, f"run-{seed % 8}")
+def copy(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+    copy_adapter(adapters, adapter_id, f"run-{seed % 8}")
 
 
-def renew(adapters: Adapters, adapter_id: str, seed: int) -> None:
+def renew(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
     adapters.drop(adapter_id)
-    created(adapters, adapter_id, LORA.model_copy(update={"seed": seed}))
+    create_adapter(adapters, adapter_id, LORA.model_copy(update={"seed": seed}))
 
 
-def look(adapters: Adapters, adapter_id: str, _seed: int) -> None:
+def look(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
     state(adapters, adapter_id)
 
 
-ACTIONS: list[Callable[[Adapters, str, int], None]] = [
+ACTIONS: list[Callable[[AdapterRegistry, str, int], None]] = [
     train, begin_and_commit, clear, forget_moments, scale, copy, renew, look, look,
 ]  # fmt: skip
 
@@ -147,7 +155,7 @@ def test_whatever_is_done_with_them_paged_adapters_are_those_that_never_moved(
     draw = random.Random(4)
     for i in range(8):
         for adapters in (paged, unpaged):
-            created(adapters, f"run-{i}", LORA)
+            create_adapter(adapters, f"run-{i}", LORA)
     seen = set()
     for seed in range(600):
         action, adapter_id = draw.choice(ACTIONS), f"run-{draw.randrange(8)}"
@@ -170,7 +178,7 @@ def test_a_few_adapters_never_touch_the_disk(tiny_models: dict[str, Path], monke
 def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     for adapter_id in ("window", "open", "idle"):
-        created(adapters, adapter_id, LORA)
+        create_adapter(adapters, adapter_id, LORA)
     begin_and_commit(adapters, "window", 1)
     with adapters.resident(["open"]) as (opened,):
         opened.begin_operation()
@@ -189,8 +197,8 @@ def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, 
 
 def test_only_what_was_learned_is_paged(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
-    size = created(adapters, "fresh", LORA).weights.nbytes
-    created(adapters, "trained", LORA)
+    size = create_adapter(adapters, "fresh", LORA).weights.nbytes
+    create_adapter(adapters, "trained", LORA)
     assert adapters.memory()["adapters_on_disk"] == size
     train(adapters, "trained", 1)
     state(adapters, "fresh")
@@ -203,9 +211,9 @@ def test_an_unchanged_adapter_is_not_written_again(
 ) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     for adapter_id in ("one", "other"):
-        created(adapters, adapter_id, LORA)
+        create_adapter(adapters, adapter_id, LORA)
     state(adapters, "one")
-    written: list[Page] = []
+    written: list[FilePage] = []
     write = PageFile.write
     monkeypatch.setattr(PageFile, "write", lambda *args: written.append(write(*args)) or written[-1])
     for _ in range(3):
@@ -220,7 +228,7 @@ def test_an_unchanged_adapter_is_not_written_again(
 def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     for i in range(5):
-        created(adapters, f"run-{i}", LORA)
+        create_adapter(adapters, f"run-{i}", LORA)
     assert adapters.memory()["adapters_on_disk"] > 0
     for adapter_id in adapters:
         adapters.drop(adapter_id)
@@ -229,7 +237,7 @@ def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> 
 
 def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=9)
-    first, _second = (created(adapters, adapter_id, LORA) for adapter_id in ("first", "second"))
+    first, _second = (create_adapter(adapters, adapter_id, LORA) for adapter_id in ("first", "second"))
     with pytest.raises(AssertionError, match="the model is on host"):
         _ = first.weights
     with pytest.raises(AssertionError, match="the model is on host"):
@@ -246,7 +254,7 @@ def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]
 def test_held_adapters_do_not_give_way_to_others_that_are_brought_meanwhile(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=2, host_adapters=0)
     for i in range(4):
-        created(adapters, f"run-{i}", LORA)
+        create_adapter(adapters, f"run-{i}", LORA)
     with adapters.resident(["run-0"]) as (held,):
         for i in range(1, 4):
             with adapters.resident([f"run-{i}"]) as (other,):
@@ -255,9 +263,9 @@ def test_held_adapters_do_not_give_way_to_others_that_are_brought_meanwhile(tiny
 
 def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, Path]) -> None:
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device="cpu", dtype="bfloat16"))
-    adapters = Adapters(base, 64, Residency(CPU, slots=1, host_bytes=0))
+    adapters = AdapterRegistry(base, 64, Residency(CPU, slots=1, host_bytes=0))
     for adapter_id in ("one", "other"):
-        created(adapters, adapter_id, LORA)
+        create_adapter(adapters, adapter_id, LORA)
         train(adapters, adapter_id, 1)
         with adapters.resident([adapter_id]) as (adapter,):
             adapter.all_factors()
@@ -285,7 +293,7 @@ def test_what_the_disk_has_no_room_for_stays_in_memory(
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     with full_disk(), caplog.at_level(logging.WARNING):
         for i in range(3):
-            created(adapters, f"run-{i}", LORA)
+            create_adapter(adapters, f"run-{i}", LORA)
     assert places(adapters) == [1, 2, 0]
     assert "stays in host memory: [Errno 27] File too large" in caplog.text
     state(adapters, "run-0")
@@ -306,7 +314,7 @@ def test_a_page_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, t
 
 def test_pages_of_any_size_keep_their_content_in_a_file_that_does_not_grow_without_end() -> None:
     pages, draw = PageFile(None), random.Random(1)
-    kept: dict[int, tuple[Page, list[Tensor]]] = {}
+    kept: dict[int, tuple[FilePage, list[Tensor]]] = {}
     most_bytes = most_end = 0
     for i in range(2000):
         if len(kept) > 20:
@@ -347,12 +355,12 @@ def sample_job(number: int, adapter_id: str | None) -> SampleJob:
 
 def finished(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
     """The tokens by job, sampled in slices of one iteration."""
-    result = worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    result = worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     found = dict(result.finished)
     for _ in range(200):
         if not result.num_active:
             break
-        result = worker.sample_slice(Slice((), (), 0.0))
+        result = worker.sample_slice(SamplingSlice((), (), 0.0))
         found |= result.finished
     assert all(isinstance(response, SampleResponse) for response in found.values())
     return {job_id: response.sequences[0].tokens.tolist() for job_id, response in sorted(found.items())}
@@ -361,12 +369,12 @@ def finished(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
 def stepped(worker: Worker, run_ids: list[str]) -> tuple[dict[str, float] | Failure, ...]:
     """One training step of each run, all in one pass."""
     run_pass(worker, run_ids)
-    return worker.apply_steps(tuple(Step(run_id, AdamParams(learning_rate=1e-2)) for run_id in run_ids))
+    return worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams(learning_rate=1e-2)) for run_id in run_ids))
 
 
 def run_pass(worker: Worker, run_ids: list[str]) -> None:
     parts = [
-        Part(i, ForwardBackwardRequest(run_id, 1, (datum(run_id),), "cross_entropy"))
+        OperationPart(i, ForwardBackwardRequest(run_id, 1, (datum(run_id),), "cross_entropy"))
         for i, run_id in enumerate(run_ids)
     ]
     outputs = worker.run_pass(Pass(tuple(parts)))
@@ -386,7 +394,7 @@ def test_steps_of_more_runs_than_slots_are_applied(tiny_models: dict[str, Path])
     for i in range(5):
         run_pass(worker, [f"run-{i}"])
     step_ids = ["run-3", "run-0", "gone", "run-0", "run-1", "run-2", "run-4"]
-    answers = worker.apply_steps(tuple(Step(run_id, AdamParams()) for run_id in step_ids))
+    answers = worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams()) for run_id in step_ids))
     assert [isinstance(answer, dict) for answer in answers] == [True, True, False, False, True, True, True]
     assert isinstance(answers[2], Failure) and "run gone is not on this worker" in answers[2].message
     assert isinstance(answers[3], Failure) and "no gradients since the last step" in answers[3].message
@@ -406,14 +414,14 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
     assert worker._models.get("run-0").place == "disk"
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken_disk)
-        answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
+        answers = worker.apply_steps(tuple(OptimizerStep(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
     assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
     assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
     assert f"a model's trained state cannot be brought back from disk: {error}" in answers[1].message
     assert isinstance(stepped(worker, ["run-0"])[0], dict)
 
 
-def cut_off_page(adapters: Adapters, adapter_id: str) -> None:
+def cut_off_page(adapters: AdapterRegistry, adapter_id: str) -> None:
     """The file ends before it; the pages of others are whole."""
     residency = adapters._residency
     page = residency._saved[adapters.get(adapter_id)].page
@@ -430,11 +438,11 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_model
     jobs = [sample_job(i, adapter_id) for i, adapter_id in enumerate(["run-0", "run-1", None, "run-2"])]
     expected = finished(worker, jobs)
     # Both adapters of samples under way leave the device, and one does not come back.
-    worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     for run_id in ("run-2", "run-3"):
         state(worker._models, run_id)
     cut_off_page(worker._models.adapters, "run-0")
-    result = worker.sample_slice(Slice((sample_job(4, "run-0"),), (), 0.0))
+    result = worker.sample_slice(SamplingSlice((sample_job(4, "run-0"),), (), 0.0))
     assert set(result.finished) == {"job-0", "job-4"}
     for failure in result.finished.values():
         assert isinstance(failure, Failure) and failure.category == "server", failure

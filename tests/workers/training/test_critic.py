@@ -17,11 +17,11 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig, Role
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.checkpoint import Learned, save
+from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.registry.programs import PROGRAMS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForTokenClassification
@@ -73,14 +73,14 @@ def of_values(run_id: str, data: Sequence[Datum], forward_only: bool = False) ->
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
     """In one pass."""
-    answers = worker.run_pass(Pass(tuple(Part(number, request) for number, request in enumerate(requests))))
+    answers = worker.run_pass(Pass(tuple(OperationPart(number, request) for number, request in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
 def in_transformers(directory: Path, adapter: Adapter, scratch: Path) -> PeftModel:
     """As PEFT reads what the critic is saved as."""
-    save(Learned.by(adapter, Mesh(), optimizer=False), scratch, base_name="tiny")
+    save(TrainedState.without_gradients(adapter, Mesh(), optimizer=False), scratch, base_name="tiny")
     with warnings.catch_warnings():
         quieten_peft()
         base = AutoModelForTokenClassification.from_pretrained(directory, num_labels=1)
@@ -226,13 +226,13 @@ def test_what_a_kind_does_not_take_is_refused_by_name(worker: Worker) -> None:
         "it reads returns and optionally weights, old_values": of_values("critic", tokens),
         "a reference is not trained": ForwardBackwardRequest("reference", 1, tokens, "cross_entropy"),
     }
-    answers = worker.run_pass(Pass(tuple(Part(number, each) for number, each in enumerate(wrong.values()))))
+    answers = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(wrong.values()))))
     for answer in answers:
         assert isinstance(answer, Failure), answer
     assert all(reason in answer.message for reason, answer in zip(wrong, answers, strict=True)), answers
     negative = replace(of_values("critic", data), loss_fn_config={"clip": -1.0})
-    (answer,) = worker.run_pass(Pass((Part(8, negative),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(8, negative),)))
     assert isinstance(answer, Failure) and "clip is -1.0: it is a distance" in answer.message
     broken = [replace(data[0], loss_fn_inputs=data[0].loss_fn_inputs | {"old_values": np.full(9, np.nan, np.float32)})]
-    (answer,) = worker.run_pass(Pass((Part(9, of_values("critic", broken)),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(9, of_values("critic", broken)),)))
     assert isinstance(answer, Failure) and "old_values is nan at position 0: it must be finite" in answer.message

@@ -16,9 +16,17 @@ from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.checkpoint.tensor_files import SavedTensors
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.state.trainable import ADAMW
+from trainhouse.workers.protocol.calls import (
+    Failure,
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunSpec,
+    SampleJob,
+    SamplingSlice,
+)
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.state.trainable import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Glm4MoeConfig
 
@@ -48,13 +56,13 @@ def supervised(run_id: str, data: Sequence[Datum], forward_only: bool = False) -
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
     """In one pass."""
-    answers = worker.run_pass(Pass(tuple(Part(number, request) for number, request in enumerate(requests))))
+    answers = worker.run_pass(Pass(tuple(OperationPart(number, request) for number, request in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
 def stepped(worker: Worker, run_id: str) -> dict[str, float]:
-    (metrics,) = worker.apply_steps((Step(run_id, ADAM),))
+    (metrics,) = worker.apply_steps((OptimizerStep(run_id, ADAM),))
     assert isinstance(metrics, dict), metrics
     return metrics
 
@@ -233,7 +241,7 @@ def test_a_failed_operation_leaves_nothing(tmp_path: Path) -> None:
     before = worker._models.get("full").accumulator.clone()
     bad = some_data(2)
     bad[1].loss_fn_inputs["weights"][3] = 3e38
-    (answer,) = worker.run_pass(Pass((Part(7, supervised("full", bad)),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(7, supervised("full", bad)),)))
     assert isinstance(answer, Failure) and "not finite" in answer.message, answer
     assert torch.equal(worker._models.get("full").accumulator, before)
     # The base is as it was, and takes no gradients.
@@ -264,7 +272,7 @@ def sampled(worker: Worker, *adapter_ids: str | None) -> list[SampleResponse]:
     )
     finished: dict[str, SampleResponse] = {}
     for number in range(200):
-        result = worker.sample_slice(Slice(joining if number == 0 else (), (), 5.0))
+        result = worker.sample_slice(SamplingSlice(joining if number == 0 else (), (), 5.0))
         finished |= result.finished
         if len(finished) == len(joining):
             break
@@ -314,14 +322,14 @@ def test_models_that_sample_in_turn_leave_each_others_samples_alone(tmp_path: Pa
 
     models, alone = (None, "step-0", "step-1"), {}
     for each in models:
-        result = worker.sample_slice(Slice((job("alone", each, 300),), (), 1e6))
+        result = worker.sample_slice(SamplingSlice((job("alone", each, 300),), (), 1e6))
         alone[each] = result.finished["alone"].sequences[0].tokens
     assert len({tokens.tobytes() for tokens in alone.values()}) == 3
     jobs = [job(f"job-{n}", models[n % 3], int(random.integers(5, 300))) for n in range(30)]
     waiting, finished = list(jobs), {}
     while len(finished) < len(jobs):
         joining = tuple(waiting.pop() for _ in range(min(int(random.integers(0, 3)), len(waiting))))
-        finished |= worker.sample_slice(Slice(joining, (), 3.0)).finished
+        finished |= worker.sample_slice(SamplingSlice(joining, (), 3.0)).finished
     for each in jobs:
         found = finished[each.job_id].sequences[0].tokens
         np.testing.assert_array_equal(found, alone[each.adapter_id][: len(found)], each.job_id)
@@ -363,7 +371,7 @@ def test_a_reference_becomes_what_a_full_policy_has_saved(tmp_path: Path) -> Non
     (after,) = run(worker, supervised("reference", some_data(1), True))
     assert after.metrics["loss:sum"] == pytest.approx(policy.metrics["loss:sum"], rel=1e-6)
     assert before.metrics["loss:sum"] != pytest.approx(policy.metrics["loss:sum"], rel=1e-3)
-    (refused,) = worker.run_pass(Pass((Part(9, supervised("reference", some_data(1))),)))
+    (refused,) = worker.run_pass(Pass((OperationPart(9, supervised("reference", some_data(1))),)))
     assert isinstance(refused, Failure) and "not trained" in refused.message
     trained(worker, "policy", 1)
     assert run(worker, supervised("reference", some_data(1), True))[0].metrics == after.metrics
@@ -426,7 +434,7 @@ def test_those_that_wait_on_disk_go_on_bit_equal(tmp_path: Path) -> None:
             trained(worker, run_id, 1, first=number)
         requests = [supervised(run_id, some_data(7 + number)) for number, run_id in enumerate(ids)]
         run(worker, *requests)
-        answers = worker.apply_steps(tuple(Step(run_id, ADAM) for run_id in ids))
+        answers = worker.apply_steps(tuple(OptimizerStep(run_id, ADAM) for run_id in ids))
         assert all(isinstance(answer, dict) for answer in answers), answers
         worker.copy_adapter("one", "sampler")
     memory = paged.memory()
@@ -528,7 +536,7 @@ def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
-        (answer,) = worker.run_pass(Pass((Part(0, supervised("one", some_data(3))),)))
+        (answer,) = worker.run_pass(Pass((OperationPart(0, supervised("one", some_data(3))),)))
     assert isinstance(answer, Failure) and "input/output error" in answer.message and len(calls) == 2
     with worker._models.resident(["one"]) as (model,):
         assert torch.equal(model.exp_avg, wanted)
@@ -548,7 +556,7 @@ def test_states_of_eight_bits_train_nearly_as_those_of_float32(tmp_path: Path) -
     moved = [model.weights - at_first for model in (one, other)]
     assert 0 < relative_error(moved[0], moved[1]) < 0.1
     assert relative_error(moved[0] * 1.2, moved[1]) > 0.1
-    for name in ADAMW:
+    for name in MOMENT_VECTORS:
         assert 0 < relative_error(one.in_float32(name), other.in_float32(name)) < 0.05, name
     size = one.vector_size
     assert one.exp_avg.nbytes == one.exp_avg_sq.nbytes == size + 4 * -(-size // 256)
@@ -596,13 +604,13 @@ def test_samplers_take_turns_where_not_all_have_room(tmp_path: Path) -> None:
     # One that is cancelled before its turn is not answered, and one whose weights are gone is told so.
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=1)
     jobs = [SampleJob(each, each, np.arange(3, 9, dtype=np.int32), params, (), ()) for each in ids]
-    result = worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    result = worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     assert result.num_active == 4 - len(result.finished)
     worker.drop_adapter(ids[3])
     worker.drop_run("full")
     finished = dict(result.finished)
     for number in range(40):
-        result = worker.sample_slice(Slice((), (ids[2],) if number == 0 else (), 0.0))
+        result = worker.sample_slice(SamplingSlice((), (ids[2],) if number == 0 else (), 0.0))
         finished |= result.finished
     assert finished.keys() == {ids[0], ids[1], ids[3]} and result.num_active == 0
     gone = finished[ids[3]]
@@ -620,9 +628,9 @@ def test_a_sample_that_ends_leaves_those_of_other_weights_their_keys(tmp_path: P
 
     expected = answers(worker.sample_slice, request("moved", "full", 40))["moved"]
     short, moved, later = request("short", None, 4), request("moved", "full", 40), request("later", None, 30)
-    found = worker.sample_slice(Slice((short, moved), (), 0.0)).finished
+    found = worker.sample_slice(SamplingSlice((short, moved), (), 0.0)).finished
     while "short" not in found:
-        found = worker.sample_slice(Slice((), (), 0.0)).finished
+        found = worker.sample_slice(SamplingSlice((), (), 0.0)).finished
     found = answers(worker.sample_slice, later, budget_milliseconds=0.0)
     assert found.keys() == {"moved", "later"}
     for each, wanted in zip(found["moved"].sequences, expected.sequences, strict=True):
@@ -665,7 +673,7 @@ def test_a_checkpoint_that_comes_in_part_refuses_the_next_step(tmp_path: Path, m
         with pytest.raises(OperationError, match="input/output error"):
             worker.load_run("full", str(tmp_path / "saved"), True)
     run(worker, supervised("full", some_data(1)))
-    (refused,) = worker.apply_steps((Step("full", ADAM),))
+    (refused,) = worker.apply_steps((OptimizerStep("full", ADAM),))
     assert isinstance(refused, Failure) and "load it again" in refused.message
     worker.load_run("full", str(tmp_path / "saved"), True)
     assert trained(worker, "full", 1, first=1)

@@ -18,9 +18,9 @@ from trainhouse.workers.lora import Segment
 from trainhouse.workers.losses import LOSSES, LossOutput
 from trainhouse.workers.ops import memory
 from trainhouse.workers.planner import footprint
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.training import runner
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.training import pass_runner as runner
 from trainhouse.workers.worker.worker import Worker
 
 VOCAB = 512
@@ -130,7 +130,7 @@ class House:
 
     def run(self, *requests: ForwardBackwardRequest) -> dict[str, Result | Failure]:
         """In one pass, after which only "bad" has accumulated anything."""
-        answers = self.worker.run_pass(Pass(tuple(Part(i, request) for i, request in enumerate(requests))))
+        answers = self.worker.run_pass(Pass(tuple(OperationPart(i, request) for i, request in enumerate(requests))))
         results = {}
         for request, answer in zip(requests, answers, strict=True):
             assert answer is not None
@@ -140,7 +140,7 @@ class House:
         return results
 
     def step(self, run_id: str) -> dict[str, float] | Failure:
-        (metrics,) = self.worker.apply_steps((Step(run_id, AdamParams()),))
+        (metrics,) = self.worker.apply_steps((OptimizerStep(run_id, AdamParams()),))
         return metrics
 
     def _result(self, request: ForwardBackwardRequest, answer: ForwardBackwardOutput) -> Result:
@@ -289,7 +289,7 @@ def test_what_no_check_foresees_fails_its_operation_alone(
 
 def assert_fails_alone(house: House, alone: Results, bad: ForwardBackwardRequest, message: str, category: str) -> None:
     """The others are as alone; its run keeps its weights and gradients, and does not step over the gap."""
-    house.worker.run_pass(Pass((Part(0, bad_request()),)))
+    house.worker.run_pass(Pass((OperationPart(0, bad_request()),)))
     weights, accumulated = house.weights("bad").clone(), house.accumulator("bad").clone()
     good = list(requests().values())
     found = house.run(*good[:4], bad, *good[4:])
@@ -357,10 +357,10 @@ def assert_equal(found: Results, expected: Results) -> None:
 def test_a_failed_neighbour_keeps_nobody_from_stepping(house: House) -> None:
     bad, _ = BAD_DATA["a loss that overflows"]
     before = {run_id: house.weights(run_id).clone() for run_id in TENANTS}
-    parts = [Part(i, request) for i, request in enumerate([bad, *requests().values()])]
+    parts = [OperationPart(i, request) for i, request in enumerate([bad, *requests().values()])]
     house.worker.run_pass(Pass(tuple(parts)))
     trained = [run_id for run_id, tenant in TENANTS.items() if not tenant.forward_only]
-    metrics = house.worker.apply_steps(tuple(Step(run_id, AdamParams()) for run_id in [*trained, "bad"]))
+    metrics = house.worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams()) for run_id in [*trained, "bad"]))
     assert [isinstance(each, Failure) for each in metrics] == [False] * len(trained) + [True]
     for run_id, weights in before.items():
         assert torch.equal(house.weights(run_id), weights) == (run_id not in trained)
@@ -410,7 +410,7 @@ def test_for_want_of_memory_a_pass_is_split_and_what_fits_in_smaller_pieces_is_d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(footprint, "available_bytes", lambda: 800_000_000)
         # Freed memory of earlier tests, which lies in pieces, would take of it.
-        patch.setattr(memory, "_given_back_bytes", lambda: 0)
+        patch.setattr(memory, "_trimmed_bytes", lambda: 0)
         found = house.run(*hungry)
     assert isinstance(found["a"], Result) and isinstance(found["b"], Result)
     failure = found["c"]

@@ -13,18 +13,18 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.batch.validated import ModelLimits
-from trainhouse.workers.lora import Adapter, Adapters
+from trainhouse.workers.lora import Adapter, AdapterRegistry
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part
-from trainhouse.workers.registry.models import Models
-from trainhouse.workers.training.progress import Answer
-from trainhouse.workers.training.runner import PassRunner
+from trainhouse.workers.protocol.calls import Failure, OperationPart
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.registry.model_registry import ModelRegistry
+from trainhouse.workers.training.operation_progress import PartAnswer
+from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoModelForCausalLM
 
 from ...tiny import KINDS
-from ..adapted import created
+from ..adapted import create_adapter
 
 LENGTHS = (5, 30, 5, 12, 1, 17)
 
@@ -35,16 +35,16 @@ class Bench:
     def __init__(self, directory: Path, **knobs: int | str) -> None:
         self.config = WorkerConfig(ServedModel("tiny", str(directory)), **knobs)
         self.base = BaseModel(self.config)
-        self.adapters = Adapters(self.base, max_rank=8)
+        self.adapters = AdapterRegistry(self.base, max_rank=8)
         self.adapter = self.new_adapter("run")
 
     def new_adapter(self, run_id: str) -> Adapter:
-        adapter = created(self.adapters, run_id, LoraConfig(rank=4, seed=1))
+        adapter = create_adapter(self.adapters, run_id, LoraConfig(rank=4, seed=1))
         adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
         return adapter
 
     def program(self, **knobs: int) -> PassRunner:
-        models = Models(self.base, self.adapters)
+        models = ModelRegistry(self.base, self.adapters)
         return PassRunner(self.base, models, ModelLimits(512, 1024), replace(self.config, **knobs))
 
     def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
@@ -66,18 +66,18 @@ def bench(module_bench: Bench) -> Iterator[Bench]:
     module_bench.adapter.clear_window()
 
 
-def run(program: PassRunner, request: ForwardBackwardRequest) -> Answer:
+def run(program: PassRunner, request: ForwardBackwardRequest) -> PartAnswer:
     """In a pass of its own."""
-    (answer,) = program.run_pass((Part(0, request),))
+    (answer,) = program.run_pass((OperationPart(0, request),))
     return answer
 
 
-def succeeded(result: Answer) -> ForwardBackwardOutput:
+def succeeded(result: PartAnswer) -> ForwardBackwardOutput:
     assert isinstance(result, ForwardBackwardOutput), result
     return result
 
 
-def failed(result: Answer) -> Failure:
+def failed(result: PartAnswer) -> Failure:
     assert isinstance(result, Failure)
     return result
 
@@ -298,7 +298,7 @@ def test_data_with_several_targets_come_back_in_their_shapes(bench: Bench) -> No
 
 def test_an_adapter_of_the_head_alone_trains(bench: Bench) -> None:
     lora = LoraConfig(rank=4, seed=1, train_attn=False, train_mlp=False)
-    adapter = created(bench.adapters, "head", lora)
+    adapter = create_adapter(bench.adapters, "head", lora)
     succeeded(run(bench.program(), request(some_data("cross_entropy"), model_id="head")))
     bench.adapters.drop("head")
     assert adapter.accumulator.any()

@@ -12,9 +12,9 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.training.rounds import rounds
 from trainhouse.workers.worker.worker import Worker
 
@@ -38,7 +38,7 @@ def worker(module_worker: Worker) -> Iterator[Worker]:
     yield module_worker
     for run_id in ("run", "other"):
         module_worker.drop_run(run_id)
-    assert not module_worker._passes._open
+    assert not module_worker._passes._unfinished
 
 
 def adapter_of(worker: Worker, run_id: str = "run") -> Adapter:
@@ -58,20 +58,22 @@ def some_datum(random: np.random.Generator) -> Datum:
     return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:]} | sampled)
 
 
-def parts_of(request: ForwardBackwardRequest, operation_id: int = 7) -> list[Part]:
+def parts_of(request: ForwardBackwardRequest, operation_id: int = 7) -> list[OperationPart]:
     starts = np.cumsum([0, *SIZES]).tolist()
     return [
-        Part(operation_id, replace(request, data=request.data[start : start + size]), start, start + size == sum(SIZES))
+        OperationPart(
+            operation_id, replace(request, data=request.data[start : start + size]), start, start + size == sum(SIZES)
+        )
         for start, size in zip(starts, SIZES, strict=False)
     ]
 
 
-def run(worker: Worker, *parts: Part) -> Answer:
+def run(worker: Worker, *parts: OperationPart) -> PartAnswer:
     """The last part's answer; the others are in the same pass."""
     return worker.run_pass(Pass(parts))[-1]
 
 
-def succeeded(answer: Answer) -> ForwardBackwardOutput:
+def succeeded(answer: PartAnswer) -> ForwardBackwardOutput:
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
 
@@ -81,7 +83,7 @@ def failed(answer: object) -> Failure:
     return answer
 
 
-def with_bad_datum(part: Part, at: int) -> Part:
+def with_bad_datum(part: OperationPart, at: int) -> OperationPart:
     data = list(part.request.data)
     data[at] = replace(
         data[at], loss_fn_inputs={**data[at].loss_fn_inputs, "advantages": np.full(len(data[at].tokens), 3e38)}
@@ -97,13 +99,13 @@ def explodes(*arguments: Any) -> LossOutput:
 def test_an_operation_over_several_passes_answers_as_one(forward_only: bool, worker: Worker) -> None:
     """Other operations run between its parts and beside them."""
     request, adapter = some_request(forward_only=forward_only), adapter_of(worker)
-    expected = succeeded(run(worker, Part(0, request)))
+    expected = succeeded(run(worker, OperationPart(0, request)))
     window, gradient = replace(adapter.window), None if forward_only else adapter.accumulator.clone()
     worker.clear_gradients("run")
     first, second, last = parts_of(request)
     assert run(worker, first) is None
-    succeeded(run(worker, Part(1, some_request("other"))))
-    assert run(worker, Part(2, some_request("other")), second) is None
+    succeeded(run(worker, OperationPart(1, some_request("other"))))
+    assert run(worker, OperationPart(2, some_request("other")), second) is None
     assert not adapter.window.num_operations
     found = succeeded(run(worker, last))
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
@@ -121,7 +123,7 @@ def test_an_operation_over_several_passes_answers_as_one(forward_only: bool, wor
 @pytest.mark.parametrize("bad_part", [0, 1, 2])
 def test_a_part_that_fails_takes_the_whole_operation_with_it(bad_part: int, worker: Worker) -> None:
     adapter = adapter_of(worker)
-    succeeded(run(worker, Part(0, some_request())))
+    succeeded(run(worker, OperationPart(0, some_request())))
     before = adapter.accumulator.clone()
     parts = parts_of(some_request())
     for part in parts[:bad_part]:
@@ -139,7 +141,7 @@ def test_a_part_that_runs_again_starts_from_nothing(worker: Worker, monkeypatch:
     """Its first attempt is stopped after its own work is done, by a neighbour in its pass."""
     monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["ppo"], function=explodes))
     request, adapter = some_request(), adapter_of(worker)
-    expected = succeeded(run(worker, Part(0, request)))
+    expected = succeeded(run(worker, OperationPart(0, request)))
     gradient = adapter.accumulator.clone()
     worker.clear_gradients("run")
     monkeypatch.setattr(worker._passes, "_token_budget", 1)  # its own sequences, being longer, come first
@@ -147,7 +149,7 @@ def test_a_part_that_runs_again_starts_from_nothing(worker: Worker, monkeypatch:
     broken = some_request("other", loss_fn="broken", data=(Datum(np.zeros(1, np.int32), inputs),))
     first, second, last = parts_of(request)
     assert run(worker, first) is None
-    answers = worker.run_pass(Pass((second, Part(8, broken))))
+    answers = worker.run_pass(Pass((second, OperationPart(8, broken))))
     assert answers[0] is None
     assert "ArithmeticError: boom" in failed(answers[1]).message
     assert succeeded(run(worker, last)).metrics == pytest.approx(expected.metrics, rel=1e-6)
@@ -170,7 +172,7 @@ def test_a_run_that_is_dropped_cleared_or_loaded_forgets_its_unfinished_operatio
     others = parts_of(some_request("other"), operation_id=8)
     assert worker.run_pass(Pass((first, others[0]))) == (None, None)
     FORGETTING[how](worker, tmp_path)
-    assert list(worker._passes._open) == [8]
+    assert list(worker._passes._unfinished) == [8]
     failure = failed(run(worker, second))
     assert "the results of the 2 data before these are gone" in failure.message
     assert failure.category == "server"
@@ -179,13 +181,13 @@ def test_a_run_that_is_dropped_cleared_or_loaded_forgets_its_unfinished_operatio
 
 def test_an_unfinished_operation_outlives_its_adapters_stay_on_the_device(worker: Worker) -> None:
     """There are two slots and three runs."""
-    expected = succeeded(run(worker, Part(0, some_request())))
+    expected = succeeded(run(worker, OperationPart(0, some_request())))
     gradient = adapter_of(worker).accumulator.clone()
     worker.clear_gradients("run")
     worker.create_run(RunSpec("third", LORA))
     for part in parts_of(some_request()):
         answer = run(worker, part)
-        worker.run_pass(Pass((Part(1, some_request("other")), Part(2, some_request("third")))))
+        worker.run_pass(Pass((OperationPart(1, some_request("other")), OperationPart(2, some_request("third")))))
     assert succeeded(answer).metrics == pytest.approx(expected.metrics, rel=1e-6)
     with worker._models.resident(["run"]) as (adapter,):
         assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
@@ -196,11 +198,15 @@ def test_operations_of_one_run_in_a_pass_add_up_in_their_order(worker: Worker) -
     """The second is bad; the third still counts, and the step knows."""
     first, _, third = (replace(some_request(), data=some_request().data[i : i + 2]) for i in (0, 2, 4))
     for request in (first, third):
-        succeeded(run(worker, Part(0, request)))
+        succeeded(run(worker, OperationPart(0, request)))
     expected = adapter_of(worker).accumulator.clone()
     worker.clear_gradients("run")
-    bad = with_bad_datum(Part(1, some_request()), 4)
-    answers = worker.run_pass(Pass((Part(0, first), bad, Part(2, third), Part(3, replace(first, forward_only=True)))))
+    bad = with_bad_datum(OperationPart(1, some_request()), 4)
+    answers = worker.run_pass(
+        Pass(
+            (OperationPart(0, first), bad, OperationPart(2, third), OperationPart(3, replace(first, forward_only=True)))
+        )
+    )
     assert [type(answer).__name__ for answer in answers] == [
         "ForwardBackwardOutput",
         "Failure",
@@ -209,13 +215,13 @@ def test_operations_of_one_run_in_a_pass_add_up_in_their_order(worker: Worker) -
     ]
     assert torch.equal(adapter_of(worker).accumulator, expected)
     assert adapter_of(worker).window.num_operations == 2
-    (step,) = worker.apply_steps((Step("run", AdamParams()),))
+    (step,) = worker.apply_steps((OptimizerStep("run", AdamParams()),))
     assert "datum 4" in failed(step).message
 
 
 def test_rounds_keep_a_runs_gradients_apart_and_its_forwards_together() -> None:
-    def part(run_id: str, forward_only: bool = False) -> Part:
-        return Part(0, ForwardBackwardRequest(run_id, 1, (), "ppo", forward_only=forward_only))
+    def part(run_id: str, forward_only: bool = False) -> OperationPart:
+        return OperationPart(0, ForwardBackwardRequest(run_id, 1, (), "ppo", forward_only=forward_only))
 
     a, b, a_forward, c = part("a"), part("b"), part("a", True), part("c")
     assert list(rounds([a, a, b, a, b], 8)) == [[0, 2], [1, 4], [3]]

@@ -14,9 +14,9 @@ import torch
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.training import runner
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.training import pass_runner as runner
 from trainhouse.workers.worker.worker import Worker, _sized_for_device
 
 from ..jobs import answers, job
@@ -56,7 +56,7 @@ def request(run_id: str, data: Sequence[np.ndarray], forward_only: bool = False)
 
 
 def run_pass(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
-    outputs = worker.run_pass(Pass(tuple(Part(number, each) for number, each in enumerate(requests))))
+    outputs = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(requests))))
     assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
     return [output for output in outputs if isinstance(output, ForwardBackwardOutput)]
 
@@ -70,7 +70,9 @@ def trained(worker: Worker, *run_ids: str, learning_rate: float = 1e-2, num_step
     """Each by data of its own, so that no two of them are alike."""
     for step in range(num_steps):
         run_pass(worker, *(request(each, rows(24, 9, seed=10 * step + n)) for n, each in enumerate(run_ids)))
-        stepped = worker.apply_steps(tuple(Step(each, AdamParams(learning_rate=learning_rate)) for each in run_ids))
+        stepped = worker.apply_steps(
+            tuple(OptimizerStep(each, AdamParams(learning_rate=learning_rate)) for each in run_ids)
+        )
         assert not any(isinstance(each, Failure) for each in stepped), stepped
 
 
@@ -86,7 +88,7 @@ def test_twenty_steps_in_bfloat16_halve_the_loss(new_worker: NewWorker, kind: st
     data, losses = rows(32), []
     for _ in range(20):
         losses += [output.metrics["loss:sum"] for output in run_pass(worker, request("run", data))]
-        worker.apply_steps((Step("run", AdamParams(learning_rate=1e-2)),))
+        worker.apply_steps((OptimizerStep("run", AdamParams(learning_rate=1e-2)),))
     assert losses[-1] < losses[0] / 2
 
 
@@ -124,16 +126,14 @@ def test_eight_adapters_in_a_pass_are_as_each_alone(
     trained(worker, *run_ids)
     data = [rows(*each, seed=100 + number) for number, each in enumerate(lengths)]
     together = run_pass(worker, *(request(*each) for each in zip(run_ids, data, strict=True)))
-    norms = [
-        each["unclipped_grad_l2:mean"] for each in worker.apply_steps(tuple(Step(each, _STILL) for each in run_ids))
-        if isinstance(each, dict)
-    ]  # fmt: skip
+    answers = worker.apply_steps(tuple(OptimizerStep(each, _STILL) for each in run_ids))
+    norms = [each["unclipped_grad_l2:mean"] for each in answers if isinstance(each, dict)]
     others = run_pass(worker, *(request(*each) for each in zip(run_ids[1:] + run_ids[:1], data, strict=True)))
-    worker.apply_steps(tuple(Step(each, _STILL) for each in run_ids))
+    worker.apply_steps(tuple(OptimizerStep(each, _STILL) for each in run_ids))
     distances = []
     for run_id, rows_of_run, output, norm, other in zip(run_ids, data, together, norms, others, strict=True):
         (alone,) = run_pass(worker, request(run_id, rows_of_run))
-        (stepped,) = worker.apply_steps((Step(run_id, _STILL),))
+        (stepped,) = worker.apply_steps((OptimizerStep(run_id, _STILL),))
         assert isinstance(stepped, dict) and norm == pytest.approx(stepped["unclipped_grad_l2:mean"], rel=0.05)
         for here, there, wrong in zip(
             output.loss_fn_outputs, alone.loss_fn_outputs, other.loss_fn_outputs, strict=True
@@ -168,7 +168,7 @@ def test_all_weights_of_a_model_train(new_worker: NewWorker) -> None:
     before = logprobs(worker, "full", data)[0].sum()
     for _ in range(8):
         run_pass(worker, request("full", data))
-        (stepped,) = worker.apply_steps((Step("full", AdamParams(learning_rate=1e-3)),))
+        (stepped,) = worker.apply_steps((OptimizerStep("full", AdamParams(learning_rate=1e-3)),))
         assert isinstance(stepped, dict), stepped
     assert logprobs(worker, "full", data)[0].sum() > before + 10
 
@@ -214,7 +214,7 @@ def test_activations_that_are_not_kept_give_the_same_gradient(new_worker: NewWor
         trained(worker, "run")
         for data in (rows(30, 12), rows(30, 13)):
             run_pass(worker, request("run", data))
-            (stepped,) = worker.apply_steps((Step("run", _STILL),))
+            (stepped,) = worker.apply_steps((OptimizerStep("run", _STILL),))
             assert isinstance(stepped, dict), stepped
             norms.append(stepped["unclipped_grad_l2:mean"])
     assert norms[0] == pytest.approx(norms[2], rel=1e-2) and norms[1] == pytest.approx(norms[3], rel=1e-2)
@@ -248,7 +248,7 @@ def test_a_base_in_four_bits_trains(new_worker: NewWorker) -> None:
     before = logprobs(worker, "run", data)[0].sum()
     for _ in range(10):
         run_pass(worker, request("run", data))
-        worker.apply_steps((Step("run", AdamParams(learning_rate=1e-2)),))
+        worker.apply_steps((OptimizerStep("run", AdamParams(learning_rate=1e-2)),))
     assert logprobs(worker, "run", data)[0].sum() > before + 10
 
 

@@ -13,8 +13,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step, WorkerLost
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec, WorkerLost
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 NUM_RUNS = 6
@@ -54,8 +54,8 @@ def spec(run_id: str, seed: int = 0) -> RunSpec:
     return RunSpec(run_id, LoraConfig(rank=4, seed=seed))
 
 
-def step(run_id: str) -> Step:
-    return Step(run_id, AdamParams(learning_rate=1e-2))
+def step(run_id: str) -> OptimizerStep:
+    return OptimizerStep(run_id, AdamParams(learning_rate=1e-2))
 
 
 def batch(run_id: str, number: int) -> ForwardBackwardRequest:
@@ -158,7 +158,7 @@ def test_a_window_that_lost_an_operation_stays_refused_in_a_snapshot(
     worker.create_run(spec("a"))
     good, bad = batch("a", 0), batch("a", 1)
     bad.data[0].loss_fn_inputs["weights"][0] = np.nan
-    answers = worker.run_pass(Pass(tuple(Part(number, one) for number, one in enumerate((good, bad)))))
+    answers = worker.run_pass(Pass(tuple(OperationPart(number, one) for number, one in enumerate((good, bad)))))
     assert isinstance(answers[1], Failure)
     (tmp_path / "snapshot").mkdir()
     worker.begin_snapshot(0, "a", str(tmp_path / "snapshot"))
@@ -347,7 +347,7 @@ def test_a_worker_tells_of_each_snapshot_once_and_computes_meanwhile(
     os.mkfifo(tmp_path / "waits" / "trainhouse.json")
     worker.begin_snapshot(1, "run", str(tmp_path / "waits"))
     worker.begin_snapshot(2, "run", str(tmp_path / "goes"))
-    (output,) = worker.run_pass(Pass((Part(0, batch("run", 0)),)))
+    (output,) = worker.run_pass(Pass((OperationPart(0, batch("run", 0)),)))
     assert isinstance(output, ForwardBackwardOutput)
     ended: dict[int, Failure | None] = {}
     while not ended:

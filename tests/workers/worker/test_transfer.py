@@ -8,8 +8,8 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampleJob, Slice
+from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
 
@@ -30,7 +30,7 @@ def with_run(worker: Worker) -> AdapterWeights:
 def logprobs(worker: Worker, adapter_id: str) -> np.ndarray:
     prompt = np.array([1, 5, 9], np.int32)
     job = SampleJob(adapter_id, adapter_id, prompt, SamplingParams(max_tokens=8, seed=1), (), ())
-    return worker.sample_slice(Slice((job,), (), 1e6)).finished[adapter_id].sequences[0].logprobs
+    return worker.sample_slice(SamplingSlice((job,), (), 1e6)).finished[adapter_id].sequences[0].logprobs
 
 
 def test_an_imported_adapter_samples_as_where_it_came_from(workers: tuple[Worker, Worker], tmp_path: Path) -> None:

@@ -16,8 +16,16 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
-from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.protocol.calls import (
+    Failure,
+    OperationPart,
+    OptimizerStep,
+    Pass,
+    RunSpec,
+    SampleJob,
+    SamplingSlice,
+)
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, GptOssConfig
 
@@ -57,19 +65,19 @@ DATA = some_data(9, 20, 9, 3)
 
 
 def train(worker: Worker, run_id: str = "run", data: tuple[Datum, ...] = DATA) -> ForwardBackwardOutput:
-    (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
+    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
     assert isinstance(output, ForwardBackwardOutput), output
     return output
 
 
 def step(worker: Worker, run_id: str = "run", params: AdamParams = ADAM) -> dict[str, float] | Failure:
-    (metrics,) = worker.apply_steps((Step(run_id, params),))
+    (metrics,) = worker.apply_steps((OptimizerStep(run_id, params),))
     return metrics
 
 
 def loss(worker: Worker, run_id: str = "run") -> float:
     request = ForwardBackwardRequest(run_id, 1, DATA, "cross_entropy", forward_only=True)
-    (output,) = worker.run_pass(Pass((Part(0, request),)))
+    (output,) = worker.run_pass(Pass((OperationPart(0, request),)))
     assert isinstance(output, ForwardBackwardOutput)
     return output.metrics["loss:sum"]
 
@@ -163,13 +171,13 @@ def test_runs_on_one_base_do_not_touch_each_other(worker: Worker) -> None:
 def test_the_good_operations_of_a_pass_are_answered_beside_the_bad(worker: Worker) -> None:
     good = ForwardBackwardRequest("run", 1, DATA, "cross_entropy", forward_only=True)
     bad = ForwardBackwardRequest("run", 2, (), "cross_entropy", forward_only=True)
-    results = worker.run_pass(Pass(tuple(Part(i, request) for i, request in enumerate((good, bad, good)))))
+    results = worker.run_pass(Pass(tuple(OperationPart(i, request) for i, request in enumerate((good, bad, good)))))
     assert [type(result) for result in results] == [ForwardBackwardOutput, Failure, ForwardBackwardOutput]
 
 
 def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(worker: Worker) -> None:
     train(worker)
-    worker.run_pass(Pass((Part(0, ForwardBackwardRequest("run", 1, (), "cross_entropy")),)))
+    worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("run", 1, (), "cross_entropy")),)))
     refused = step(worker)
     assert isinstance(refused, Failure)
     assert "batch is empty" in refused.message
@@ -180,7 +188,9 @@ def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(wo
 def test_a_step_that_is_said_to_lack_gradients_discards_what_there_are(worker: Worker) -> None:
     first = loss(worker)
     train(worker)
-    (refused,) = worker.apply_steps((Step("run", AdamParams(learning_rate=1e-2), refused="a part was lost"),))
+    (refused,) = worker.apply_steps(
+        (OptimizerStep("run", AdamParams(learning_rate=1e-2), refusal_reason="a part was lost"),)
+    )
     assert isinstance(refused, Failure) and "a part was lost" in refused.message
     assert loss(worker) == first
     train(worker)
@@ -218,11 +228,11 @@ def test_a_saved_run_goes_on_as_if_never_interrupted(worker: Worker, tmp_path: P
 def sample(worker: Worker, adapter_id: str | None, temperature: float = 1.0) -> SampleResponse:
     params = SamplingParams(max_tokens=8, seed=1, temperature=temperature)
     job = SampleJob("job", adapter_id, DATA[0].tokens, params, (), ())
-    result = worker.sample_slice(Slice((job,), (), 10.0))
+    result = worker.sample_slice(SamplingSlice((job,), (), 10.0))
     for _ in range(100):
         if result.finished:
             break
-        result = worker.sample_slice(Slice((), (), 10.0))
+        result = worker.sample_slice(SamplingSlice((), (), 10.0))
     response = result.finished["job"]
     assert isinstance(response, SampleResponse), response
     return response
@@ -407,18 +417,20 @@ def test_a_worker_that_starts_over_has_nothing_left_and_writes_nothing_more(
     """As the first time: the next server may use the same names and numbers."""
 
     def begin() -> tuple[float, Any]:
-        begun = worker.run_pass(Pass((Part(7, ForwardBackwardRequest("run", 1, DATA, "cross_entropy"), last=False),)))
+        begun = worker.run_pass(
+            Pass((OperationPart(7, ForwardBackwardRequest("run", 1, DATA, "cross_entropy"), last=False),))
+        )
         assert begun == (None,)
         job = SampleJob("job", "sampler", np.arange(3, 9), SamplingParams(max_tokens=4, seed=3), (), ())
         worker.copy_adapter("run", "sampler")
-        return loss(worker), worker.sample_slice(Slice((job,), (), 0.0)).num_active
+        return loss(worker), worker.sample_slice(SamplingSlice((job,), (), 0.0)).num_active
 
     fresh = begin()
     train(worker)
     step(worker)
     worker.begin_snapshot(0, "run", str(tmp_path))
     assert loss(worker) < fresh[0]
-    worker.start_over()
+    worker.reset()
     assert (tmp_path / "window.safetensors").exists() is False and (tmp_path / "optimizer.safetensors").exists()
     assert worker.ended_snapshots() == {}
     assert worker.memory()["adapters"] == 0 and worker.memory()["kv_cache"] == 0
@@ -427,5 +439,5 @@ def test_a_worker_that_starts_over_has_nothing_left_and_writes_nothing_more(
             worker.copy_adapter(run_id, "other")
     worker.create_run(RunSpec("run", LORA))
     assert begin() == fresh
-    worker.start_over()
+    worker.reset()
     worker.create_run(RunSpec("run", LORA))

@@ -16,24 +16,24 @@ from transformers import PreTrainedConfig
 
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
-from ...losses.draft_scores import DraftScores, Slopes
+from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...ops.attention import AttentionKind
 from ...ops.kv_cache import CachedRow
-from ...parallel.collectives import copied, summed
+from ...parallel.collectives import copy_to_team, reduce_from_team
 from ...parallel.mesh import ALONE, Team
-from ...state.parameter import Parameter
-from ..sequences.block_attention import Memory, attend_blocks
+from ...state.parameter import ModelParameter
+from ..sequences.block_attention import KeyValues, attend_blocks
 from ..sequences.blocks import Blocks
-from ..sequences.drafting import Draw, Ends, Reach, Told
-from ..sequences.features import Features, TargetHead
+from ..sequences.captured_features import TargetRepr
+from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
+from ..sequences.features import DraftInputs, TargetHead
 from ..sequences.labels import Labels, Options
-from ..sequences.stored import TargetRepr
-from ..sequences.stretch import stretch_of
+from ..sequences.sequence_shard import shard_slice
+from .algorithm import Tensors
+from .draft_shape import DraftShape, with_defaults
+from .logit_budget import LogitBudget
 from .modules import normed, rotated, rotation, swiglu_mlp
-from .room import LogitRoom
-from .shape import DraftShape, resolved
-from .strategy import Tensors
 
 _BLOCK_SIZE = 16
 
@@ -44,7 +44,7 @@ _USUAL_GUESSES = 7
 Turn = tuple[Tensor, Tensor]
 
 # Maps the blocks' queries, keys and values to the output of attention.
-Attended = Callable[[Tensor, Memory], Tensor]
+Attended = Callable[[Tensor, KeyValues], Tensor]
 
 
 class DFlash:
@@ -52,16 +52,16 @@ class DFlash:
 
     target_repr: TargetRepr | None = None
 
-    def reach(self, shape: DraftShape) -> Reach:
+    def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         assert shape.block_size is not None
         most = shape.block_size - 1
-        return Reach(min(most, _USUAL_GUESSES), most, shape.block_size)
+        return DraftLengths(min(most, _USUAL_GUESSES), most, shape.block_size)
 
-    def halo(self, options: Options) -> int:
+    def lookahead(self, options: Options) -> int:
         """Returns 0: a block reads only its anchor token, which is sent to the rank that has the block."""
         return 0
 
-    def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+    def with_defaults(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """Fills in the defaults.
 
         The draft captures as many layers as it has, evenly spaced from the target's second to its third last, or the
@@ -73,7 +73,7 @@ class DFlash:
                 f"draft_vocab_size is {config.draft_vocab_size}: a dflash draft predicts all {vocab_size} tokens with"
                 " the target's output head: leave draft_vocab_size out"
             )
-        found = resolved(config, target, vocab_size, 1)
+        found = with_defaults(config, target, vocab_size, 1)
         text = target.get_text_config()
         mask = _mask_token(text, vocab_size) if config.mask_token_id is None else config.mask_token_id
         if mask >= vocab_size:
@@ -85,7 +85,7 @@ class DFlash:
         own = {"capture_layers": captured, "block_size": found.block_size or _BLOCK_SIZE, "mask_token_id": mask}
         return found.model_copy(update=own)
 
-    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+    def inference_config(self, config: DraftConfig) -> Mapping[str, Any]:
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -96,12 +96,12 @@ class DFlash:
             },
         }
 
-    def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
+    def parameters(self, shape: DraftShape) -> Sequence[ModelParameter]:
         shapes = {"fc": (shape.hidden, shape.captured * shape.hidden), "hidden_norm": (shape.hidden,)}
         for layer in range(shape.layers):
             shapes |= {f"layers.{layer}.{name}": size for name, size in _layer_shapes(shape).items()}
         shapes["norm"] = (shape.hidden,)
-        return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
+        return [ModelParameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
         """Sets norms to 1, and draws all else such that outputs are about as large as inputs."""
@@ -131,21 +131,21 @@ class DFlashNetwork:
         self.shape, self.parameters, self._team = shape, parameters, team
         self.block_size = shape.block_size
 
-    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> "DFlashPass":
+    def training_pass(self, features: DraftInputs, labels: Labels, options: Options, room: LogitBudget) -> "DFlashPass":
         assert features.head is not None
-        blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
-        own, depth = blocks.some(features.shared.every), self.block_size - 1
+        blocks = Blocks.sampled(features.packing, labels, options, self.block_size)
+        own, depth = blocks.select(features.shard.round_robin), self.block_size - 1
         chunk_rows = room.rows_of(depth, depth * self.shape.target_vocabulary)
-        return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows, self._team)
+        return DFlashPass(self.predictions(features, blocks), own, features.head, labels, chunk_rows, self._team)
 
-    def guessed(self, features: Features, blocks: Blocks) -> Tensor:
+    def predictions(self, features: DraftInputs, blocks: Blocks) -> Tensor:
         """Returns the output head's input for each token of the blocks, [m, size, hidden]; the first position of a
         block is unused.
 
         Where ranks share a sequence, the result covers this rank's blocks only.
         """
-        stretch = features.shared
-        known, blocks = _embedded_anchors(features, blocks)[stretch.every], blocks.some(stretch.every)
+        stretch = features.shard
+        known, blocks = _embedded_anchors(features, blocks)[stretch.round_robin], blocks.select(stretch.round_robin)
         steps = torch.arange(blocks.size, device=blocks.anchors.device)
         positions = features.positions[blocks.anchors, None] + steps
         assert features.mask is not None
@@ -155,15 +155,15 @@ class DFlashNetwork:
         context = self._context(features.captured)
         for layer in range(self.shape.layers):
             own_memory = self._memory(context, f"layers.{layer}", context_turn)
-            memory = Memory(*(stretch.joined(each) for each in own_memory))
+            memory = KeyValues(*(stretch.joined(each) for each in own_memory))
 
-            def attended(query: Tensor, own: Memory, memory: Memory = memory) -> Tensor:
+            def attended(query: Tensor, own: KeyValues, memory: KeyValues = memory) -> Tensor:
                 return attend_blocks(query, memory, own, blocks, self.shape.scaling)
 
-            state = self._behind(state, f"layers.{layer}", turn, attended)
-        return self._said(state).unflatten(0, (-1, blocks.size))
+            state = self._layer(state, f"layers.{layer}", turn, attended)
+        return self._head_input(state).unflatten(0, (-1, blocks.size))
 
-    def take_in(self, told: Told, ends: Ends) -> None:
+    def extend_cache(self, told: TargetStates, ends: TargetEnds) -> None:
         context = self._context(told.captured)
         turn = self._rotation(told.positions(), context.dtype)
         for layer in range(self.shape.layers):
@@ -171,35 +171,35 @@ class DFlashNetwork:
             for chunk in told.chunks:
                 chunk.store(key, value, layer)
 
-    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+    def propose(self, told: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
         """Drafts all tokens at once, with a block whose anchor is the last token of each sequence.
 
         The target's features at the anchor are not known yet. The block has all its masks even if fewer draft tokens
         are requested, as in training.
         """
-        self.take_in(told, ends)
-        hidden = self._block(told, ends)[:, 1 : num + 1]
+        self.extend_cache(told, ends)
+        hidden = self._block(told, ends)[:, 1 : num_draft_tokens + 1]
         for logits in ends.logits(hidden).unbind(1):
             draw(logits)
 
-    def _block(self, told: Told, ends: Ends) -> Tensor:
+    def _block(self, told: TargetStates, ends: TargetEnds) -> Tensor:
         """Returns the output head's input, [m, size, hidden]; the first position is unused."""
         size, last = self.block_size, told.last()
-        anchors = told.following[last]
+        anchors = told.next_tokens[last]
         embedded = ends.embedded(torch.cat([anchors, anchors.new_tensor([self.shape.mask_token])]))
         state = self._inputs(embedded[:-1], embedded[-1])
         positions = told.positions()[last, None] + 1 + torch.arange(size, device=last.device)
         turn = self._rotation(positions.flatten(), state.dtype)
-        chunks = told.ahead(size, is_causal=False)
+        chunks = told.scratch_chunks(size, is_causal=False)
         row = CachedRow((), chunks, None, len(state), ())
         for layer in range(self.shape.layers):
             kind = AttentionKind(layer, self.shape.scaling)
 
-            def attended(query: Tensor, own: Memory, kind: AttentionKind = kind) -> Tensor:
+            def attended(query: Tensor, own: KeyValues, kind: AttentionKind = kind) -> Tensor:
                 return row.attend(query, *own, kind)
 
-            state = self._behind(state, f"layers.{layer}", turn, attended)
-        return self._said(state).unflatten(0, (-1, size))
+            state = self._layer(state, f"layers.{layer}", turn, attended)
+        return self._head_input(state).unflatten(0, (-1, size))
 
     def _inputs(self, known: Tensor, mask: Tensor) -> Tensor:
         """Returns [m * size, hidden]: for each block its embedded anchor, from `known` [m, hidden], and then masks."""
@@ -208,26 +208,28 @@ class DFlashNetwork:
 
     def _context(self, captured: Tensor) -> Tensor:
         """Projects the target's features to the context that all layers read."""
-        return copied(self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm"), self._team)
+        return copy_to_team(self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm"), self._team)
 
-    def _behind(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
+    def _layer(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
         """Runs one layer."""
-        x = copied(self._normed(state, f"{prefix}.input_layernorm"), self._team)
+        x = copy_to_team(self._normed(state, f"{prefix}.input_layernorm"), self._team)
         query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
         found = attended(query, self._memory(x, prefix, turn)).flatten(1)
-        state = state + summed(linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"]), self._team)
+        state = state + reduce_from_team(
+            linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"]), self._team
+        )
         x = self._normed(state, f"{prefix}.post_attention_layernorm")
         return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
 
-    def _said(self, state: Tensor) -> Tensor:
+    def _head_input(self, state: Tensor) -> Tensor:
         """Returns the output head's input. It includes the scale of the target's logits."""
         normed, scale = self._normed(state, "norm"), self.shape.logit_scale
         return normed if scale == 1 else normed * scale
 
-    def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
+    def _memory(self, x: Tensor, prefix: str, turn: Turn) -> KeyValues:
         """Returns keys and values. The target's features and the blocks' tokens use the same projections."""
         key = rotated(self._normed_heads(x, f"{prefix}.self_attn.k"), *turn)
-        return Memory(key, self._heads(x, f"{prefix}.self_attn.v"))
+        return KeyValues(key, self._heads(x, f"{prefix}.self_attn.v"))
 
     def _normed_heads(self, x: Tensor, name: str) -> Tensor:
         return self._normed(self._heads(x, name), f"{name}_norm")
@@ -255,9 +257,9 @@ class DFlashPass:
     ) -> None:
         self._outputs, self._head, self._labels = outputs, head, labels
         self.chunk_rows = chunk_rows
-        self._places, self._exists = blocks.places(), blocks.exists()
+        self._places, self._exists = blocks.target_positions(), blocks.exists()
         self._depth = blocks.size - 1
-        self._team, self._scored = team, stretch_of(len(outputs), team.index, team.size)
+        self._team, self._scored = team, shard_slice(len(outputs), team.index, team.size)
         self._slopes = torch.zeros_like(outputs) if outputs.requires_grad else None
         self._log_draft = torch.empty(0)
         self._acceptance = torch.empty(0)
@@ -288,7 +290,7 @@ class DFlashPass:
     def places(self, rows: slice) -> Tensor:
         return self._places[self._among_all(rows)]
 
-    def backward(self, slopes: Slopes) -> None:
+    def backward(self, slopes: DraftGradients) -> None:
         """Computes the gradients. They are exactly 0 where no token is predicted or the slopes are 0, even if logits
         are not finite."""
         assert self._slopes is not None
@@ -302,7 +304,7 @@ class DFlashPass:
 
     def close(self) -> None:
         assert self._slopes is not None
-        torch.autograd.backward(self._outputs, self._team.sum(self._slopes))
+        torch.autograd.backward(self._outputs, self._team.all_reduce(self._slopes))
 
     def _among_all(self, rows: slice) -> slice:
         return slice(self._scored.start + rows.start, self._scored.start + rows.stop)
@@ -312,7 +314,7 @@ class DFlashPass:
         return self._labels.targets[self._places[self._rows]].view(-1, 1)
 
 
-def _embedded_anchors(features: Features, blocks: Blocks) -> Tensor:
+def _embedded_anchors(features: DraftInputs, blocks: Blocks) -> Tensor:
     """Returns the embedded anchors, [m, hidden], including those in other ranks' shards."""
     if features.stretch is None:
         return features.embedded[blocks.anchors]

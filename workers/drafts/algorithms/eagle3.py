@@ -16,25 +16,25 @@ from transformers import PreTrainedConfig
 
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
-from ...losses.draft_scores import DraftScores, Slopes
+from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
-from ...ops.attention import AttentionKind, CachedPacking, attend
-from ...ops.kv_cache import CachedRow, Chunk
-from ...parallel.collectives import copied, summed
+from ...ops.attention import AttendingPacking, AttentionKind, attend
+from ...ops.kv_cache import CachedRow, ContinuationChunk
+from ...parallel.collectives import copy_to_team, reduce_from_team
 from ...parallel.mesh import ALONE, Team
-from ...state.parameter import Parameter
-from ..sequences.drafting import Draw, Ends, Reach, Told
-from ..sequences.features import Features
+from ...state.parameter import ModelParameter
+from ..sequences.captured_features import TargetRepr
+from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
+from ..sequences.features import DraftInputs
 from ..sequences.labels import Labels, Options
-from ..sequences.stored import TargetRepr
-from ..sequences.stretch import Stretch, stretch_of
+from ..sequences.sequence_shard import SequenceShard, shard_slice
 from ..sequences.unrolled_attention import attend_unrolled
-from .guesses import Distribution, GuessChunk, Survival
+from .algorithm import Tensors
+from .draft_shape import DraftShape, with_defaults
+from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk, TargetDistributions
+from .logit_budget import LogitBudget
 from .modules import normed, rotated, rotation, swiglu_mlp
-from .recompute import Run, run_again, run_once
-from .room import LogitRoom
-from .shape import DraftShape, resolved
-from .strategy import Tensors
+from .recompute import Run, run_kept, run_recomputed
 
 _LAYER = "midlayer"
 
@@ -44,14 +44,14 @@ class Eagle3:
 
     target_repr: TargetRepr | None = "hidden_state"
 
-    def reach(self, shape: DraftShape) -> Reach:
-        return Reach(usual=4, most=16)
+    def draft_lengths(self, shape: DraftShape) -> DraftLengths:
+        return DraftLengths(usual=4, most=16)
 
-    def halo(self, options: Options) -> int:
+    def lookahead(self, options: Options) -> int:
         """Returns the unroll length: each further draft token from a position reads one more token after it."""
         return int(options["ttt_length"])
 
-    def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+    def with_defaults(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """Fills in the defaults. The draft captures a layer near the first, one in the middle and one near the last."""
         if config.num_layers not in (None, 1):
             raise OperationError(f"num_layers is {config.num_layers}: an eagle3 draft has 1 layer")
@@ -61,9 +61,9 @@ class Eagle3:
         num_layers = int(target.get_text_config().num_hidden_layers)
         wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
         captured = config.capture_layers or tuple(sorted(wanted))
-        return resolved(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+        return with_defaults(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
 
-    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+    def inference_config(self, config: DraftConfig) -> Mapping[str, Any]:
         """Returns the config entries of published drafts.
 
         vLLM reads the first list of layers, where 0 is the input of the first layer; SGLang reads the second one, where
@@ -77,7 +77,7 @@ class Eagle3:
             "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers},
         }
 
-    def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
+    def parameters(self, shape: DraftShape) -> Sequence[ModelParameter]:
         hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         shapes = {
             "fc": (hidden, shape.captured * hidden),
@@ -94,7 +94,7 @@ class Eagle3:
             "norm": (hidden,),
             "lm_head": (shape.vocabulary, hidden),
         }
-        return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
+        return [ModelParameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
         """Sets norms to 1, copies the target's output head, and draws all else such that outputs are about as large as
@@ -125,24 +125,24 @@ class Eagle3Network:
         self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
     ) -> None:
         self.shape, self.parameters, self.vocabulary, self.team = shape, parameters, vocabulary, team
-        self._run: Run = run_again if recomputes else run_once
+        self._run: Run = run_recomputed if recomputes else run_kept
         self._kind = AttentionKind(0, shape.scaling)
 
-    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> "Eagle3Pass":
+    def training_pass(self, features: DraftInputs, labels: Labels, options: Options, room: LogitBudget) -> "Eagle3Pass":
         depth, shape = int(options["ttt_length"]), self.shape
         chunk_rows = room.rows_of(depth, max(depth * shape.vocabulary, shape.target_vocabulary))
         return Eagle3Pass(self, self.unrolled(features, depth), features, labels, chunk_rows)
 
-    def unrolled(self, features: Features, depth: int) -> list[Tensor]:
+    def unrolled(self, features: DraftInputs, depth: int) -> list[Tensor]:
         """Returns the output head's input for each step of the unrolling, [tokens, hidden].
 
         The row is that of the token from which the draft continues. Rows of draft tokens beyond the end of a sequence
         are meaningless.
         """
-        state, outputs = self.begun(features.captured[: _number_of(features.shared.own)]), []
+        state, outputs = self.initial_state(features.captured[: _number_of(features.shard.own)]), []
         of_embeddings, of_states = self._halves()
         of_embedded = self._projected(features.embedded, "input_layernorm", of_embeddings)
-        stretch, positions = features.shared, features.positions[features.shared.own]
+        stretch, positions = features.shard, features.positions[features.shard.own]
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(depth):
@@ -154,40 +154,40 @@ class Eagle3Network:
             keys.append(key if step else self._by_heads(key, stretch))
             values.append(value if step else self._by_heads(value, stretch))
             attended = attend_unrolled(query, keys, values, features.packing, self._kind, stretch)
-            state, output = self._run(self._said, state, attended)
+            state, output = self._run(self._layer_output, state, attended)
             outputs.append(output)
         return outputs
 
-    def _by_heads(self, x: Tensor, stretch: Stretch) -> Tensor:
-        copies = stretch.copies(self.shape.heads // self.team.size, self.shape.kv_heads // self.team.size)
+    def _by_heads(self, x: Tensor, stretch: SequenceShard) -> Tensor:
+        copies = stretch.kv_repeats(self.shape.heads // self.team.size, self.shape.kv_heads // self.team.size)
         return stretch.by_heads(x if copies == 1 else x.repeat_interleave(copies, dim=1))
 
-    def begun(self, captured: Tensor) -> Tensor:
+    def initial_state(self, captured: Tensor) -> Tensor:
         """Returns the state [tokens, hidden] from which the first draft token is predicted: the projected features of
         the target."""
         return linear(captured, self.parameters["fc.weight"])
 
-    def take_in(self, told: Told, ends: Ends) -> None:
-        self._told(told, ends)
+    def extend_cache(self, told: TargetStates, ends: TargetEnds) -> None:
+        self._known_step(told, ends)
 
-    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+    def propose(self, told: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
         """Drafts the tokens one after the other, each continuing from the one before."""
         last = told.last()
-        state, hidden = (each[last] for each in self._told(told, ends))
+        state, hidden = (each[last] for each in self._known_step(told, ends))
         positions = told.positions()[last]
-        for number in range(num):
+        for number in range(num_draft_tokens):
             tokens = draw(linear(hidden, self.parameters["lm_head.weight"]))
-            if number < num - 1:
-                packing, positions = _row(told.ahead(1, number)), positions + 1
-                state, hidden = self.guessed(state, ends.embedded(tokens), positions, packing)
+            if number < num_draft_tokens - 1:
+                packing, positions = _row(told.scratch_chunks(1, number)), positions + 1
+                state, hidden = self.step(state, ends.embedded(tokens), positions, packing)
 
-    def _told(self, told: Told, ends: Ends) -> tuple[Tensor, Tensor]:
+    def _known_step(self, told: TargetStates, ends: TargetEnds) -> tuple[Tensor, Tensor]:
         """Runs one step over all given tokens. Returns what `guessed` returns."""
-        embedded = ends.embedded(told.following)
-        return self.guessed(self.begun(told.captured), embedded, told.positions(), _row(told.chunks))
+        embedded = ends.embedded(told.next_tokens)
+        return self.step(self.initial_state(told.captured), embedded, told.positions(), _row(told.chunks))
 
-    def guessed(
-        self, state: Tensor, embedded: Tensor, positions: Tensor, packing: CachedPacking
+    def step(
+        self, state: Tensor, embedded: Tensor, positions: Tensor, packing: AttendingPacking
     ) -> tuple[Tensor, Tensor]:
         """Runs one drafting step over tokens of many sequences.
 
@@ -203,17 +203,17 @@ class Eagle3Network:
         of_state = self._projected(state, "hidden_norm", of_states)
         query, key, value = (self._heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
         turn = self._rotation(positions, state.dtype)
-        return self._said(state, attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind))
+        return self._layer_output(state, attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind))
 
-    def _said(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def _layer_output(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the state after a token, and the output head's input."""
-        state = self._behind(state, attended)
+        state = self._layer(state, attended)
         return state, self._normed(state, "norm")
 
-    def _behind(self, state: Tensor, attended: Tensor) -> Tensor:
+    def _layer(self, state: Tensor, attended: Tensor) -> Tensor:
         """Returns the state after the layer. `attended` is [tokens, heads, head_dim]."""
         update = linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
-        state = state + summed(update, self.team)
+        state = state + reduce_from_team(update, self.team)
         x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
         return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp", self.team)
 
@@ -228,7 +228,7 @@ class Eagle3Network:
 
     def _projected(self, x: Tensor, norm: str, weights: Sequence[Tensor]) -> list[Tensor]:
         """Returns one half's part of query, key and value. The part of the embeddings is the same in every step."""
-        x = copied(self._normed(x, f"{_LAYER}.{norm}"), self.team)
+        x = copy_to_team(self._normed(x, f"{_LAYER}.{norm}"), self.team)
         return [linear(x, weight) for weight in weights]
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
@@ -250,17 +250,17 @@ class Eagle3Pass:
     """
 
     def __init__(
-        self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
+        self, network: Eagle3Network, outputs: Sequence[Tensor], features: DraftInputs, labels: Labels, chunk_rows: int
     ) -> None:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
-        self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
+        self._target = TargetDistributions(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
-        self.chunk_rows, self._first = chunk_rows, features.shared.own.start
+        self.chunk_rows, self._first = chunk_rows, features.shard.own.start
         # The outputs that this rank scores.
-        self._scored = stretch_of(len(outputs[0]), network.team.index, network.team.size)
-        self._survival = Survival(len(outputs[0]), outputs[0])
-        self._counting = self._that_count()
-        self._chunk: GuessChunk | None = None
+        self._scored = shard_slice(len(outputs[0]), network.team.index, network.team.size)
+        self._survival = AcceptanceProducts(len(outputs[0]), outputs[0])
+        self._counting = self._counted_rows()
+        self._chunk: DraftTokenChunk | None = None
         self._rows = slice(0, 0)
 
     @property
@@ -274,7 +274,7 @@ class Eagle3Pass:
         # States that belong to another sequence may not be finite, and 0 * inf is NaN.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._counting[rows]))
+        self._chunk = DraftTokenChunk(hidden, head, network.vocabulary, self._target.of(self._counting[rows]))
         return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
@@ -283,7 +283,7 @@ class Eagle3Pass:
     def places(self, rows: slice) -> Tensor:
         return self._among_all(rows)[:, None].expand(-1, len(self._outputs))
 
-    def backward(self, slopes: Slopes) -> None:
+    def backward(self, slopes: DraftGradients) -> None:
         assert self._chunk is not None
         of_hidden, sources = self._chunk.backward(slopes), self._sources()
         for i, slope in enumerate(self._slopes):
@@ -291,10 +291,10 @@ class Eagle3Pass:
 
     def close(self) -> None:
         for slope in self._slopes:
-            self._network.team.sum(slope)
+            self._network.team.all_reduce(slope)
         torch.autograd.backward(self._outputs, self._slopes)
 
-    def _that_count(self) -> Tensor:
+    def _counted_rows(self) -> Tensor:
         """Returns the rows that have a weight: int64, ascending, indices into the tokens that this rank has features
         of. The first of these are the tokens with an output."""
         scored, depth, device = self._scored, len(self._outputs), self._features.positions.device
@@ -330,7 +330,7 @@ def _number_of(rows: slice) -> int:
     return rows.stop - rows.start
 
 
-def _row(chunks: Sequence[Chunk]) -> CachedRow:
+def _row(chunks: Sequence[ContinuationChunk]) -> CachedRow:
     return CachedRow((), chunks, None, chunks[-1].stop, ())
 
 

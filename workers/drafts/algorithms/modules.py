@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
-from ...parallel.collectives import copied, summed
+from ...parallel.collectives import copy_to_team, reduce_from_team
 from ...parallel.mesh import ALONE, Team
-from .strategy import Tensors
+from .algorithm import Tensors
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,8 +23,8 @@ def swiglu_mlp(x: Tensor, weights: Tensors, prefix: str, team: Team = ALONE) -> 
         team: the ranks that divide the intermediate features among them.
     """
     gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    x = copied(x, team)
-    return summed(linear(silu(linear(x, gate)) * linear(x, up), down), team)
+    x = copy_to_team(x, team)
+    return reduce_from_team(linear(silu(linear(x, gate)) * linear(x, up), down), team)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

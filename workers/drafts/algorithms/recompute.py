@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 Run = Callable[..., Any]
 
 
-def run_once(part: Callable[..., Any], *arguments: Any) -> Any:
+def run_kept(part: Callable[..., Any], *arguments: Any) -> Any:
     return part(*arguments)
 
 
-def run_again(part: Callable[..., Any], *arguments: Any) -> Any:
+def run_recomputed(part: Callable[..., Any], *arguments: Any) -> Any:
     """Runs the part, and recomputes it in the backward pass with the same numbers to the last bit.
 
     Drafts draw no random numbers, so there is no random state to restore.

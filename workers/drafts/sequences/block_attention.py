@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...shapes.windows import MOST_SCORES
+from ...shapes.windows import MAX_SCORES
 from .blocks import Blocks, Span
 
 
-class Memory(NamedTuple):
+class KeyValues(NamedTuple):
     """Keys and values, [tokens, kv_heads, head_dim] each."""
 
     key: Tensor
     value: Tensor
 
 
-def attend_blocks(query: Tensor, context: Memory, own: Memory, blocks: Blocks, scaling: float) -> Tensor:
+def attend_blocks(query: Tensor, context: KeyValues, own: KeyValues, blocks: Blocks, scaling: float) -> Tensor:
     """Returns the output of block attention, in the shape of the query.
 
     Args:
@@ -29,10 +29,10 @@ def attend_blocks(query: Tensor, context: Memory, own: Memory, blocks: Blocks, s
         context: keys and values of n packed tokens.
         own: keys and values of the blocks' tokens.
     """
-    return _Blocks.apply(blocks, scaling, query, *context, *own)  # pyright: ignore[reportReturnType]
+    return _BlockAttention.apply(blocks, scaling, query, *context, *own)  # pyright: ignore[reportReturnType]
 
 
-class _Blocks(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):
     """Computes scores for a few blocks at a time, so that memory grows with blocks and tokens and not with their
     product."""
 
@@ -41,8 +41,8 @@ class _Blocks(torch.autograd.Function):
         kv_heads = memories[0].shape[1]
         out = _by_block(torch.zeros_like(query), kv_heads, blocks.size)
         log_sums = out.new_zeros(out.shape[:-1])
-        for span in _some_blocks(blocks, query.shape[1]):
-            part = _Part(span, blocks, scaling, query, memories)
+        for span in _block_groups(blocks, query.shape[1]):
+            part = _BlockGroup(span, blocks, scaling, query, memories)
             seen, own = part.context_scores(), part.own_scores()
             sums = torch.logaddexp(seen.logsumexp(-1), own.logsumexp(-1))
             log_sums[:, span.blocks] = sums
@@ -63,8 +63,8 @@ class _Blocks(torch.autograd.Function):
         of_query = _by_block(torch.zeros_like(query), kv_heads, blocks.size)
         of_context = [torch.zeros_like(each, dtype=dtype) for each in memories[:2]]
         of_own = [_by_block(torch.zeros_like(each), kv_heads, blocks.size) for each in memories[2:]]
-        for span in _some_blocks(blocks, query.shape[1]):
-            part = _Part(span, blocks, ctx.scaling, query, memories)
+        for span in _block_groups(blocks, query.shape[1]):
+            part = _BlockGroup(span, blocks, ctx.scaling, query, memories)
             of_out, sums = part.of_blocks(grad), log_sums[:, span.blocks].unsqueeze(-1)
             weights = part.context_scores().sub_(sums).exp_()
             of_context[1][span.context] += _flat_sum(weights, of_out)
@@ -81,7 +81,7 @@ class _Blocks(torch.autograd.Function):
         return None, None, *(each.to(query.dtype) for each in found)
 
 
-class _Part:
+class _BlockGroup:
     """Some blocks of one sequence, c of them, in at least float32.
 
     query: [kv_heads, c, queries, head_dim], scaled; `queries` are those of a block that share a key.
@@ -92,8 +92,8 @@ class _Part:
         self._span, self._blocks = span, blocks
         self._kv_heads = memories[0].shape[1]
         self.query = self.of_blocks(query) * scaling
-        self.context = Memory(*(_wide(each[span.context]).transpose(0, 1) for each in memories[:2]))
-        self.own = Memory(*(self.of_blocks(each) for each in memories[2:]))
+        self.context = KeyValues(*(_upcast(each[span.context]).transpose(0, 1) for each in memories[:2]))
+        self.own = KeyValues(*(self.of_blocks(each) for each in memories[2:]))
 
     def of_blocks(self, x: Tensor) -> Tensor:
         """Returns the part of x, [m * size, heads, head_dim] -> [kv_heads, c, queries, head_dim]."""
@@ -104,7 +104,7 @@ class _Part:
         """Returns [kv_heads, c, queries, seen], -inf where masked. No block masks the tokens before the first
         anchor."""
         context, anchors = self._span.context, self._blocks.anchors[self._span.blocks, None]
-        first = self._blocks.known_anchors[self._span.blocks.start]
+        first = self._blocks.host_anchors[self._span.blocks.start]
         scores = _flat_product(self.query, self.context.key.mT)
         hidden = torch.arange(first, context.stop, device=anchors.device) >= anchors
         scores[..., first - context.start :].masked_fill_(hidden[:, None, :], float("-inf"))
@@ -115,19 +115,19 @@ class _Part:
         return self.query @ self.own.key.mT
 
 
-def _some_blocks(blocks: Blocks, heads: int) -> Iterator[Span]:
+def _block_groups(blocks: Blocks, heads: int) -> Iterator[Span]:
     """Yields spans of each sequence's blocks whose scores number at most MOST_SCORES, or single blocks."""
     for span in blocks.spans:
         num_seen = span.context.stop - span.context.start + blocks.size
-        step = max(1, MOST_SCORES // (heads * blocks.size * num_seen))
+        step = max(1, MAX_SCORES // (heads * blocks.size * num_seen))
         for start in range(span.blocks.start, span.blocks.stop, step):
             stop = min(start + step, span.blocks.stop)
-            yield Span(slice(start, stop), slice(span.context.start, blocks.known_anchors[stop - 1]))
+            yield Span(slice(start, stop), slice(span.context.start, blocks.host_anchors[stop - 1]))
 
 
 def _by_block(x: Tensor, kv_heads: int, size: int) -> Tensor:
     """Groups by block, [m * size, heads, head_dim] -> [kv_heads, m, queries, head_dim], in at least float32."""
-    parts = _wide(x).unflatten(0, (-1, size)).unflatten(2, (kv_heads, -1))
+    parts = _upcast(x).unflatten(0, (-1, size)).unflatten(2, (kv_heads, -1))
     return parts.permute(2, 0, 1, 3, 4).flatten(2, 3)
 
 
@@ -148,5 +148,5 @@ def _flat_sum(x: Tensor, y: Tensor) -> Tensor:
     return (x.flatten(1, 2).mT @ y.flatten(1, 2)).transpose(0, 1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

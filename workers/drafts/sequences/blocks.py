@@ -31,21 +31,21 @@ class Blocks:
     """
 
     anchors: Tensor
-    known_anchors: Sequence[int]
+    host_anchors: Sequence[int]
     stops: Tensor
     size: int
     spans: Sequence[Span]
 
     @staticmethod
-    def drawn(packing: Packing, labels: Labels, options: Options, size: int) -> "Blocks":
+    def sampled(packing: Packing, labels: Labels, options: Options, size: int) -> "Blocks":
         """Samples up to options["num_anchors"] blocks from each sequence, seeded by options["seed"]."""
         weights = labels.weights.cpu().numpy()
         anchors: list[int] = []
         stops: list[int] = []
         spans: list[Span] = []
         for number, tokens in zip(labels.numbers, _sequences(packing), strict=True):
-            lots = Lots(int(options["seed"]), number)
-            found = (tokens.start + drawn_anchors(weights[tokens], lots, int(options["num_anchors"]))).tolist()
+            lots = TokenRandom(int(options["seed"]), number)
+            found = (tokens.start + sample_anchors(weights[tokens], lots, int(options["num_anchors"]))).tolist()
             if found:
                 blocks = slice(len(anchors), len(anchors) + len(found))
                 spans.append(Span(blocks, slice(tokens.start, found[-1])))
@@ -54,12 +54,12 @@ class Blocks:
         on_device = torch.tensor([anchors, stops], dtype=torch.int64, device=labels.weights.device)
         return Blocks(on_device[0], anchors, on_device[1], size, spans)
 
-    def some(self, chosen: slice) -> "Blocks":
+    def select(self, chosen: slice) -> "Blocks":
         """Returns the blocks with these indices."""
         if chosen == slice(0, None, 1):
             return self
-        numbers = range(len(self.known_anchors))[chosen]
-        known, spans, first = self.known_anchors[chosen], [], 0
+        numbers = range(len(self.host_anchors))[chosen]
+        known, spans, first = self.host_anchors[chosen], [], 0
         for span in self.spans:
             count = sum(span.blocks.start <= number < span.blocks.stop for number in numbers)
             if count:
@@ -67,7 +67,7 @@ class Blocks:
                 first += count
         return Blocks(self.anchors[chosen], known, self.stops[chosen], self.size, spans)
 
-    def places(self) -> Tensor:
+    def target_positions(self) -> Tensor:
         """Returns the position after which each predicted token stands, int64 [m, size - 1]; the anchor beyond the end
         of the sequence."""
         behind = self._behind()
@@ -83,7 +83,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Lots:
+class TokenRandom:
     """Random numbers for the tokens of a sequence, which depend on the seed, the sequence's number and the token's
     position only.
 
@@ -99,7 +99,7 @@ class Lots:
         return np.random.Philox(key=key).random_raw(num_tokens)
 
 
-def drawn_anchors(weights: np.ndarray, lots: Lots, num_anchors: int) -> np.ndarray:
+def sample_anchors(weights: np.ndarray, lots: TokenRandom, num_anchors: int) -> np.ndarray:
     """Returns the tokens whose next one has a weight, ascending; if these are more than num_anchors, a random choice
     without replacement.
 

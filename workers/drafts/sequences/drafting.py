@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.kv_cache import Chunk
+from ...ops.kv_cache import ContinuationChunk
 
 Draw = Callable[[Tensor], Tensor]
 """Draws the next draft token of m sequences, logits [m, vocabulary of the draft] -> int64 [m]."""
 
 
 @dataclass(frozen=True)
-class Reach:
+class DraftLengths:
     """The number of tokens that a draft proposes at a time.
 
     usual: the default. most: the limit.
@@ -37,7 +37,7 @@ class Reach:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class TargetStates:
     """The target's features at n tokens of m sequences, concatenated, at least one token of each.
 
     captured: [n, layers * hidden]. following: int64 [n], the token after each.
@@ -45,18 +45,18 @@ class Told:
     """
 
     captured: Tensor
-    following: Tensor
-    chunks: Sequence[Chunk]
+    next_tokens: Tensor
+    chunks: Sequence[ContinuationChunk]
 
     def positions(self) -> Tensor:
         parts = [np.arange(each.cached, _stop(each)) for each in self.chunks]
-        return torch.from_numpy(np.concatenate(parts)).to(self.following.device)
+        return torch.from_numpy(np.concatenate(parts)).to(self.next_tokens.device)
 
     def last(self) -> Tensor:
         """Returns the index of each sequence's last token, int64 [m]."""
-        return torch.tensor([each.stop - 1 for each in self.chunks], device=self.following.device)
+        return torch.tensor([each.stop - 1 for each in self.chunks], device=self.next_tokens.device)
 
-    def ahead(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[Chunk]:
+    def scratch_chunks(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[ContinuationChunk]:
         """Returns the cache chunks for `num_tokens` draft tokens of each sequence, after `skipped` others.
 
         The tokens are packed sequence by sequence. The next tokens that the target verifies overwrite them. `is_causal`
@@ -64,12 +64,12 @@ class Told:
         """
         starts = range(0, num_tokens * len(self.chunks), num_tokens)
         return [
-            Chunk(start, start + num_tokens, each.shelf, each.slot, _stop(each) + skipped, is_causal)
+            ContinuationChunk(start, start + num_tokens, each.shelf, each.slot, _stop(each) + skipped, is_causal)
             for start, each in zip(starts, self.chunks, strict=True)
         ]
 
 
-class Ends(Protocol):
+class TargetEnds(Protocol):
     """The first and last layer of the target that is sampled from."""
 
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -82,6 +82,6 @@ class Ends(Protocol):
         ...
 
 
-def _stop(chunk: Chunk) -> int:
+def _stop(chunk: ContinuationChunk) -> int:
     """Returns the length of the chunk's sequence, including the chunk."""
     return chunk.cached + chunk.stop - chunk.start

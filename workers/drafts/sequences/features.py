@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...ops.attention import Packing
-from .stretch import Stretch
+from .sequence_shard import SequenceShard
 
 # Computes the target's logits at m of its tokens, int64 [m] -> float32 [m, vocabulary].
 Logits = Callable[[Tensor], Tensor]
@@ -28,7 +28,7 @@ class TargetHead(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Features:
+class DraftInputs:
     """Inputs of a draft's training pass over n tokens.
 
     positions: int64 [n], restarting with each sequence. embedded: [n, hidden], the input of the target's first layer.
@@ -46,8 +46,8 @@ class Features:
     logits: Logits
     mask: Tensor | None = None
     head: TargetHead | None = None
-    stretch: Stretch | None = None
+    stretch: SequenceShard | None = None
 
     @property
-    def shared(self) -> Stretch:
-        return self.stretch or Stretch(len(self.positions))
+    def shard(self) -> SequenceShard:
+        return self.stretch or SequenceShard(len(self.positions))

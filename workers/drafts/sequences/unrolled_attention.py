@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...ops.attention import AttentionKind, Packing
-from ...ops.attention_parts import Attended, Gradients, attend_part, part_gradients
-from .stretch import Stretch
+from ...ops.partial_attention import AttentionGradients, PartialAttention, attend_part, part_gradients
+from .sequence_shard import SequenceShard
 
 
 def attend_unrolled(
@@ -22,7 +22,7 @@ def attend_unrolled(
     values: Sequence[Tensor],
     packing: Packing,
     kind: AttentionKind,
-    stretch: Stretch | None = None,
+    stretch: SequenceShard | None = None,
 ) -> Tensor:
     """Returns the output of attention in the last step, in the shape of the query.
 
@@ -32,22 +32,22 @@ def attend_unrolled(
         packing: of all tokens.
         stretch: set where ranks share the tokens; keys and values of the first step are then `by_heads`.
     """
-    whole = stretch or Stretch(len(query))
-    return _Unrolled.apply(packing, kind, whole, query, *keys, *values)  # pyright: ignore[reportReturnType]
+    whole = stretch or SequenceShard(len(query))
+    return _UnrolledAttention.apply(packing, kind, whole, query, *keys, *values)  # pyright: ignore[reportReturnType]
 
 
-class _Unrolled(torch.autograd.Function):
+class _UnrolledAttention(torch.autograd.Function):
     """Keeps nothing of size tokens x tokens: see attention_parts."""
 
     @staticmethod
     def forward(
-        ctx: Any, packing: Packing, kind: AttentionKind, stretch: Stretch, query: Tensor, *tensors: Tensor
+        ctx: Any, packing: Packing, kind: AttentionKind, stretch: SequenceShard, query: Tensor, *tensors: Tensor
     ) -> Tensor:
         keys, values = _halves(tensors)
         first = _attend_first(query, keys[0], values[0], packing, kind, stretch)
         own = _own_scores(query, keys[1:], kind)
-        log_sums = torch.cat([first.log_sums.unsqueeze(-1).to(own.dtype), own], dim=-1).logsumexp(-1)
-        out = first.out.to(own.dtype) * (first.log_sums - log_sums).exp().unsqueeze(-1)
+        log_sums = torch.cat([first.log_sum_exps.unsqueeze(-1).to(own.dtype), own], dim=-1).logsumexp(-1)
+        out = first.out.to(own.dtype) * (first.log_sum_exps - log_sums).exp().unsqueeze(-1)
         for weights, value in zip((own - log_sums.unsqueeze(-1)).exp().unbind(-1), values[1:], strict=True):
             out += weights.unsqueeze(-1) * _by_query(value, query)
         out = out.to(query.dtype)
@@ -61,7 +61,7 @@ class _Unrolled(torch.autograd.Function):
         keys, values = _halves(tensors)
         (grad,) = grads
         grad = grad.contiguous()
-        whole = Attended(out, log_sums)
+        whole = PartialAttention(out, log_sums)
         of_query, *of_first = _first_gradients(
             grad, query, keys[0], values[0], whole, ctx.packing, ctx.kind, ctx.stretch
         )
@@ -79,11 +79,13 @@ class _Unrolled(torch.autograd.Function):
 
 
 def _attend_first(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, stretch: Stretch
-) -> Attended:
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, stretch: SequenceShard
+) -> PartialAttention:
     """Attends to the keys of step 0, which are split by heads over the ranks."""
     attended = attend_part(stretch.by_heads(query), key, value, packing, kind)
-    return Attended(stretch.by_tokens(attended.out), stretch.by_tokens(attended.log_sums.unsqueeze(-1)).squeeze(-1))
+    return PartialAttention(
+        stretch.by_tokens(attended.out), stretch.by_tokens(attended.log_sum_exps.unsqueeze(-1)).squeeze(-1)
+    )
 
 
 def _first_gradients(
@@ -91,14 +93,14 @@ def _first_gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    whole: Attended,
+    whole: PartialAttention,
     packing: Packing,
     kind: AttentionKind,
-    stretch: Stretch,
-) -> Gradients:
+    stretch: SequenceShard,
+) -> AttentionGradients:
     grad, query, out = (stretch.by_heads(each) for each in (grad, query, whole.out))
-    log_sums = stretch.by_heads(whole.log_sums.unsqueeze(-1)).squeeze(-1)
-    found = part_gradients(grad, query, key, value, Attended(out, log_sums), packing, kind)
+    log_sums = stretch.by_heads(whole.log_sum_exps.unsqueeze(-1)).squeeze(-1)
+    found = part_gradients(grad, query, key, value, PartialAttention(out, log_sums), packing, kind)
     return found._replace(query=stretch.by_tokens(found.query))
 
 

@@ -29,7 +29,7 @@ class Survivals:
     values: np.ndarray
 
 
-class SurvivalBook:
+class SurvivalTable:
     """Collects the survivals of draft tokens that are scored in any order."""
 
     def __init__(self, num_tokens: int, depth: int, device: torch.device) -> None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ....schemas.errors import OperationError
 from ....schemas.models import FullConfig
-from ...scheduler.group import Group
-from ...scheduler.work import Verb
-from ..in_flight import end_all
-from .copies import AdapterCopies, AdapterCopy
+from ...scheduler.rank_group import RankGroup
+from ...scheduler.work import WorkerCall
+from ..in_flight import cancel_and_wait
+from .adapter_copies import AdapterCopies, AdapterCopy
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _NONE = 0
 
 
 @dataclass
-class Pushes:
+class WeightTransferStats:
     """Counts the transfers of fully trained weights into a group since the start."""
 
     num: int = 0
@@ -46,7 +46,7 @@ class Pushes:
 
 
 @dataclass(eq=False)
-class Version:
+class GroupAdapterVersion:
     """One version of an adapter, in a worker.
 
     worker_id: its id in the worker.
@@ -58,27 +58,27 @@ class Version:
 
     worker_id: str
     number: int
-    num_deaths: int
-    stays: bool
+    crash_epoch: int
+    is_immutable: bool
     num_users: int = 0
 
 
-class HeldAdapter:
+class GroupAdapter:
     """One adapter in one group: at most two versions. New requests use the newer one."""
 
-    def __init__(self, adapter_id: str, group: Group, copies: AdapterCopies, pushes: Pushes) -> None:
+    def __init__(self, adapter_id: str, group: RankGroup, copies: AdapterCopies, pushes: WeightTransferStats) -> None:
         self._adapter_id = adapter_id
         self._group, self._copies, self._pushes = group, copies, pushes
         self._worker_ids = (adapter_id, f"{adapter_id}@2")
-        self._versions: list[Version] = []
-        self._changing = asyncio.Lock()
+        self._versions: list[GroupAdapterVersion] = []
+        self._lock = asyncio.Lock()
         self._next_end: asyncio.Future[None] | None = None
         self._moving: set[asyncio.Task[None]] = set()
         # The newest version for which there was no room next to the versions in use.
-        self._without_room = _NONE
+        self._version_without_room = _NONE
 
     @asynccontextmanager
-    async def in_use(self) -> AsyncIterator[Version]:
+    async def in_use(self) -> AsyncIterator[GroupAdapterVersion]:
         """Yields the newest version, loaded into the group if necessary.
 
         Loading may have to wait until requests that use older versions end. If the version stays, it does not change
@@ -93,15 +93,15 @@ class HeldAdapter:
             if not version.num_users:
                 self._ended(version)
 
-    async def move_forward(self) -> None:
+    async def update(self) -> None:
         """Loads the newest version if the group has room for it now, and drops versions that no request uses.
 
         A failure is logged: the next request that wants the version tries again.
         """
         try:
-            async with self._changing:
-                if self._there() and self._adapter_id in self._copies:
-                    newest = await self._bring()
+            async with self._lock:
+                if self._loaded_versions() and self._adapter_id in self._copies:
+                    newest = await self._load_newest()
                     await self._drop_all_but(newest)
         except OperationError as error:
             logger.warning(
@@ -112,53 +112,53 @@ class HeldAdapter:
 
     async def drop(self) -> None:
         """Drops all versions; requests that use them fail. Raises OperationError."""
-        await end_all(self._moving)
-        async with self._changing:
-            for version in self._there():
+        await cancel_and_wait(self._moving)
+        async with self._lock:
+            for version in self._loaded_versions():
                 await self._drop(version)
             for worker_id in self._worker_ids:
                 self._group.forget_lost(worker_id)
         self._wake()
 
     async def close(self) -> None:
-        await end_all(self._moving)
+        await cancel_and_wait(self._moving)
 
-    async def _newest(self) -> Version:
+    async def _newest(self) -> GroupAdapterVersion:
         while True:
             self._copies.get(self._adapter_id)
-            async with self._changing:
-                version = await self._bring()
+            async with self._lock:
+                version = await self._load_newest()
             if version is not None:
                 return version
             self._next_end = self._next_end or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._next_end)
 
-    async def _bring(self) -> Version | None:
+    async def _load_newest(self) -> GroupAdapterVersion | None:
         """Returns the newest version after loading it; None while requests leave no room for it."""
-        copy, there = self._copies.get(self._adapter_id), self._there()
+        copy, there = self._copies.get(self._adapter_id), self._loaded_versions()
         newest = next((each for each in there if each.number == copy.version), None)
         if newest is not None:
             return newest
-        replaced = next((each for each in there if not (each.stays and each.num_users)), None)
+        replaced = next((each for each in there if not (each.is_immutable and each.num_users)), None)
         if replaced is not None:
             await self._push(copy, replaced)
             return replaced
-        return await self._push_beside(copy)
+        return await self._push_second(copy)
 
-    async def _push_beside(self, copy: AdapterCopy) -> Version | None:
-        there = self._there()
+    async def _push_second(self, copy: AdapterCopy) -> GroupAdapterVersion | None:
+        there = self._loaded_versions()
         free = [worker_id for worker_id in self._worker_ids if worker_id not in [each.worker_id for each in there]]
-        if not free or (there and copy.version == self._without_room):
+        if not free or (there and copy.version == self._version_without_room):
             return None
-        version = Version(free[0], _NONE, self._group.num_deaths, isinstance(copy.training, FullConfig))
+        version = GroupAdapterVersion(free[0], _NONE, self._group.num_deaths, isinstance(copy.training, FullConfig))
         self._versions = [*there, version]
         try:
             await self._push(copy, version)
         except OperationError as error:
             self._versions.remove(version)
-            if not there or self._group.num_deaths != version.num_deaths:
+            if not there or self._group.num_deaths != version.crash_epoch:
                 raise
-            self._without_room = copy.version
+            self._version_without_room = copy.version
             logger.warning(
                 "%s has no room for version %d of the weights of %s next to the versions in use: it loads when the"
                 " requests that use them have ended (%s)", self._group.name, copy.version, self._adapter_id, error,
@@ -166,14 +166,14 @@ class HeldAdapter:
             return None
         return version
 
-    async def _push(self, copy: AdapterCopy, version: Version) -> None:
+    async def _push(self, copy: AdapterCopy, version: GroupAdapterVersion) -> None:
         """Overwrites the version with the copy. Raises OperationError."""
         version.number = _NONE
         weights, started = copy.read(), time.monotonic()
-        verb = Verb("import_adapter", (version.worker_id, weights), creates=version.worker_id)
+        verb = WorkerCall("import_adapter", (version.worker_id, weights), creates=version.worker_id)
         await self._group.submit(self._adapter_id, "", verb)
         version.number = copy.version
-        if version.stays:
+        if version.is_immutable:
             seconds, num_bytes = time.monotonic() - started, weights.weights.nbytes
             self._pushes.add(num_bytes, seconds)
             logger.info(
@@ -181,14 +181,14 @@ class HeldAdapter:
                 self._group.name, copy.version, self._adapter_id, num_bytes, seconds,
             )  # fmt: skip
 
-    def _ended(self, version: Version) -> None:
+    def _ended(self, version: GroupAdapterVersion) -> None:
         self._wake()
-        if version in self._there() and self._is_behind(version):
-            moving = asyncio.create_task(self.move_forward())
+        if version in self._loaded_versions() and self._is_behind(version):
+            moving = asyncio.create_task(self.update())
             self._moving.add(moving)
             moving.add_done_callback(self._moving.discard)
 
-    def _is_behind(self, version: Version) -> bool:
+    def _is_behind(self, version: GroupAdapterVersion) -> bool:
         return self._adapter_id in self._copies and self._copies.get(self._adapter_id).version != version.number
 
     def _wake(self) -> None:
@@ -196,17 +196,17 @@ class HeldAdapter:
         if ended is not None:
             ended.set_result(None)
 
-    async def _drop_all_but(self, newest: Version | None) -> None:
-        for version in self._there():
+    async def _drop_all_but(self, newest: GroupAdapterVersion | None) -> None:
+        for version in self._loaded_versions():
             if version is not newest and not version.num_users:
                 await self._drop(version)
 
-    async def _drop(self, version: Version) -> None:
-        verb = Verb("drop_adapter", (version.worker_id,), drops=version.worker_id)
+    async def _drop(self, version: GroupAdapterVersion) -> None:
+        verb = WorkerCall("drop_adapter", (version.worker_id,), drops=version.worker_id)
         await self._group.submit(self._adapter_id, "", verb)
         if version in self._versions:
             self._versions.remove(version)
 
-    def _there(self) -> list[Version]:
+    def _loaded_versions(self) -> list[GroupAdapterVersion]:
         """Returns the versions that no crash has lost."""
-        return [each for each in self._versions if each.num_deaths == self._group.num_deaths]
+        return [each for each in self._versions if each.crash_epoch == self._group.num_deaths]

@@ -13,25 +13,25 @@ from pathlib import Path
 
 from ....schemas.errors import OperationError
 from ....schemas.sampling import SampleResponse
-from ...protocol.verbs import AdapterWeights, SampleJob, WorkerLost
+from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
 from ...scheduler.cohorts import OnProgress
-from ...scheduler.group import Group
-from ...scheduler.work import Verb
+from ...scheduler.rank_group import RankGroup
+from ...scheduler.work import WorkerCall
 from ..drafts import drop_draft, load_draft
-from ..in_flight import Told, Underway
+from ..in_flight import InFlightRequests, StreamDeduplicator
 from ..quarantine import MOST_STRIKES
-from .adapter_versions import HeldAdapter, Pushes, Version
-from .copies import AdapterCopies
+from .adapter_copies import AdapterCopies
+from .adapter_versions import GroupAdapter, GroupAdapterVersion, WeightTransferStats
 
 
 class SamplerGroups:
     """Sends each request to the group with the fewest tokens in flight, and retries it if the worker crashes."""
 
-    def __init__(self, training: Group, groups: Sequence[Group], copies: AdapterCopies) -> None:
+    def __init__(self, training: RankGroup, groups: Sequence[RankGroup], copies: AdapterCopies) -> None:
         self._training = training
         self._replicas = [_Replica(group, copies) for group in groups]
         self._copies = copies
-        self._underway = Underway()
+        self._in_flight = InFlightRequests()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         for replica in self._replicas:
@@ -48,12 +48,12 @@ class SamplerGroups:
         return [pid for replica in self._replicas for pid in replica.group.pids()]
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        weights = await self._training.submit(run_id, tenant_id, Verb("export_adapter", (run_id,)))
+        weights = await self._training.submit(run_id, tenant_id, WorkerCall("export_adapter", (run_id,)))
         await self._keep(adapter_id, weights)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
         await self._keep(
-            adapter_id, await self._training.submit(adapter_id, "", Verb("read_adapter", (str(directory),)))
+            adapter_id, await self._training.submit(adapter_id, "", WorkerCall("read_adapter", (str(directory),)))
         )
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -72,10 +72,10 @@ class SamplerGroups:
         await asyncio.gather(*(drop_draft(replica.group, draft_id) for replica in self._replicas))
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        return await self._underway.run(job.job_id, self._sample(job, Told(on_progress)))
+        return await self._in_flight.run(job.job_id, self._sample(job, StreamDeduplicator(on_progress)))
 
     def cancel(self, job_id: str) -> None:
-        self._underway.cancel(job_id)
+        self._in_flight.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
         """Like Engine.memory; adds the transfers of fully trained weights to each group."""
@@ -89,9 +89,9 @@ class SamplerGroups:
 
     async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:
         await self._copies.put(adapter_id, weights)
-        await asyncio.gather(*(replica.move_forward(adapter_id) for replica in self._replicas))
+        await asyncio.gather(*(replica.update_adapter(adapter_id) for replica in self._replicas))
 
-    async def _sample(self, job: SampleJob, told: Told) -> SampleResponse:
+    async def _sample(self, job: SampleJob, told: StreamDeduplicator) -> SampleResponse:
         request = _Request(job, told)
         while request.num_strikes < MOST_STRIKES:
             try:
@@ -104,7 +104,7 @@ class SamplerGroups:
             "server",
         )
 
-    def _without_draft(self, draft_id: str) -> list[Group]:
+    def _without_draft(self, draft_id: str) -> list[RankGroup]:
         groups = [replica.group for replica in self._replicas]
         up = [group for group in groups if not group.restarting] or groups
         return [group for group in up if not group.holds(draft_id)]
@@ -126,34 +126,34 @@ class _Request:
     """
 
     job: SampleJob
-    told: Told
+    told: StreamDeduplicator
     num_strikes: int = 0
     version: int | None = None
 
-    def begins_with(self, version: Version) -> None:
+    def check_version(self, version: GroupAdapterVersion) -> None:
         """Raises OperationError if the tokens already streamed would continue with other weights."""
-        if self.told.has_told and self.version not in (None, version.number):
+        if self.told.has_streamed and self.version not in (None, version.number):
             raise OperationError(
                 f"sampling request {self.job.job_id} began with weights that a worker's crash has lost, and its stream"
                 " cannot continue with newer ones: send the request again",
                 "server",
             )
-        self.version = version.number if version.stays else None
+        self.version = version.number if version.is_immutable else None
 
 
 class _Replica:
     """One sampler group and its adapters. num_tokens: upper bound on the tokens in flight and waiting."""
 
-    def __init__(self, group: Group, copies: AdapterCopies) -> None:
+    def __init__(self, group: RankGroup, copies: AdapterCopies) -> None:
         self.group = group
         self.num_tokens = 0
-        self.pushes = Pushes()
+        self.pushes = WeightTransferStats()
         self._copies = copies
-        self._held: dict[str, HeldAdapter] = {}
+        self._adapters: dict[str, GroupAdapter] = {}
 
     async def close(self) -> None:
         await self.group.close()
-        await asyncio.gather(*(held.close() for held in self._held.values()))
+        await asyncio.gather(*(held.close() for held in self._adapters.values()))
 
     async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
         """Raises _WorkerDied if the worker crashes, after counting the strike, and OperationError."""
@@ -168,14 +168,14 @@ class _Replica:
                 request.num_strikes += isinstance(error, WorkerLost) and error.alone
                 raise _WorkerDied from None
 
-    async def move_forward(self, adapter_id: str) -> None:
-        if adapter_id in self._held:
-            await self._held[adapter_id].move_forward()
+    async def update_adapter(self, adapter_id: str) -> None:
+        if adapter_id in self._adapters:
+            await self._adapters[adapter_id].update()
 
     async def drop(self, adapter_id: str) -> None:
-        if adapter_id in self._held:
-            await self._held[adapter_id].drop()
-            self._held.pop(adapter_id, None)
+        if adapter_id in self._adapters:
+            await self._adapters[adapter_id].drop()
+            self._adapters.pop(adapter_id, None)
 
     @asynccontextmanager
     async def _ready(self, request: _Request) -> AsyncIterator[SampleJob]:
@@ -188,15 +188,15 @@ class _Replica:
             yield job
             return
         async with self._held_adapter(job.adapter_id).in_use() as version:
-            request.begins_with(version)
+            request.check_version(version)
             yield replace(job, adapter_id=version.worker_id)
 
-    def _held_adapter(self, adapter_id: str) -> HeldAdapter:
+    def _held_adapter(self, adapter_id: str) -> GroupAdapter:
         """Raises OperationError if the adapter does not exist, so that no entry is kept for an adapter that is gone."""
         self._copies.get(adapter_id)
-        if adapter_id not in self._held:
-            self._held[adapter_id] = HeldAdapter(adapter_id, self.group, self._copies, self.pushes)
-        return self._held[adapter_id]
+        if adapter_id not in self._adapters:
+            self._adapters[adapter_id] = GroupAdapter(adapter_id, self.group, self._copies, self.pushes)
+        return self._adapters[adapter_id]
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:

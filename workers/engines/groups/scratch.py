@@ -10,20 +10,20 @@ class ScratchDirectory:
     """directory: created at first use, and emptied of an earlier process's files; None means a temporary one."""
 
     def __init__(self, directory: Path | None) -> None:
-        self._asked = directory
-        self._made: Path | None = None
+        self._requested = directory
+        self._directory: Path | None = None
         self._making = asyncio.Lock()
 
     async def path(self) -> Path:
         """Creates the directory if necessary. Raises OSError."""
         async with self._making:
-            if self._made is None:
-                self._made = await asyncio.to_thread(_make, self._asked)
-            return self._made
+            if self._directory is None:
+                self._directory = await asyncio.to_thread(_make, self._requested)
+            return self._directory
 
     def close(self) -> None:
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _make(directory: Path | None) -> Path:

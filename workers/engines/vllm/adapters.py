@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 
 from ....schemas.errors import OperationError
-from ...scheduler.group import Group
-from ...scheduler.work import Verb
-from ..engine import gone, not_kept
+from ...scheduler.rank_group import RankGroup
+from ...scheduler.work import WorkerCall
+from ..engine import adapter_gone_error, adapter_not_stored_error
 from ..groups.scratch import ScratchDirectory
-from ..in_flight import end_all
+from ..in_flight import cancel_and_wait
 from .api import VllmApi
 
 _READS_ON_SECONDS = 5.0
@@ -32,7 +32,7 @@ _UNLOADING_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class Version:
+class VllmAdapterVersion:
     """One version of an adapter.
 
     num_users: requests that use it.
@@ -44,10 +44,10 @@ class Version:
     directory: Path
     num_users: int = 0
     is_current: bool = True
-    vllm_start: int | None = None
-    training_deaths: int | None = None
-    giving_to_vllm: asyncio.Lock = field(default_factory=asyncio.Lock)
-    giving_to_training: asyncio.Lock = field(default_factory=asyncio.Lock)
+    vllm_epoch: int | None = None
+    training_crash_epoch: int | None = None
+    vllm_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    training_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class VllmAdapters:
@@ -56,11 +56,11 @@ class VllmAdapters:
     directory: created at first use, and emptied of an earlier process's files; None means a temporary one.
     """
 
-    def __init__(self, api: VllmApi, training: Group, directory: Path | None) -> None:
+    def __init__(self, api: VllmApi, training: RankGroup, directory: Path | None) -> None:
         self._api = api
         self._training = training
         self._scratch = ScratchDirectory(directory)
-        self._current: dict[str, Version] = {}
+        self._current: dict[str, VllmAdapterVersion] = {}
         self._numbers = count(1)
         self._server_id = secrets.token_hex(4)
         self._discarding: set[asyncio.Task[None]] = set()
@@ -69,10 +69,10 @@ class VllmAdapters:
         """Adds the newest version, which all new requests use. `write` writes it into an empty directory."""
         name = f"{adapter_id}-v{next(self._numbers)}-{self._server_id}"
         try:
-            version = Version(name, await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:])
+            version = VllmAdapterVersion(name, await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:])
             version.directory.mkdir()
         except OSError as error:
-            raise not_kept(adapter_id, error) from None
+            raise adapter_not_stored_error(adapter_id, error) from None
         try:
             await write(version.directory)
         except BaseException:
@@ -86,11 +86,11 @@ class VllmAdapters:
         self._retire(self._current.pop(adapter_id, None))
 
     @contextmanager
-    def in_use(self, adapter_id: str) -> Iterator[Version]:
+    def in_use(self, adapter_id: str) -> Iterator[VllmAdapterVersion]:
         """Yields the newest version, which is kept until the end of the block. Raises OperationError."""
         version = self._current.get(adapter_id)
         if version is None:
-            raise gone(adapter_id)
+            raise adapter_gone_error(adapter_id)
         version.num_users += 1
         try:
             yield version
@@ -98,61 +98,61 @@ class VllmAdapters:
             version.num_users -= 1
             self._discard_unused(version)
 
-    async def give_to_vllm(self, version: Version, start: int) -> None:
+    async def load_into_vllm(self, version: VllmAdapterVersion, start: int) -> None:
         """Loads the version into vLLM, unless it has it. Raises what VllmApi raises.
 
         Args:
             start: VllmServer.num_starts of the vLLM that must have it.
         """
-        if version.vllm_start == start:
+        if version.vllm_epoch == start:
             return
-        async with version.giving_to_vllm:
-            if version.vllm_start != start:
+        async with version.vllm_lock:
+            if version.vllm_epoch != start:
                 await self._api.load_adapter(version.name, version.directory)
-                version.vllm_start = start
+                version.vllm_epoch = start
 
-    async def give_to_training(self, version: Version) -> None:
+    async def load_into_training(self, version: VllmAdapterVersion) -> None:
         """Loads the version into the training group, in turn with passes and saves. vLLM does not wait for this.
 
         Raises OperationError.
         """
-        async with version.giving_to_training:
+        async with version.training_lock:
             num_deaths = self._training.num_deaths
-            if version.training_deaths != num_deaths:
-                verb = Verb("load_adapter", (version.name, str(version.directory)), creates=version.name)
+            if version.training_crash_epoch != num_deaths:
+                verb = WorkerCall("load_adapter", (version.name, str(version.directory)), creates=version.name)
                 await self._training.submit(version.name, "", verb)
-                version.training_deaths = num_deaths
+                version.training_crash_epoch = num_deaths
 
     async def close(self) -> None:
         """Unloads the versions from vLLM: a server at a URL outlives us."""
-        await end_all(self._discarding)
+        await cancel_and_wait(self._discarding)
         unloading = asyncio.gather(*(self._unload(version) for version in self._current.values()))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(unloading, _UNLOADING_SECONDS)
         self._scratch.close()
 
-    def _retire(self, version: Version | None) -> None:
+    def _retire(self, version: VllmAdapterVersion | None) -> None:
         if version is not None:
             version.is_current = False
             self._discard_unused(version)
 
-    def _discard_unused(self, version: Version) -> None:
+    def _discard_unused(self, version: VllmAdapterVersion) -> None:
         if not version.is_current and not version.num_users:
             task = asyncio.create_task(self._discard(version))
             self._discarding.add(task)
             task.add_done_callback(self._discarding.discard)
 
-    async def _discard(self, version: Version) -> None:
+    async def _discard(self, version: VllmAdapterVersion) -> None:
         await self._unload(version)
-        if version.training_deaths is not None and not self._training.forget_lost(version.name):
+        if version.training_crash_epoch is not None and not self._training.forget_lost(version.name):
             with contextlib.suppress(OperationError):  # the server is shutting down
-                verb = Verb("drop_adapter", (version.name,), drops=version.name)
+                verb = WorkerCall("drop_adapter", (version.name,), drops=version.name)
                 await self._training.submit(version.name, "", verb)
         await asyncio.sleep(_READS_ON_SECONDS)
         await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
 
-    async def _unload(self, version: Version) -> None:
-        if version.vllm_start is not None:
+    async def _unload(self, version: VllmAdapterVersion) -> None:
+        if version.vllm_epoch is not None:
             await self._api.unload_adapter(version.name)
 
 

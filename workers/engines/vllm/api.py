@@ -20,7 +20,7 @@ import numpy as np
 
 from ....schemas.errors import OperationError
 from ....schemas.sampling import EMPTY_LOGPROB, TopkLogprobs
-from ...protocol.verbs import SampleJob
+from ...protocol.calls import SampleJob
 from .server import VllmServer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "
 _LOWEST_TEMPERATURE = 1e-5
 
 
-class VllmGone(Exception):
+class VllmUnreachable(Exception):
     """The server is down or broke the connection. reached: it had the request, which may have crashed it."""
 
     def __init__(self, message: str, reached: bool) -> None:
@@ -49,7 +49,7 @@ class VllmGone(Exception):
         self.reached = reached
 
 
-class VllmFailed(VllmGone):
+class VllmFailed(VllmUnreachable):
     """The server responded with an internal error."""
 
 
@@ -66,7 +66,7 @@ class VllmModel:
 
 
 @dataclass(frozen=True)
-class Ask:
+class SampleRange:
     """One request for the samples first, first + 1, ... of a job."""
 
     first: int
@@ -74,7 +74,7 @@ class Ask:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class VllmChoice:
     """A part of sample number `sample` of a request, from a response or one of its events.
 
     tokens: int32, [n].
@@ -90,15 +90,15 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class VllmCompletion:
     """Holds a response, or one event of a stream. num_cached: cached prompt tokens, if vLLM reports them."""
 
-    pieces: list[Piece]
+    choices: list[VllmChoice]
     num_cached: int | None
 
 
 class VllmApi:
-    """Every method may raise VllmGone, UnknownModel, and OperationError if the server refuses the request."""
+    """Every method may raise VllmUnreachable, UnknownModel, and OperationError if the server refuses the request."""
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
@@ -110,7 +110,7 @@ class VllmApi:
 
     async def model(self, name: str) -> VllmModel:
         """Returns the model of this name, else the only model served. Raises OperationError."""
-        cards = json.loads(await self._ask("GET", "/v1/models"))["data"]
+        cards = json.loads(await self._request_json("GET", "/v1/models"))["data"]
         bases = [card for card in cards if card.get("parent") is None]
         found = [card for card in bases if card["id"] == name] or (bases if len(bases) == 1 else [])
         if not found:
@@ -126,7 +126,7 @@ class VllmApi:
         # Not in place: vLLM would read the files again at every step of a request.
         body = {"lora_name": name, "lora_path": str(directory), "load_inplace": False}
         try:
-            await self._ask("POST", "/v1/load_lora_adapter", body)
+            await self._request_json("POST", "/v1/load_lora_adapter", body)
         except (OperationError, VllmFailed) as error:
             if "has already been loaded" in str(error):
                 return
@@ -148,30 +148,32 @@ class VllmApi:
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads the adapter. Ignored if vLLM does not have it."""
-        with contextlib.suppress(OperationError, UnknownModel, VllmGone):
-            await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        with contextlib.suppress(OperationError, UnknownModel, VllmUnreachable):
+            await self._request_json("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> Answer:
-        answer = await self._ask("POST", "/v1/completions", _body(job, ask, model, max_tokens))
+    async def complete(self, job: SampleJob, ask: SampleRange, model: str, max_tokens: int) -> VllmCompletion:
+        answer = await self._request_json("POST", "/v1/completions", _body(job, ask, model, max_tokens))
         return await _read(answer, job)
 
-    async def stream(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> AsyncGenerator[Answer, None]:
+    async def stream(
+        self, job: SampleJob, ask: SampleRange, model: str, max_tokens: int
+    ) -> AsyncGenerator[VllmCompletion, None]:
         """Yields the samples while they grow."""
         body = _body(job, ask, model, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
         request = self._request("POST", "/v1/completions", body)
-        async with self._reaching(), aclosing(await self._client.send(request, stream=True)) as response:
+        async with self._translate_errors(), aclosing(await self._client.send(request, stream=True)) as response:
             if not response.is_success:
                 await response.aread()
-                _refuse(response)
+                _raise_for_status(response)
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     yield await _read(line.removeprefix("data: "), job)
 
-    async def _ask(self, method: str, path: str, body: object = None) -> bytes:
-        async with self._reaching():
+    async def _request_json(self, method: str, path: str, body: object = None) -> bytes:
+        async with self._translate_errors():
             response = await self._client.send(self._request(method, path, body))
         if not response.is_success:
-            _refuse(response)
+            _raise_for_status(response)
         return response.content
 
     def _request(self, method: str, path: str, body: object) -> httpx.Request:
@@ -180,20 +182,20 @@ class VllmApi:
         return self._client.build_request(method, f"{self._server.url}{path}", json=body, headers=headers)
 
     @asynccontextmanager
-    async def _reaching(self) -> AsyncIterator[None]:
+    async def _translate_errors(self) -> AsyncIterator[None]:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise VllmGone(f"cannot be reached: {error}", reached=False) from None
+            raise VllmUnreachable(f"cannot be reached: {error}", reached=False) from None
         except httpx.TransportError as error:
-            raise VllmGone(f"broke the connection: {error or type(error).__name__}", reached=True) from None
+            raise VllmUnreachable(f"broke the connection: {error or type(error).__name__}", reached=True) from None
 
 
 def is_greedy(job: SampleJob) -> bool:
     return job.params.temperature < _LOWEST_TEMPERATURE
 
 
-def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, object]:
+def _body(job: SampleJob, ask: SampleRange, model: str, max_tokens: int) -> dict[str, object]:
     """Sends every parameter explicitly: vLLM may take missing ones from its own configuration."""
     params = job.params
     assert params.seed is not None, "the seed is drawn at submit"
@@ -203,7 +205,7 @@ def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, ob
         "add_special_tokens": False,
         "n": ask.num_samples,
         # vLLM adds the index of the sample within the request.
-        "seed": _spread(params.seed) + ask.first,
+        "seed": _hash_seed(params.seed) + ask.first,
         "max_tokens": max_tokens,
         "temperature": 0.0 if is_greedy(job) else params.temperature,
         "top_k": max(0, params.top_k),
@@ -219,11 +221,11 @@ def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, ob
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         # Without a salt, response times and cached-token counts would reveal other tenants' prompts.
-        **({"cache_salt": job.owner} if job.owner else {}),
+        **({"cache_salt": job.tenant_id} if job.tenant_id else {}),
     }
 
 
-def _spread(seed: int) -> int:
+def _hash_seed(seed: int) -> int:
     """Maps the seed to 62 bits, far from the next seed's, because sample i uses seed + i.
 
     Else the samples of seed 1 would be those of seed 0, shifted by one.
@@ -231,11 +233,11 @@ def _spread(seed: int) -> int:
     return int.from_bytes(blake2b(str(seed).encode(), digest_size=8).digest()) >> 2
 
 
-async def _read(text: str | bytes, job: SampleJob) -> Answer:
+async def _read(text: str | bytes, job: SampleJob) -> VllmCompletion:
     """Parses a response or event. Raises VllmFailed if the event is an error."""
     if len(text) < _LARGE_BYTES:
-        return _answer(json.loads(text), job)
-    return await asyncio.to_thread(lambda: _answer(json.loads(text, parse_float=_number), job))
+        return _parse(json.loads(text), job)
+    return await asyncio.to_thread(lambda: _parse(json.loads(text, parse_float=_number), job))
 
 
 def _number(text: str) -> float:
@@ -243,16 +245,16 @@ def _number(text: str) -> float:
     return float(text)
 
 
-def _answer(answer: dict[str, Any], job: SampleJob) -> Answer:
+def _parse(answer: dict[str, Any], job: SampleJob) -> VllmCompletion:
     if "error" in answer:
         raise VllmFailed(str(answer["error"].get("message", answer["error"])), reached=True)
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return Answer([_piece(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
+    return VllmCompletion([_piece(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
 
 
-def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
+def _piece(choice: dict[str, Any], job: SampleJob) -> VllmChoice:
     tokens, found = choice.get("token_ids") or [], choice.get("logprobs") or {}
-    return Piece(
+    return VllmChoice(
         sample=choice["index"],
         tokens=np.array(tokens, np.int32),
         logprobs=np.array(found.get("token_logprobs") or [], np.float32),
@@ -275,7 +277,7 @@ def _fill(top: TopkLogprobs, position: int, entries: dict[int, float]) -> None:
         top.token_ids[position, rank], top.logprobs[position, rank] = token, logprob
 
 
-def _refuse(response: httpx.Response) -> None:
+def _raise_for_status(response: httpx.Response) -> None:
     message = _message(response)
     if response.status_code >= 500:
         raise VllmFailed(f"responded with {response.status_code}: {message}", reached=True)

@@ -1,7 +1,7 @@
 """Refuses requests that vLLM does not support, and those that would crash it for all tenants."""
 
 from ....schemas.errors import OperationError
-from ...protocol.verbs import SampleJob
+from ...protocol.calls import SampleJob
 from .api import SAID_PARAMS, VllmModel
 
 _HIGHEST_TEMPERATURE = 2.0
@@ -41,7 +41,7 @@ def check_size(job: SampleJob, max_tokens: int) -> None:
         )
 
 
-def check(job: SampleJob) -> None:
+def check_supported(job: SampleJob) -> None:
     """Raises OperationError if vLLM does not support the request, or would answer wrongly or crash."""
     for name in _unavailable(job):
         raise OperationError(

@@ -26,7 +26,7 @@ class VllmServer(Protocol):
     def num_starts(self) -> int: ...
 
     @property
-    def patience_seconds(self) -> float | None: ...
+    def retry_seconds(self) -> float | None: ...
 
     @property
     def is_ready(self) -> bool: ...
@@ -48,11 +48,11 @@ class VllmServer(Protocol):
         ...
 
 
-class VllmAt:
+class RemoteVllm:
     """A vLLM server that others run."""
 
     num_starts = 0
-    patience_seconds: float | None = 120.0
+    retry_seconds: float | None = 120.0
     is_ready = True
     is_on_cpu = False
     pids: Sequence[int] = ()

@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 from ....schemas.errors import OperationError
-from ..in_flight import end_all
-from .api import VllmApi, VllmGone
+from ..in_flight import cancel_and_wait
+from .api import VllmApi, VllmUnreachable
 from .server import VllmServer
 
 _LONGEST_PAUSE_SECONDS = 8.0
@@ -21,7 +21,7 @@ _NUM_LOOKS = 12
 Done = TypeVar("Done")
 
 
-class Patience:
+class RetryDeadline:
     """Delays the retries of one request, and ends them."""
 
     def __init__(self, server: VllmServer) -> None:
@@ -29,28 +29,28 @@ class Patience:
         self._pause = 0.25
         self._gone_since: float | None = None
 
-    async def wait(self, gone: VllmGone) -> None:
+    async def wait(self, gone: VllmUnreachable) -> None:
         """Waits before the next retry. Raises OperationError if the server has been gone for too long."""
         if gone.reached or self._gone_since is None:
             self._gone_since = time.monotonic()
-        most = self._server.patience_seconds
+        most = self._server.retry_seconds
         if most is not None and time.monotonic() - self._gone_since > most:
             raise _silent(self._server, most, str(gone))
         await asyncio.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
 
 
-class Pulse:
+class HealthMonitor:
     """Health checks of a server while requests wait for it: a server that hangs keeps their connections open."""
 
     def __init__(self, server: VllmServer, api: VllmApi) -> None:
         self._server = server
         self._api = api
-        self._felt_at = self._answered_at = -math.inf
+        self._checked_at = self._answered_at = -math.inf
 
     async def watch(self, work: Coroutine[None, None, Done]) -> Done:
         """Returns the result of `work`. Raises OperationError if the server is silent for too long."""
-        most = self._server.patience_seconds
+        most = self._server.retry_seconds
         if most is None:
             return await work
         tasks = working, silence = asyncio.create_task(work), asyncio.create_task(self._silence(most))
@@ -60,7 +60,7 @@ class Pulse:
                 raise _silent(self._server, most, "it accepts requests but does not respond")
             return working.result()
         finally:
-            await end_all(tasks)
+            await cancel_and_wait(tasks)
 
     async def _silence(self, most: float) -> None:
         """Returns when the server has been silent for `most` seconds."""
@@ -68,8 +68,8 @@ class Pulse:
         while time.monotonic() - max(started, self._answered_at) < most:
             await asyncio.sleep(pause)
             # One check serves all waiting requests.
-            if time.monotonic() - self._felt_at >= pause:
-                self._felt_at = time.monotonic()
+            if time.monotonic() - self._checked_at >= pause:
+                self._checked_at = time.monotonic()
                 if await self._api.is_healthy(pause):
                     self._answered_at = time.monotonic()
 

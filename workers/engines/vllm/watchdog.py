@@ -20,7 +20,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     command = subprocess.Popen(
-        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, preexec_fn=_as_usual
+        sys.argv[1:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, preexec_fn=_restore_signals
     )
     print(command.pid, flush=True)
     threading.Thread(target=_end_on_hang_up, args=(command,), daemon=True).start()
@@ -30,7 +30,7 @@ def main() -> int:
     return status if status >= 0 else 128 - status
 
 
-def _as_usual() -> None:
+def _restore_signals() -> None:
     """Restores the signals that `main` ignores: the command would inherit them as ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -49,17 +49,17 @@ class RayCluster:
     async def disconnect(self) -> None:
         if self._keeper is not None and self._holder is not None:
             self._stopping.set()
-            self._holder.let_go()
+            self._holder.disconnect()
             await asyncio.to_thread(self._keeper.join)
 
     def _start(self, num_cpus: int) -> None:
         directory = multiprocessing.util.get_temp_dir()
         self._holder = Child((), _hold_cluster, self.environment, num_cpus, self._object_store_bytes, directory)
-        self.address = self._holder.first_words().decode()
+        self.address = self._holder.read_first_message().decode()
         if not self.address:
             self._holder.process.join()
             reason = self._holder.reason
-            self._end_others(self._holder)
+            self._kill_process_group(self._holder)
             raise ValueError(
                 f"no Ray cluster could be started on this machine: {reason}; start one with `ray start --head` and name"
                 " it with --ray-address, or serve with --pool local, which needs none"
@@ -69,7 +69,7 @@ class RayCluster:
         while True:
             assert self._holder is not None, "started before this thread"
             self._holder.process.join()
-            self._end_others(self._holder)
+            self._kill_process_group(self._holder)
             if self._stopping.wait(1):
                 return
             logger.error("a process of the Ray cluster on this machine ended: starting a new cluster")
@@ -78,13 +78,13 @@ class RayCluster:
             except ValueError as error:  # its holder has exited, which the loop waits for
                 logger.error("%s", error)
             if self._stopping.is_set():  # `disconnect` has released the previous holder
-                self._holder.let_go()
+                self._holder.disconnect()
 
-    def _end_others(self, holder: Child) -> None:
+    def _kill_process_group(self, holder: Child) -> None:
         """Kills what the holder had started, after its exit."""
         with contextlib.suppress(ProcessLookupError):  # none of them outlived the holder
             os.killpg(holder.process.pid, signal.SIGKILL)
-        holder.let_go()
+        holder.disconnect()
 
 
 def _ray_environment(address: str | None) -> dict[str, str]:
@@ -122,7 +122,7 @@ def _hold_cluster(
         kill_on_hang_up(lifeline, -os.getpid())
     os.environ.update(environment)
     try:
-        address = _started_cluster(num_cpus, object_store_bytes, directory)
+        address = _start_cluster(num_cpus, object_store_bytes, directory)
     except Exception as error:
         lifeline.sendall(" ".join(f"{type(error).__name__}: {error}".split()).encode())
         return
@@ -131,7 +131,7 @@ def _hold_cluster(
     os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
 
 
-def _started_cluster(num_cpus: int, object_store_bytes: int, directory: str) -> str:
+def _start_cluster(num_cpus: int, object_store_bytes: int, directory: str) -> str:
     import ray
 
     ray.init(

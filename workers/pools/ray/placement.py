@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from ..base import NoPlace, PoolSpec
+from ..base import PlacementError, PoolSpec
 
 _BETTER_SECONDS = 5.0
 """How long to wait for a better placement before a less good one is requested."""
 
 
-def places_of(spec: PoolSpec, timeout_seconds: float) -> list[Any]:
-    """Returns a Ray scheduling strategy for each rank, all of one placement group. Raises NoPlace."""
+def place_ranks(spec: PoolSpec, timeout_seconds: float) -> list[Any]:
+    """Returns a Ray scheduling strategy for each rank, all of one placement group. Raises PlacementError."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -20,10 +20,10 @@ def places_of(spec: PoolSpec, timeout_seconds: float) -> list[Any]:
         strategy = "SPREAD" if size == spec.blocks[0] else "PACK"
         group = placement_group([bundle] * (num_ranks // size), strategy=strategy)
         if group.wait(timeout_seconds if is_last else _BETTER_SECONDS):
-            order = _by_node(group)
+            order = _bundles_by_node(group)
             return [PlacementGroupSchedulingStrategy(group, order[rank // size]) for rank in range(num_ranks)]
         remove_placement_group(group)
-    raise NoPlace(
+    raise PlacementError(
         f"the Ray cluster has no room for {num_ranks} ranks of {_needed(spec, 1)} each "
         f"(waited {timeout_seconds:.0f} s; free: {ray.available_resources()}): add nodes or request less"
     )
@@ -48,7 +48,7 @@ def _needed(spec: PoolSpec, size: int) -> dict[str, float]:
     return needed | {"GPU": size * spec.gpus_per_rank} if spec.gpus_per_rank else needed
 
 
-def _by_node(group: Any) -> list[int]:
+def _bundles_by_node(group: Any) -> list[int]:
     """Returns the bundles ordered by node, because Ray fills nodes in any order."""
     from ray.util.placement_group import placement_group_table
 

@@ -18,12 +18,12 @@ from itertools import cycle
 from queue import SimpleQueue
 from typing import Any
 
-from ...protocol.messages import Incoming, Outgoing, Piece, decode, encode
-from ..base import Answer, NoPlace, PoolSpec, WorkerError, answer_in, settle
+from ...protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
+from ..base import PlacementError, PoolSpec, RankAnswer, WorkerError, decode_answer, set_answer
 from ..children import Child, ChildrenPool, ignore_signals
-from ..shell import Shell
+from ..worker_host import WorkerHost
 from .cluster import RayCluster
-from .placement import places_of
+from .placement import place_ranks
 
 
 class RayPool(ChildrenPool):
@@ -38,11 +38,11 @@ class RayPool(ChildrenPool):
         self._placement_timeout_seconds = placement_timeout_seconds
 
     async def _start_ranks(self) -> None:
-        drive = _Drive(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
-        self._driver = await asyncio.to_thread(_Driver, (), _drive_ray, drive)
+        drive = _DriverJob(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
+        self._driver = await asyncio.to_thread(_Driver, (), _run_driver, drive)
         self._watch(self._driver)
 
-    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+    def _send(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
         self._driver.send_on(rank, message, answer)
 
 
@@ -53,10 +53,10 @@ class _Driver(Child):
 
     def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
         super().__init__(preloaded, serve, *arguments)
-        self._of_ranks: defaultdict[int, deque[asyncio.Future[Answer]]] = defaultdict(deque)
+        self._of_ranks: defaultdict[int, deque[asyncio.Future[RankAnswer]]] = defaultdict(deque)
         self._answering: int | None = None
 
-    def send_on(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+    def send_on(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
         self._of_ranks[rank].append(answer)
         self._begin_to_send(message)
 
@@ -64,7 +64,7 @@ class _Driver(Child):
         if self._answering is None:
             self._answering = _rank_in(frame)
             return
-        settle(self._of_ranks[self._answering].popleft(), answer_in(frame))
+        set_answer(self._of_ranks[self._answering].popleft(), decode_answer(frame))
         self._answering = None
 
 
@@ -74,20 +74,20 @@ def _rank_in(frame: memoryview) -> int:
 
 
 @dataclass(frozen=True)
-class _Drive:
+class _DriverJob:
     spec: PoolSpec
     address: str
     environment: dict[str, str]
     placement_timeout_seconds: float
 
 
-def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> None:
+def _run_driver(pipe: socket.socket, lifeline: socket.socket, drive: _DriverJob) -> None:
     os.environ.update(drive.environment)
     try:
         _connect(drive.address)
         actors = _start_actors(drive.spec, drive.placement_timeout_seconds)
     except ValueError as error:
-        _refuse(pipe, error, len(drive.spec.configs))
+        _answer_all_with(pipe, error, len(drive.spec.configs))
         return
     watches = [actor.wait_forever.options(concurrency_group="watch").remote() for actor in actors]
     threading.Thread(target=_watch, args=(watches, lifeline), daemon=True).start()
@@ -95,21 +95,21 @@ def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> N
     sending = threading.Lock()
     for rank, of_rank in enumerate(answers):
         threading.Thread(target=_send_answers, args=(rank, of_rank, pipe, sending), daemon=True).start()
-    incoming = Incoming()
+    incoming = FrameReader()
     for actor, of_rank in cycle(zip(actors, answers, strict=True)):
         of_rank.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
 
 
-def _refuse(pipe: socket.socket, error: ValueError, num_ranks: int) -> None:
-    incoming = Incoming()
+def _answer_all_with(pipe: socket.socket, error: ValueError, num_ranks: int) -> None:
+    incoming = FrameReader()
     for rank in cycle(range(num_ranks)):
         incoming.receive(pipe)
-        _send_answer(rank, encode(Answer(error=error)), pipe)
+        _send_answer(rank, encode(RankAnswer(error=error)), pipe)
 
 
-def _send_answer(rank: int, frame: list[Piece], pipe: socket.socket) -> None:
-    Outgoing(encode(rank)).send(pipe)
-    Outgoing(frame).send(pipe)
+def _send_answer(rank: int, frame: list[Buffer], pipe: socket.socket) -> None:
+    FrameWriter(encode(rank)).send(pipe)
+    FrameWriter(frame).send(pipe)
 
 
 def _watch(watches: list[Any], lifeline: socket.socket) -> None:
@@ -127,11 +127,11 @@ def _send_answers(rank: int, answers: "SimpleQueue[Any]", pipe: socket.socket, s
 
     while True:
         try:
-            frame: list[Piece] = [ray.get(answers.get())]
+            frame: list[Buffer] = [ray.get(answers.get())]
         except RayActorError:  # the watch reports it
             return
         except Exception as error:  # Ray lost the message or the answer
-            frame = encode(Answer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
+            frame = encode(RankAnswer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
         with sending:
             _send_answer(rank, frame, pipe)
 
@@ -141,15 +141,15 @@ def _connect(address: str) -> None:
 
     hint = ""
     try:
-        _knock(address)
+        _check_reachable(address)
         hint = " (if it requires a token, set RAY_AUTH_MODE=token here and copy its token file: docs/cluster.md)"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}{hint}") from error
+        raise PlacementError(f"the Ray cluster at {address} cannot be reached: {error}{hint}") from error
     ignore_signals()  # Ray has installed its own handler
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raises OSError if no one listens; Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
@@ -166,11 +166,11 @@ def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]
         actor_class.options(num_cpus=spec.cpus_per_rank, num_gpus=spec.gpus_per_rank, scheduling_strategy=place).remote(
             spec, rank
         )
-        for rank, place in enumerate(places_of(spec, placement_timeout_seconds))
+        for rank, place in enumerate(place_ranks(spec, placement_timeout_seconds))
     ]
 
 
-class _RayShell(Shell):
+class _RayShell(WorkerHost):
     def answer_frame(self, frame: bytes) -> bytes:
         # Ray's memory is shared and read-only; workers write to the arrays that they receive.
         return b"".join(self.answer(memoryview(bytearray(frame))))

@@ -16,18 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from ....schemas import errors, models, sampling, training
-from ...protocol import messages, verbs
-from ...protocol.config import Claim, RoleGroup, ServedModel, WorkerConfig
-from ...protocol.messages import Piece, decode, encode
+from ...protocol import calls as verbs
+from ...protocol import messages
+from ...protocol.messages import Buffer, decode, encode
 from ...protocol.parallel_spec import ParallelSpec
-from ...protocol.shared_fs import Landmark
-from ..base import Answer, WorkerError
-from .secure_channel import Sealed
+from ...protocol.shared_fs import SharedFileProbe
+from ...protocol.worker_config import AttachClaim, RoleGroup, ServedModel, WorkerConfig
+from ..base import RankAnswer, WorkerError
+from .secure_channel import SecureConnection
 
 _ALIGNMENT = 64
 _MODULES = (errors, models, sampling, training, messages, verbs, sys.modules[__name__])
 """Modules whose types are sent."""
-_OTHERS: tuple[type, ...] = (Answer, Claim, Landmark, ParallelSpec, RoleGroup, ServedModel, WorkerConfig, WorkerError)
+_OTHERS: tuple[type, ...] = (
+    RankAnswer,
+    AttachClaim,
+    SharedFileProbe,
+    ParallelSpec,
+    RoleGroup,
+    ServedModel,
+    WorkerConfig,
+    WorkerError,
+)
 """Further types that are sent; WorkerConfig is listed because its fields are knobs, which are sent by name."""
 _WORKER = Path(__file__).parents[2] / "worker" / "worker.py"
 
@@ -41,14 +51,14 @@ class Describe:
 
 
 @dataclass(frozen=True)
-class Attach:
-    """Binds the connection to a group. Answered by Attached as soon as its ranks are up, or by NotNow.
+class AttachRequest:
+    """Binds the connection to a group. Answered by Attached as soon as its ranks are up, or by AttachRefused.
 
     knobs: as described when the server started; if they have changed since, the server must not use the workers.
     """
 
     group: str
-    claim: Claim
+    claim: AttachClaim
     knobs: Mapping[str, Any]
 
 
@@ -74,7 +84,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Description:
+class WorkersDescription:
     """Describes the kept workers.
 
     knobs: the settings of the server's configuration that the workers were built with, by name.
@@ -91,41 +101,41 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class NotNow:
+class AttachRefused:
     """Refuses to attach for now; a later attempt may succeed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Answered:
+class CallAnswered:
     number: int
 
 
 @dataclass(frozen=True)
-class Died:
+class RanksDied:
     """Reports that the group's ranks died, or that another server has taken them over."""
 
     reason: str
 
 
-class Line:
+class Channel:
     """A channel that sends and receives messages, each with raw frames after it, in order."""
 
-    def __init__(self, sealed: Sealed) -> None:
+    def __init__(self, sealed: SecureConnection) -> None:
         self._sealed = sealed
-        self._unsent: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
+        self._unsent: asyncio.Queue[list[Buffer] | None] = asyncio.Queue()
         self._sending = asyncio.create_task(self._send())
 
-    def say(self, words: object, frames: Sequence[list[Piece]] = ()) -> None:
-        """Queues a message; if the connection breaks, `hear` raises."""
-        pieces: list[Piece] = []
+    def send(self, words: object, frames: Sequence[list[Buffer]] = ()) -> None:
+        """Queues a message; if the connection breaks, `receive` raises."""
+        pieces: list[Buffer] = []
         for frame in (encode(words), *frames):
             size = sum(memoryview(piece).nbytes for piece in frame)
             pieces += [*frame, bytes(-size % _ALIGNMENT)]
         self._unsent.put_nowait(pieces)
 
-    async def hear(self) -> tuple[Any, list[memoryview]]:
+    async def receive(self) -> tuple[Any, list[memoryview]]:
         """Receives the next message with its frames.
 
         Raises:
@@ -133,7 +143,7 @@ class Line:
         """
         message, frames = await self._sealed.receive(), []
         while message:
-            size = messages.size_of(message)
+            size = messages.frame_size(message)
             frames.append(message[:size])
             message = message[size + -size % _ALIGNMENT :]
         return decode(frames[0]), frames[1:]
@@ -143,7 +153,7 @@ class Line:
         self._unsent.put_nowait(None)
 
     async def close(self, seconds: float = 0.0) -> None:
-        """Closes the channel, when no task is in `hear` any more.
+        """Closes the channel, when no task is in `receive` any more.
 
         Args:
             seconds: time to send what is still queued.
@@ -165,7 +175,7 @@ class Line:
 
 
 @cache
-def fingerprint() -> str:
+def protocol_fingerprint() -> str:
     """Returns a hash of the types that are sent and of the worker's methods.
 
     It differs between versions of trainhouse that would not understand each other.

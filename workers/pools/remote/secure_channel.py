@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...protocol.messages import Piece
+from ...protocol.messages import Buffer
 
 _GREETING = b"trainhouse workers 1\n"
 _NONCE_BYTES = _SEAL_BYTES = 32
@@ -28,14 +28,14 @@ _SECONDS = 10.0
 """Time limit of the handshake."""
 _SILENCE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 """Socket options that declare the other machine gone after about 25 s of silence. The last one is in milliseconds."""
-_LEAST_SECRET = 32
+_MIN_SECRET_BYTES = 32
 
 
-class NotSealed(ConnectionError):
+class AuthenticationFailed(ConnectionError):
     """The other side does not have the secret or is not trainhouse, or the connection was tampered with."""
 
 
-class NothingSaid(ConnectionError):
+class ClosedSilently(ConnectionError):
     """The other side closed the connection without sending anything, as a port probe does."""
 
 
@@ -51,20 +51,21 @@ def read_secret(file: Path) -> bytes:
             status, secret = os.fstat(opened.fileno()), opened.read().strip()
     except OSError as error:
         raise ValueError(f"the secret of the workers cannot be read from {file}: {error.strerror}") from None
-    if status.st_mode & _not_for_others(status.st_uid):
+    if status.st_mode & _forbidden_mode_bits(status.st_uid):
         raise ValueError(
             f"the secret of the workers in {file} is accessible to others (mode {stat.S_IMODE(status.st_mode):04o}): "
             f"`chmod 600 {file}`, and create a new secret if someone may have read it"
         )
-    if len(secret) < _LEAST_SECRET:
+    if len(secret) < _MIN_SECRET_BYTES:
         raise ValueError(
-            f"the secret of the workers in {file} has {len(secret)} bytes, but needs at least {_LEAST_SECRET}: create "
+            f"the secret of the workers in {file} has {len(secret)} bytes, but needs at least {_MIN_SECRET_BYTES}: "
+            "create "
             f"one with `(umask 077; openssl rand -hex 32 > {file})`, and give the same file to servers and workers"
         )
     return blake2b(secret).digest()
 
 
-def _not_for_others(owner: int) -> int:
+def _forbidden_mode_bits(owner: int) -> int:
     """Returns the mode bits that must be off.
 
     A group may read a file that root made for a service of another user: systemd and Kubernetes hand secrets over that
@@ -74,7 +75,7 @@ def _not_for_others(owner: int) -> int:
     return stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_handed_over else stat.S_IRWXG)
 
 
-class Sealed:
+class SecureConnection:
     """One end of an authenticated connection. Messages arrive in the order sent. Every method may raise OSError or
     EOFError.
     """
@@ -82,23 +83,23 @@ class Sealed:
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         """Wraps a socket after the handshake; `sending` and `receiving` are the keys of the two directions."""
         self._socket = connection
-        self._sending, self._receiving = _Seals(sending), _Seals(receiving)
+        self._sending, self._receiving = _MessageCodes(sending), _MessageCodes(receiving)
 
     @staticmethod
-    async def by_caller(connection: socket.socket, secret: bytes) -> "Sealed":
+    async def connect_as_client(connection: socket.socket, secret: bytes) -> "SecureConnection":
         """Performs the handshake for the side that has connected."""
-        return await _introduced(connection, secret, b"caller", b"called")
+        return await _handshake_in_time(connection, secret, b"caller", b"called")
 
     @staticmethod
-    async def by_called(connection: socket.socket, secret: bytes) -> "Sealed":
-        return await _introduced(connection, secret, b"called", b"caller")
+    async def accept_as_server(connection: socket.socket, secret: bytes) -> "SecureConnection":
+        return await _handshake_in_time(connection, secret, b"called", b"caller")
 
-    async def send(self, pieces: Sequence[Piece]) -> None:
+    async def send(self, pieces: Sequence[Buffer]) -> None:
         """Sends a message; only one call at a time. Cancelling it leaves the connection unusable."""
         size = sum(memoryview(piece).nbytes for piece in pieces)
         head = _HEAD.pack(size)
         waiting = [head + self._sending.next([head]), *pieces, self._sending.next(pieces)]
-        for piece in _joined(waiting):
+        for piece in _merge_small(waiting):
             await asyncio.get_running_loop().sock_sendall(self._socket, piece)
 
     async def receive(self) -> memoryview:
@@ -123,21 +124,21 @@ class Sealed:
         return await _read(self._socket, num_bytes)
 
 
-class _Seals:
+class _MessageCodes:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._number = 0
 
-    def next(self, pieces: Sequence[Piece]) -> bytes:
+    def next(self, pieces: Sequence[Buffer]) -> bytes:
         seal = blake2b(self._number.to_bytes(8, "little"), key=self._key, digest_size=_SEAL_BYTES)
         self._number += 1
         for piece in pieces:
             seal.update(piece)
         return seal.digest()
 
-    def check(self, pieces: Sequence[Piece], seal: memoryview) -> None:
+    def check(self, pieces: Sequence[Buffer], seal: memoryview) -> None:
         if not hmac.compare_digest(self.next(pieces), seal):
-            raise NotSealed("a message has the wrong authentication code: the connection was tampered with")
+            raise AuthenticationFailed("a message has the wrong authentication code: the connection was tampered with")
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -149,50 +150,50 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-async def _introduced(connection: socket.socket, secret: bytes, own: bytes, other: bytes) -> Sealed:
+async def _handshake_in_time(connection: socket.socket, secret: bytes, own: bytes, other: bytes) -> SecureConnection:
     try:
         async with asyncio.timeout(_SECONDS):
-            return await _introduce(connection, secret, own, other)
+            return await _handshake(connection, secret, own, other)
     except TimeoutError:
         raise ConnectionError("the other side did not authenticate in time") from None
 
 
-async def _introduce(connection: socket.socket, secret: bytes, own: bytes, other: bytes) -> Sealed:
+async def _handshake(connection: socket.socket, secret: bytes, own: bytes, other: bytes) -> SecureConnection:
     """Performs the handshake; the side that has connected proves itself first."""
     loop, own_nonce = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES)
-    first_byte = await _heard(connection, _GREETING + own_nonce)
+    first_byte = await _greet(connection, _GREETING + own_nonce)
     greeting = first_byte + bytes(await _read(connection, len(_GREETING) + _NONCE_BYTES - 1))
     if not greeting.startswith(_GREETING):
-        raise NotSealed("the other side is not trainhouse, or is another version of it")
+        raise AuthenticationFailed("the other side is not trainhouse, or is another version of it")
     nonces = {own: own_nonce, other: greeting[len(_GREETING) :]}
     both = nonces[b"caller"] + nonces[b"called"]
-    own_proof, other_proof = (_derived(secret, b"I am " + name, both) for name in (own, other))
+    own_proof, other_proof = (_derive_key(secret, b"I am " + name, both) for name in (own, other))
     if own == b"called":
         await _check_proof(connection, other_proof)
     await loop.sock_sendall(connection, own_proof)
     if own == b"caller":
         await _check_proof(connection, other_proof)
-    return Sealed(connection, _derived(secret, own, both), _derived(secret, other, both))
+    return SecureConnection(connection, _derive_key(secret, own, both), _derive_key(secret, other, both))
 
 
-async def _heard(connection: socket.socket, greeting: bytes) -> bytes:
+async def _greet(connection: socket.socket, greeting: bytes) -> bytes:
     try:
         await asyncio.get_running_loop().sock_sendall(connection, greeting)
         return bytes(await _read(connection, 1))
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        raise NothingSaid("the other side closed the connection without sending anything") from None
+        raise ClosedSilently("the other side closed the connection without sending anything") from None
 
 
 async def _check_proof(connection: socket.socket, wanted: bytes) -> None:
     try:
         proof = await _read(connection, len(wanted))
     except EOFError:  # the called side reacts so to a wrong proof
-        raise NotSealed("the secrets of the two sides differ") from None
+        raise AuthenticationFailed("the secrets of the two sides differ") from None
     if not hmac.compare_digest(wanted, proof):
-        raise NotSealed("the secrets of the two sides differ")
+        raise AuthenticationFailed("the secrets of the two sides differ")
 
 
-def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
+def _derive_key(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
     return blake2b(purpose + b"\n" + nonces, key=secret, digest_size=_SEAL_BYTES).digest()
 
 
@@ -206,8 +207,8 @@ async def _read(connection: socket.socket, num_bytes: int) -> memoryview:
     return whole
 
 
-def _joined(pieces: Sequence[Piece], most_bytes: int = 1 << 16) -> list[Piece]:
-    joined: list[bytearray | Piece] = []
+def _merge_small(pieces: Sequence[Buffer], most_bytes: int = 1 << 16) -> list[Buffer]:
+    joined: list[bytearray | Buffer] = []
     for piece in pieces:
         size = memoryview(piece).nbytes
         if joined and isinstance(joined[-1], bytearray) and len(joined[-1]) + size <= most_bytes:

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...models.model import BaseModel
-from ...ops.kv_cache import Shelf
-from ...protocol.config import KV_CACHE_BYTES, WorkerConfig
-from ..requests.jobs import Row
-from .budget import Budget
-from .prefixes import BLOCK, Prefixes, Stretch, restore
+from ...ops.kv_cache import CacheShelf
+from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
+from ..requests.jobs import SequenceState
+from .cache_budget import CacheBudget
+from .prefix_cache import BLOCK, BlockRange, PrefixCache, restore
 
 # Slots hold this many tokens or a larger power of two; from _FINE on also the lengths half way between these.
 SHORTEST = 64
@@ -24,26 +24,26 @@ _FINE = 512
 
 
 @dataclass(eq=False)
-class Seats:
+class SlotPool:
     """A slot pool, whose first slots are in use by the sequences `taken`, in this order."""
 
-    shelf: Shelf
-    taken: list[Row] = field(default_factory=list)
+    shelf: CacheShelf
+    occupants: list[SequenceState] = field(default_factory=list)
 
     @property
     def num_free(self) -> int:
-        return self.shelf.num_slots - len(self.taken)
+        return self.shelf.num_slots - len(self.occupants)
 
 
 @dataclass(frozen=True)
-class Seat:
+class CacheSlot:
     """Holds a slot in use. Its number may change when another sequence leaves the pool."""
 
-    seats: Seats
+    seats: SlotPool
     slot: int
 
     @property
-    def shelf(self) -> Shelf:
+    def shelf(self) -> CacheShelf:
         return self.seats.shelf
 
     @property
@@ -51,7 +51,7 @@ class Seat:
         return self.seats.shelf.capacity
 
 
-class Cache:
+class KVCache:
     """The slots and the prefix cache of one model.
 
     budget: bounds used slots, free slots and prefixes, together with other caches that joined it.
@@ -61,7 +61,12 @@ class Cache:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, bytes_per_value: int, budget: Budget, num_ranks: int = 1, num_ahead: int = 0
+        self,
+        config: PreTrainedConfig,
+        bytes_per_value: int,
+        budget: CacheBudget,
+        num_ranks: int = 1,
+        num_ahead: int = 0,
     ) -> None:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -71,15 +76,15 @@ class Cache:
         self.budget = budget
         self.num_moves = 0
         self._num_ahead = num_ahead
-        self.prefixes = Prefixes(budget.clock, num_ahead)
-        self._seats: dict[int, Seats] = {}
-        self._seat_of: dict[Row, Seat] = {}
+        self.prefixes = PrefixCache(budget.clock, num_ahead)
+        self._seats: dict[int, SlotPool] = {}
+        self._seat_of: dict[SequenceState, CacheSlot] = {}
         budget.join(self)
 
     @staticmethod
-    def of(base: BaseModel, config: WorkerConfig) -> "Cache":
-        budget = Budget(config.kv_cache_bytes or KV_CACHE_BYTES)
-        return Cache(base.config, base.dtype.itemsize, budget, base.spec.tp_of("self_attn"))
+    def of(base: BaseModel, config: WorkerConfig) -> "KVCache":
+        budget = CacheBudget(config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
+        return KVCache(base.config, base.dtype.itemsize, budget, base.spec.tp_size_of("self_attn"))
 
     @property
     def budget_bytes(self) -> int:
@@ -93,16 +98,16 @@ class Cache:
 
     def held_bytes(self) -> int:
         """Returns the bytes of the slots in use."""
-        return sum(len(seats.taken) * self._bytes(seats) for seats in self._seats.values())
+        return sum(len(seats.occupants) * self._bytes(seats) for seats in self._seats.values())
 
-    def numbers_per_layer(self) -> int:
+    def values_per_layer(self) -> int:
         """Returns how many numbers one layer has in the slots in use."""
         return self._numbers_per_token * self.held_bytes() // self.bytes_per_token
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all keys and values. Empty pools are freed first; the others are not shrunk, which may need memory."""
         for seats in self._seats.values():
-            if not seats.taken:
+            if not seats.occupants:
                 seats.shelf.resize(0)
             for keys, values in seats.shelf.layers():
                 yield from (keys, values)
@@ -110,7 +115,7 @@ class Cache:
             yield from (keys, values)
 
     def clear(self) -> None:
-        self.prefixes = Prefixes(self.budget.clock, self._num_ahead)
+        self.prefixes = PrefixCache(self.budget.clock, self._num_ahead)
         self._seats = {}
         self._seat_of = {}
 
@@ -122,55 +127,55 @@ class Cache:
         """True if a sequence of `length` tokens fits into an otherwise empty cache."""
         return length <= self.budget_bytes // self.bytes_per_token
 
-    def seat(self, row: Row) -> Seat | None:
+    def slot_of(self, row: SequenceState) -> CacheSlot | None:
         return self._seat_of.get(row)
 
-    def place(self, row: Row, length: int) -> bool:
+    def allocate(self, row: SequenceState, length: int) -> bool:
         """Gives the sequence a slot for `length` tokens, with undefined content; False if the budget has no room."""
         if not self.fits_alone(length):
             return False
         seats = self._seats_for(length)
         if not seats.num_free and not self._add_slots(seats):
             return False
-        self._seat_of[row] = Seat(seats, len(seats.taken))
-        seats.taken.append(row)
+        self._seat_of[row] = CacheSlot(seats, len(seats.occupants))
+        seats.occupants.append(row)
         return True
 
-    def grow(self, row: Row, length: int) -> bool:
+    def grow(self, row: SequenceState, length: int) -> bool:
         """Moves the sequence with its content to a slot for `length` tokens.
 
         Both slots exist during the move: returns False if the budget has no room for the second one.
         """
         before = self._seat_of[row]
-        if not self.place(row, length):
+        if not self.allocate(row, length):
             return False
         after = self._seat_of[row]
         before.shelf.copy_slot(before.slot, after.shelf, after.slot)
         self._leave(before)
         return True
 
-    def fork(self, source: Row, others: Sequence[Row]) -> None:
+    def fork(self, source: SequenceState, others: Sequence[SequenceState]) -> None:
         """Copies the slot of `source` to the slots of the others."""
         seat = self._seat_of[source]
         for other in others:
             target = self._seat_of[other]
             seat.shelf.copy_slot(seat.slot, target.shelf, target.slot)
 
-    def remove(self, row: Row) -> None:
+    def free(self, row: SequenceState) -> None:
         """Frees the sequence's slot, if it has one."""
         if seat := self._seat_of.pop(row, None):
             self._leave(seat)
 
-    def from_the_back(self, rows: Iterable[Row]) -> list[Row]:
+    def in_removal_order(self, rows: Iterable[SequenceState]) -> list[SequenceState]:
         """Sorts the sequences so that removing them in this order moves the fewest others."""
         return sorted(rows, key=lambda row: self._seat_of[row].slot if row in self._seat_of else -1, reverse=True)
 
-    def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
+    def load_prefix(self, row: SequenceState, stretches: Sequence[BlockRange]) -> None:
         """Fills the sequence's slot with a cached prefix."""
         seat = self._seat_of[row]
         restore(stretches, seat.shelf, seat.slot)
 
-    def keep(self, row: Row, namespace: int, tokens: np.ndarray) -> None:
+    def store_prefix(self, row: SequenceState, namespace: int, tokens: np.ndarray) -> None:
         """Stores the whole blocks of `tokens` from the sequence's slot in the prefix cache, if the budget has room.
 
         Drops older prefixes to make room; frees slots only if unused ones take most of the budget.
@@ -184,7 +189,7 @@ class Cache:
         if not digests or num_bytes > self.budget_bytes // 2:
             return
         if self.budget.free_bytes() < num_bytes and 2 * (self.slot_bytes() - self.held_bytes()) > self.budget_bytes:
-            self.shrink()
+            self.free_unused_slots()
         of_known = sum(stored.num_bytes for stored in {stretch.stored for stretch in known})
         if self.budget_bytes - self.budget.slot_bytes() - of_known >= num_bytes:
             self.budget.drop_prefixes(num_bytes)
@@ -196,15 +201,15 @@ class Cache:
     def drop_oldest_prefix(self) -> None:
         self.prefixes.drop_oldest()
 
-    def shrink(self) -> None:
+    def free_unused_slots(self) -> None:
         """Frees unused slots."""
         for seats in self._seats.values():
             if seats.num_free:
-                seats.shelf.resize(len(seats.taken))
+                seats.shelf.resize(len(seats.occupants))
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, seat: CacheSlot) -> None:
         """Frees the slot. The pool's last sequence moves into the gap."""
-        taken = seat.seats.taken
+        taken = seat.seats.occupants
         last = taken.pop()
         if seat.slot < len(taken):
             seat.shelf.copy_slot(len(taken), seat.shelf, seat.slot)
@@ -212,10 +217,10 @@ class Cache:
             self._seat_of[last] = seat
             self.num_moves += 1
 
-    def _seats_for(self, length: int) -> Seats:
+    def _seats_for(self, length: int) -> SlotPool:
         capacity = self._capacity(length)
         if capacity not in self._seats:
-            self._seats[capacity] = Seats(Shelf(self._num_layers, capacity))
+            self._seats[capacity] = SlotPool(CacheShelf(self._num_layers, capacity))
         return self._seats[capacity]
 
     def _capacity(self, length: int) -> int:
@@ -227,7 +232,7 @@ class Cache:
             capacity = capacity * 3 // 4
         return min(capacity, self.budget_bytes // self.bytes_per_token)
 
-    def _add_slots(self, seats: Seats) -> bool:
+    def _add_slots(self, seats: SlotPool) -> bool:
         """Doubles the pool if there is room; else drops prefixes and frees unused slots to add some."""
         one, wanted = self._bytes(seats), max(1, seats.shelf.num_slots)
         num_added = min(wanted, self.budget.free_bytes() // one)
@@ -242,6 +247,6 @@ class Cache:
             seats.shelf.resize(seats.shelf.num_slots + min(wanted, num_added))
         return num_added > 0
 
-    def _bytes(self, seats: Seats) -> int:
+    def _bytes(self, seats: SlotPool) -> int:
         """Returns the bytes of one slot."""
         return seats.shelf.capacity * self.bytes_per_token

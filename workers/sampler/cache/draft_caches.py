@@ -2,23 +2,23 @@
 
 from weakref import WeakKeyDictionary
 
-from ...drafts.model import DraftModel
+from ...drafts.draft_model import DraftModel
 from ...models.model import BaseModel
-from .budget import Budget
-from .cache import Cache
+from .cache import KVCache
+from .cache_budget import CacheBudget
 
 
 class DraftCaches:
     """Holds one cache per draft, which is freed with the draft."""
 
-    def __init__(self, base: BaseModel, budget: Budget) -> None:
+    def __init__(self, base: BaseModel, budget: CacheBudget) -> None:
         self._bytes_per_value, self._budget = base.dtype.itemsize, budget
-        self._caches: WeakKeyDictionary[DraftModel, Cache] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[DraftModel, KVCache] = WeakKeyDictionary()
 
-    def of(self, draft: DraftModel) -> Cache:
+    def of(self, draft: DraftModel) -> KVCache:
         """Returns the draft's cache. Its entry for a token depends on the next token too: see num_ahead in Prefixes."""
         if draft not in self._caches:
-            self._caches[draft] = Cache(draft.shape.config, self._bytes_per_value, self._budget, num_ahead=1)
+            self._caches[draft] = KVCache(draft.shape.config, self._bytes_per_value, self._budget, num_ahead=1)
         return self._caches[draft]
 
     def clear(self) -> None:

@@ -3,28 +3,28 @@
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from ...registry.models import Models
-from ...state.trainable import Learner
+from ...registry.model_registry import ModelRegistry
+from ...state.trainable import Trainable
 from ..requests.jobs import Job
 
 
-class Namespaces:
+class WeightVersions:
     """Gives weights that change a new number, which no other weights had before.
 
     The base model has one number per owner of jobs, so that response times and prompt_cache_hit_tokens do not reveal
     other tenants' prompts. An adapter has only one owner.
     """
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelRegistry) -> None:
         self._models = models
         self._of_base: dict[str, int] = {}
-        self._of_models: WeakKeyDictionary[Learner, tuple[int, int]] = WeakKeyDictionary()
+        self._of_models: WeakKeyDictionary[Trainable, tuple[int, int]] = WeakKeyDictionary()
         self._numbers = count()
 
     def of(self, job: Job) -> int:
         """Returns the current number of the weights that the job samples."""
         if job.adapter_id is None:
-            owner = job.request.owner
+            owner = job.request.tenant_id
             if owner not in self._of_base:
                 self._of_base[owner] = next(self._numbers)
             return self._of_base[owner]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ...ops.attention import Packing, pack_lengths
-from ...ops.kernels import Groups
-from ...ops.kv_cache import CachedRow, Chunk, DecodeStep, Storing
-from ..cache.cache import Cache, Seats
-from ..requests.jobs import Job, Row
-from ..requests.sequence_table import Table
+from ...ops.kernels import PrefixGroups
+from ...ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences
+from ..cache.cache import KVCache, SlotPool
+from ..requests.jobs import Job, SequenceState
+from ..requests.sequence_table import SequenceTable
 
 
 @dataclass(eq=False)
@@ -30,28 +30,28 @@ class Prefill:
     draws: whether the next token is sampled at the end of the prefill.
     """
 
-    rows: list[Row]
+    sequences: list[SequenceState]
     sequence: np.ndarray
     cached: bool
     namespace: int
     computed: int = 0
-    draws: bool = True
+    samples_next: bool = True
 
     @property
     def job(self) -> Job:
-        return self.rows[0].job
+        return self.sequences[0].job
 
     @property
     def remaining(self) -> int:
         return len(self.sequence) - self.computed
 
-    def takes(self, row: Row) -> bool:
+    def matches(self, row: SequenceState) -> bool:
         """True if the sequence continues from the same tokens."""
         return row.job is self.job and not len(row.tokens) and len(self.sequence) == len(self.job.prompt)
 
 
 @dataclass(frozen=True)
-class PromptPart:
+class PrefillChunk:
     """Tokens start:stop of a prefill."""
 
     prefill: Prefill
@@ -71,9 +71,9 @@ class PromptPart:
         return self.stop == len(self.prefill.sequence)
 
     @property
-    def row(self) -> Row:
+    def row(self) -> SequenceState:
         """The sequence whose slot stores the tokens, if it has one."""
-        return self.prefill.rows[0]
+        return self.prefill.sequences[0]
 
     @property
     def cached(self) -> bool:
@@ -81,14 +81,14 @@ class PromptPart:
 
 
 @dataclass(frozen=True, eq=False)
-class GuessPart:
+class DraftTokensPart:
     """The newest token of a sequence and the draft tokens after it.
 
     start: the position of the newest token.
     tokens: int64, [1 + draft tokens].
     """
 
-    row: Row
+    row: SequenceState
     start: int
     tokens: np.ndarray
     cached: bool = True
@@ -103,16 +103,16 @@ class GuessPart:
 
 
 @dataclass(frozen=True)
-class _OnShelf:
+class _PoolMembers:
     """The decoding sequences in one slot pool: their indices among all that decode, and their slots."""
 
-    seats: Seats
+    seats: SlotPool
     members: np.ndarray
     rows: slice | Tensor
     slots: Tensor
     in_order: bool
     num_slots: int
-    groups: Groups
+    groups: PrefixGroups
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def runs_of(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterRun]:
     ]
 
 
-class Decoding:
+class DecodeBatch:
     """The sequences that decode one token each, in the order of the packed sequence.
 
     lines: their rows in the table, int64, [n].
@@ -140,14 +140,14 @@ class Decoding:
     Valid until a sequence joins, leaves or moves to another slot.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: Cache, device: torch.device, num_threads: int) -> None:
+    def __init__(self, rows: Sequence[SequenceState], cache: KVCache, device: torch.device, num_threads: int) -> None:
         places = {}
         for row in rows:
-            seat = cache.seat(row)
+            seat = cache.slot_of(row)
             assert seat is not None
             places[row] = row.job.adapter_key, seat.capacity, seat.slot
         self.rows = sorted(rows, key=places.__getitem__)
-        self.lines = np.array([row.line for row in self.rows], dtype=np.int64)
+        self.lines = np.array([row.table_row for row in self.rows], dtype=np.int64)
         self.runs = runs_of((row.job.adapter_id, 1) for row in self.rows)
         self._capacities = np.array([places[row][1] for row in self.rows])
         self._device, self._num_threads = device, num_threads
@@ -159,27 +159,27 @@ class Decoding:
         """True if any sequence of the cache, of these or of others, has moved."""
         return self._cache.num_moves != self._num_moves
 
-    def steps_until_end(self, table: Table) -> int:
+    def steps_until_end(self, table: SequenceTable) -> int:
         """Returns for how many steps no sequence reaches its token limit or the end of its slot."""
         tokens = table.limit[self.lines] - table.count[self.lines] - 1
         room = self._capacities - table.length[self.lines]
         return int(np.minimum(tokens, room).min())
 
-    def outgrown(self, table: Table) -> list[Row]:
+    def outgrown(self, table: SequenceTable) -> list[SequenceState]:
         """Returns the sequences whose slot has no room for the next token, the oldest first."""
         full = np.flatnonzero(table.length[self.lines] > self._capacities)
         return sorted((self.rows[number] for number in full), key=lambda row: row.order)
 
-    def _by_shelf(self, cache: Cache) -> Iterator[_OnShelf]:
-        seats = [cache.seat(row) for row in self.rows]
-        by_shelf: dict[Seats, list[int]] = {}
+    def _by_shelf(self, cache: KVCache) -> Iterator[_PoolMembers]:
+        seats = [cache.slot_of(row) for row in self.rows]
+        by_shelf: dict[SlotPool, list[int]] = {}
         for number, seat in enumerate(seats):
             assert seat is not None
             by_shelf.setdefault(seat.seats, []).append(number)
         for on_shelf, members in by_shelf.items():
             slots = [seat.slot for seat in (seats[number] for number in members) if seat is not None]
             in_a_row = members[-1] - members[0] == len(members) - 1
-            yield _OnShelf(
+            yield _PoolMembers(
                 seats=on_shelf,
                 members=np.array(members),
                 rows=slice(members[0], members[-1] + 1) if in_a_row else torch.tensor(members, device=self._device),
@@ -189,7 +189,7 @@ class Decoding:
                 groups=_groups([self.rows[number] for number in members], self._device),
             )
 
-    def steps(self, table: Table) -> list[DecodeStep]:
+    def steps(self, table: SequenceTable) -> list[DecodeStep]:
         steps = []
         for part in self._on_shelves:
             # All but the newest token, which runs now, are cached.
@@ -210,7 +210,7 @@ class Decoding:
         return steps
 
 
-def _groups(rows: Sequence[Row], device: torch.device) -> Groups:
+def _groups(rows: Sequence[SequenceState], device: torch.device) -> PrefixGroups:
     """Groups the samples of one prompt that were prefilled with the same weights: they share the prompt's entries."""
     together: dict[tuple[Job, int], list[int]] = {}
     for number, row in enumerate(rows):
@@ -218,23 +218,25 @@ def _groups(rows: Sequence[Row], device: torch.device) -> Groups:
     order = [number for members in together.values() for number in members]
     bounds = np.cumsum([0, *(len(members) for members in together.values())])
     num_shared = [len(job.prompt) for job, _ in together]
-    return Groups(*(torch.tensor(numbers, device=device) for numbers in (order, bounds, num_shared)))
+    return PrefixGroups(*(torch.tensor(numbers, device=device) for numbers in (order, bounds, num_shared)))
 
 
 @dataclass(frozen=True)
 class Batch:
     """decoding: None if no sequence decodes. parts: in the order of the packed sequence, new prompts last."""
 
-    decoding: Decoding | None
-    parts: Sequence[PromptPart | GuessPart]
+    decoding: DecodeBatch | None
+    parts: Sequence[PrefillChunk | DraftTokensPart]
 
     @classmethod
-    def of(cls, decoding: Decoding | None, parts: Sequence[PromptPart | GuessPart], cache: Cache) -> "Batch":
-        def capacity(part: PromptPart | GuessPart) -> int:
-            seat = cache.seat(part.row) if part.cached else None
+    def of(
+        cls, decoding: DecodeBatch | None, parts: Sequence[PrefillChunk | DraftTokensPart], cache: KVCache
+    ) -> "Batch":
+        def capacity(part: PrefillChunk | DraftTokensPart) -> int:
+            seat = cache.slot_of(part.row) if part.cached else None
             return 0 if seat is None else seat.capacity
 
-        def place(part: PromptPart | GuessPart) -> tuple[bool, str, int, int]:
+        def place(part: PrefillChunk | DraftTokensPart) -> tuple[bool, str, int, int]:
             return part.start == 0, part.row.job.adapter_key, part.length, capacity(part)
 
         return cls(decoding, sorted(parts, key=place))
@@ -251,12 +253,12 @@ class Batch:
         decoding = [] if self.decoding is None else [(run.adapter_id, run.length) for run in self.decoding.runs]
         return runs_of([*decoding, *((part.row.job.adapter_id, part.length) for part in self.parts)])
 
-    def tokens(self, table: Table) -> np.ndarray:
+    def tokens(self, table: SequenceTable) -> np.ndarray:
         """Returns int64, [tokens]."""
         newest = [] if self.decoding is None else [table.newest[self.decoding.lines]]
         return np.concatenate([*newest, *(part.tokens for part in self.parts)])
 
-    def positions(self, table: Table) -> np.ndarray:
+    def positions(self, table: SequenceTable) -> np.ndarray:
         """Returns int64, [tokens]."""
         newest = [] if self.decoding is None else [table.length[self.decoding.lines] - 1]
         return np.concatenate([*newest, *(np.arange(part.start, part.stop) for part in self.parts)])
@@ -266,7 +268,7 @@ class Batch:
         lengths = [self.num_decoding, *(part.length for part in self.parts)]
         return np.cumsum(lengths)[:-1].tolist()
 
-    def packing(self, table: Table, cache: Cache, device: torch.device) -> CachedRow:
+    def packing(self, table: SequenceTable, cache: KVCache, device: torch.device) -> CachedRow:
         placed = list(zip(self.starts(), self.parts, strict=True))
         fresh = [(start, part) for start, part in placed if part.start == 0]
         fresh_start = fresh[0][0] if fresh else self.num_tokens
@@ -279,24 +281,24 @@ class Batch:
         )
 
 
-def _chunk(start: int, part: PromptPart | GuessPart, cache: Cache) -> Chunk:
-    seat = cache.seat(part.row)
+def _chunk(start: int, part: PrefillChunk | DraftTokensPart, cache: KVCache) -> ContinuationChunk:
+    seat = cache.slot_of(part.row)
     assert seat is not None
-    return Chunk(start, start + part.length, seat.shelf, seat.slot, part.start)
+    return ContinuationChunk(start, start + part.length, seat.shelf, seat.slot, part.start)
 
 
 def _storing(
-    fresh: Sequence[tuple[int, PromptPart | GuessPart]], cache: Cache, device: torch.device
-) -> Iterator[Storing]:
+    fresh: Sequence[tuple[int, PrefillChunk | DraftTokensPart]], cache: KVCache, device: torch.device
+) -> Iterator[NewSequences]:
     """Yields one entry for adjacent prompts of equal length and slot pool."""
 
-    def kind(placed: tuple[int, PromptPart | GuessPart]) -> tuple[int, int]:
-        seat = cache.seat(placed[1].row) if placed[1].cached else None
+    def kind(placed: tuple[int, PrefillChunk | DraftTokensPart]) -> tuple[int, int]:
+        seat = cache.slot_of(placed[1].row) if placed[1].cached else None
         return placed[1].length, 0 if seat is None else seat.capacity
 
     for (length, capacity), members in groupby(fresh, key=kind):
         if capacity:
             starts, parts = zip(*members, strict=True)
-            seats = [seat for part in parts if (seat := cache.seat(part.row)) is not None]
+            seats = [seat for part in parts if (seat := cache.slot_of(part.row)) is not None]
             slots = torch.tensor([seat.slot for seat in seats], device=device)
-            yield Storing(starts[0], len(parts), length, seats[0].shelf, slots)
+            yield NewSequences(starts[0], len(parts), length, seats[0].shelf, slots)

@@ -7,24 +7,26 @@ import torch
 from torch import Tensor
 
 from ...ops.kv_cache import CachedRow, DecodeStep
-from ..logits.choice import Chosen
 from ..logits.noise import uniforms
-from ..requests.sequence_table import Table
-from .batch import Decoding
-from .sampling_batch import Drawing
+from ..logits.token_choice import ChosenTokens
+from ..requests.sequence_table import SequenceTable
+from .batch import DecodeBatch
+from .sampling_batch import SamplingBatch
 
 # Noise is computed for this many steps at a time.
 _STEPS = 16
 
 
-class Burst:
+class DecodeLoop:
     """Consecutive decode steps while no sequence joins, leaves or moves. `close` writes the tokens to the table.
 
     tokens, positions: the input of the next step, int64, [n].
     most_steps: steps before a sequence reaches its token limit or outgrows its slot.
     """
 
-    def __init__(self, decoding: Decoding, drawing: Drawing, table: Table, device: torch.device) -> None:
+    def __init__(
+        self, decoding: DecodeBatch, drawing: SamplingBatch, table: SequenceTable, device: torch.device
+    ) -> None:
         self._table, self._device = table, device
         self._lines = drawing.lines
         self._stops = drawing.stops
@@ -53,7 +55,7 @@ class Burst:
             self._noise = torch.from_numpy(np.ascontiguousarray(drawn.T)).to(self._device, torch.float32)
         return self._noise[number]
 
-    def take(self, chosen: Chosen) -> bool:
+    def accept(self, chosen: ChosenTokens) -> bool:
         """Takes the tokens if no sequence ends with them. Returns False if they were not taken."""
         if self._stops is not None and bool((chosen.tokens[:, None] == self._stops).any()):
             return False
@@ -67,7 +69,7 @@ class Burst:
             step.advance()
         return True
 
-    def close(self) -> None:
+    def write_back(self) -> None:
         if self._tokens:
             tokens, logprobs = torch.stack(self._tokens, dim=1), torch.stack(self._logprobs, dim=1)
             self._table.extend(self._lines, tokens.cpu().numpy(), logprobs.cpu().numpy())

@@ -10,7 +10,7 @@ import numpy as np
 SAMPLE_STREAM, ALTERNATIVE_STREAM = 0, 1
 
 # Further streams of a sample's key: the draft tokens, and whether each is accepted.
-GUESS_STREAM, ACCEPT_STREAM = 1, 2
+DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -30,7 +30,7 @@ def noise_keys(seed: int, stream: int, numbers: np.ndarray) -> np.ndarray:
     return _mix(np.uint64(noise_key(seed, stream)) ^ (numbers.astype(np.uint64) * _GOLDEN))
 
 
-def streams(keys: np.ndarray, stream: int) -> np.ndarray:
+def derive_keys(keys: np.ndarray, stream: int) -> np.ndarray:
     """Derives the keys, uint64, of another stream."""
     return _mix(keys ^ (np.array([stream], dtype=np.uint64) * _GOLDEN))
 

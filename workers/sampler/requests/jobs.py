@@ -10,11 +10,11 @@ import numpy as np
 from ....schemas.errors import OperationError
 from ....schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...batch.validated import ModelLimits
-from ...protocol.verbs import SampledPart, SampleJob
+from ...protocol.calls import SampledPart, SampleJob
 from ..logits.noise import SAMPLE_STREAM, noise_keys
+from .lazy_tokenizer import LazyTokenizer
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
-from .stopping import StopStrings
-from .text import Text
+from .stop_tokens import StopStrings
 
 if TYPE_CHECKING:
     from .structured_output import Matcher
@@ -26,10 +26,10 @@ MOST_STOP_COLUMNS = 32
 
 # Limits of one request.
 MOST_SAMPLES = 1 << 16
-MOST_CELLS = 1 << 24
+MAX_TOPK_CELLS = 1 << 24
 
 
-class Guessed:
+class AcceptanceStats:
     """Counts draft tokens.
 
     num_passes: forward passes of the target model over draft tokens.
@@ -37,12 +37,12 @@ class Guessed:
     """
 
     def __init__(self) -> None:
-        self.num_passes = self.num_guesses = 0
+        self.num_passes = self.num_draft_tokens = 0
         self.num_accepted: list[int] = []
 
     def add(self, num_guesses: int, num_accepted: int) -> None:
         self.num_passes += 1
-        self.num_guesses += num_guesses
+        self.num_draft_tokens += num_guesses
         self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
         self.num_accepted[num_accepted] += 1
 
@@ -52,7 +52,7 @@ class Guessed:
         return 1.0 + sum(number * passes for number, passes in enumerate(self.num_accepted)) / self.num_passes
 
 
-class Row:
+class SequenceState:
     """One sequence (sample) of a job.
 
     tokens, logprobs: int32 and float32, as of when it last left the table or was copied from it.
@@ -67,14 +67,14 @@ class Row:
         self.job = job
         self.sample = sample
         self.noise_key = noise_key
-        self.line = NOWHERE
+        self.table_row = NOWHERE
         self.namespace = 0
         self.tokens = np.zeros(0, np.int32)
         self.logprobs = np.zeros(0, np.float32)
         self.top: list[TopkLogprobs] = []
         self.stop_reason: Literal["stop", "length"] | None = None
-        self.guessed, self.goes_alone = Guessed(), False
-        self._num_told = 0
+        self.draft_stats, self.without_draft = AcceptanceStats(), False
+        self._num_streamed = 0
 
     @cached_property
     def matcher(self) -> "Matcher | None":
@@ -107,20 +107,20 @@ class Row:
         return self.job.max_new_tokens - len(self.tokens) > 1
 
     @property
-    def is_watched(self) -> bool:
+    def needs_token_checks(self) -> bool:
         """True if each of its tokens needs a look by itself."""
         job = self.job
         is_text = bool(job.request.stop_strings) or job.matcher is not None
         return is_text or job.request.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MOST_STOP_COLUMNS
 
     @property
-    def is_adjusted(self) -> bool:
+    def needs_processors(self) -> bool:
         """True if its tokens are sampled from processed logits."""
         params = self.job.request.params
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         return bool(self.job.matcher is not None or params.logit_bias or params.min_tokens or penalties)
 
-    def sequence(self) -> np.ndarray:
+    def token_ids(self) -> np.ndarray:
         """Returns prompt and sampled tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
 
@@ -129,7 +129,7 @@ class Row:
         if self.matcher is not None:
             self.matcher.advance(token)
         found = self._stops is not None and self._stops.found_after(token)
-        if token in self.job.stop_token_ids or (self.matcher is not None and self.matcher.is_over):
+        if token in self.job.stop_token_ids or (self.matcher is not None and self.matcher.is_finished):
             return True
         return found and count >= self.job.request.params.min_tokens
 
@@ -140,10 +140,10 @@ class Row:
             # Copies, because a view would keep the arrays of the whole batch alive.
             self.top.append(TopkLogprobs(token_ids[:k].copy(), logprobs[:k].copy()))
 
-    def untold(self) -> SampledPart | None:
+    def take_new_part(self) -> SampledPart | None:
         """Returns the tokens since the last call, or None."""
-        start, self._num_told = self._num_told, len(self.tokens)
-        if start == self._num_told:
+        start, self._num_streamed = self._num_streamed, len(self.tokens)
+        if start == self._num_streamed:
             return None
         tokens, logprobs = self.tokens[start:], self.logprobs[start:]
         return SampledPart(self.sample, tokens, logprobs, _joined(self.top[start:]), self.stop_reason)
@@ -162,7 +162,7 @@ class Job:
     num_cache_hits: prompt tokens that were cached at the first prefill; None before it.
     """
 
-    def __init__(self, request: SampleJob, number: int, limits: ModelLimits, text: Text) -> None:
+    def __init__(self, request: SampleJob, number: int, limits: ModelLimits, text: LazyTokenizer) -> None:
         """Raises OperationError if the constraint is invalid, or if the model lacks a tokenizer that the job needs."""
         assert request.params.seed is not None, "the seed is drawn at submit"
         self.request = request
@@ -180,8 +180,8 @@ class Job:
         if request.stop_strings:
             _ = text.tokenizer
         keys = noise_keys(self.seed, SAMPLE_STREAM, np.arange(request.num_samples))
-        self.rows = [Row(self, sample, key) for sample, key in enumerate(keys.tolist())]
-        self.num_open = len(self.rows)
+        self.sequences = [SequenceState(self, sample, key) for sample, key in enumerate(keys.tolist())]
+        self.num_open = len(self.sequences)
 
     @property
     def adapter_id(self) -> str | None:
@@ -193,7 +193,7 @@ class Job:
         return self.adapter_id or ""
 
     @property
-    def weights(self) -> str:
+    def weights_name(self) -> str:
         return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"
 
     @property
@@ -212,30 +212,30 @@ class Job:
         """The distinct tokens of the prompt, int64."""
         return np.unique(self.prompt)
 
-    def untold(self) -> tuple[SampledPart, ...]:
-        return tuple(part for row in self.rows if (part := row.untold()) is not None)
+    def take_new_parts(self) -> tuple[SampledPart, ...]:
+        return tuple(part for row in self.sequences if (part := row.take_new_part()) is not None)
 
     def result(self) -> SampleResponse:
         scores = self.scores.scores if self.scores is not None else PromptScores()
         return SampleResponse(
-            sequences=tuple(row.result() for row in self.rows),
+            sequences=tuple(row.result() for row in self.sequences),
             prompt_logprobs=scores.logprobs,
             topk_prompt_logprobs=scores.top,
             target_prompt_logprobs=scores.targets,
             prompt_alt_tokens=scores.alternative_tokens,
             prompt_alt_logprobs=scores.alternative_logprobs,
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
-            guesses=_counts([row.guessed for row in self.rows]),
+            guesses=_counts([row.draft_stats for row in self.sequences]),
         )
 
 
-def _counts(of_rows: Sequence[Guessed]) -> GuessCounts | None:
+def _counts(of_rows: Sequence[AcceptanceStats]) -> GuessCounts | None:
     passes = sum(each.num_passes for each in of_rows)
     if not passes:
         return None
     by_accepted = tuple(map(sum, zip_longest(*(each.num_accepted for each in of_rows), fillvalue=0)))
     accepted = sum(number * num for number, num in enumerate(by_accepted))
-    return GuessCounts(passes, sum(each.num_guesses for each in of_rows), accepted, by_accepted)
+    return GuessCounts(passes, sum(each.num_draft_tokens for each in of_rows), accepted, by_accepted)
 
 
 def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:
@@ -294,9 +294,10 @@ def _check_sizes(request: SampleJob, limits: ModelLimits) -> None:
         ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, num_prompt, "prompt"),
         ("topk_sample_logprobs", request.topk_sample_logprobs, num_sampled, "sampled"),
     ):
-        if k * num_tokens > MOST_CELLS:
+        if k * num_tokens > MAX_TOPK_CELLS:
             raise OperationError(
-                f"{name} {k} at {num_tokens} {kind} tokens makes more than {MOST_CELLS} cells: lower it or split the"
+                f"{name} {k} at {num_tokens} {kind} tokens makes more than {MAX_TOPK_CELLS} cells: lower it or "
+                "split the"
                 " request"
             )
 

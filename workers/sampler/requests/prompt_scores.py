@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ....schemas.sampling import TopkLogprobs
-from ...protocol.verbs import SampleJob
-from ..logits.choice import invert_cdf, is_greedy
+from ...protocol.calls import SampleJob
 from ..logits.noise import ALTERNATIVE_STREAM, noise_keys, uniforms
+from ..logits.token_choice import invert_cdf, is_greedy
 
 _EMPTY_LOGPROB = -99999.0
 

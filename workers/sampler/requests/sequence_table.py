@@ -4,8 +4,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..logits.choice import Settings
-from .jobs import MOST_STOP_COLUMNS, NOWHERE, Row
+from ..logits.token_choice import SamplingSettings
+from .jobs import MOST_STOP_COLUMNS, NOWHERE, SequenceState
 
 _FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
 _NO_TOKEN = -1
@@ -14,7 +14,7 @@ _NO_TOKEN = -1
 _ANY = 1 << 31
 
 
-class End(IntEnum):
+class EndReason(IntEnum):
     """The reason why a sequence ends with its newest token."""
 
     NOT_YET = 0
@@ -23,7 +23,7 @@ class End(IntEnum):
     NOT_FINITE = 3
 
 
-class Table:
+class SequenceTable:
     """One row (`line`) per sequence.
 
     tokens, logprobs: sampled so far, int32 and float32, [lines, columns]; `count`, int64, [lines], says how many.
@@ -57,13 +57,13 @@ class Table:
     def num_lines(self) -> int:
         return len(self.count) - len(self._free)
 
-    def enter(self, row: Row) -> None:
+    def add(self, row: SequenceState) -> None:
         if not self._free:
             self._add_lines()
         job, num_tokens = row.job, len(row.tokens)
         stops = job.stop_token_ids if len(job.stop_token_ids) <= MOST_STOP_COLUMNS else ()
         self._widen(num_tokens + 1, len(stops))
-        line = row.line = self._free.pop()
+        line = row.table_row = self._free.pop()
         self.tokens[line, :num_tokens] = row.tokens
         self.logprobs[line, :num_tokens] = row.logprobs
         self.count[line] = num_tokens
@@ -76,27 +76,27 @@ class Table:
         params = job.request.params
         self.temperature[line], self.min_p[line] = params.temperature, params.min_p
         self.top_k[line], self.top_p[line] = min(params.top_k, _ANY), params.top_p
-        self.is_watched[line], self.is_adjusted[line] = row.is_watched, row.is_adjusted
+        self.is_watched[line], self.is_adjusted[line] = row.needs_token_checks, row.needs_processors
 
-    def settings(self, lines: np.ndarray) -> Settings:
-        return Settings(self.temperature[lines], self.min_p[lines], self.top_k[lines], self.top_p[lines])
+    def settings(self, lines: np.ndarray) -> SamplingSettings:
+        return SamplingSettings(self.temperature[lines], self.min_p[lines], self.top_k[lines], self.top_p[lines])
 
-    def leave(self, row: Row) -> None:
+    def remove(self, row: SequenceState) -> None:
         """Copies the sampled tokens to the sequence, and frees its line."""
-        self.note(row)
-        self._free.append(row.line)
-        row.line = NOWHERE
+        self.copy_to(row)
+        self._free.append(row.table_row)
+        row.table_row = NOWHERE
 
-    def note(self, row: Row) -> None:
+    def copy_to(self, row: SequenceState) -> None:
         """Copies the tokens sampled so far to the sequence."""
-        assert row.line != NOWHERE
-        count = self.count[row.line]
-        row.tokens = self.tokens[row.line, :count].copy()
-        row.logprobs = self.logprobs[row.line, :count].copy()
+        assert row.table_row != NOWHERE
+        count = self.count[row.table_row]
+        row.tokens = self.tokens[row.table_row, :count].copy()
+        row.logprobs = self.logprobs[row.table_row, :count].copy()
 
-    def last_tokens(self, row: Row, num: int) -> np.ndarray:
+    def last_tokens(self, row: SequenceState, num: int) -> np.ndarray:
         """Returns the last `num` tokens of prompt and samples, int64, [num]."""
-        sampled = self.tokens[row.line, : self.count[row.line]].astype(np.int64)
+        sampled = self.tokens[row.table_row, : self.count[row.table_row]].astype(np.int64)
         of_prompt = max(0, num - len(sampled))
         return np.concatenate([row.job.prompt[len(row.job.prompt) - of_prompt :], sampled[-num:]])
 
@@ -131,9 +131,9 @@ class Table:
         self.newest[lines] = tokens
         self.count[lines] = count + 1
         self.length[lines] += 1
-        ends = np.where(count + 1 >= self.limit[lines], End.LENGTH, End.NOT_YET)
-        ends[(self.stops[lines] == tokens[:, None]).any(axis=1)] = End.STOP
-        ends[~np.isfinite(logprobs)] = End.NOT_FINITE
+        ends = np.where(count + 1 >= self.limit[lines], EndReason.LENGTH, EndReason.NOT_YET)
+        ends[(self.stops[lines] == tokens[:, None]).any(axis=1)] = EndReason.STOP
+        ends[~np.isfinite(logprobs)] = EndReason.NOT_FINITE
         return ends
 
     def _add_lines(self) -> None:

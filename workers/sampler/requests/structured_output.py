@@ -22,7 +22,7 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._vocab_size)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no token can follow."""
         return self._matcher.is_stopped()
 
@@ -38,7 +38,7 @@ class Matcher:
             raise OperationError(f"the constraint cannot be applied any further: {self._matcher.get_error()}")
 
 
-class Matchers:
+class MatcherFactory:
     """Builds matchers for one model. Reads the tokenizer once, which takes a second."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: tuple[int, ...]) -> None:

@@ -1,0 +1,80 @@
+"""Decodes data column by column if each datum has one chunk of tokens and the same dense inputs, as almost all requests
+do.
+
+Any other data, or invalid ones, are left to the decoder that takes one datum after the other and reports errors.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .. import trainhouse_wire_pb2 as wire
+from ..columns import Column, records_of
+from ..training import Datum
+from .inputs import as_loss_input
+from .invalid import Invalid
+from .tensors import DTYPES, decode_values
+
+_FEW = 4
+"""Fewer data than this are decoded faster one after the other."""
+
+
+def decode_uniform_data(messages: Sequence[wire.Datum]) -> tuple[Datum, ...] | None:
+    """Returns None if the data are few, or not all plain. The arrays of one name are views of one array."""
+    if len(messages) < _FEW:
+        return None
+    tokens = _TensorColumn(wire.DTYPE_INT32)
+    inputs = {name: _TensorColumn(tensor.dtype) for name, tensor in messages[0].loss_fn_inputs.items()}
+    if not all(_collect(message, tokens, inputs) for message in messages):
+        return None
+    try:
+        rows = tokens.column().arrays()
+        columns = {name: _loss_column(name, pieces) for name, pieces in inputs.items()}
+    except Invalid:
+        return None
+    return tuple(map(Datum, rows, records_of(columns, len(rows))))
+
+
+class _TensorColumn:
+    """Collects one tensor of each datum: its bytes, and its shape, which is empty if it was not given."""
+
+    def __init__(self, dtype_number: wire.DType) -> None:
+        self.dtype_number = dtype_number
+        self.pieces: list[bytes] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def column(self) -> Column:
+        """Raises Invalid if bytes, dtype and shapes do not match."""
+        sizes = np.fromiter(map(len, self.pieces), np.int64, len(self.pieces))
+        item_bytes = DTYPES[self.dtype_number].itemsize if self.dtype_number in DTYPES else 0
+        shapes = self._shapes() if any(self.shapes) else sizes[:, None] // max(item_bytes, 1)
+        if not ((shapes.prod(axis=1) * item_bytes == sizes) & (shapes < 2**31).all(axis=1)).all():
+            raise Invalid("a tensor does not match its shape")
+        return Column(decode_values(bytearray().join(self.pieces), self.dtype_number), shapes)
+
+    def _shapes(self) -> np.ndarray:
+        if len(set(map(len, self.shapes))) > 1 or len(self.shapes[0]) > 2:
+            raise Invalid("shapes of several dimensions, or of many")
+        return np.array(self.shapes, np.int64)
+
+
+def _collect(message: wire.Datum, tokens: _TensorColumn, inputs: Mapping[str, _TensorColumn]) -> bool:
+    """Appends the datum's tensors to the pieces; returns False if the datum is not plain."""
+    chunks, given = message.model_input, message.loss_fn_inputs
+    if len(chunks) != 1 or len(given) != len(inputs) or message.feature_ref:
+        return False
+    if message.model_input_spans or message.loss_fn_input_spans:
+        return False
+    tokens.pieces.append(chunks[0].encoded_text.tokens)
+    for name, pieces in inputs.items():
+        tensor = given.get(name)
+        if tensor is None or tensor.dtype != pieces.dtype_number or not (dense := tensor.dense):
+            return False
+        pieces.pieces.append(dense)
+        pieces.shapes.append(tuple(tensor.shape))
+    return bool(tokens.pieces[-1])
+
+
+def _loss_column(name: str, pieces: _TensorColumn) -> Column:
+    values, shapes = pieces.column()
+    return Column(as_loss_input(name, values), shapes)

@@ -1,0 +1,450 @@
+"""Stores the files of checkpoints, locally or at a URL, and reads them back complete and verified.
+
+A checkpoint is stored below the configured directory or URL as RUN/KIND/NAME.VERSION. Locally it is written to a
+sibling .staging-* directory and published by one rename; to a URL the files are uploaded, the manifest last. Readers
+get a local directory that matches its manifest: the checkpoint's own or a cached one. Lost or damaged files are
+restored from a copy.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from ...schemas.errors import OperationError
+from ..config.knob_values import is_url
+from ..files.checkpoint_cache import CheckpointCache
+from ..files.directories import STAGING, make_directory, move_into_place, staging_path
+from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
+from ..files.object_store import KEY_PARTS, ObjectStore, ObjectStoreError, key_of
+from ..files.storage_config import CheckpointStorageConfig
+from ..replication.leases import live_directory
+from ..store import DATABASE_NAME
+
+logger = logging.getLogger(__name__)
+
+FindCopies = Callable[[str], Awaitable[Collection[str]]]
+UNLISTED_DAYS = 30
+_UNLISTED = ".unlisted"
+"""Marks a complete checkpoint without a row; the file's mtime is when that was first noticed."""
+_DELETED = ".deleted"
+"""Marks a checkpoint whose row is about to be deleted, so that leftovers are not restored after a crash."""
+_NEW_RUN = ".new"
+CLOSING_SECONDS = 3.0
+_Signature = tuple[tuple[str, int, int, int], ...]
+
+
+class CheckpointFiles:
+    """Reads, writes and deletes the files of checkpoints. A checkpoint's `directory` is a path or a URL and is never
+    reused.
+
+    copies: returns the URLs of a directory's complete copies.
+    """
+
+    def __init__(
+        self, state_dir: Path, config: CheckpointStorageConfig, places: ObjectStore, copies: FindCopies
+    ) -> None:
+        self._own_root = state_dir.absolute() / "checkpoints"
+        place = config.checkpoints or str(self._own_root)
+        is_here = not is_url(place)
+        self.local_root = Path(place).expanduser().absolute() if is_here else self._own_root
+        self._root = str(self.local_root) if is_here else place.rstrip("/")
+        self._places = places
+        self._copies = copies
+        self._staging = state_dir.absolute() / "staging"
+        self._cache = CheckpointCache(state_dir.absolute() / "cache", config.checkpoint_cache_bytes)
+        self._being_written: set[str] = set()
+        self._removing: set[asyncio.Task[None]] = set()
+        self._restoring: dict[Path, asyncio.Task[None]] = {}
+        self._verified_signatures: dict[Path, _Signature] = {}
+
+    def directory(self, run_name: str, kind: str, name: str) -> str:
+        """Returns a new, unused directory or URL for a checkpoint."""
+        return f"{self._root}/{run_name}/{kind}/{name}.{secrets.token_hex(4)}"
+
+    @asynccontextmanager
+    async def staging(self, directory: str) -> AsyncIterator[Path]:
+        """Yields an empty local directory to write into and removes it afterwards. Raises OSError."""
+        beside = self._staging if is_url(directory) else Path(directory).parent
+        staging = staging_path(beside)
+        self._being_written.add(directory)
+        try:
+            await asyncio.to_thread(make_directory, staging, sync=True)
+            yield staging
+        finally:
+            self._being_written.discard(directory)
+            await asyncio.to_thread(_remove, staging)
+
+    @asynccontextmanager
+    async def marking_new_run(self, directory: str) -> AsyncIterator[None]:
+        """Marks the run's directory as new while its first checkpoint is published and the rows are inserted.
+
+        After a crash, the mark shows that the directory may be deleted although the database does not have the run.
+        """
+        mark = Path(directory).parents[1] / _NEW_RUN
+        if is_url(directory):
+            yield
+            return
+        await asyncio.to_thread(mark.mkdir, parents=True)
+        yield
+        await asyncio.to_thread(_remove, mark)
+
+    async def discard_new_run(self, directory: str) -> None:
+        """Removes the directory of a new run that will not be published."""
+        if not is_url(directory):
+            await asyncio.to_thread(_remove, Path(directory).parents[1])
+
+    async def publish(self, staging: Path, directory: str, about: Mapping[str, object]) -> int:
+        """Hashes the files, writes the manifest and moves everything into place, durably. Returns the bytes of the
+        files.
+
+        Raises:
+            OSError: the local disk failed.
+            ObjectStoreError: the upload failed.
+        """
+        if not is_url(directory):
+            return await asyncio.to_thread(self._seal_and_rename, staging, Path(directory), about)
+        size_bytes = await asyncio.to_thread(write_manifest, staging, about, sync=False)
+        await self._places.upload(staging, directory)
+        return size_bytes
+
+    def can_copy_remotely(self, source: str, directory: str) -> bool:
+        """True if source and target are in the same object store, which can copy without a download."""
+        return is_url(directory) and source.startswith(f"{self._root}/")
+
+    async def copy_remotely(self, source: str, directory: str, about: Mapping[str, object]) -> int:
+        """Copies within the object store, instead of `publish`.
+
+        Returns the bytes of the files. Raises ObjectStoreError.
+        """
+        return await self._places.copy(source, directory, about)
+
+    async def mark_deleted(self, directory: str) -> None:
+        """Marks the checkpoint as deleted. Must run before its row is deleted: after a crash in between, the files
+        would look like a checkpoint whose row was lost.
+        """
+        if not is_url(directory):
+            await asyncio.to_thread(_mark, Path(directory) / _DELETED)
+
+    async def find_without_row(self, list_local: Collection[Path], published: Collection[str]) -> list[Path]:
+        """Returns those found that are complete, have no row and were not deleted; oldest first."""
+        return await asyncio.to_thread(_unlisted, list_local, published)
+
+    def is_ours_alone(self, directory: Path) -> bool:
+        """True below the state directory, which no other server uses."""
+        return directory.is_relative_to(self._own_root)
+
+    async def remove(self, directory: str) -> None:
+        """Removes the files; at a URL in the background. What remains is found by the next start or by `trainhouse
+        verify`.
+        """
+        here = self._local_path(directory)
+        self._verified_signatures.pop(here, None)
+        await asyncio.to_thread(_remove, here)
+        if is_url(directory):
+            removing = asyncio.create_task(self._remove_at(directory))
+            self._removing.add(removing)
+            removing.add_done_callback(self._removing.discard)
+
+    async def close(self) -> None:
+        """Waits up to CLOSING_SECONDS for removals, then cancels them."""
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=CLOSING_SECONDS)
+        for removing in self._removing:
+            removing.cancel()
+
+    async def manifest(self, directory: str) -> Mapping[str, Any]:
+        """Returns the checkpoint's manifest.
+
+        Raises:
+            OperationError: (server) it can be read neither from the checkpoint nor from a copy.
+        """
+        try:
+            if is_url(directory):
+                return await self._places.manifest(directory)
+            return await asyncio.to_thread(read_manifest, Path(directory))
+        except (ObjectStoreError, OSError, ValueError):
+            here = self._local_path(directory)
+            await self._ensure_verified(directory, here)
+            return await asyncio.to_thread(read_manifest, here)
+
+    @asynccontextmanager
+    async def reading(self, directory: str) -> AsyncIterator[Path]:
+        """Yields a local directory with the verified files, kept while the block runs. Raises OperationError
+        (server).
+        """
+        here = self._local_path(directory)
+        with self._cache.hold(here):
+            self._verified_signatures.pop(here, None)
+            await self._ensure_verified(directory, here)
+            yield here
+
+    async def file(self, directory: str, name: str) -> Path:
+        """Returns the local path of one file. Open it at once: a cached one may be evicted. Raises OperationError
+        (server).
+        """
+        here = self._local_path(directory)
+        await self._ensure_verified(directory, here)
+        return here / name
+
+    async def follow_moved_root(self, directories: Collection[str]) -> Mapping[str, str]:
+        """Returns old -> new directory of checkpoints that have moved since their rows were written; some may be
+        lost.
+        """
+        return await asyncio.to_thread(self._moves, directories)
+
+    async def found(self) -> Collection[Path]:
+        """Returns all local checkpoint directories, published or not."""
+        return await asyncio.to_thread(lambda: list(self.local_root.glob("*/*/*")))
+
+    async def sweep(self, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
+        """Removes, at start, those found that were never published or were deleted.
+
+        An operator may have restored an older database, so directories of unknown runs are left alone, and complete
+        checkpoints stay for UNLISTED_DAYS after they were first found to have no row.
+        """
+        await asyncio.to_thread(_remove, self._staging)
+        await asyncio.to_thread(self._cache.sweep)
+        await asyncio.to_thread(_sweep, self.local_root, found, runs, published)
+
+    async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
+        """Removes unfinished uploads at the configured URL. Raises ObjectStoreError.
+
+        Complete checkpoints stay for ever, since other servers may use the same URL. `trainhouse verify` reports them.
+        """
+        if not is_url(self._root):
+            return
+        found = await self._places.list(self._root)
+        # Taken before the rows are read: an upload that was running either has its row by then or is in this set.
+        kept = set(self._being_written)
+        kept |= set(await published())
+        for key, names in found.items():
+            directory = f"{self._root}/{key}"
+            if key.partition("/")[0] in runs and MANIFEST not in names and directory not in kept:
+                logger.info("removing %s: it was never published, or it was deleted", directory)
+                await self._places.remove(directory)
+
+    def _local_path(self, directory: str) -> Path:
+        return self._cache.path(directory) if is_url(directory) else Path(directory)
+
+    async def _remove_at(self, url: str) -> None:
+        try:
+            await self._places.remove(url)
+        except ObjectStoreError as error:
+            logger.warning("a checkpoint could not be removed: %s", error)
+
+    async def _ensure_verified(self, directory: str, here: Path) -> None:
+        """Verifies or restores the files; concurrent callers share one run of it."""
+        if here not in self._restoring:
+            making = self._restoring[here] = asyncio.create_task(self._verify_or_restore(directory, here))
+            making.add_done_callback(lambda _: self._restoring.pop(here))
+        await asyncio.shield(self._restoring[here])
+
+    async def _verify_or_restore(self, directory: str, here: Path) -> None:
+        with self._cache.hold(here):
+            try:
+                await asyncio.to_thread(self._check, here)
+            except ValueError as error:
+                sources = [directory] if is_url(directory) else []
+                sources += await self._copies(directory)
+                await self._restore_from(directory, here, sources, str(error))
+                await asyncio.to_thread(self._check, here)
+            if is_url(directory):
+                await asyncio.to_thread(self._cache.touch, here)
+
+    def _check(self, here: Path) -> None:
+        """Verifies the hashes, unless the same files passed before. Raises ValueError."""
+        signature = _signature(here)
+        if signature and self._verified_signatures.get(here) == signature:
+            return
+        check_directory(here)
+        self._verified_signatures[here] = signature
+
+    async def _restore_from(self, directory: str, here: Path, sources: Collection[str], reason: str) -> None:
+        """Downloads the checkpoint from the first source that has it complete.
+
+        Raises:
+            OperationError: (server) no source has it; the message says why each one failed.
+        """
+        staging = staging_path(here.parent)
+        reasons = [] if is_url(directory) else [reason]
+        for source in sources:
+            try:
+                await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True)
+                await self._places.download(source, staging)
+                await asyncio.to_thread(_replace_with, staging, here)
+            except (ObjectStoreError, OSError) as error:
+                reasons.append(str(error))
+            else:
+                if source != directory:
+                    done = "is read from its copy at" if is_url(directory) else "was restored from"
+                    logger.warning("%s %s %s (%s)", directory, done, source, "; ".join(reasons))
+                return
+            finally:
+                await asyncio.to_thread(_remove, staging)
+        remedy = "" if sources else "; it has no copy: start the server with --mirror to keep copies"
+        raise OperationError(f"the checkpoint's files cannot be read: {'; '.join(reasons)}{remedy}", "server")
+
+    def _seal_and_rename(self, staging: Path, directory: Path, about: Mapping[str, object]) -> int:
+        size_bytes = write_manifest(staging, about)
+        move_into_place(staging, directory, root=directory.parents[KEY_PARTS - 1])
+        return size_bytes
+
+    def _moves(self, directories: Collection[str]) -> Mapping[str, str]:
+        found = moved_directories(directories, (self.local_root, self._own_root))
+        if lost := [old for old, new in found.items() if not Path(new).exists()]:
+            logger.warning(
+                "%d checkpoints of this database are stored in another server's state directory, such as %s: to use "
+                "them here as well, stop this server and copy them to where it looks for them, such as %s",
+                *(len(lost), lost[0], found[lost[0]]),
+            )
+        return found
+
+
+def moved_directories(directories: Collection[str], roots: Sequence[Path]) -> Mapping[str, str]:
+    """Returns old -> new directory of checkpoints whose rows were written under another state directory or
+    --checkpoints.
+
+    If --checkpoints was changed, earlier checkpoints are still where they were. A checkpoint in another server's state
+    directory belongs to that server, and this one must neither read nor delete it: if a state directory was copied
+    without some of its files, those checkpoints are lost here.
+
+    Args:
+        directories: of all checkpoints, as in their rows.
+        roots: where they may be now; the last one is the state directory's own.
+    """
+    local = {one: Path(one).parents[KEY_PARTS - 1] for one in directories if not is_url(one)}
+    of_others = {root for root in set(local.values()) if _is_of_another_state(root, roots[-1].parent)}
+    found = {}
+    for old, root in local.items():
+        new = [place / key_of(old) for place in roots]
+        there = next((place for place in new if place.exists()), new[-1] if root in of_others else Path(old))
+        if there != Path(old):
+            found[old] = str(there)
+    return found
+
+
+def _is_of_another_state(root: Path, state_dir: Path) -> bool:
+    """True if `root` holds the checkpoints of another state directory."""
+    state = root.parent
+    try:
+        has_state = (state / DATABASE_NAME).exists() or live_directory(state) != state
+        return root.name == "checkpoints" and has_state and not state.samefile(state_dir)
+    except OSError:  # missing or not readable
+        return False
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Links or copies the files of the manifest. Published files never change, so two checkpoints may share them."""
+    for name in listed_files(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(source / name, target / name)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links, or two different ones
+        shutil.copyfile(source, target)
+
+
+def _replace_with(staging: Path, here: Path) -> None:
+    """Replaces `here` with the staging directory. Between the two renames neither exists; a reader that meets this
+    downloads again.
+    """
+    before = staging.with_name(f"{staging.name}-before")
+    if here.exists():
+        here.rename(before)
+    staging.rename(here)
+    _remove(before)
+
+
+def _signature(directory: Path) -> _Signature:
+    stats = [(path.name, path.stat()) for path in sorted(directory.rglob("*"))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def _remove(*directories: Path) -> None:
+    """Removes what can be removed now. The rest (a worker may still be writing) is swept at the next start."""
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _sweep(root: Path, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
+    for mark in root.glob(f"*/{_NEW_RUN}"):
+        _remove(mark if mark.parent.name in runs else mark.parent)
+    for directory in found:
+        if str(directory) in published:
+            _unmark(directory / _UNLISTED)
+            _unmark(directory / _DELETED)
+        elif directory.name.startswith(STAGING) or (directory.parent.parent.name in runs and not _must_keep(directory)):
+            logger.info("removing %s: it was never published, or was deleted", directory)
+            _remove(directory)
+
+
+def _unlisted(found: Collection[Path], published: Collection[str]) -> list[Path]:
+    kept = [
+        one
+        for one in found
+        if str(one) not in published
+        and not one.name.startswith(STAGING)
+        and not (one / _DELETED).exists()
+        and not (one.parents[1] / _NEW_RUN).exists()
+        and has_complete_files(one)
+    ]
+    return sorted(kept, key=lambda one: (one / MANIFEST).stat().st_mtime)
+
+
+def _mark(mark: Path) -> None:
+    try:
+        mark.touch()
+    except OSError as error:  # lost files or a full disk: the deletion continues
+        logger.info("%s cannot be written: %s", mark, error)
+
+
+def _unmark(mark: Path) -> None:
+    """Removes the mark of a checkpoint that has a row again."""
+    try:
+        if mark.exists():  # checked first, since the file system may be read-only
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        logger.error("%s cannot be removed: %s", mark, error)
+
+
+def _must_keep(unlisted: Path) -> bool:
+    """True if a checkpoint without a row must be kept for now. The first call starts its UNLISTED_DAYS."""
+    if (unlisted / _DELETED).exists() or not has_complete_files(unlisted):
+        return False
+    mark = unlisted / _UNLISTED
+    try:
+        if not mark.exists():
+            mark.touch()
+        days = (time.time() - mark.stat().st_mtime) / 86400
+    except OSError as error:
+        logger.error("%s cannot be written: %s", mark, error)
+        return True
+    if days > UNLISTED_DAYS:
+        return False
+    logger.warning(
+        "%s is complete but has no row in the database: an older database was restored, or a crash left it. "
+        "`trainhouse verify --repair` restores its row if its manifest names the owner; a start in %d days removes it",
+        unlisted,
+        math.ceil(UNLISTED_DAYS - days),
+    )
+    return True
+
+
+def has_complete_files(directory: Path) -> bool:
+    """True if all files of the manifest have the right size. Hashes are not checked."""
+    try:
+        check_directory(directory, hashes=False)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,82 @@
+"""Parses values as users write them: base models, layouts, role groups, sizes in bytes."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...workers.protocol.parallel_spec import ParallelSpec
+from ...workers.protocol.worker_config import RoleGroup, ServedModel
+from ...workers.shapes.styles import replicated_units
+
+ENVIRONMENT_PREFIX = "TRAINHOUSE_"
+# Replaces a layout in --parallel: the smallest layout that fits is chosen.
+AUTO = "auto"
+BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class ConfigError(ValueError):
+    """A knob has an invalid value; the message names the knob, the value and the remedy."""
+
+
+def parse_served_model(text: str) -> ServedModel:
+    """Parses NAME, NAME=PATH_OR_HUB_ID or NAME=URL. Raises ConfigError."""
+    name, _, source = (part.strip() for part in text.partition("="))
+    if not name or ("=" in text and not source):
+        raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
+    return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+NO_SHARD_OF_AUTO = "--shard needs an explicit layout: set --parallel to one other than auto, or leave --shard out"
+
+
+def parse_layout(layout: str, shard: Sequence[str] = (), flag: str = "--parallel") -> ParallelSpec:
+    """Parses a layout such as fsdp=2,tp=4.
+
+    Args:
+        shard: overrides of the form PATTERN=STYLE.
+        flag: named in the error.
+    Raises:
+        ConfigError: the layout or an override is malformed.
+    """
+    try:
+        spec = ParallelSpec.parse(layout)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    try:
+        return replace(spec, replicated=replicated_units(shard))
+    except ValueError as error:
+        raise ConfigError(f"--shard: {error}") from None
+
+
+def parse_role_group(text: str) -> RoleGroup:
+    """Parses critic+reference=fsdp=2@cuda:1: roles, the layout of their ranks, and optional devices.
+
+    Without devices, the ranks use those of the base model. Raises ConfigError.
+    """
+    roles, _, apart = text.partition("=")
+    layout, at, devices = (part.strip() for part in apart.partition("@"))
+    if not layout or (at and not devices):
+        raise ConfigError(
+            f"role group {text!r} is not ROLES=LAYOUT[@DEVICE], such as reference=single or "
+            "critic+reference=tp=2@cuda:1"
+        )
+    if layout == AUTO:
+        raise ConfigError(f"role group {text!r}: only --parallel can be auto: name a layout, such as single or tp=2")
+    named = tuple(role.strip() for role in roles.split("+"))
+    spec = parse_layout(layout, flag=f"role group {text!r}")
+    return RoleGroup(named, spec, tuple(devices.split(",")) if devices else ())
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
+
+
+def parse_bytes(text: str) -> int:
+    """Parses 1048576, 1MiB or 1.5GiB. Raises ValueError."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2] not in BYTE_UNITS:
+        raise ValueError(text)
+    if not found[2]:
+        return int(found[1])
+    return int(float(found[1]) * BYTE_UNITS[found[2]])

@@ -1,0 +1,97 @@
+"""Decodes journaled entries back into operations."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from functools import partial
+
+from pydantic import BaseModel
+
+from ...schemas.checkpoints import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from ...schemas.codec import decode_model, decompress
+from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
+from ...schemas.errors import RequestError
+from ...schemas.models import CreateModelRequest
+from ...schemas.sampling import SampleRequest
+from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
+from ..http.bodies import BodyLimits, ReceivedBody, decode_body, forward_backward_decoder
+from .journal import JournalEntry
+
+Request = (
+    ForwardBackwardRequest
+    | OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+    | SetTargetRequest
+    | BuildVocabMapRequest
+    | CaptureRequest
+)
+"""Operations of a live run that are performed as the client sent them."""
+
+_JSON: dict[str, type[BaseModel]] = {
+    "optim_step": OptimStepRequest,
+    "save_weights": SaveWeightsRequest,
+    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
+    "save_weights_external": SaveWeightsExternalRequest,
+    "set_target": SetTargetRequest,
+    "build_vocab_map": BuildVocabMapRequest,
+    "capture": CaptureRequest,
+    "load_weights": LoadWeightsRequest,
+    "create_model": CreateModelRequest,
+    "create_model_from_checkpoint": LoadWeightsRequest,
+    "sample": SampleRequest,
+}
+
+Decoded = Request | LoadWeightsRequest | CreateModelRequest | SampleRequest
+
+
+_ANY_SIZE = BodyLimits(1 << 62, 1 << 62)
+"""No limits: the entry was within the limits in force when it was accepted."""
+
+
+async def decode_entry(entry: JournalEntry) -> Decoded:
+    """Returns the request as it was accepted. Raises RequestError if this version would not accept it."""
+    header, decode = entry.header, _decoder(entry.header.kind, entry.header.content_type)
+    received = ReceivedBody(entry.body, header.content_type, header.content_encoding)
+    try:
+        return await decode_body(received, _ANY_SIZE, decode)
+    except RequestError as error:
+        if error.status not in (413, 503):
+            raise
+        # The process that decodes large bodies ran out of memory or time: no reason to lose an accepted request.
+        return await asyncio.to_thread(_decode_here, decode, received)
+
+
+def _decode_here(decode: Callable[[bytes], Decoded], received: ReceivedBody) -> Decoded:
+    return decode(decompress(received.body, received.content_encoding, _ANY_SIZE.decompressed_bytes))
+
+
+def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
+    if kind in _JSON:
+        return partial(_from_json, _JSON[kind])
+
+    return forward_backward_decoder(content_type, forward_only=kind == "forward")
+
+
+def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
+    """Decodes the body, dropping `user_metadata` if necessary.
+
+    Earlier versions accepted metadata of any size; rebuilding a run does not need it.
+    """
+    decode = partial(decode_model, model, most_bytes=_ANY_SIZE.decompressed_bytes)
+    try:
+        return decode(body)  # pyright: ignore[reportReturnType]
+    except RequestError as refusal:
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            raise refusal from None
+        if not isinstance(fields, dict) or fields.pop("user_metadata", None) is None:
+            raise
+        return decode(json.dumps(fields).encode())  # pyright: ignore[reportReturnType]

@@ -1,0 +1,94 @@
+"""Writes OpenAI's response bodies and stream chunks; the subclasses in completions.py and chats.py write the choices.
+
+Each choice is encoded to JSON as it is produced, so the Python objects of a large sample are never held all at once.
+"""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from ...schemas.openai import BaseCompletionRequest
+from ...schemas.openai_responses import Usage
+from ..sampling.prompts import Prompt
+from ..text.tokenizer import Tokenizer
+from .choices import ChoiceDelta, Echo, TokenScores
+
+
+@dataclass(frozen=True)
+class PromptOutput:
+    """Everything that a whole response contains about one prompt: the echoed prompt, and one fragment per sample."""
+
+    echo: Echo
+    fragments: Iterable[ChoiceDelta]
+
+
+class ResponseWriter(ABC):
+    """Writes the response to one request, as one body or as the chunks of a stream.
+
+    kind, chunk_kind: the `object` field of a whole response and of a stream chunk. id_prefix: prefix of the `id` field.
+    """
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    def __init__(self, request: BaseCompletionRequest, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+        self.asked = request
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._head, self._chunk_head = self._begin(self.kind), self._begin(self.chunk_kind)
+
+    @abstractmethod
+    def choices(self, told: PromptOutput) -> Iterator[object]:
+        """Returns the choices of a whole response."""
+
+    @abstractmethod
+    def chunk_choice(self, fragment: ChoiceDelta) -> object:
+        """Returns the choice of one stream chunk."""
+
+    def extra_fields(self, first: bool) -> dict[str, JsonValue]:
+        """Returns the fields that follow `choices`.
+
+        Args:
+            first: True for a whole response and for the first chunk of a choice.
+        """
+        return {}
+
+    def encode(self, told: Iterable[PromptOutput], usage: Usage) -> bytes:
+        choices = b",".join(encode_json(choice) for one in told for choice in self.choices(one))
+        return self._body(self._head, choices, {**self.extra_fields(first=True), "usage": usage})
+
+    def encode_chunk(self, fragment: ChoiceDelta) -> bytes:
+        return self._body(self._chunk_head, encode_json(self.chunk_choice(fragment)), self.extra_fields(fragment.first))
+
+    def encode_usage_chunk(self, usage: Usage) -> bytes:
+        """Returns the chunk that carries the usage and no choice."""
+        return self._body(self._chunk_head, b"", {"usage": usage})
+
+    def _begin(self, kind: str) -> bytes:
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self.asked.model}
+        return to_json(head)[:-1] + b',"choices":['
+
+    def _body(self, head: bytes, choices: bytes, beside: Mapping[str, object]) -> bytes:
+        return head + choices + (b"]," + encode_json(beside)[1:] if beside else b"]}")
+
+
+def encode_json(value: object) -> bytes:
+    return to_json(value, inf_nan_mode="null")
+
+
+def top_logprobs_of(scored: TokenScores) -> Iterator[dict[int, float]]:
+    """Yields for each token its requested alternatives as {token id: log-probability}, the likeliest first."""
+    if scored.top is None:
+        yield from ({} for _ in scored.token_ids)
+        return
+    for token_ids, logprobs in zip(scored.top.token_ids.tolist(), scored.top.logprobs.tolist(), strict=True):
+        yield dict(zip(token_ids, logprobs, strict=True))

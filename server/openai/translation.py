@@ -1,0 +1,122 @@
+"""Translates OpenAI's requests into SampleRequests, and sampling errors into OpenAI's errors.
+
+To accept another parameter of OpenAI's or vLLM's clients, add its field in `schemas/openai.py`, remove it from the
+table of unsupported fields there, and add a line to `sampling_params`.
+"""
+
+from collections.abc import Sequence
+
+from ...schemas.errors import OperationError
+from ...schemas.openai import BaseCompletionRequest, ChatCompletionRequest, OpenAiError, ResponseFormat
+from ...schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
+from ..sampling.draft_loader import DraftNotFound, DraftNotLoaded
+from ..sampling.prompts import Prompt
+from ..sampling.sampling_job import Stops
+
+MAX_ECHOED_TOKENS = 1 << 21
+"""Most echoed prompt tokens in one response, counting each token's alternatives."""
+
+
+def sampling_params(asked: BaseCompletionRequest) -> SamplingParams:
+    """Returns all sampling parameters but max_tokens, which depends on the length of each prompt."""
+    return SamplingParams(
+        seed=asked.seed,
+        temperature=asked.temperature,
+        top_k=asked.top_k or -1,  # vLLM's clients disable top_k with 0, too
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        min_tokens=asked.min_tokens,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias or None,
+        constraint=_constraint(asked.response_format),
+    )
+
+
+def _constraint(answer: ResponseFormat) -> Constraint | None:
+    match answer.type:
+        case "text":
+            return None
+        case "json_object":
+            return Constraint(json_schema={"type": "object"})
+        case "json_schema":
+            if answer.json_schema is None:
+                raise OpenAiError("response_format.json_schema is missing", param="response_format.json_schema")
+            return Constraint(json_schema=answer.json_schema.json_schema)
+
+
+def sample_requests(asked: BaseCompletionRequest, prompts: Sequence[Prompt], context: int) -> list[SampleRequest]:
+    """Returns one request per prompt; their params are shallow copies, so that a large logit_bias exists once.
+
+    Args:
+        context: the model's context length in tokens.
+    Raises:
+        OpenAiError: the echo would be too large.
+    """
+    _check_echo(asked, prompts)
+    params = sampling_params(asked)
+    scores_prompt = asked.echoes and asked.num_top_logprobs is not None
+    num_top = asked.num_top_logprobs or 0
+    return [
+        SampleRequest(
+            prompt=ModelInput.from_ints(prompt.token_ids),
+            sampling_params=params.model_copy(update={"max_tokens": _max_tokens(asked, prompt, context)}),
+            num_samples=asked.n,
+            draft_path=asked.draft_path,
+            num_draft_tokens=asked.num_draft_tokens,
+            topk_sample_logprobs=num_top,
+            prompt_logprobs=scores_prompt,
+            topk_prompt_logprobs=num_top if scores_prompt else 0,
+        )
+        for prompt in prompts
+    ]
+
+
+def check_alternatives(asked: BaseCompletionRequest, most: int) -> None:
+    """Raises OpenAiError if the request wants more alternatives per token than --max-logprobs allows."""
+    if (count := asked.num_top_logprobs or 0) > most:
+        param = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
+        raise OpenAiError(
+            f"{param} {count} exceeds the {most} that this server reports per token: lower it, or start the server "
+            f"with --max-logprobs {count}",
+            param=param,
+        )
+
+
+def _check_echo(asked: BaseCompletionRequest, prompts: Sequence[Prompt]) -> None:
+    num_tokens = asked.n * sum(len(prompt.token_ids) for prompt in prompts)
+    num_echoed = num_tokens * (1 + (asked.num_top_logprobs or 0)) if asked.echoes else 0
+    if num_echoed > MAX_ECHOED_TOKENS:
+        raise OpenAiError(
+            f"echo of {num_tokens} tokens, each with {asked.num_top_logprobs or 0} alternatives, makes "
+            f"{num_echoed} entries; "
+            f"the maximum is {MAX_ECHOED_TOKENS}: lower n or logprobs, or send several requests",
+            param="echo",
+        )
+
+
+def _max_tokens(asked: BaseCompletionRequest, prompt: Prompt, context: int) -> int | None:
+    most = asked.max_sample_tokens(context - len(prompt.token_ids))
+    # Samplers draw at least one token; a request that only scores its prompt drops it.
+    return None if most is None else max(1, most)
+
+
+def openai_error(asked: BaseCompletionRequest, error: OperationError | DraftNotFound) -> OpenAiError:
+    """Translates the error of a sampling job.
+
+    Sets `param` to the request field at fault: a draft error names draft_path, and what workers call a constraint is
+    response_format here.
+    """
+    if isinstance(error, DraftNotFound):
+        return OpenAiError(error.message, error.status, "draft_path")
+    status = 400 if error.category == "user" else 503
+    if asked.response_format.type != "text" and "constraint" in error.message:
+        return OpenAiError(f"response_format: {error.message}", status, "response_format")
+    return OpenAiError(error.message, status, "draft_path" if isinstance(error, DraftNotLoaded) else None)
+
+
+def merge_stops(asked: BaseCompletionRequest, end_token_ids: Sequence[int]) -> Stops:
+    """Returns what ends a sample: the model's end tokens unless ignore_eos is set, and the request's own stops."""
+    ends = () if asked.ignore_eos else tuple(end_token_ids)
+    return Stops((*ends, *asked.stop_token_ids), asked.stop_strings)

@@ -1,0 +1,355 @@
+"""Shared code of the routes that submit operations: reserve room, decode, submit, and write the response."""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ...schemas.checkpoints import LoadWeightsRequest
+from ...schemas.codec import (
+    JSON,
+    PROTOBUF,
+    decode_forward_backward_output,
+    decode_sample_response,
+    encode_forward_backward_output_json,
+    encode_sample_response_json,
+    forward_backward_output_json_pieces,
+    peek_operation,
+    sample_response_json_pieces,
+)
+from ...schemas.drafts import CaptureRequest
+from ...schemas.errors import RequestError
+from ...schemas.futures import Pending, SubmitResponse
+from ...schemas.training import ForwardBackwardRequest
+from ..features.space import FeatureLimitExceeded
+from ..http.bodies import (
+    LARGE_BYTES,
+    Decoded,
+    ReceivedBody,
+    declared_size,
+    decode_body,
+    limits_of,
+    receive_body,
+    size_of,
+)
+from ..journal.futures import Result
+from ..journal.request_decoding import Request as AsAsked
+from ..journal.seeds import draw_missing_seeds, with_drawn_seeds
+from ..runs.operations import Operation
+from ..runs.queued import RefusedOperation
+from ..runs.run import Run
+from ..tenants.auth import Tenant
+from ..tenants.quotas import UNORDERED, QueuePosition, Reservation, ResultReservation
+from .services import Services
+
+logger = logging.getLogger(__name__)
+
+_FEATURE_HEADER_BYTES = 1024
+_NOT_CREATED_SECONDS = 1.0
+_SLICE_BYTES = 1 << 18
+_JSON_TIMES = 3
+"""Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
+
+AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
+AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
+SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": SubmitResponse,
+        "description": "Accepted: poll retrieve_future. With `Prefer: wait=SECONDS`: the result, if ready in time.",
+    }
+}
+
+
+@dataclass(frozen=True)
+class ReceivedRequest(Generic[Decoded]):
+    """A submit's body, as received and decoded."""
+
+    received: ReceivedBody
+    content: Decoded
+
+
+async def receive_submit(request: Request, decode: Callable[[bytes], Decoded]) -> ReceivedRequest[Decoded]:
+    """Receives and decodes a request that has no order and needs no reservation. Raises RequestError."""
+    received = await receive_body(request)
+    return ReceivedRequest(received, await decode_body(received, limits_of(request), decode))
+
+
+async def receive_unordered(
+    request: Request, admission: Reservation, decode: Callable[[bytes], Decoded]
+) -> ReceivedRequest[Decoded]:
+    """Receives a request that has no order but holds a reservation until it is answered. Raises RequestError."""
+    if not admission.try_claim(num_bytes := _num_bytes(request)):
+        admission.claim(num_bytes, UNORDERED)
+    received = await receive_body(request)
+    admission.grow(await size_of(received, limits_of(request)), UNORDERED)
+    return ReceivedRequest(received, await decode_body(received, limits_of(request), decode))
+
+
+async def receive_operation(
+    request: Request,
+    services: Services,
+    tenant: Tenant,
+    admission: Reservation,
+    kind: str,
+    decode: Callable[[bytes], Decoded],
+) -> ReceivedRequest[Decoded]:
+    """Receives an operation of a run.
+
+    A refused operation still uses up its seq_id, so that the run does not wait for it; a throttled one (429, 503) does
+    not, because the client will retry it.
+
+    Raises:
+        RequestError: the operation is refused or throttled.
+    """
+    num_bytes = _num_bytes(request)
+
+    async def claim(beginning: bytes) -> None:
+        content_type = request.headers.get("content-type", JSON)
+        admission.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type))
+
+    check = None if admission.try_claim(num_bytes) else claim
+    received = await receive_body(request, check)
+    try:
+        if (num_bytes := await size_of(received, limits_of(request))) > admission.num_bytes:
+            admission.grow(num_bytes, await _queue_position(services, tenant, received.body, received.content_type))
+        return ReceivedRequest(received, await decode_body(received, limits_of(request), decode))
+    except RequestError as error:
+        if error.status in (429, 503):
+            raise
+        await _count_as_refused(services, tenant, kind, received, error)
+        raise
+
+
+async def run_operation(
+    request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
+) -> Response:
+    """Handles an operation of a live run from the request to the response. Raises RequestError."""
+    with services.quotas.reservation(tenant.id) as admission:
+        submit = await receive_operation(request, services, tenant, admission, kind, decode)
+        operation = await _reserve_features(services, tenant, submit, kind, admission)
+        submitted = await submit_operation(services, tenant, submit, operation, admission)
+    return await submit_response(request, services, tenant, submitted)
+
+
+async def _reserve_features(
+    services: Services, tenant: Tenant, submit: ReceivedRequest[AnyOperation], kind: str, admission: Reservation
+) -> AsAsked:
+    """Reserves room for the features that the operation captures, if any, and returns the operation.
+
+    Raises:
+        RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
+    """
+    asked: AsAsked = submit.content
+    try:
+        if isinstance(asked, CaptureRequest):
+            await _claim_features(services, tenant, asked, asked.model_id, admission)
+        elif isinstance(asked, ForwardBackwardRequest) and asked.capture_for is not None:
+            return await _reserve_features_or_skip(services, tenant, asked, asked.capture_for, admission)
+    except RequestError as error:
+        if error.status not in (429, 503):
+            await _count_as_refused(services, tenant, kind, submit.received, error)
+        raise
+    return asked
+
+
+async def _reserve_features_or_skip(
+    services: Services, tenant: Tenant, asked: ForwardBackwardRequest, draft_id: str, admission: Reservation
+) -> ForwardBackwardRequest:
+    """Returns the operation, without capture if there is no room.
+
+    A policy's pass must not fail because of its draft; waiting could also deadlock, if the room is released only by
+    operations behind this one.
+    """
+    try:
+        await _claim_features(services, tenant, asked, draft_id, admission)
+    except FeatureLimitExceeded as error:
+        logger.warning("run %s captures nothing for %s: %s", asked.model_id, draft_id, error.message)
+        return replace(asked, has_room=False)
+    return asked
+
+
+async def _claim_features(
+    services: Services,
+    tenant: Tenant,
+    asked: CaptureRequest | ForwardBackwardRequest,
+    draft_id: str,
+    admission: Reservation,
+) -> None:
+    """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
+    run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
+    if run.arrived_before(asked.seq_id):
+        return
+    if isinstance(asked, CaptureRequest):
+        services.features.check_ttl(asked.ttl_seconds)
+    of_token = await _feature_bytes(services, draft)
+    num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
+    admission.add_features(num_bytes, await services.features.room.reserve(tenant.id, num_bytes))
+
+
+async def _feature_bytes(services: Services, draft: Run) -> int:
+    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created.
+
+    Raises:
+        RequestError: 429 if the draft is not created within feature_wait_seconds.
+    """
+    try:
+        return (await draft.info()).feature_bytes
+    except RequestError:
+        record, seconds = draft.record, services.config.feature_wait_seconds
+    created = await services.futures.wait(draft.request_id(0), record.tenant_id, seconds)
+    if isinstance(created, Pending):
+        message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
+        raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)
+    return 0 if created.is_error else (await draft.info()).feature_bytes
+
+
+async def submit_operation(
+    services: Services,
+    tenant: Tenant,
+    submit: ReceivedRequest[AnyRequest],
+    operation: Operation,
+    admission: Reservation,
+) -> SubmitResponse:
+    """Submits the operation to its run. Raises RequestError."""
+    asked = submit.content
+    run = await services.runs.get(tenant, asked.model_id or "")
+    operation = with_drawn_seeds(operation, drawn := draw_missing_seeds(operation))
+    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission, drawn)
+    return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
+
+
+def _num_bytes(request: Request) -> int:
+    """Returns the declared size of the body in bytes; the maximum if it is not declared."""
+    declared, most = declared_size(request), limits_of(request).received_bytes
+    return most if declared is None else min(declared, most)
+
+
+async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> QueuePosition:
+    operation = peek_operation(beginning, content_type)
+    if operation.model_id is None:
+        return UNORDERED
+    run = await services.runs.get(tenant, operation.model_id)
+    return run.priority_of(operation.seq_id or 0)
+
+
+async def _count_as_refused(
+    services: Services, tenant: Tenant, kind: str, received: ReceivedBody, error: RequestError
+) -> None:
+    operation = peek_operation(received.body, received.content_type)
+    if operation.model_id is None or not operation.seq_id:
+        return
+    with contextlib.suppress(RequestError):  # the model does not exist; the client receives `error` in any case
+        run = await services.runs.get(tenant, operation.model_id)
+        await run.refuse(operation.seq_id, RefusedOperation(kind, error.message, taints=kind == "forward_backward"))
+
+
+async def submit_response(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:
+    """Returns the submit response, or the result itself if `Prefer: wait=SECONDS` is sent and it is ready in time."""
+    seconds = _seconds_to_wait(request)
+    if seconds:
+        seconds = min(seconds, services.config.long_poll_seconds)
+        try:
+            response = await result_response(request, services, tenant, submitted.request_id, seconds)
+        except RequestError as error:
+            if error.status != 429:
+                raise
+            # The operation is accepted: a 429 would make the client submit it twice if it sends no seq_id.
+            response = None
+        if isinstance(response, Response):
+            response.headers["Preference-Applied"] = f"wait={seconds:g}"
+            response.headers["X-Request-Id"] = submitted.request_id
+            if submitted.seq_id is not None:
+                response.headers["X-Seq-Id"] = str(submitted.seq_id)
+            return response
+    return JSONResponse(submitted.model_dump(exclude_none=True))
+
+
+async def result_response(
+    request: Request, services: Services, tenant: Tenant, request_id: str, seconds: float
+) -> Response | Pending:
+    """Waits for a result and returns it: protobuf if the client accepts it and the result is stored so, else JSON.
+
+    Raises:
+        RequestError: 404 if the request id is unknown, 429 if too many large results are being sent to the tenant.
+    """
+    as_it_is = PROTOBUF in request.headers.get("accept", "")
+    leaving = services.quotas.result_reservation(tenant.id)
+    times = 1 if as_it_is else _JSON_TIMES
+    try:
+        claim = leaving.claim
+        result = await services.futures.wait(request_id, tenant.id, seconds, lambda num_bytes: claim(times * num_bytes))
+        if isinstance(result, Pending):
+            return result
+        return await _result_response(services, result, as_it_is, leaving)
+    except BaseException:
+        leaving.release()
+        raise
+
+
+async def _result_response(services: Services, result: Result, as_it_is: bool, leaving: ResultReservation) -> Response:
+    body, media_type = result.body, PROTOBUF if as_it_is and not result.is_json else JSON
+    if len(body) < LARGE_BYTES:
+        leaving.release()
+        return Response(body, media_type=media_type) if result.is_json or as_it_is else _as_json(result)
+    if result.is_json or as_it_is:
+        return _LargeResponse(_slices(body), media_type, leaving, {"Content-Length": str(len(body))})
+    async with services.futures.large_result_lock:
+        pieces = await asyncio.to_thread(_json_pieces, result)
+    return _LargeResponse(pieces, media_type, leaving)
+
+
+class _LargeResponse(StreamingResponse):
+    """Streams a large result.
+
+    A thread produces each piece after the client has read the one before. `leaving` is released at the end, also if the
+    client disconnects.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[bytes],
+        media_type: str,
+        leaving: ResultReservation,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(pieces, headers=headers, media_type=media_type)
+        self._leaving = leaving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leaving.release()
+
+
+def _slices(body: bytes) -> Iterator[bytes]:
+    return (body[start : start + _SLICE_BYTES] for start in range(0, len(body), _SLICE_BYTES))
+
+
+def pending_response(pending: Pending) -> Response:
+    return JSONResponse(pending.model_dump(exclude_none=True), 408)
+
+
+def _as_json(result: Result) -> Response:
+    if result.encoding == "sample":
+        return JSONResponse(encode_sample_response_json(decode_sample_response(result.body)))
+    return JSONResponse(encode_forward_backward_output_json(decode_forward_backward_output(result.body)))
+
+
+def _json_pieces(result: Result) -> Iterator[bytes]:
+    if result.encoding == "sample":
+        return sample_response_json_pieces(decode_sample_response(result.body))
+    return forward_backward_output_json_pieces(decode_forward_backward_output(result.body))
+
+
+def _seconds_to_wait(request: Request) -> float:
+    """Returns SECONDS of the header `Prefer: wait=SECONDS` (RFC 7240), 0 without it."""
+    found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
+    return float(found[1]) if found else 0.0

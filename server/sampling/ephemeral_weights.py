@@ -1,0 +1,87 @@
+"""Stores the adapters of ephemeral samplers on disk, so that workers can reload them after a crash.
+
+Layout of state_dir/ephemeral: ADAPTER/NUMBER, where the highest number is current, and .staging-* next to the adapters
+during a write. The previous number is kept until the next write, because a worker may still be reading it.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ..files.directories import STAGING, directory_name, make_directory, move_into_place, staging_path, sync_files
+
+
+class EphemeralWeights:
+    def __init__(self, root: Path, sync: bool = False) -> None:
+        """Opens the directory.
+
+        Args:
+            sync: fsync files and directories, so that weights survive a power failure.
+        """
+        self._root = root.absolute()
+        self._sync = sync
+        self._migrate_layout()
+
+    def directory(self, adapter_id: str) -> Path:
+        """Returns the directory of the adapter's newest weights; if it has none, a path without weights."""
+        of_adapter = self._adapter_directory(adapter_id)
+        numbers = _numbers(of_adapter)
+        return of_adapter / str(numbers[-1]) if numbers else of_adapter
+
+    def has(self, adapter_id: str | None) -> bool:
+        return adapter_id is not None and bool(_numbers(self._adapter_directory(adapter_id)))
+
+    @asynccontextmanager
+    async def writing(self, adapter_id: str) -> AsyncIterator[Path]:
+        """Yields an empty directory, which is published as the adapter's newest weights at the end of the block."""
+        staging = staging_path(self._root)
+        try:
+            await asyncio.to_thread(make_directory, staging, self._sync)
+            yield staging
+            await asyncio.to_thread(self._publish, staging, self._adapter_directory(adapter_id))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+
+    async def remove(self, adapter_id: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._adapter_directory(adapter_id), ignore_errors=True)
+
+    async def remove_all_but(self, wanted: Collection[str | None]) -> None:
+        """Deletes everything but the wanted adapters, staging directories included. Called at server start."""
+        names = {directory_name(adapter_id) for adapter_id in wanted if adapter_id is not None}
+        await asyncio.to_thread(self._sweep, names)
+
+    def _adapter_directory(self, adapter_id: str) -> Path:
+        return self._root / directory_name(adapter_id)
+
+    def _migrate_layout(self) -> None:
+        """Migrates the layout of earlier releases, which had the files in ADAPTER itself, to ADAPTER/0."""
+        for of_adapter in list(self._root.glob("*")):
+            is_staging = of_adapter.name.startswith(STAGING)
+            if not is_staging and not _numbers(of_adapter) and any(path.is_file() for path in of_adapter.glob("*")):
+                staging = staging_path(self._root)
+                of_adapter.rename(staging)
+                of_adapter.mkdir()
+                staging.rename(of_adapter / "0")
+
+    def _publish(self, staging: Path, of_adapter: Path) -> None:
+        """Publishes the staged weights with one rename, so that readers find weights at every moment."""
+        if self._sync:
+            sync_files(staging)
+        of_adapter.mkdir(exist_ok=True)
+        earlier = _numbers(of_adapter)
+        place = of_adapter / str(earlier[-1] + 1 if earlier else 0)
+        move_into_place(staging, place, root=self._root if self._sync else None)
+        for number in earlier[:-1]:
+            shutil.rmtree(of_adapter / str(number), ignore_errors=True)
+
+    def _sweep(self, names: Collection[str]) -> None:
+        for directory in self._root.glob("*"):
+            if directory.name not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _numbers(of_adapter: Path) -> list[int]:
+    """Returns the adapter's numbers, ascending."""
+    return sorted(int(path.name) for path in of_adapter.glob("[0-9]*"))

@@ -1,0 +1,376 @@
+"""Accepts each sampling request once, journals it, runs it in the workers, and retries it after a worker crash.
+
+Samplers are found by samplers.py; weights and drafts are loaded by adapters.py and drafts.py.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ...schemas.codec import encode_sample_response
+from ...schemas.errors import OperationError, RequestError
+from ...schemas.futures import Pending, RetrieveFuturesRequest, RetrieveFuturesResponse, SubmitResponse
+from ...schemas.sampling import SampleRequest, SampleResponse
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
+from ..config.base_model_lookup import require_served
+from ..files.wal import RecordPosition
+from ..http.bodies import LARGE_BYTES, ReceivedBody
+from ..journal.completion_log import Completions
+from ..journal.futures import Future, Futures, Result, ResultSummary
+from ..journal.journal import EntryLocation, Header, Journal
+from ..journal.quarantine import STRIKE, Strikes
+from ..journal.recordings import Recordings
+from ..journal.request_decoding import decode_entry
+from ..store import CheckpointRecord
+from ..tenants.auth import Tenant
+from ..tenants.quotas import UNORDERED, Quotas, Reservation
+from ..tenants.sessions import Sessions
+from .draft_loader import DraftLoader
+from .sampler import Sampler
+from .samplers import Samplers
+from .sampling_job import SamplingJob, Stops, check_alternatives
+from .weight_loader import WeightLoader
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[tuple[SampledPart, ...]], None]
+
+
+@dataclass(frozen=True)
+class _JournalRecords:
+    """The journal records that a request needs until its result is stored: its submit first, then its strikes."""
+
+    header: Header
+    places: list[RecordPosition]
+
+
+class SamplingService:
+    """Runs sampling requests.
+
+    `submit` returns immediately and the result is retrieved through a future; `draw` waits for the samples and keeps
+    nothing.
+    """
+
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        samplers: Samplers,
+        loader: WeightLoader,
+        drafts: DraftLoader,
+        sessions: Sessions,
+        futures: Futures,
+        journal: Journal,
+        recordings: Recordings,
+        completions: Completions,
+        quotas: Quotas,
+    ) -> None:
+        self._dispatch = dispatch
+        self._samplers = samplers
+        self._loader = loader
+        self._drafts = drafts
+        self._sessions = sessions
+        self._futures = futures
+        self._journal = journal
+        self._recordings = recordings
+        self._completions = completions
+        self._quotas = quotas
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drawing: set[asyncio.Timeout] = set()
+        self._is_stopping = False
+
+    async def resume(self, journaled: Iterable[EntryLocation]) -> set[RecordPosition]:
+        """Resumes the requests that an earlier process left unanswered.
+
+        Returns:
+            The journal records that they still need.
+        """
+        strikes: dict[str, list[RecordPosition]] = defaultdict(list)
+        waiting: dict[str, EntryLocation] = {}
+        for one in journaled:
+            if self._samplers.find(one.header.run_id) is None:
+                continue
+            if one.header.kind == STRIKE:
+                strikes[one.header.request_id].append(one.place)
+            elif one.header.kind == "sample":
+                waiting[one.header.request_id] = one
+        answered = await self._futures.find_encodings(list(waiting))
+        held: set[RecordPosition] = set()
+        for request_id, one in waiting.items():
+            if request_id in answered:
+                continue
+            try:
+                await self._resume(one, [one.place, *strikes[request_id]])
+            except (RequestError, OSError, ValueError) as error:
+                logger.error("%s cannot be resumed: %s", request_id, error)
+            else:
+                held |= {one.place, *strikes[request_id]}
+        return held
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def submit(
+        self, tenant: Tenant, request: SampleRequest, received: ReceivedBody, admission: Reservation
+    ) -> SubmitResponse:
+        """Accepts a sampling request. Idempotent per sampler and seq_id.
+
+        Raises:
+            RequestError: the request is wrong, over a limit, or cannot be journaled.
+        """
+        sampler = await self._samplers.asked(tenant, request)
+        if request.seq_id is not None and request.seq_id < 0:
+            raise RequestError(f"seq_id {request.seq_id} must not be negative")
+        seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
+        request_id = f"{sampler.record.sampler_id}:{seq_id}"
+        # Only a seq_id from the client can have a result of an earlier process. For one assigned here nothing is
+        # awaited, so that no concurrent request is assigned the same.
+        is_named = sampler.first_seq_id and request.seq_id is not None
+        answered_before = is_named and await self._futures.has_result(request_id)
+        if seq_id not in sampler.accepted and not answered_before:
+            job = self._job(sampler, request, request_id)
+            self._admit(job, received, admission)
+            accepting = self._accept(sampler, seq_id, job, received, admission)
+            sampler.accepted[seq_id] = asyncio.create_task(accepting)
+        if (accepting := sampler.accepted.get(seq_id)) is not None:
+            await asyncio.shield(accepting)
+        return SubmitResponse(
+            request_id=request_id,
+            sample_sequence_ids=[f"{request_id}:{number}" for number in range(request.num_samples)],
+            seq_id=seq_id,
+        )
+
+    def _admit(self, job: SamplingJob, received: ReceivedBody, admission: Reservation) -> None:
+        """Reserves room for the result before the work begins. Raises RequestError 400, 429."""
+        check_alternatives(job.request, self._quotas.max_logprobs)
+        tenant_id = job.sampler.record.tenant_id
+        self._quotas.check_results(tenant_id, self._futures.kept_bytes(tenant_id), job.result_bytes)
+        num_bytes = max(len(received.body) + job.result_bytes, job.num_bytes)
+        admission.grow(num_bytes, UNORDERED)
+        admission.keep(num_bytes, len(job.prompt))
+
+    def job_for_draw(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
+        """Returns a job for `draw`, with `stops` in place of the request's own. Raises RequestError."""
+        return self._job(sampler, request, sampler.next_drawing_id(), stops)
+
+    async def sample_now(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        """Samples and returns the response. Cancelling the call cancels the job; nothing of it is kept.
+
+        Args:
+            on_progress: called with each increment; the response contains all of them again. The caller charges the
+                tenant for the tokens.
+        Raises:
+            OperationError, RequestError: the job failed, or the server is stopping.
+        """
+        end = asyncio.timeout(0 if self._is_stopping else None)
+        self._drawing.add(end)
+        try:
+            async with end:
+                with self._sessions.kept_open(job.sampler.record.session_id):
+                    job.draft = await self._drafts.draft_for(job.sampler, job.request)
+                    return await self._sample(job, on_progress)
+        except TimeoutError:
+            if not end.expired():
+                raise
+            raise OperationError("the server is stopping: try again when it is back", "server") from None
+        finally:
+            self._drawing.discard(end)
+
+    def stop_sample_now(self) -> None:
+        """Fails the running and all future calls of `draw`."""
+        self._is_stopping = True
+        now = asyncio.get_running_loop().time()
+        for end in self._drawing:
+            if not end.expired():
+                end.reschedule(now)
+
+    async def retrieve_completed(
+        self, tenant: Tenant, request: RetrieveFuturesRequest, seconds: float
+    ) -> RetrieveFuturesResponse:
+        """Returns the requests that ended after `prev_cursor`; waits up to `seconds` if there are none yet.
+
+        Raises:
+            RequestError: 404 if the sampler is unknown or another tenant's, 410 if its session has ended.
+        """
+        sampler = await self._samplers.get(tenant, request.target.sampling_session_id)
+        self._sessions.touch(sampler.record.session_id)
+        log = await self._completions.log(sampler.record.sampler_id, request.target.cloned_sampler_id)
+        log.acknowledge(request.prev_cursor)
+        await self._futures.long_poll(log.has_unseen, seconds)
+        return RetrieveFuturesResponse(completions=log.unseen(), cursor=log.cursor)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancels a running sampling request. No-op for finished, unknown and training requests."""
+        self._dispatch.cancel(request_id)
+
+    async def _resume(self, one: EntryLocation, held: list[RecordPosition]) -> None:
+        header = one.header
+        sampler = self._samplers.find(header.run_id)
+        assert sampler is not None
+        model = require_served(self._dispatch, sampler.record.base_model)
+        request = await decode_entry(await self._journal.read(one.place))
+        assert isinstance(request, SampleRequest)
+        job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
+        job.was_begun, job.draft = True, await self._draft_if_available(job)
+        sampler.accepted[header.seq_id] = None
+        self._begin(job, _JournalRecords(header, held), None)
+
+    async def _draft_if_available(self, job: SamplingJob) -> CheckpointRecord | None:
+        try:
+            return await self._drafts.draft_for(job.sampler, job.request)
+        except RequestError as error:
+            _log_draft_lost(job, error)
+            return None
+
+    async def _accept(
+        self, sampler: Sampler, seq_id: int, job: SamplingJob, received: ReceivedBody, admission: Reservation
+    ) -> None:
+        """Journals the request and starts it. Not accepted if its draft is missing or the journal cannot be written."""
+        header = Header(
+            kind="sample",
+            tenant_id=sampler.record.tenant_id,
+            run_id=sampler.record.sampler_id,
+            seq_id=seq_id,
+            request_id=job.request_id,
+            drawn={} if job.drawn_seed is None else {"seed": job.drawn_seed},
+            content_type=received.content_type,
+            content_encoding=received.content_encoding,
+        )
+        try:
+            job.draft = await self._drafts.draft_for(sampler, job.request)
+            place = await self._journal.append(header, received.body)
+        except BaseException:
+            del sampler.accepted[seq_id]
+            admission.release()
+            raise
+        sampler.accepted[seq_id] = None
+        performing = self._begin(job, _JournalRecords(header, [place]), admission)
+        # A task that is cancelled before its first step never runs its `finally`.
+        performing.add_done_callback(lambda _: admission.release())
+
+    def _begin(self, job: SamplingJob, held: _JournalRecords, admission: Reservation | None) -> asyncio.Task[None]:
+        """Starts the job and creates its future. admission: None if an earlier process accepted the request."""
+        record = job.sampler.record
+        job.strikes = Strikes("this request", partial(self._note_strike, held), len(held.places) - 1)
+        future = self._futures.create(
+            job.request_id, record.tenant_id, partial(self._pending, record.base_model), partial(self._release, held)
+        )
+        performing = asyncio.create_task(self._run_and_complete(job, future, admission))
+        self._tasks.add(performing)
+        performing.add_done_callback(self._tasks.discard)
+        return performing
+
+    def _release(self, held: _JournalRecords) -> None:
+        for place in held.places:
+            self._journal.release(place)
+
+    def _job(
+        self, sampler: Sampler, request: SampleRequest, request_id: str, stops: Stops | None = None
+    ) -> SamplingJob:
+        return SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model], stops)
+
+    def _pending(self, base_model: str) -> Pending:
+        return Pending(queue_state_reason=self._dispatch.status(base_model))
+
+    async def _run_and_complete(self, job: SamplingJob, future: Future, admission: Reservation | None) -> None:
+        await self._resolve(job, future, admission)
+        assert future.result is not None
+        ended = ResultSummary(job.request_id, future.result.is_error, len(future.result.body))
+        self._completions.record(job.sampler.record.sampler_id, ended)
+
+    async def _resolve(self, job: SamplingJob, future: Future, admission: Reservation | None) -> None:
+        try:
+            response = await self._sample(job)
+            if admission is not None:
+                admission.charge(response.num_tokens)
+            if job.request.record_stability_info:
+                await self._recordings.keep(job.request_id, future.tenant_id, job.prompt, response)
+            self._futures.resolve(future, Result(await self._encoded(job, response), "sample"))
+        except OperationError as error:
+            self._futures.fail(future, error.message, error.category)
+        except RequestError as error:
+            self._futures.fail(future, error.message, "user")
+        except Exception:
+            logger.exception("sampling request %s failed", job.request_id)
+            self._futures.fail(future, f"internal error in sampling request {job.request_id}", "server")
+        finally:
+            if admission is not None:
+                admission.release()
+
+    async def _encoded(self, job: SamplingJob, response: SampleResponse) -> bytes:
+        if response.num_bytes < LARGE_BYTES:
+            return encode_sample_response(response, job.target_layout)
+        async with self._futures.large_result_lock:
+            return await asyncio.to_thread(encode_sample_response, response, job.target_layout)
+
+    async def _sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
+        sampler = job.sampler
+        sampler.running_jobs.add(job.request_id)
+        telling = _ProgressForwarder(on_progress)
+        work = job.for_worker(streams=on_progress is not None)
+        try:
+            while True:
+                job.strikes.check()
+                try:
+                    return await self._attempt(job, work, telling)
+                except WorkerLost as lost:
+                    if telling.has_streamed:
+                        raise
+                    job.was_begun = True
+                    await job.strikes.add(lost)
+        finally:
+            sampler.running_jobs.discard(job.request_id)
+
+    async def _attempt(self, job: SamplingJob, work: SampleJob, telling: "_ProgressForwarder") -> SampleResponse:
+        sampler = job.sampler
+        async with self._draft(job) as draft_id:
+            # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
+            loading = await self._loader.load(sampler)
+            try:
+                guessed = replace(work, draft_id=draft_id)
+                return await self._dispatch.sample(sampler.record.base_model, guessed, telling.forward)
+            except OperationError as error:
+                if error.category == "server":
+                    self._loader.invalidate(sampler, loading)
+                raise
+
+    @asynccontextmanager
+    async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
+        """Loads the job's draft, see `Drafts.use`; if that fails, a job that was begun continues without it."""
+        async with AsyncExitStack() as stack:
+            try:
+                draft_id = await stack.enter_async_context(self._drafts.use(job.draft))
+            except OperationError as error:
+                if not job.was_begun:
+                    raise
+                _log_draft_lost(job, error)
+                job.draft = draft_id = None
+            yield draft_id
+
+    async def _note_strike(self, held: _JournalRecords) -> None:
+        held.places.append(await self._journal.append(replace(held.header, kind=STRIKE, drawn={})))
+
+
+def _log_draft_lost(job: SamplingJob, error: Exception) -> None:
+    logger.warning("%s continues without its draft: %s", job.request_id, error)
+
+
+class _ProgressForwarder:
+    """Forwards progress to the caller. has_told: True after the first increment; the job is not retried then."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self.has_streamed = False
+        self.forward = None if on_progress is None else self._tell
+
+    def _tell(self, parts: tuple[SampledPart, ...]) -> None:
+        assert self._on_progress is not None
+        self.has_streamed = True
+        self._on_progress(parts)

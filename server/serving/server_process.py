@@ -1,0 +1,551 @@
+"""Runs one server process: claims the state directory, binds the socket, loads models, serves, and shuts down.
+
+On SQLite the claim is a lock that lasts as long as the process. On PostgreSQL it is a lease: the process serves while
+it holds the lease, and otherwise forwards requests to the holder.
+"""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp
+
+from ...schemas.errors import OperationError
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.worker_config import KeptWorkersAddress
+from ..config.knob_values import is_url
+from ..config.knobs import ServerConfig
+from ..files.wal import Guard
+from ..replication.attach import adopt_workers_config, dispatch_config
+from ..replication.leases import Lease, LeaseExpired, Tenure
+from ..replication.state_lock import (
+    CHECKPOINT_PATTERNS,
+    STATE_PATTERNS,
+    StartError,
+    StateLock,
+    created_state_directory,
+    keep_private,
+    locked_state_directory,
+)
+from ..routes.services import Services
+from ..store import DatabaseUnreachable, LeaseLost, Store, open_store
+from ..store.database_errors import OUTAGE_ERRORS
+from ..tenants.auth import require_keys
+from ..text.hub_names import warn_unresolved
+from .app import LiveState, create_app
+from .auto_layout import with_layouts
+from .base_models import download_models
+from .connections import HttpConnection
+from .shutdown import drain
+from .standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
+
+logger = logging.getLogger(__name__)
+
+FORCED_STATUS = 130
+_FAILED_STATUS = 1
+_ANSWER_SECONDS = 1.0
+"""Part of the shutdown time that is reserved for answering the requests that cannot be completed."""
+_HOLDER_SECONDS = 0.5
+"""Interval at which a standby checks whether the lease has another holder."""
+_REST_SECONDS = 5.0
+"""Wait of a server after a failed takeover, so that other servers, which look twice a second, can take the lease."""
+_OPEN_FILES = 1 << 16
+_GARBAGE_THRESHOLD = 20_000
+"""Allocations between two collections; Python's 700 would collect every few requests, which hardly leave cycles."""
+_LEAVING_SECONDS = 3.0
+"""How long leftover threads, such as one whose upload hangs, may delay the end of the process."""
+_SWITCH_SECONDS = 0.0005
+"""How long a thread that decodes a large body may hold the GIL; Python's default, 5 ms, is as long as an operation."""
+
+
+def serve(config: ServerConfig) -> None:
+    """Runs a server until SIGINT or SIGTERM; a second signal ends the process at once.
+
+    Raises StartError, and KeyboardInterrupt on SIGINT before the server was ready.
+    """
+    check_certificate(config)
+    allow_many_connections()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    claimed = locked_state_directory if config.database_url is None else created_state_directory
+    # The socket is bound first, so that no state directory is created if the server cannot listen.
+    with (
+        bound_socket(config.host, config.port) as listener,
+        claimed(config.state_dir, config.durability == "power") as claim,
+    ):
+        keep_private(config.state_dir, STATE_PATTERNS)
+        if config.checkpoints is not None and not is_url(config.checkpoints):
+            keep_private(Path(config.checkpoints).expanduser(), CHECKPOINT_PATTERNS)
+        new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=new_loop) as runner, bounded_exit():
+            runner.run(until_signal(partial(_serve, config, listener, claim)))
+
+
+@contextlib.contextmanager
+def bounded_exit() -> Iterator[None]:
+    """Limits how long threads that the block leaves behind, which Python would join, delay the end of the process."""
+    before, status = set(threading.enumerate()), _FAILED_STATUS
+    try:
+        yield
+        status = 0
+    except KeyboardInterrupt:
+        status = FORCED_STATUS
+        raise
+    finally:
+        _leave_soon([one for one in threading.enumerate() if one not in before and not one.daemon], status)
+
+
+def _leave_soon(threads: Sequence[threading.Thread], status: int) -> None:
+    def leave() -> None:
+        if left := [thread.name for thread in threads if thread.is_alive()]:
+            logger.warning("the process ends without waiting for %s", ", ".join(left))
+            os._exit(status)
+
+    timer = threading.Timer(_LEAVING_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raises StartError if the TLS certificate and key cannot be used."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return
+    try:
+        # An empty passphrase instead of a prompt, which no one would answer.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, lambda: "")
+    except OSError as error:  # SSLError is one
+        raise StartError(
+            f"certificate {config.tls_certificate} with key {config.tls_key} cannot be used ({error}): give a "
+            "certificate and its key in PEM, readable and without a passphrase"
+        ) from None
+
+
+def allow_many_connections() -> None:
+    """Raises the limit of open files, commonly 1024, since each waiting client holds a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS may refuse the hard limit that it reports
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _serve(
+    config: ServerConfig, listener: socket.socket, claim: StateLock | None, on_ready: Callable[[], None]
+) -> None:
+    config, kept_at = await adopt_workers_config(config)
+    config = await download_models(config, say)
+    url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
+    has_keys = await _has_keys(config)
+    with ready_file(config.ready_file) as write_ready:
+
+        def announce(words: str) -> None:
+            for warning in warn_unresolved(config.base_models, config.is_loopback):
+                logger.warning("%s", warning)
+            on_ready()
+            write_ready(url)
+            say(words)
+
+        if claim is not None:
+            async with _leading(config, kept_at, None, claim.check) as app:
+                greet = partial(announce, greeting(config, url, has_keys))
+                await _HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
+        else:
+            advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
+            async with _lease(config, advertised) as lease:
+                await _LeasedServer(config, kept_at, lease, partial(greeting, config, url, has_keys), announce).run(
+                    listener
+                )
+
+
+@contextlib.asynccontextmanager
+async def _leading(
+    config: ServerConfig, kept_at: KeptWorkersAddress | None, live: LiveState | None, guard: Guard = lambda: None
+) -> AsyncIterator[FastAPI]:
+    """Loads the models and runs the application for the duration of the block. Raises StartError."""
+    scratch_dir = config.state_dir if live is None else live.directory
+    epoch = None if live is None else live.tenure.record.epoch
+    async with _loaded_workers(replace(config, state_dir=scratch_dir), kept_at, epoch) as dispatch:
+        if live is not None:  # the lease may have expired while models were loaded
+            live.tenure.check()
+        app = create_app(config, dispatch, live, guard)
+        async with app.router.lifespan_context(app):
+            # Everything loaded so far stays alive, and scanning it again would make garbage collections slow.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(_GARBAGE_THRESHOLD)
+            try:
+                yield app
+            finally:
+                gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
+    """Yields a lease, which is released at the end of the block. Raises StartError."""
+    store = _opened_store(config)
+    names = [model.name for model in config.base_models]
+    lease = Lease(store, names, config.advertise_url or url, config.lease_seconds)
+    try:
+        await _prepare(lease, config.state_dir)
+        yield lease
+    finally:
+        try:
+            await lease.release()
+        except SQLAlchemyError as error:
+            logger.error("the lease could not be released, and will expire by itself: %s", error)
+        store.close()
+
+
+async def _prepare(lease: Lease, state_dir: Path) -> None:
+    try:
+        await lease.prepare(state_dir)
+    except OSError as error:
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    except SQLAlchemyError as error:
+        raise StartError(f"the leases cannot be read: {error}") from None
+
+
+class _LeasedServer:
+    """Runs one of several servers that share a database and a state directory: alternates standby and leading.
+
+    greet: returns the ready message of a leading server.
+    announce: called with a message for the user when requests are first answered, and at each change.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        kept_at: KeptWorkersAddress | None,
+        lease: Lease,
+        greet: Callable[[], str],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._at = kept_at
+        self._lease = lease
+        self._greet = greet
+        self._announce = announce
+        self._standby = Standby(lease)
+        self._switch = SwitchableApp(TakeoverApp())
+        self._services: Services | None = None
+        self._is_stopping = False
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until cancelled. Raises StartError if the server cannot take over."""
+        http = _HttpServer(self._config, self._switch, lambda: self._services, lambda: None)
+        serving = asyncio.create_task(http.run_until_cancelled(listener))
+        turns = asyncio.create_task(self._take_turns())
+        try:
+            await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._is_stopping = True
+            self._standby.drop_all()
+            for task in (serving, turns):  # connections are closed before anything that they use
+                task.cancel()
+                await asyncio.wait({task})
+            await self._standby.close()
+        for task in (serving, turns):
+            if not task.cancelled():
+                task.result()
+
+    async def _take_turns(self) -> None:
+        while not self._is_stopping:
+            tenure = await self._take_lease()
+            self._switch.target = TakeoverApp()
+            try:
+                await self._lead(tenure)
+            except (LeaseLost, LeaseExpired) as error:
+                logger.error("%s", error)
+            except (OSError, *OUTAGE_ERRORS) as error:
+                logger.error("this server cannot take over now (%s), and will try again unless another one does", error)
+                await self._give_up()
+
+    async def _give_up(self) -> None:
+        self._switch.target = self._standby
+        try:
+            await self._lease.release_and_rest(_REST_SECONDS)
+        except SQLAlchemyError as error:
+            logger.error("the lease could not be released, and will expire by itself: %s", error)
+
+    async def _take_lease(self) -> Tenure:
+        taking, told = asyncio.create_task(self._lease.acquire()), None
+        try:
+            while not taking.done():
+                await asyncio.wait({taking}, timeout=_HOLDER_SECONDS)
+                self._standby.drop_others()
+                if self._lease.holder_url not in (None, told):
+                    told, self._switch.target = self._lease.holder_url, self._standby
+                    self._announce(f"standing by: {told} holds the lease")
+        finally:
+            taking.cancel()
+        return taking.result()
+
+    async def _lead(self, tenure: Tenure) -> None:
+        """Serves until another server holds the lease.
+
+        Raises StartError, and OSError or a database outage if a later try may succeed.
+        """
+        say(f"taking over, with epoch {tenure.record.epoch}")
+        keeping = asyncio.create_task(tenure.keep_renewing())
+        try:
+            async with _leading(self._config, self._at, await self._live_state(tenure)) as app:
+                self._services = app.state.services
+                self._switch.target = LeaseGuard(app, tenure)
+                self._announce(self._greet())
+                await asyncio.shield(keeping)
+                self._switch.target, self._services = self._standby, None
+                app.state.services.futures.stop_waiting()
+                app.state.services.sampling.stop_sample_now()
+        finally:
+            self._services = None
+            keeping.cancel()
+
+    async def _live_state(self, tenure: Tenure) -> LiveState:
+        try:
+            directory = await asyncio.to_thread(tenure.take_live_state, self._config.state_dir)
+        except ValueError as error:
+            raise StartError(str(error)) from None
+        return LiveState(directory, tenure)
+
+
+_BIND_REMEDIES = {
+    errno.EADDRINUSE: "something listens there already: stop it, or choose another {port} (0 picks a free one)",
+    errno.EACCES: "that needs root privileges: choose a {port} above 1023",
+    errno.EADDRNOTAVAIL: "this machine has no such address: choose another {host}",
+}
+
+
+@contextlib.contextmanager
+def bound_socket(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> Iterator[socket.socket]:
+    """Yields a socket that is bound but not listening: clients are refused, not kept waiting, while models load.
+
+    Args:
+        host_flag: the flag that set the host, named in errors; port_flag likewise.
+    Raises:
+        StartError: the address cannot be bound.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another {host_flag}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            remedy = _BIND_REMEDIES.get(error.errno or 0, str(error.strerror)).format(host=host_flag, port=port_flag)
+            raise StartError(f"cannot listen on {host} port {port}: {remedy}") from None
+        yield listener
+
+
+HOST_NAMES: Mapping[str, str] = dict.fromkeys(("0.0.0.0", "::"), socket.gethostname())
+"""Maps wildcard addresses to the name under which other machines may reach this one."""
+
+
+def url_of(host: str, listener: socket.socket, scheme: str) -> str:
+    """Returns a URL at which a client on this machine reaches the server."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{listener.getsockname()[1]}"
+
+
+def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
+    """Returns the ready message: the URL, and lines to paste into a shell and into Python."""
+    key = "tml-..." if has_keys else "tml-local"
+    origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
+    return "\n".join(
+        (
+            f"ready: {url} serves {', '.join(model.name for model in config.base_models)} (API at {url}/docs)",
+            f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
+            f'  client = trainhouse.ServiceClient("{url}", "{key}")',
+        )
+    )
+
+
+def say(words: str) -> None:
+    """Prints to standard output; ignores errors, since that may be a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(words, flush=True)
+
+
+@contextlib.contextmanager
+def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes the URL to the file atomically, once; removes the file at the end of the block.
+
+    The function raises StartError.
+    """
+    is_written = False
+
+    def write(url: str) -> None:
+        nonlocal is_written
+        if path is not None and not is_written:
+            aside = path.with_name(f"{path.name}.{os.getpid()}")
+            try:
+                aside.write_text(f"{url}\n")
+                aside.chmod(0o644)  # processes of any user may wait for it
+                aside.replace(path)
+            except OSError as error:
+                raise StartError(f"ready file {path} cannot be written: {error.strerror}") from None
+            is_written = True
+
+    try:
+        yield write
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+async def _has_keys(config: ServerConfig) -> bool:
+    """True if any API key exists. Raises StartError if the server needs one and none exists."""
+    store = _opened_store(config)
+    try:
+        await store.check_integrity()
+        await require_keys(config, store)
+        return (await store.count_keys()).created > 0
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    finally:
+        store.close()
+
+
+def _opened_store(config: ServerConfig) -> Store:
+    """Raises StartError."""
+    try:
+        return open_store(config.store_config())
+    except (ValueError, DatabaseUnreachable) as error:
+        raise StartError(str(error)) from None
+
+
+@contextlib.asynccontextmanager
+async def _loaded_workers(
+    config: ServerConfig, at: KeptWorkersAddress | None, epoch: int | None
+) -> AsyncIterator[WorkerDispatch]:
+    """Yields a dispatch to loaded workers; at the end, stops them, except kept workers. Raises StartError."""
+    try:
+        settings = dispatch_config(config, at, epoch)
+        if config.parallel is None:
+            settings = with_layouts(settings, config.device_memory_bytes, say)
+        dispatch = WorkerDispatch(settings)
+        await dispatch.start(say)
+    except (ValueError, OSError, OperationError) as error:
+        raise StartError(str(error)) from None
+    try:
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """A uvicorn server that leaves signals to us, reports when it listens, and answers waiting polls at shutdown.
+
+    services: returns the present services, or None on a standby.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        app: ASGIApp,
+        services: Callable[[], Services | None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpConnection,
+                lifespan="off",  # entered by us, so that what fails in it reaches our caller
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=config.keep_alive_seconds,
+                ssl_certfile=config.tls_certificate,
+                ssl_keyfile=config.tls_key,
+                timeout_graceful_shutdown=config.shutdown_seconds,
+            )
+        )
+        self._on_ready = on_ready
+        self._services = services
+        self._drain_seconds = config.drain_seconds
+        self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
+
+    async def run_until_cancelled(self, listener: socket.socket) -> None:
+        """Serves until cancelled, then drains accepted work and lets open requests end."""
+        serving = asyncio.ensure_future(self.serve([listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            if (services := self._services()) is None:
+                say("stopping")
+            else:
+                say("stopping: finishing accepted work and open requests")
+                await drain(services, self._drain_seconds)
+            self.should_exit = True
+            await serving
+            raise
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        services = self._services()
+        if services is None:
+            await super().shutdown(sockets)
+            return
+        # uvicorn closes the listeners and idle connections before its first await, so no client polls again.
+        asyncio.get_running_loop().call_soon(services.futures.stop_waiting)
+        # uvicorn cuts connections at its timeout; samples are stopped before, so that their clients are answered.
+        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.sampling.stop_sample_now)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            stopping.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object, object, None]]) -> None:
+    """Runs the work until it ends or a signal cancels it; a second signal ends the process at once.
+
+    Args:
+        new_work: starts the work; receives a function that the work calls when it is ready.
+    Raises:
+        KeyboardInterrupt: SIGINT arrived before the work was ready.
+    """
+    signals: list[signal.Signals] = []
+    ready = asyncio.Event()
+    task = asyncio.ensure_future(new_work(ready.set))
+
+    def stop(number: signal.Signals) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(FORCED_STATUS)  # the workers watch their parent and end with it
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+        if signals[0] == signal.SIGINT and not ready.is_set():
+            raise KeyboardInterrupt from None

@@ -1,0 +1,69 @@
+"""Stores drafts in the form that inference engines read: published tensor names, and their keys in the config."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+from ..drafts.draft_model import DraftModel
+from .description import CheckpointDescription, write_json
+
+# Fields of the configuration that do not change the shape of a draft.
+_NO_SHAPE = frozenset({"seed"})
+
+
+class DraftFormat:
+    """Implements Form for drafts."""
+
+    stem, is_read_at_once = "model", False
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+
+    def legacy_name(self, name: str) -> str:
+        return name
+
+    def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:
+        return ()
+
+    def describe(self) -> dict[str, Any]:
+        return {} if self._model.has_full_vocabulary else {"vocabulary_is_chosen": self._model.vocabulary_is_chosen}
+
+    def check(self, saved: CheckpointDescription) -> None:
+        ours, theirs = self._model.draft, saved.training
+        assert isinstance(theirs, DraftConfig)
+        for name in DraftConfig.model_fields.keys() - _NO_SHAPE:
+            of_model, of_saved = getattr(ours, name), getattr(theirs, name)
+            if of_model != of_saved:
+                raise OperationError(
+                    f"the checkpoint was saved with {name} {of_saved}, the draft has {of_model}: create a draft of"
+                    " that shape and load into that"
+                )
+
+    def write_extra_files(self, directory: Path, base_name: str) -> None:
+        config = self._model.shape.config.to_dict() | {"dtype": "float32"}
+        write_json(directory / "config.json", {**config, **self._model.inference_config()})
+
+    def load_constants(self, constants: Mapping[str, Tensor], saved: CheckpointDescription) -> None:
+        """Sets the draft's vocabulary."""
+        if not self._model.has_full_vocabulary:
+            offsets = constants["d2t"]
+            self._model.vocabulary = (offsets + torch.arange(len(offsets))).to(self._model.vocabulary.device)
+            self._model.vocabulary_is_chosen = saved.vocabulary_is_chosen
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Returns the vocabulary of a draft that has only a part of the target's tokens.
+
+        d2t: int64 [V], for each of its tokens the target's id minus its own. t2d: bool [target's vocabulary], true for
+        tokens that the draft has.
+        """
+        if self._model.has_full_vocabulary:
+            return {}
+        said = self._model.vocabulary.cpu()
+        can_say = torch.zeros(self._model.shape.target_vocabulary, dtype=torch.bool)
+        can_say[said] = True
+        return {"d2t": said - torch.arange(len(said)), "t2d": can_say}

@@ -1,0 +1,139 @@
+"""Stores adapters in the form of PEFT."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.models import GATE_UP_PATTERN, LoraConfig
+from ..lora import Adapter, Target
+from .description import CheckpointDescription, few, write_json
+
+_KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
+class PeftFormat:
+    """Implements Form for adapters."""
+
+    stem, is_read_at_once = "adapter_model", True
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._renamed = [target for target in adapter.targets if target.saved_path is not None]
+
+    def describe(self) -> dict[str, Any]:
+        return {"targets": [target.name for target in self._adapter.targets]}
+
+    def check(self, saved: CheckpointDescription) -> None:
+        adapter, theirs = self._adapter, saved.training
+        if not isinstance(theirs, LoraConfig):
+            raise OperationError(
+                "the checkpoint has all weights of a model, and the model trains an adapter: create a model with"
+                " training full and load into that"
+            )
+        for name in ("rank", "alpha"):
+            of_model, of_saved = getattr(adapter.lora, name), getattr(theirs, name)
+            if of_model != of_saved:
+                raise OperationError(
+                    f"the checkpoint was saved with {name} {of_saved}, the model has {name} {of_model}:"
+                    f" create a model with {name} {of_saved} and load into that"
+                )
+        own, others = {target.name for target in adapter.targets}, saved.adapted_layers
+        if own != others and not (others < own and _groups(theirs) == _groups(adapter.lora)):
+            raise OperationError(
+                f"the checkpoint adapts other layers than the model: only the checkpoint has {few(others - own)},"
+                f" only the model has {few(own - others)}; use the train_attn, train_mlp and train_unembed it was"
+                " saved with"
+            )
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def legacy_name(self, name: str) -> str:
+        for target in self._renamed:
+            name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
+        return name
+
+    def missing_tensors(self, saved: CheckpointDescription) -> set[str]:
+        """Returns the tensors of layers that the checkpoint does not adapt: earlier versions adapted fewer layers of
+        some models."""
+        others = saved.adapted_layers
+        sides = [
+            side
+            for target in self._adapter.targets
+            if target.name not in others
+            for side in target.unsharded().matrices(1)
+        ]
+        return {name for side in sides for name, _ in side.named_tensors(torch.empty(side.shape, device="meta"))}
+
+    def write_extra_files(self, directory: Path, base_name: str) -> None:
+        write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
+
+    def load_constants(self, constants: Mapping[str, Tensor], saved: CheckpointDescription) -> None:
+        pass
+
+
+def _groups(lora: LoraConfig) -> tuple[bool, bool, bool]:
+    return lora.train_attn, lora.train_mlp, lora.train_unembed
+
+
+def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
+    targets = _PeftTargets.of(adapter)
+    return {
+        "peft_type": "LORA",
+        "task_type": adapter.program.peft_task,
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": adapter.lora.rank,
+        "lora_alpha": adapter.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "target_modules": sorted(targets.modules),
+        "modules_to_save": list(adapter.program.peft_modules) or None,
+        **({"target_parameters": sorted(targets.parameters)} if targets.parameters else {}),
+        **(_double_pairs(adapter) if adapter.adapts_experts else {}),
+    }
+
+
+def _double_pairs(adapter: Adapter) -> dict[str, Any]:
+    """Returns rank and alpha for models in which gate and up of an expert are one parameter but have a pair of matrices
+    each."""
+    rank, alpha = adapter.lora.rank, adapter.lora.alpha
+    return {"rank_pattern": {GATE_UP_PATTERN: 2 * rank}, "alpha_pattern": {GATE_UP_PATTERN: 2 * alpha}}
+
+
+@dataclass(frozen=True)
+class _PeftTargets:
+    """The names by which peft finds the adapted layers.
+
+    modules: suffixes of the names of linear layers. parameters: suffixes of the names of other parameters.
+
+    In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts only, and
+    drops the matrices of shared experts and dense layers; there the latter are listed as parameters.
+    """
+
+    modules: frozenset[str]
+    parameters: frozenset[str]
+
+    @staticmethod
+    def of(adapter: Adapter) -> "_PeftTargets":
+        experts = [target for target in adapter.targets if target.num_experts is not None]
+        linears = [target for target in adapter.targets if target.num_experts is None]
+        taken = [target for target in linears if adapter.base_is_sparse and target.kind in _KINDS_OF_EXPERTS]
+        others = {name.rpartition(".")[2] for name in adapter.not_adapted}
+        modules = {target.path if target.kind in others else target.kind for target in linears if target not in taken}
+        # If transformers has a module for each expert, peft finds it by these names.
+        modules |= {target.saved_kind for target in experts} if not taken else set()
+        parameters = {f"{target.path}.weight" for target in taken} | {_fused(target) for target in experts}
+        return _PeftTargets(frozenset(modules), frozenset(parameters))
+
+
+def _fused(target: Target) -> str:
+    """Returns the suffix of the name of the parameter that holds this layer of all experts."""
+    *_, block, experts, kind = target.name.split(".")
+    return f"{block}.{experts}.{kind if kind == 'down_proj' else 'gate_up_proj'}"

@@ -1,0 +1,120 @@
+"""The interface of a draft algorithm: its modules, its training pass over a micro-batch, and its drafting."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ....schemas.models import DraftConfig
+from ...losses.draft_scores import DraftGradients, DraftScores
+from ...models.model import BaseModel
+from ...parallel.mesh import ALONE, Team
+from ...state.parameter import ModelParameter
+from ..sequences.captured_features import TargetRepr
+from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
+from ..sequences.features import DraftInputs
+from ..sequences.labels import Labels, Options
+from .draft_shape import DraftShape
+from .logit_budget import LogitBudget
+
+# Weights by name.
+Tensors = Mapping[str, Tensor]
+
+
+class DraftPass(Protocol):
+    """A draft's training pass over the sequences of a micro-batch. Rows are scored and differentiated in chunks;
+    `close` ends the pass."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def chunk_rows(self) -> int:
+        """Returns how many rows to score at a time."""
+        ...
+
+    def scores(self, rows: slice) -> DraftScores: ...
+
+    def weights(self, rows: slice) -> Tensor:
+        """Returns the weights of the predicted tokens, [m, depth]."""
+        ...
+
+    def places(self, rows: slice) -> Tensor:
+        """Returns for each prediction the token after which the predicted one stands, int64 [m, depth], an index into
+        the n tokens; arbitrary where no token is predicted."""
+        ...
+
+    def backward(self, slopes: DraftGradients) -> None:
+        """Differentiates the scores that were returned last."""
+        ...
+
+    def close(self) -> None:
+        """Propagates what was collected to the gradients of the weights."""
+        ...
+
+
+class DraftNetwork(Protocol):
+    """The modules of a draft over given tensors, which may require gradients."""
+
+    def training_pass(self, features: DraftInputs, labels: Labels, options: Options, room: LogitBudget) -> DraftPass:
+        """Starts a training pass. `options` are the loss's, `room` limits the logits of a chunk."""
+        ...
+
+    def extend_cache(self, told: TargetStates, ends: TargetEnds) -> None:
+        """Adds the given tokens to the draft's KV cache, for later drafting."""
+        ...
+
+    def propose(self, told: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
+        """Adds the given tokens to the KV cache, then drafts `num` tokens after the last of `told.following`."""
+        ...
+
+
+class DraftAlgorithm(Protocol):
+    """Defines a draft algorithm."""
+
+    def draft_lengths(self, shape: DraftShape) -> DraftLengths:
+        """Returns how many tokens its drafts propose at a time while sampling."""
+        ...
+
+    @property
+    def target_repr(self) -> TargetRepr | None:
+        """Returns in which form its drafts read the target's distribution, None if they do not learn from it."""
+        ...
+
+    def lookahead(self, options: Options) -> int:
+        """Returns the look-ahead in tokens: how far after a token the predictions from it read. `options` are the
+        loss's."""
+        ...
+
+    def with_defaults(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+        """Returns the configuration with all defaults filled in. Raises OperationError if it is not possible for this
+        target."""
+        ...
+
+    def inference_config(self, config: DraftConfig) -> Mapping[str, Any]:
+        """Returns what inference engines read in the config.json of such a draft, given a resolved configuration."""
+        ...
+
+    def parameters(self, shape: DraftShape) -> Sequence[ModelParameter]: ...
+
+    def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
+        """Initializes the weights of a new draft. `vocabulary` has the draft's tokens, int64."""
+        ...
+
+    def network(
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
+    ) -> DraftNetwork:
+        """Returns a draft's modules.
+
+        Args:
+            recomputes: whether activations are recomputed in the backward pass instead of kept.
+            team: the ranks that have parts of its layers (see tensor.py) and run the same tokens.
+        """
+        ...

@@ -1,0 +1,159 @@
+"""A draft model: its trained weights, its vocabulary and the target whose tokens it predicts."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+from ..models.model import BaseModel
+from ..state.flat_params import FlatLayout
+from ..state.moments import MomentFormat
+from ..state.trainable import SEED_MASK, Trainable
+from ..state.zero import ZeroShards
+from .algorithms.algorithm import DraftNetwork
+from .algorithms.draft_programs import DraftProgram
+from .algorithms.draft_shape import DraftShape
+from .algorithms.parameter_sharding import own_parameters
+from .groups import DraftGroups
+from .sequences.captured_features import FeatureKind
+from .sequences.labels import Options
+
+
+class DraftModel(Trainable):
+    """The trainable state of one draft model on this rank.
+
+    vocabulary: int64, ascending: the target's tokens that the draft can propose.
+    vocabulary_is_chosen: False while `vocabulary` holds only a placeholder, the lowest ids, with which the draft cannot
+    be trained.
+    target: the model whose tokens it predicts, None = the bare base model.
+    target_version: the version of the target's weights (see version.py).
+    was_loaded: True if its weights were loaded from another draft.
+    reach: how many tokens it proposes at a time while sampling.
+    """
+
+    def __init__(
+        self, draft: DraftConfig, base: BaseModel, program: DraftProgram, moments: MomentFormat, groups: DraftGroups
+    ) -> None:
+        """Raises OperationError if the configuration is not possible for this base model.
+
+        Args:
+            groups: the ranks that train the draft.
+        """
+        self._base = base
+        self._strategy = program.strategy
+        self.draft = self.training = program.strategy.with_defaults(draft, base.config, base.vocab_size)
+        self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
+        self.reach = program.strategy.draft_lengths(self.shape)
+        is_alone = groups.mesh.is_single
+        layout = FlatLayout(
+            own_parameters(program.strategy.parameters(self.shape), groups.mesh),
+            multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
+        )
+        super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
+        self.zero = None if is_alone else ZeroShards(layout, groups.mesh)
+        self.moments, self.groups = moments, groups
+        self.mesh = groups.mesh
+        self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
+        self.vocabulary_is_chosen = self.has_full_vocabulary
+        self.target: Trainable | None = None
+        self.target_version = ""
+        self.has_loaded_weights = False
+
+    @property
+    def trunk_model(self) -> Trainable | None:
+        """Returns the model whose weights the base model uses when it runs for this draft: the target."""
+        return self.target
+
+    @property
+    def capture_layers(self) -> Sequence[int]:
+        assert self.draft.capture_layers is not None
+        return self.draft.capture_layers
+
+    @property
+    def has_full_vocabulary(self) -> bool:
+        """True if the draft uses the target's full vocabulary."""
+        return self.shape.vocabulary == self.shape.target_vocabulary
+
+    @property
+    def feature_kind(self) -> FeatureKind:
+        """Returns the kind of captured features that the draft needs of its current target."""
+        layers, target_repr = tuple(self.capture_layers), self._strategy.target_repr
+        return FeatureKind(self.target_version, layers, target_repr, self.shape.hidden, self._base.dtype)
+
+    def initialize(self) -> None:
+        generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
+        whole = self.layout.unsharded
+        drawn = self.weights if whole is self.layout else torch.zeros(whole.size)
+        with self._base.whole_unembedding():
+            self._strategy.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
+        if drawn is not self.weights:
+            self.layout.copy_parts(self.weights, whole.named_views(drawn))
+
+    def set_vocabulary(self, token_ids: np.ndarray) -> None:
+        """Sets the draft's vocabulary and reinitializes its weights.
+
+        Args:
+            token_ids: int64, ascending, as many as the draft's vocabulary size.
+        Raises:
+            OperationError: the number of tokens is wrong, or the draft has already been trained.
+        """
+        if len(token_ids) != self.shape.vocabulary:
+            raise OperationError(f"{len(token_ids)} tokens do not fit a draft_vocab_size of {self.shape.vocabulary}")
+        if self.vocabulary_is_chosen and (self.num_steps or self.window.num_operations or self.has_loaded_weights):
+            raise OperationError(
+                f"the draft was already trained with its vocabulary, for {self.num_steps} steps"
+                f"{' and before it was loaded' if self.has_loaded_weights else ''}: build the map before the first"
+                " forward_backward, or create a new draft"
+            )
+        self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
+        self.vocabulary_is_chosen = True
+        self.clear_window()  # operations that were refused because the vocabulary was not chosen
+        self.initialize()
+
+    @property
+    def missing_state(self) -> str | None:
+        """Returns why the draft cannot be scored yet: its vocabulary was not chosen. None if it was."""
+        if self.vocabulary_is_chosen:
+            return None
+        return (
+            f"draft_vocab_size is {self.shape.vocabulary} of the target's {self.shape.target_vocabulary} tokens, and"
+            " the draft's vocabulary was not chosen: call build_vocab_map with your corpus first, or create a draft"
+            " without draft_vocab_size"
+        )
+
+    def lookahead(self, options: Options) -> int:
+        return self._strategy.lookahead(options)
+
+    def inference_config(self) -> Mapping[str, Any]:
+        """Returns what inference engines read in the draft's config.json, in addition to the shape of its layers."""
+        return self._strategy.inference_config(self.draft)
+
+    def network(self, trains: bool) -> DraftNetwork:
+        """Returns the draft's modules over its current weights.
+
+        Args:
+            trains: whether backward passes add to the draft's gradients.
+        """
+        weights = self.weight_views()
+        if trains:
+            gradients = self.gradient_views()
+            weights = {name: _trainable_leaf(weight, gradients[name]) for name, weight in weights.items()}
+        recomputes, team = self._base.activations != "keep", self.groups.mesh.along("tp")
+        return self._strategy.network(self.shape, weights, self.vocabulary, recomputes, team)
+
+
+def _by_name(layout: FlatLayout, vector: Tensor) -> Mapping[str, Tensor]:
+    return {str(matrix.key): layout.view(vector, matrix.key) for matrix in layout.matrices}
+
+
+def _trainable_leaf(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the weight as a leaf of autograd. Backward passes add to `gradient`, which is float32."""
+    leaf = weight.detach().requires_grad_()
+    leaf.grad_dtype = torch.float32
+    leaf.grad = gradient
+    return leaf

@@ -1,0 +1,259 @@
+"""The engine that samples with a vLLM server, ours or one at a URL, using the adapters that we train."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ....schemas.errors import OperationError
+from ....schemas.models import LoraConfig
+from ....schemas.sampling import SampleResponse, SamplingParams
+from ...protocol.calls import RunSpec, SampleJob
+from ...scheduler.cohorts import OnProgress
+from ...scheduler.rank_group import RankGroup
+from ...scheduler.work import WorkerCall
+from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
+from ..quarantine import MOST_STRIKES, Quarantine, SuspectState
+from .adapters import VllmAdapters, VllmAdapterVersion, link_files
+from .api import SampleRange, UnknownModel, VllmApi, VllmModel, VllmUnreachable, is_greedy
+from .limits import check_size, check_supported, max_tokens_of, num_cells
+from .sample_collector import SampleCollector
+from .server import VllmServer
+from .timeouts import HealthMonitor, RetryDeadline
+
+_MOST_AT_ONCE = 64
+"""Most samples of one request to vLLM, which runs at most --max-num-seqs at a time."""
+
+_MOST_CELLS_AT_ONCE = 1 << 18
+"""Most top log-probabilities in one response, about 40 bytes each. Larger responses are streamed."""
+
+_BARE = "bare-base"
+"""Id of the base model as an adapter. Runs and samplers cannot have it: their ids contain session ids."""
+
+Done = TypeVar("Done")
+
+
+class VllmEngine:
+    """Samples with vLLM. A seed repeats its samples, but they differ from the native engine's, which uses other noise.
+
+    A request keeps the weights that it began with. While vLLM is down, requests wait: for our own server until it has
+    restarted, for one at a URL for two minutes.
+    """
+
+    def __init__(self, training: RankGroup, server: VllmServer, directory: Path | None) -> None:
+        self._training = training
+        self._server = server
+        self._api = VllmApi(server)
+        self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
+        self._in_flight = InFlightRequests()
+        self._quarantine = Quarantine(server.name)
+        self._health = HealthMonitor(server, self._api)
+        self._model: VllmModel | None = None
+        self._base_adapter_id: str | None = None
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        await self._server.start(on_progress)
+        if self._server.is_on_cpu:
+            await self._add_base_adapter()
+
+    async def close(self) -> None:
+        await self._in_flight.close()
+        await self._adapters.close()
+        await self._api.close()
+        await self._server.close()
+
+    def status(self) -> str | None:
+        if not self._server.is_ready:
+            return f"{self._server.name} is restarting"
+        number = len(self._in_flight)
+        if not number:
+            return None
+        requests = f"{number} sampling requests wait or run" if number > 1 else "1 sampling request waits or runs"
+        if waiting := self._quarantine.num_waiting:
+            requests += f"; {waiting} of them until others are past the point at which it crashed"
+        return f"{requests} on {self._server.name}"
+
+    def pids(self) -> list[int]:
+        return list(self._server.pids)
+
+    async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
+        async def save(directory: Path) -> None:
+            await self._training.submit(run_id, tenant_id, WorkerCall("save_run", (run_id, str(directory), False)))
+            _check_adapter(directory)
+
+        await self._adapters.put(adapter_id, save)
+
+    async def load_adapter(self, adapter_id: str, directory: Path) -> None:
+        _check_adapter(directory)
+        await self._adapters.put(adapter_id, partial(link_files, directory))
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        self._adapters.drop(adapter_id)
+
+    def has_draft(self, draft_id: str) -> bool:
+        return False
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        raise OperationError(
+            "draft_path is not supported by vLLM: leave it out, or start the server with --sampler native"
+        )
+
+    async def drop_draft(self, draft_id: str) -> None:
+        pass
+
+    async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        check_supported(job)
+        return await self._in_flight.run(job.job_id, self._answer(job, StreamDeduplicator(on_progress)))
+
+    def cancel(self, job_id: str) -> None:
+        self._in_flight.cancel(job_id)
+
+    async def memory(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    async def _answer(self, job: SampleJob, told: StreamDeduplicator) -> SampleResponse:
+        with self._weights(job) as version:
+            if not _wants_scores(job):
+                return await self._sample(job, version, told)
+            sampled, scored = await _gather_or_cancel([self._sample(job, version, told), self._score(job, version)])
+            hits = sampled.prompt_cache_hit_tokens
+            return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits)
+
+    @contextmanager
+    def _weights(self, job: SampleJob) -> Iterator[VllmAdapterVersion | None]:
+        """Yields the version to sample; None means the base model."""
+        adapter_id = job.adapter_id or self._base_adapter_id
+        if adapter_id is None:
+            yield None
+            return
+        with self._adapters.in_use(adapter_id) as version:
+            yield version
+
+    async def _score(self, job: SampleJob, version: VllmAdapterVersion | None) -> SampleResponse:
+        """Scores the prompt with the training workers.
+
+        vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and crashes on a CPU
+        when it scores prompts together with other requests.
+        """
+        adapter_id = None
+        if version is not None and job.adapter_id is not None:
+            await self._adapters.load_into_training(version)
+            adapter_id = version.name
+        params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
+        plain = replace(job, num_samples=1, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=())
+        scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
+        return await self._training.sample(scoring)
+
+    async def _sample(
+        self, job: SampleJob, version: VllmAdapterVersion | None, told: StreamDeduplicator
+    ) -> SampleResponse:
+        patience = RetryDeadline(self._server)
+        with self._quarantine.track() as standing:
+            while True:
+                try:
+                    return await self._sample_when_admitted(job, version, told, standing)
+                except VllmUnreachable as gone:
+                    self._model = None
+                    if standing.num_strikes >= MOST_STRIKES:
+                        raise OperationError(
+                            f"sampling request {job.job_id} failed {MOST_STRIKES} times: {self._server.name} {gone};"
+                            " see its log",
+                            "server",
+                        ) from None
+                    await patience.wait(gone)
+
+    async def _sample_when_admitted(
+        self, job: SampleJob, version: VllmAdapterVersion | None, told: StreamDeduplicator, standing: SuspectState
+    ) -> SampleResponse:
+        async with self._quarantine.admitted(standing):
+            await self._server.ready()
+            start = self._server.num_starts
+            try:
+                async with self._quarantine.running(standing):
+                    return await self._health.watch(told.run(partial(self._attempt, job, version)))
+            except UnknownModel as error:
+                if version is not None:
+                    version.vllm_epoch = None
+                standing.num_strikes += 1
+                raise VllmUnreachable(str(error), reached=True) from None
+            except VllmUnreachable as gone:
+                if gone.reached:
+                    await self._blame(standing, start)
+                raise
+
+    async def _blame(self, standing: SuspectState, start: int) -> None:
+        """Counts a strike against this request if the server is alive; else records the crash."""
+        if self._server.num_starts == start and await self._api.is_healthy():
+            standing.num_strikes += 1
+        else:
+            self._quarantine.record_crash(standing)
+
+    async def _attempt(
+        self, job: SampleJob, version: VllmAdapterVersion | None, on_progress: OnProgress | None
+    ) -> SampleResponse:
+        model = self._model = self._model or await self._api.model(self._training.name)
+        max_tokens = max_tokens_of(job, model)
+        check_size(job, max_tokens)
+        if version is not None:
+            await self._adapters.load_into_vllm(version, self._server.num_starts)
+        samples, name = SampleCollector(job, on_progress), version.name if version is not None else model.name
+        await _gather_or_cancel([self._draw(ask, job, name, max_tokens, samples) for ask in _split(job)])
+        return samples.response()
+
+    async def _draw(
+        self, ask: SampleRange, job: SampleJob, name: str, max_tokens: int, samples: SampleCollector
+    ) -> None:
+        if not job.streams and num_cells(job, max_tokens) <= _MOST_CELLS_AT_ONCE:
+            samples.add(ask, await self._api.complete(job, ask, name, max_tokens))
+            return
+        async with aclosing(self._api.stream(job, ask, name, max_tokens)) as answers:
+            async for answer in answers:
+                samples.add(ask, answer)
+
+    async def _add_base_adapter(self) -> None:
+        """Adds the base model as an adapter that changes nothing.
+
+        On a CPU vLLM 0.32 applies the adapter in its last slot, if any, to requests that have no adapter.
+        """
+        spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
+
+        async def save(directory: Path) -> None:
+            await self._training.submit(_BARE, "", WorkerCall("create_run", (spec,), creates=_BARE))
+            await self._training.submit(_BARE, "", WorkerCall("save_run", (_BARE, str(directory), False)))
+            await self._training.submit(_BARE, "", WorkerCall("drop_run", (_BARE,), drops=_BARE))
+
+        await self._adapters.put(_BARE, save)
+        self._base_adapter_id = _BARE
+
+
+def _check_adapter(directory: Path) -> None:
+    """Raises OperationError if the checkpoint is of a fully trained model."""
+    if any(directory.glob("model*.safetensors")):
+        raise OperationError(
+            "vLLM samples only LoRA adapters, and this model is fully trained: sample it from a server with --sampler "
+            "native"
+        )
+
+
+def _split(job: SampleJob) -> list[SampleRange]:
+    """Splits the job into requests to vLLM. Greedy samples are all equal, and vLLM refuses more than one."""
+    num_samples = 1 if is_greedy(job) else job.num_samples
+    starts = range(0, num_samples, _MOST_AT_ONCE)
+    return [SampleRange(start, min(_MOST_AT_ONCE, num_samples - start)) for start in starts]
+
+
+async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:
+    """Runs all; if one fails, cancels the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_and_wait(tasks)
+
+
+def _wants_scores(job: SampleJob) -> bool:
+    alternatives = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or alternatives

@@ -1,0 +1,75 @@
+"""The parameters of a fully fine-tuned model, and this rank's part of each."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ..models.model import BaseModel
+from ..protocol.parallel_spec import ShardedUnit
+from ..shapes.families import FAMILIES
+from ..shapes.split import Split
+from ..state.parameter import DimensionSplit, ExpertParameter, ModelParameter
+from ..state.program import Program
+
+# The linear layers that are stacked in each expert parameter of transformers.
+_PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}
+
+
+def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
+    """Returns the parameters in the same order on all ranks. The output head is included only if the program reads
+    it."""
+    own = base.own_parameters()
+    if program.scores != "logprobs" and base.head_name != base.embedding_name:
+        del own[base.head_name]
+    return [
+        *(_parameter(base, name, value) for name, value in own.items()),
+        *(ModelParameter(str(matrix.key), str(matrix.key), matrix.shape) for matrix in program.matrices(base)),
+    ]
+
+
+def _parameter(base: BaseModel, name: str, own: Tensor) -> ModelParameter:
+    cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
+    path, _, kind = name.rpartition(".")
+    if path in base.experts:
+        linears = base.experts[path].linears[_PACKED[kind]]
+        return ExpertParameter(name, _checkpoint_name(base, path), tuple(own.shape), cuts, is_repeated, linears)
+    return ModelParameter(name, _checkpoint_name(base, name), tuple(own.shape), cuts, is_repeated)
+
+
+def _checkpoint_name(base: BaseModel, name: str) -> str:
+    """Returns the parameter's name in checkpoint files, where the block with the experts may have another name."""
+    block = next(
+        (path.removesuffix("experts") for path in base.experts if name.startswith(path[: -len("experts")])), None
+    )
+    if block is None:
+        return name
+    layer = block.removesuffix("mlp.")
+    return f"{layer}{FAMILIES[base.config.model_type].sparse_block}.{name.removeprefix(block)}"
+
+
+def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[DimensionSplit]:
+    for dim, split in base.splits.get(name, {}).items():
+        yield DimensionSplit(dim, split, {split.axis: split.size})
+    if base.is_fsdp_sharded(name):
+        team = base.shard_team
+        sizes = {axis: size for axis, size in (("fsdp", base.spec.fsdp), ("sp", base.spec.sp)) if size > 1}
+        yield DimensionSplit(0, Split("fsdp", team.size, team.index, (own.shape[0] * team.size,)), sizes)
+
+
+def _is_repeated(base: BaseModel, name: str) -> bool:
+    """True if all ranks along tp have the whole parameter and compute its whole gradient."""
+    if base.spec.tp == 1:
+        return False
+    unit = _unit(name.split("."))
+    if unit is not None:
+        return base.spec.tp_size_of(unit) == 1
+    # Only the first rank adds to the gradient of the embedding, and each rank scores different tokens.
+    return not (base.shards_activations or name in (base.embedding_name, base.head_name))
+
+
+def _unit(path: Sequence[str]) -> ShardedUnit | None:
+    if "self_attn" in path:
+        return "self_attn"
+    if "experts" in path or path[-2] == "gate":
+        return "experts"
+    return "mlp" if "mlp" in path else None

@@ -1,0 +1,209 @@
+"""All adapters of one base on this rank, by id, and the linear layers that they target."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ...schemas.errors import OperationError
+from ...schemas.models import LoraConfig
+from ..models.experts import RoutedExperts
+from ..models.model import BaseModel
+from ..programs.policy import POLICY
+from ..shapes.split import Split
+from ..state.program import Program
+from ..state.residency import Residency
+from ..state.resident_models import ResidentModels
+from .adapter import Adapter
+from .batch_plan import BatchPlan, PlanContext
+from .lora_experts import DOWN, GATE_UP
+from .lora_linear import ActivePlan, LoraLinear, MergedLoraLinear
+from .segment import Segment
+from .target import Group, Target, group_of
+
+_FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
+
+
+class AdapterRegistry(ResidentModels[Adapter]):
+    """Holds all adapters of one base on this rank, and makes every target in the base's trunk a LoraLinear."""
+
+    kind_name = "adapters"
+
+    def __init__(self, base: BaseModel, max_rank: int, residency: Residency | None = None) -> None:
+        """Wraps the base's targets. A `residency` of None keeps all adapters on the device."""
+        super().__init__(residency or Residency(base.device))
+        self._base = base
+        self._max_rank = max_rank
+        self._active = ActivePlan(base)
+        self._trunk_targets = tuple(_wrap_targets(base, self._active))
+        self._frozen = tuple(_frozen(base, {target.name for target in self._trunk_targets}))
+        base.finish_linears(MergedLoraLinear, self._active.captured_context)
+        self._unembed_target = _unembed_target(base)
+        self._kind = PlanContext(base.device, _aligned(self._trunk_targets, base.dtype))
+
+    def build(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
+        """Returns an adapter with zero weights that has no id yet.
+
+        Raises:
+            OperationError: the rank is too high, or nothing would be trained.
+        """
+        self.check_rank(lora)
+        if program.scores != "logprobs":  # nothing runs through the output head
+            lora = lora.model_copy(update={"train_unembed": False})
+        targets = self._targets(lora)
+        return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.unadapted_layers(targets))
+
+    def check_rank(self, lora: LoraConfig) -> None:
+        """Raises OperationError if the rank exceeds max_lora_rank."""
+        if lora.rank > self._max_rank:
+            raise OperationError(
+                f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
+                f" --max-lora-rank {lora.rank}"
+            )
+
+    @property
+    def all_targets(self) -> tuple[Target, ...]:
+        """The layers that an adapter of this base may adapt."""
+        return (*self._trunk_targets, self._unembed_target)
+
+    def unadapted_layers(self, targets: Sequence[Target]) -> tuple[str, ...]:
+        """Returns the names of the trunk's layers that have matrices and are not among these targets."""
+        adapted = {target.name for target in targets}
+        return (*(each.name for each in self._trunk_targets if each.name not in adapted), *self._frozen)
+
+    def check_groups(self, lora: LoraConfig) -> None:
+        """Raises OperationError if train_attn or train_mlp would adapt nothing of this base."""
+        there = {target.group for target in self._trunk_targets}
+        idle = [flag for flag, group in _FLAGS.items() if getattr(lora, flag) and group not in there]
+        if idle:
+            kinds = sorted({name.rpartition(".")[2] for name in self._frozen})
+            raise OperationError(
+                f"{' and '.join(f'{flag}=True' for flag in idle)} would adapt nothing of {self._base.config.model_type}"
+                f" models such as {self._base.source}: adapters do not support {', '.join(kinds) or 'its layers'};"
+                f" create it with {' and '.join(f'{flag}=False' for flag in idle)}, or train all weights"
+                ' (training="full")'
+            )
+
+    def bytes_at_rank(self, rank: int) -> int:
+        """Returns the bytes of an adapter of all targets in training.
+
+        Its weights, accumulated gradients, the gradients of one operation and two moments are float32; two copies of
+        the weights have the base's dtype.
+        """
+        numbers = sum(math.prod(side.shape) for target in self.all_targets for side in target.matrices(rank))
+        return numbers * (5 * torch.float32.itemsize + 2 * self._base.dtype.itemsize)
+
+    def with_groups_of(self, lora: LoraConfig, names: Collection[str]) -> LoraConfig:
+        """Returns `lora` with the flags set that adapt the groups of layers of the targets `names`."""
+        groups = {target.group for target in self._trunk_targets if target.name in names}
+        adapted = {flag: group in groups for flag, group in _FLAGS.items()}
+        return lora.model_copy(update=adapted | {"train_unembed": self._unembed_target.name in names})
+
+    def plan(self, segments: Sequence[Segment], before: BatchPlan | None = None) -> BatchPlan:
+        """Returns the plan of these segments.
+
+        Args:
+            segments: in order, ending at the row's last token; none for the bare base.
+            before: an earlier plan to reuse copies from, see Plan.
+        """
+        return BatchPlan(segments, self._kind, before)
+
+    @contextmanager
+    def applied(self, segments: Sequence[Segment] | BatchPlan, pass_adapters: Sequence[Adapter] = ()) -> Iterator[None]:
+        """Applies these adapters in forward and backward passes of the trunk, with the weights that they have on entry.
+
+        A plan serves any number of rows of the same segments, until a weight changes. For `company` see Plan.
+        """
+        plan = (
+            segments
+            if isinstance(segments, BatchPlan)
+            else BatchPlan(segments, self._kind, pass_adapters=pass_adapters)
+        )
+        assert plan.is_current, "an adapter's weights have changed since the plan was made"
+        with self._active.activated(plan):
+            yield
+
+    def _targets(self, lora: LoraConfig) -> list[Target]:
+        wanted = {group for flag, group in _FLAGS.items() if getattr(lora, flag)}
+        targets = [target for target in self._trunk_targets if target.group in wanted]
+        if lora.train_unembed:
+            targets.append(self._unembed_target)
+        if not targets:
+            raise OperationError(
+                f"train_attn={lora.train_attn}, train_mlp={lora.train_mlp}, train_unembed={lora.train_unembed} selects"
+                f" no linear layer of this model: it has {sorted({t.kind for t in self._trunk_targets})}"
+                " and the output head"
+            )
+        return targets
+
+
+def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
+    """Replaces the trunk's targets by LoraLinear and yields them in the model's order.
+
+    Experts are not replaced: they add their adapters' terms themselves.
+    """
+    inside = {id(module) for module in base.trunk.modules()}
+    all_experts = base.adaptable_experts()
+    for name, module in list(base.model.named_modules()):
+        if (experts := all_experts.get(name)) is not None:
+            experts.adapt(active, name)
+            experts.quantize(base.quantize)
+            of_experts = _expert_targets(name, experts, base.splits)
+            yield from (
+                replace(target, is_repeated=base.is_replicated_over_tp(f"{name}.down_proj")) for target in of_experts
+            )
+        parent_name, _, kind = name.rpartition(".")
+        if not isinstance(module, nn.Linear) or id(module) not in inside or group_of(name) is None:
+            continue
+        base.quantize(module, "weight")
+        saved_name, path = base.saved_name(name), base.name_in_files(name)
+        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, saved_name, active))
+        target = _target(saved_name, module, base.splits.get(f"{name}.weight", {}))
+        saved_path = None if path == name else base.saved_name(path)
+        yield replace(target, is_repeated=base.is_replicated_over_tp(f"{name}.weight"), saved_path=saved_path)
+
+
+def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[str]:
+    """Yields the names of the trunk's layers with matrices that adapters leave alone, except for the embedding."""
+    inside = {id(module) for module in base.trunk.modules()}
+    experts = {name.rpartition(".")[0] for name in adapted}
+    for name, module in base.model.named_modules():
+        if id(module) not in inside or isinstance(module, nn.Embedding | LoraLinear) or name in experts:
+            continue
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            yield base.saved_name(name)
+
+
+def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:
+    """Returns the target for a linear layer, in its full size. `splits` are those of its weight, by dimension."""
+    out_split, in_split = splits.get(0), splits.get(1)
+    in_features = sum(in_split.sections) if in_split else linear.in_features
+    out_features = sum(out_split.sections) if out_split else linear.out_features
+    return Target(name, in_features, out_features, in_split, out_split)
+
+
+def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapping[int, Split]]) -> Iterator[Target]:
+    """Yields the targets of a sparse layer. `splits` are those of its parameters, by dimension."""
+    num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
+    of_gate_up, of_down = (splits.get(f"{name}.{kind}", {}) for kind in ("gate_up_proj", "down_proj"))
+    packed, inner, by_expert = of_gate_up.get(1), of_down.get(2), of_down.get(0)
+    outer = replace(packed, sections=(features,)) if packed else None
+    *of_features, of_hidden = experts.linears
+    for kind, saved_as in zip(GATE_UP, of_features, strict=True):
+        yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as)
+    for kind in DOWN:
+        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert, of_hidden)
+
+
+def _unembed_target(base: BaseModel) -> Target:
+    head = base.model.get_output_embeddings()
+    name = next(name for name, module in base.model.named_modules() if module is head)
+    return Target(name, base.unembedding.shape[1], base.vocab_size)
+
+
+def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:
+    """True if a row of every layer's input and output is a multiple of 16 bytes."""
+    return all(size * dtype.itemsize % 16 == 0 for t in targets for size in (t.local_in_features, t.local_out_features))

@@ -1,0 +1,187 @@
+"""Linear layers that add, for each token of a packed row, the term of its segment's adapter."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.activation_checkpointing import ForwardContext
+from ..models.model import BaseModel
+from ..ops.linear import Product, add_product, to_product_layout
+from ..ops.quantized import FrozenWeight, dequantized
+from .batch_plan import BatchPlan
+from .delta import LoraDelta
+from .lora_experts import ExpertPlan
+from .stacked_factors import LinearSite
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer plus, on each active segment, its adapter's low-rank term."""
+
+    weight: FrozenWeight
+
+    def __init__(self, base: nn.Linear, name: str, active: "ActivePlan") -> None:
+        super().__init__()
+        self.weight = base.weight
+        if isinstance(self.weight, Tensor) and not active.is_sharded:
+            self.weight.data = to_product_layout(base.weight.data)
+        self.bias = base.bias
+        self.active = active
+        self.site = LinearSite((name,), (base.out_features,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x [1, tokens, in] or [tokens, in] to the same shape with `out` features."""
+        return self.active.apply(self.site, x, self.weight, self.bias)
+
+
+class MergedLoraLinear(nn.Module):
+    """Several LoraLinears of one input as one product.
+
+    Their weights become views of the merged one, so nothing is stored twice and each still works by itself.
+    """
+
+    def __init__(self, linears: Sequence[LoraLinear]) -> None:
+        super().__init__()
+        sites = [linear.site for linear in linears]
+        self.active = linears[0].active
+        self.site = LinearSite(sum((site.names for site in sites), ()), sum((site.out_features for site in sites), ()))
+        # Not registered: the parameters of the module tree stay those of the linears.
+        self._merged = _merge(linears)
+
+    @property
+    def out_features(self) -> tuple[int, ...]:
+        """The output features of each linear, in order: the sizes to split the last dimension into."""
+        return self.site.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x [1, tokens, in] or [tokens, in] to the concatenated outputs of all linears."""
+        weight, bias = self._merged
+        return self.active.apply(self.site, x, weight, bias)
+
+
+class ActivePlan:
+    """Holds what all LoraLinears of a base share: the active plan, and the product with frozen weights.
+
+    plan: of this thread, since each lane has one. is_sharded: whether weights are gathered for use. anchor: a leaf that
+    makes the outputs of adapted layers require a gradient, because autograd does not see the adapters' matrices.
+    """
+
+    def __init__(self, base: BaseModel) -> None:
+        self._own = threading.local()
+        self.anchor = torch.zeros((), device=base.device, requires_grad=True)
+        self.product = base.product
+        self.is_sharded = base.is_sharded
+
+    @property
+    def plan(self) -> BatchPlan | None:
+        return getattr(self._own, "plan", None)
+
+    @plan.setter
+    def plan(self, plan: BatchPlan | None) -> None:
+        self._own.plan = plan
+
+    @property
+    def experts(self) -> ExpertPlan | None:
+        """The part of the active plan for sparse layers."""
+        return self.plan.experts if self.plan is not None else None
+
+    @contextmanager
+    def activated(self, plan: BatchPlan | None) -> Iterator[None]:
+        """Makes `plan` the active one on this thread while inside."""
+        before, self.plan = self.plan, plan
+        try:
+            yield
+        finally:
+            self.plan = before
+
+    def captured_context(self) -> ForwardContext:
+        """Returns a context manager factory that activates the current plan on any thread."""
+        return partial(self.activated, self.plan)
+
+    def apply(self, site: LinearSite, x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
+        """Returns x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
+        rows = x if x.dim() == 2 else x.flatten(0, -2)
+        y = self._product(rows, weight, bias, self._plan_terms(site, rows.shape[0]))
+        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
+
+    def _plan_terms(self, site: LinearSite, num_rows: int) -> LoraDelta | None:
+        plan = self.plan
+        terms = plan.terms(site) if plan is not None else None
+        assert terms is None or num_rows == terms.num_rows, (
+            f"{site.names[0]}: {num_rows} tokens, but the segments end at {terms.num_rows}"
+        )
+        return terms
+
+    def _product(self, rows: Tensor, weight: FrozenWeight, bias: Tensor | None, terms: LoraDelta | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            y = self.product(rows, dequantized(weight), bias)
+            if terms is not None:
+                terms.add_to(y, rows)
+            return y
+        anchor = self.anchor if terms is not None else None
+        y = _LoraProduct.apply(rows, anchor, weight, bias, terms, self.product)
+        assert isinstance(y, Tensor)
+        return y
+
+
+class _LoraProduct(torch.autograd.Function):
+    """Computes x W^T + bias + terms.
+
+    backward adds to the adapters' scratch gradients, and to the `grad` of W and bias if they have one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        weight: FrozenWeight,
+        bias: Tensor | None,
+        terms: LoraDelta | None,
+        product: Product,
+    ) -> Tensor:
+        ctx.terms, ctx.product, ctx.weight, ctx.bias = terms, product, weight, bias
+        ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
+        if terms is None:
+            return product(x, dequantized(weight), bias)
+        addend, ctx.reduced = terms.forward(x)
+        return product(x, dequantized(weight), bias, addend)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].contiguous()
+        (x,) = ctx.saved_tensors
+        if ctx.weight.requires_grad:
+            add_product(ctx.weight.grad, grad, x)
+        if ctx.bias is not None and ctx.bias.requires_grad:
+            ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
+        wants_x, addend = ctx.needs_input_grad[0], None
+        if ctx.terms is not None:
+            addend = ctx.terms.backward(grad, x, ctx.reduced, wants_x)
+        grad_x = ctx.product(grad, dequantized(ctx.weight).t(), None, addend) if wants_x else None
+        return grad_x, None, None, None, None, None
+
+
+def _merge(linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor | None]:
+    """Returns all weights in one tensor, and all biases; missing biases are zeros if any layer has one."""
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
+    weight = _merge_parameters(weights)
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [
+        each.new_zeros(each.shape[0]) if linear.bias is None else linear.bias
+        for each, linear in zip(weights, linears, strict=True)
+    ]
+    return weight, _merge_parameters(biases)
+
+
+def _merge_parameters(parameters: list[Tensor]) -> Tensor:
+    merged = torch.cat([parameter.detach() for parameter in parameters])
+    merged = to_product_layout(merged) if merged.dim() == 2 else merged
+    for parameter, part in zip(parameters, merged.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = part
+    return merged

@@ -1,0 +1,172 @@
+"""Tensor parallelism: which parts of a model's weights each rank of a team has, and how it loads them.
+
+The parts are read from the files as such (transformers shards on read), and are plain tensors afterwards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel, core_model_loading
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+from ..parallel.mesh import Mesh
+from ..shapes.split import Split
+from ..shapes.styles import Placement, placement_of
+
+
+class ParameterSharding:
+    """Records the parts that this rank has of a model's parameters, and loads them.
+
+    splits: by parameter name, dimension -> Split along tp, or along ep for experts. sharded: names of the parameters of
+    which each rank keeps only some rows, along fsdp (and sp), and gathers the others for use. left: by name, biases
+    that another rank along tp adds.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.splits: dict[str, dict[int, Split]] = {}
+        self.sharded: list[str] = []
+        self.biases_of_others: dict[str, Tensor] = {}
+        # Rows that are not contiguous, by the storage of the parameter that has not been read yet.
+        self._unread: dict[int, list[slice]] = {}
+
+    @contextmanager
+    def loading(self) -> Iterator[dict[str, Any]]:
+        """Makes `from_pretrained` with the yielded arguments read only this rank's parts, while inside."""
+        if self._mesh.along("fsdp", "ep", "tp").size == 1:
+            yield {}
+            return
+        hooks: Any = PreTrainedModel
+        loader: Any = core_model_loading
+        own = {
+            "prepare_distribute_model": classmethod(lambda _, config, device_map=None: (config, device_map, None)),
+            "maybe_distribute_model": classmethod(lambda _, model, *__: self._mark(model)),
+        }
+        for name, hook in own.items():
+            setattr(hooks, name, hook)
+        loader.DtensorShardOperation = _reader_class(self._unread)
+        try:
+            yield {"distributed_config": DistributedConfig()}
+        finally:
+            loader.DtensorShardOperation = DtensorShardOperation
+            for name in own:  # the base class has the originals
+                delattr(hooks, name)
+
+    def finish_loading(self, model: nn.Module) -> None:
+        """Makes the parts plain parameters after loading, and corrects the sizes of linear layers."""
+        assert not self._unread, "weights in sections were read as if they had none"
+        # A tied parameter stays one parameter in both places.
+        plain: dict[int, nn.Parameter] = {}
+        for name, module in model.named_modules():
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if isinstance(own := parameter.data, DTensor):
+                    one = nn.Parameter(own.to_local(), requires_grad=False)
+                    module._parameters[leaf] = plain.setdefault(id(parameter), one)
+            if isinstance(module, nn.Linear):
+                rows, module.in_features = module.weight.shape
+                is_sharded = f"{name}.weight" in self.sharded
+                module.out_features = rows * self._mesh.shard_team.size if is_sharded else rows
+        names = {name for name, _ in model.named_parameters()}
+        self.sharded = [name for name in self.sharded if name in names]
+        self._leave_bias_to_first(model)
+
+    def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
+        prefix = f"{model.base_model_prefix}."
+        ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+        for name, parameter in list(model.named_parameters()):
+            placement = placement_of(name.removeprefix(prefix))
+            if placement is not None:
+                heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+                sections = placement.sections(parameter.shape[placement.dim], heads, kv_heads)
+                marked = self._marked(name, parameter, placement, sections)
+            elif id(parameter) in ends:
+                marked = self._marked_end(name, parameter)
+            else:
+                continue
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._parameters[leaf] = marked
+        return model
+
+    def _marked_end(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        team = self._mesh.shard_team
+        if team.size == 1 or parameter.shape[0] % team.size:
+            return parameter
+        self.sharded.append(name)
+        mesh = self._mesh.torch_mesh("fsdp")
+        marked = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+        return nn.Parameter(marked, requires_grad=False)
+
+    def _marked(
+        self, name: str, parameter: nn.Parameter, placement: Placement, sections: tuple[int, ...]
+    ) -> nn.Parameter:
+        sharded = self._mesh.shard_team
+        tensor, experts = self._mesh.tensor_team(placement.unit), self._mesh.expert_team(placement.unit)
+        axes, shards = [], []
+        num_parts = experts.size * (tensor.size if placement.dim == 0 else 1)
+        if sharded.size > 1 and parameter.shape[0] % (num_parts * sharded.size) == 0:
+            self.sharded.append(name)
+            axes.append("fsdp")
+            # Splits the rows that this rank has along the other axes.
+            shards.append(_StridedShard(0, split_factor=num_parts) if num_parts > 1 else Shard(0))
+        if experts.size > 1:
+            by_expert = Split("ep", experts.size, experts.index, (parameter.shape[0],))
+            self.splits.setdefault(name, {})[0] = by_expert
+            axes.append("ep")
+            shards.append(Shard(0))
+        if tensor.size > 1:
+            dim = placement.dim
+            self.splits.setdefault(name, {})[dim] = Split("tp", tensor.size, tensor.index, sections)
+            axes.append("tp")
+            is_plain = dim == 0 or len(sections) == 1
+            shards.append(Shard(dim) if is_plain else _StridedShard(dim, split_factor=len(sections)))
+        if not axes:
+            return parameter
+        marked = distribute_tensor(parameter.data, self._mesh.torch_mesh(*axes), shards, src_data_rank=None)
+        if tensor.size > 1 and placement.dim == 0 and len(sections) > 1:
+            # torch has no placement for rows from several sections of any size: only the size of this one counts.
+            part = sharded if name in self.sharded else self._mesh.along()
+            self._unread[_storage(marked)] = self.splits[name][0].slices(part.index, part.size)
+        return nn.Parameter(marked, requires_grad=False)
+
+    def _leave_bias_to_first(self, model: nn.Module) -> None:
+        """Removes the biases that only the first rank adds.
+
+        Outputs of layers whose inputs are split are summed over the ranks, so their bias must be added once.
+        """
+        for name, by_dim in self.splits.items():
+            if 1 in by_dim and self._mesh.along("tp").index > 0:
+                path = name.rpartition(".")[0]
+                module = model.get_submodule(path)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    self.biases_of_others[f"{path}.bias"] = module.bias.data
+                    module.register_parameter("bias", None)
+
+
+def _reader_class(unread: dict[int, list[slice]]) -> type[DtensorShardOperation]:
+    """Returns a reader of parameters that also reads non-contiguous rows."""
+
+    class StridedRowsReader(DtensorShardOperation):
+        def __init__(self, param: DTensor) -> None:
+            super().__init__(param)
+            self._stretches = unread.pop(_storage(param), None)
+
+        def shard_tensor(
+            self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None
+        ) -> Any:
+            if self._stretches is None:
+                return super().shard_tensor(source, tensor_idx, device, dtype)
+            return torch.cat([source[each] for each in self._stretches]).to(device=device, dtype=dtype)
+
+    return StridedRowsReader
+
+
+def _storage(parameter: DTensor | Tensor) -> int:
+    """Returns an id that all views of a parameter share, even before it holds numbers."""
+    assert isinstance(parameter, DTensor)
+    return parameter._local_tensor.untyped_storage()._cdata

@@ -1,0 +1,124 @@
+"""Divides the tokens of a micro-batch over ranks: which tokens a rank runs, and which of their hidden states it
+scores."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .mesh import Mesh
+
+
+class TokenShard:
+    """A rank's share of a micro-batch's tokens.
+
+    Ranks along sp run equally many tokens, in order, and ranks along tp each score an equal part of these. With ring
+    attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
+    padded with tokens of no sequence.
+
+    num_filled: the number of tokens with padding. tokens: those that this rank runs.
+    rows: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
+    """
+
+    def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
+        """Computes the share. `sharded` says whether ranks along tp have hidden states only of the tokens that they
+        score."""
+        self.num_tokens = num_tokens
+        self._ring = ring
+        self._sharded = sharded and mesh.along("tp").size > 1
+        self._scorers, self._among_tokens = mesh.along("sp", "tp"), mesh.along("tp")
+        each = -(-num_tokens // self._scorers.size)
+        self.num_padded = each * self._scorers.size
+        self.tokens = _part(self.num_padded, mesh.along("sp").index, mesh.along("sp").size, ring)
+        self.rows = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
+
+    @property
+    def is_all(self) -> bool:
+        return self._scorers.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """True if this is the first of the ranks that run these tokens."""
+        return self._scorers.index == 0
+
+    @property
+    def hidden(self) -> slice:
+        return self.rows if self._sharded else self.tokens
+
+    @property
+    def own_of_tokens(self) -> slice | None:
+        """Returns which of the tokens that this rank runs are its own between linear layers, None = all."""
+        return self._rows_of(self.tokens) if self._sharded else None
+
+    @property
+    def num_padding(self) -> int:
+        return self.num_padded - self.num_tokens
+
+    def of_tokens(self, whole: Tensor) -> Tensor:
+        """Selects the tokens that this rank runs from [num_tokens, ...]."""
+        return self._filled(whole)[self.tokens]
+
+    def of_rows(self, whole: Tensor) -> Tensor:
+        """Selects the tokens that this rank scores from [num_tokens, ...]."""
+        return self._filled(whole)[self.rows]
+
+    def places(self, rows: slice) -> slice:
+        """Returns where in the micro-batch some of this rank's rows are. `rows` counts from its first row."""
+        first = self.rows.start
+        return slice(first + self._ring * rows.start, first + self._ring * rows.stop, self._ring)
+
+    def scored(self, hidden: Tensor) -> Tensor:
+        """Selects the hidden states that this rank scores from those that it has."""
+        return hidden[self._rows_of(self.hidden)]
+
+    def joined(self, own: Tensor) -> Tensor:
+        """Gathers the ranks' rows [rows, ...] to [num_tokens, ...]."""
+        return self._in_order(self._scorers.all_gather(own))
+
+    def joined_at_first(self, own: Tensor) -> Tensor | None:
+        """Gathers like `joined`, but on the first of the ranks that run these tokens only. Returns None elsewhere."""
+        parts = self._scorers.gather_at_first(own)
+        return None if parts is None else self._in_order(torch.cat(parts))
+
+    def joined_to_hidden(self, own: Tensor) -> Tensor:
+        """Gathers the ranks' rows to the tokens whose hidden states this rank has."""
+        return own if self._sharded else self._among_tokens.all_gather(own)
+
+    def _in_order(self, of_ranks: Tensor) -> Tensor:
+        """Reorders the ranks' concatenated rows [num_filled, ...] to the order of the tokens, [num_tokens, ...]."""
+        by_stripe = of_ranks.unflatten(0, (self._ring, -1))
+        return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
+
+    def _rows_of(self, some: slice) -> slice:
+        """Returns this rank's rows as positions within `some` of the tokens."""
+        first = (self.rows.start - some.start) // self._ring
+        return slice(first, first + num_rows(self.rows))
+
+    def _filled(self, whole: Tensor) -> Tensor:
+        if not self.num_padding:
+            return whole
+        return pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.num_padding))
+
+
+def scored_rows(num_tokens: int, index: int, num_ranks: int, ring: int = 1) -> range:
+    """Returns the tokens that TokenShard lets rank `index` of the ranks along sp and tp score."""
+    rows = _part(-(-num_tokens // num_ranks) * num_ranks, index, num_ranks, ring)
+    return range(rows.start, min(rows.stop, num_tokens), rows.step)
+
+
+def num_rows(rows: slice) -> int:
+    return len(range(rows.start, rows.stop, rows.step or 1))
+
+
+def overlap(rows: slice, start: int, stop: int) -> slice:
+    """Returns which of `rows`, counted from their first, are in start:stop."""
+    step, number = rows.step or 1, num_rows(rows)
+    first, end = (min(max(0, -((rows.start - bound) // step)), number) for bound in (start, stop))
+    return slice(first, end)
+
+
+def _part(size: int, index: int, num_parts: int, ring: int) -> slice:
+    """Returns part `index` of the concatenated stripes, cut into `num_parts` equal parts."""
+    each = size // num_parts
+    stripe, place = divmod(index, num_parts // ring)
+    first = stripe + ring * each * place
+    return slice(first, first + ring * each, ring)

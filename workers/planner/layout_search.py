@@ -1,0 +1,226 @@
+"""Finds the smallest layout that fits a device, and changes that would make another one fit. Imports no torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..protocol.parallel_spec import ParallelSpec
+from ..protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS
+from ..shapes.model_shape import ModelShape
+from .activations import activations
+from .checks import divisors, valid_ep, valid_tp
+from .estimate import MemoryEstimate, estimate
+from .footprint import gigabytes
+from .workload import Workload
+
+# Ranks along tp synchronize several times in each layer, so they should share a node.
+DEVICES_PER_NODE = 8
+
+# The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
+_RESERVE = 0.08
+
+_MOST_RANKS = 1024
+
+# The token counts of micro-batches that are tried are multiples of this.
+_STEP = 256
+
+# The memory that a loaded model leaves free is split in thirds: one for passes, two for caches, adapters and longer
+# sequences.
+_SHARES = 3
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout and what each of its ranks needs.
+
+    smaller: the best layout with fewer ranks, which does not fit.
+    """
+
+    spec: ParallelSpec
+    load: Workload
+    memory: MemoryEstimate
+    smaller: "PlannedLayout | None" = None
+
+
+def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload, free_bytes: int) -> int:
+    """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what a rank has free
+    after its model is loaded, but at least 256."""
+
+    def fits(number: int) -> bool:
+        tokens = _STEP * number
+        of_pass = activations(shape, spec, replace(load, longest=tokens, micro_batch_tokens=tokens))
+        return of_pass.total <= free_bytes // _SHARES
+
+    return _STEP * max(1, _most(DEFAULT_MICRO_BATCH_TOKENS // _STEP, fits))
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """Returns how much of its device a rank may use."""
+    return int(device_bytes * (1 - _RESERVE))
+
+
+def smallest_layout(
+    shape: ModelShape, load: Workload, device_bytes: int, num_devices: int | None = None
+) -> PlannedLayout | None:
+    """Returns the layout with the fewest ranks that fits, None if none does.
+
+    Among equals it prefers the one that exchanges least: tp within a node, then ep, then sp, and last fsdp, which
+    gathers all weights for every micro-batch.
+    """
+    best: PlannedLayout | None = None
+    for choices in _by_ranks(shape, load, num_devices):
+        fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
+        if fitting:
+            return replace(min(fitting, key=lambda choice: _preference(choice.spec)), smaller=best)
+        best = min([*choices, *([best] if best else [])], key=_need)
+    return None
+
+
+def loads_with_fewer_activations(load: Workload) -> list[Workload]:
+    """Returns loads that keep fewer activations, the fastest first. Recomputing the layers adds a third to a pass."""
+    return [replace(load, activations=way) for way in ("recompute", "offload")] if load.activations == "keep" else []
+
+
+def smallest_memory_layout(shape: ModelShape, load: Workload, num_devices: int | None = None) -> PlannedLayout:
+    """Returns the layout whose ranks need the least memory."""
+    return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
+
+
+def layout_that_fits(
+    shape: ModelShape, loads: Sequence[Workload], device_bytes: int, num_devices: int | None = None
+) -> PlannedLayout:
+    """Returns the smallest layout for the first of the loads for which one fits. Raises ValueError if none does."""
+    for load in loads:
+        choice = smallest_layout(shape, load, device_bytes, num_devices)
+        if choice is not None:
+            return choice
+    least = smallest_memory_layout(shape, loads[-1], num_devices)
+    memory = least.memory
+    where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
+    learned = "adapters" if least.load.training == "lora" else "models' own weights"
+    heaviest = _heaviest(memory, least.load, usable_bytes(device_bytes))
+    remedy = f"lower {' or '.join(heaviest)}" if heaviest else "use larger devices"
+    raise ValueError(
+        f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
+        f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, {learned} "
+        f"{gigabytes(memory.trainable.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
+        f"{gigabytes(memory.work)}): {remedy}{more}"
+    )
+
+
+def _heaviest(memory: MemoryEstimate, load: Workload, usable: int) -> list[str]:
+    """Returns the knobs that control more than a tenth of the memory, the largest first; none if a single slot is
+    already too large."""
+    if memory.trainable.total // load.slots > usable:
+        return []
+    knobs = {
+        _slots_flag(load): memory.trainable.total if load.slots > 1 else 0,
+        "--kv-cache-bytes": memory.kv_cache,
+        "--micro-batch-tokens and --max-context-length": memory.work,
+    }
+    return sorted(
+        (knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__, reverse=True
+    )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that is enough to make a layout fit.
+
+    load, spec: with the change applied.
+    """
+
+    flags: str
+    spec: ParallelSpec
+    load: Workload
+
+
+def remedies(
+    shape: ModelShape, spec: ParallelSpec, load: Workload, device_bytes: int, num_devices: int | None = None
+) -> list[Remedy]:
+    """Returns single changes that are each enough. If none is, each is combined with a single slot."""
+    found = list(_single_changes(shape, spec, load, device_bytes, num_devices))
+    if found or load.slots == 1:
+        return found
+    load = load.with_slots(1)
+    found = _single_changes(shape, spec, load, device_bytes, num_devices)
+    return [replace(remedy, words=f"{_slots_flag(load)} 1 {remedy.flags}") for remedy in found]
+
+
+def _slots_flag(load: Workload) -> str:
+    return "--" + load.slots_knob.replace("_", "-")
+
+
+def _single_changes(
+    shape: ModelShape, spec: ParallelSpec, load: Workload, device_bytes: int, num_devices: int | None
+) -> Iterator[Remedy]:
+    def largest(limit: int, changed: Callable[[int], Workload]) -> Workload | None:
+        most = _most(limit, lambda number: _fits(shape, spec, changed(number), device_bytes))
+        return changed(most) if most else None
+
+    if fewer := largest(load.slots - 1, load.with_slots):
+        yield Remedy(f"{_slots_flag(load)} {fewer.slots}", spec, fewer)
+    if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
+        yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
+    if shorter := largest(load.tokens // _STEP, lambda number: load.with_max_tokens(_STEP * number)):
+        words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
+        yield Remedy(words, spec, shorter)
+    for less in loads_with_fewer_activations(load):
+        if _fits(shape, spec, less, device_bytes):
+            yield Remedy(f"--activations {less.activations}", spec, less)
+            break
+    if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
+        yield Remedy("--train-only", spec, only)
+    if choice := smallest_layout(shape, load, device_bytes, num_devices):
+        yield Remedy(f"--parallel {choice.spec}", choice.spec, load)
+
+
+def _fits(shape: ModelShape, spec: ParallelSpec, load: Workload, device_bytes: int) -> bool:
+    return estimate(shape, spec, load).total <= usable_bytes(device_bytes)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """Returns the largest number up to `limit` that fits, found by bisection; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _by_ranks(shape: ModelShape, load: Workload, num_devices: int | None) -> Iterator[list[PlannedLayout]]:
+    """Yields all layouts, grouped by number of ranks in ascending order."""
+    for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
+        yield [PlannedLayout(spec, load, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
+
+
+def _need(choice: PlannedLayout) -> int:
+    return choice.memory.total
+
+
+def _numbers_of_ranks(most: int) -> Iterator[int]:
+    """Yields powers of two, and last the number of all devices."""
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
+    yield most
+
+
+def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
+    for tp in valid_tp(shape):
+        if tp > DEVICES_PER_NODE or num_ranks % tp:
+            continue
+        for ep in valid_ep(shape):
+            if num_ranks // tp % ep:
+                continue
+            rest = num_ranks // tp // ep
+            for sp in divisors(rest):
+                yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+
+
+def _preference(spec: ParallelSpec) -> tuple[int, ...]:
+    """Returns a sort key, lower is better."""
+    return spec.fsdp, spec.sp, spec.ep

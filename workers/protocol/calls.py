@@ -1,0 +1,265 @@
+"""Defines the arguments and results of a worker's methods, as the dispatch and the ranks exchange them. Imports no
+torch.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ...schemas.errors import Category, OperationError
+from ...schemas.models import LoraConfig, TrainingConfig
+from ...schemas.sampling import SamplingParams, TopkLogprobs
+from ...schemas.training import AdamParams, ForwardBackwardRequest
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Describes a loaded base model.
+
+    eos_token_ids: tokens that end a sample if the request gives no stop.
+    """
+
+    name: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_context_length: int
+    num_parameters: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Specifies a run to create.
+
+    training: what is trained, with the seed already drawn.
+    role: the program that the run uses, such as policy or critic.
+    is_new: true if a user is creating it now and can choose other settings if these fail.
+    base_name: name of the base model in the run's files; None means the worker's name for it.
+    """
+
+    run_id: str
+    training: TrainingConfig
+    role: str = "policy"
+    is_new: bool = False
+    base_name: str | None = None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Describes a run that was created.
+
+    training: with every default that the request left open filled in.
+    feature_bytes: for a draft run, bytes of captured features per token.
+    target_modules, not_adapted: for an adapter, names of the layers with matrices that it adapts, and of the others.
+    """
+
+    num_parameters: int
+    target_modules: tuple[str, ...]
+    training: TrainingConfig
+    feature_bytes: int = 0
+    not_adapted: tuple[str, ...] = ()
+
+    @property
+    def num_adapted(self) -> dict[str, int] | None:
+        """Returns the number of adapted layers by kind, such as mlp.up_proj; None if the run is not an adapter."""
+        return _by_kind(self.target_modules) if isinstance(self.training, LoraConfig) else None
+
+    @property
+    def num_not_adapted(self) -> dict[str, int] | None:
+        """Returns the same counts for the layers with matrices that are not adapted."""
+        return _by_kind(self.not_adapted) if isinstance(self.training, LoraConfig) else None
+
+
+def _by_kind(names: Iterable[str]) -> dict[str, int]:
+    """Counts layer names such as model.layers.0.mlp.up_proj by what follows the layer's number."""
+    return dict(Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in names))
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """Carries trained weights to other workers of the same base model.
+
+    weights: float32 [P], in the order of the run's flat parameters.
+    """
+
+    training: TrainingConfig
+    weights: np.ndarray
+
+
+# The part of a run that is saved: weights; weights and optimizer state; or both and pending gradients.
+SavedContents = Literal["weights", "state", "all"]
+
+
+class WorkerLost(OperationError):
+    """The worker died before it answered the operation: the effect is unknown, and state that only it held is gone.
+
+    alone: true if nothing else, neither another operation nor a sampling slice, ran at the time.
+    """
+
+    def __init__(self, message: str, alone: bool = False) -> None:
+        super().__init__(message, "server")
+        self.alone = alone
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Answers an item that failed; the other items of the same call are unaffected."""
+
+    message: str
+    category: Category
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """A rank's share of a part's data.
+
+    numbers: index of each datum in the whole operation.
+    num_data: over all ranks.
+    """
+
+    indices: Sequence[int]
+    num_data: int
+
+
+@dataclass(frozen=True)
+class OperationPart:
+    """The part of an operation that runs in one pass: all of it, or a chunk of a large one.
+
+    operation_id: the same in all parts of an operation, and never reused.
+    request: holds this part's data only.
+    first_datum: index of the first of them in the whole operation.
+    last: true for the operation's final part.
+    shared: set if the request holds only this rank's share of the data.
+    """
+
+    operation_id: int
+    request: ForwardBackwardRequest
+    first_datum: int = 0
+    last: bool = True
+    shared: DataShare | None = None
+
+    @property
+    def share(self) -> DataShare:
+        num_data = len(self.request.data)
+        return self.shared or DataShare(range(self.first_datum, self.first_datum + num_data), num_data)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A joint forward (and backward) of operations of several runs, in each run's order.
+
+    Each part is answered by a Failure, which ends its operation (no more parts follow); by None while more parts
+    follow; or by the ForwardBackwardOutput of the whole operation (RankOutput if it is shared). An operation's
+    gradients reach its run's accumulator with its last part, and only if all parts succeeded.
+    """
+
+    parts: tuple[OperationPart, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RankOutput:
+    """A rank's outputs of an operation, by index of the datum; `metrics` cover all ranks."""
+
+    outputs: Mapping[int, Mapping[str, np.ndarray]]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One optimizer step of one run; answered by its metrics (name -> value) or a Failure.
+
+    refused: why the gradients are incomplete, if the rank may not know; the step then only discards them.
+    seq_id: number of the operation in its run; 0 means unknown.
+    """
+
+    run_id: str
+    params: AdamParams
+    gradient_scale: float | Literal["mean"] | None = None
+    refusal_reason: str | None = None
+    seq_id: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SampleJob:
+    """One sampling request.
+
+    adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter); None means the bare base model.
+    prompt: int32 [T].
+    params: its seed is already drawn; `seed_is_drawn` is true if the user gave none.
+    target_prompt_tokens: int64 [T - 1, K]; -1 means none.
+    stop_token_ids, stop_strings: what ends a sample (strings match across token boundaries); if both are empty, only
+        max_tokens does.
+    streams: true if each slice reports the tokens that it added.
+    owner: the tenant; prompt_cache_hit_tokens never reveals what other owners have sent.
+    draft_id: a draft model (see Worker.load_adapter) that proposes num_draft_tokens at a time; None means its default
+        number.
+    """
+
+    job_id: str
+    adapter_id: str | None
+    prompt: np.ndarray
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_tokens: np.ndarray | None = None
+    prompt_alt_tokens_k: int = 0
+    streams: bool = False
+    tenant_id: str = ""
+    draft_id: str | None = None
+    num_draft_tokens: int | None = None
+    seed_is_drawn: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SampledPart:
+    """The tokens that a slice added to sample number `sample` of a job.
+
+    tokens, logprobs: int32 [n] and float32 [n], n at least 1.
+    stop_reason: as in SampledSequence; None while the sample continues.
+    """
+
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    topk_logprobs: TopkLogprobs | None = None
+    stop_reason: Literal["stop", "length"] | None = None
+
+
+@dataclass(frozen=True)
+class SamplingSlice:
+    """A burst of decoding that lasts about `budget_milliseconds` at most; requests join and leave between slices.
+
+    Answered by SliceResult.
+
+    cohort: the jobs that run. A joining job belongs to this cohort until it ends; jobs of other cohorts are paused.
+    """
+
+    join: tuple[SampleJob, ...]
+    cancel: tuple[str, ...]
+    budget_milliseconds: float
+    cohort: int = 0
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """Reports what a slice did.
+
+    finished: job_id -> SampleResponse or Failure.
+    num_active: jobs of the cohort still waiting or decoding.
+    progress: job_id -> tokens added to streaming jobs that continue; the final answer repeats all of them.
+    """
+
+    finished: dict
+    num_active: int
+    progress: dict[str, tuple[SampledPart, ...]] = field(default_factory=dict)

@@ -1,0 +1,186 @@
+"""Stores the hidden states of a pass as features for draft training.
+
+The pass of a capture request does nothing else. A policy's pass with capture_for also trains the policy, so that one
+forward serves both.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from shutil import disk_usage
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.training import FeatureLocation
+from ..batch.micro_batch import MicroBatch, MicroBatchSegment
+from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
+from ..drafts.sequences.captured_features import CapturedFeatures, FeatureKind, TargetRepr
+from ..drafts.training.feature_source import TargetFeatures
+from ..drafts.version import version_of_parts
+from ..models.model import BaseModel
+from ..parallel.token_shard import TokenShard
+from ..planner.footprint import gigabytes
+from ..registry.model_registry import ModelRegistry
+from ..state.trainable import Trainable
+from .operation_progress import Task
+
+logger = logging.getLogger(__name__)
+
+
+def store_features(
+    directory: Path, kind: FeatureKind, task: Task, part: MicroBatchSegment, inside: TargetFeatures | None
+) -> OSError | None:
+    """Stores the features of the segment's rows that have none yet.
+
+    Args:
+        inside: the target's hidden states of the micro-batch; None if another rank stores the features.
+    Returns:
+        The error of the last row that could not be stored.
+    """
+    trouble: OSError | None = None
+    for row, tokens in _rows_of(part):
+        features = task.stored.get(row)
+        try:
+            if features is None and inside is not None:
+                address = kind.address(task.operation.rows[row].tokens)
+                features = CapturedFeatures.store(directory, address, kind, inside.stored(tokens, kind))
+            task.record_features(row, features if inside is not None else None)
+        except OSError as error:
+            trouble = error
+    return trouble
+
+
+def write_failure_message(directory: Path, error: OSError) -> str:
+    """Returns the error message for features that could not be stored."""
+    try:
+        free = f"{gigabytes(disk_usage(directory).free)} are free there"
+    except OSError:
+        free = "it does not exist"
+    return (
+        f"features cannot be written to {directory}: {error}; {free}: make room on this disk, call release_features for"
+        " features that are no longer needed, or start the server with --feature-bytes that fit on it"
+    )
+
+
+class PolicyCapture:
+    """Captures features in the passes of policies.
+
+    The features have the version of the policy's current weights, which is that of a draft whose target was saved with
+    these weights. If features cannot be stored, they are missing from the result; the operation still succeeds.
+    """
+
+    def __init__(self, base: BaseModel, models: ModelRegistry) -> None:
+        self._base, self._models = base, models
+        self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
+
+    def check(self, run_id: str, place: FeatureLocation) -> None:
+        """Raises OperationError if the run is not a policy."""
+        program = self._models.get(run_id).program
+        if not program.samples:
+            raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
+        num_layers = int(self._base.config.get_text_config().num_hidden_layers)
+        assert all(layer < num_layers for layer in place.layers), "the draft has the same base model"
+
+    def versions(self, tasks: Sequence[Task]) -> dict[str, str]:
+        """Returns the weight version by run, of this rank's parts of the runs that capture features.
+
+        These runs must be on the device.
+        """
+        run_ids = {task.run_id for task in tasks if task.policy_capture is not None}
+        return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
+
+    def layers_to_capture(self, micro_batch: MicroBatch, tasks: list[Task]) -> dict[int, Tensor] | None:
+        """Returns the layers to capture as keys, with empty tensors to be filled: see FusedTrunk.hidden_states.
+
+        Returns None if no task captures features.
+        """
+        places = [tasks[each.operation].policy_capture for each in micro_batch.segments]
+        layers = {layer for place in places if place is not None for layer in place.layers}
+        return dict.fromkeys(sorted(layers), torch.empty(0)) if layers else None
+
+    def store(
+        self,
+        micro_batch: MicroBatch,
+        tasks: list[Task],
+        captured: Mapping[int, Tensor] | None,
+        hidden: Tensor,
+        share: TokenShard,
+    ) -> None:
+        """Stores the captured features on the first of the ranks that share the micro-batch's tokens.
+
+        It is a collective call of these ranks.
+
+        Args:
+            captured: the hidden states by layer, of the tokens `share.hidden`; None if nothing is captured.
+            hidden: the final hidden states of the same tokens.
+        """
+        if captured is None:
+            return
+        places = [tasks[part.operation].policy_capture for part in micro_batch.segments]
+        told = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
+        tells_last = any(place is not None and _target_repr(place) is not None for place in places)
+        last = _gather_on_first(hidden, share) if tells_last else None
+        here = {layer: each for layer, each in told.items() if each is not None}
+        for part, place in zip(micro_batch.segments, places, strict=True):
+            if place is not None and here:
+                self._keep(tasks[part.operation], place, part, here, last)
+
+    def _keep(
+        self,
+        task: Task,
+        place: FeatureLocation,
+        part: MicroBatchSegment,
+        told: Mapping[int, Tensor],
+        last: Tensor | None,
+    ) -> None:
+        """Stores the features of one segment.
+
+        `told` has the hidden states of all tokens by layer, `last` the final ones if the draft's algorithm reads them.
+        """
+        of_layers, directory = torch.cat([told[layer] for layer in place.layers], dim=-1), Path(place.directory)
+        # Embeddings are not stored: the draft looks them up in its target.
+        inside = TargetFeatures(of_layers, of_layers, last)
+        hidden = of_layers.shape[1] // len(place.layers)
+        kind = FeatureKind(task.feature_version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
+        trouble = store_features(directory, kind, task, part, inside)
+        if trouble is not None and not task.progress.has_warned:
+            task.progress.has_warned = True
+            message = write_failure_message(directory, trouble)
+            logger.warning("run %s continues without the features it should have captured: %s", task.run_id, message)
+
+    def _version(self, model: Trainable) -> str:
+        """Returns the version of the model's weights; it is computed only after a change."""
+        num_changes, version = self._versions.get(model, (-1, ""))
+        if num_changes != model.num_changes:
+            version = self._models.drafts.version_of(model)
+            self._versions[model] = model.num_changes, version
+        return version
+
+
+def set_feature_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Sets the tasks' feature versions from those of each rank's parts (PolicyCapture.versions)."""
+    for task in tasks:
+        if task.policy_capture is not None:
+            task.feature_version = version_of_parts([versions[task.run_id] for versions in of_ranks])
+
+
+def _target_repr(place: FeatureLocation) -> TargetRepr | None:
+    assert place.algorithm is not None
+    return DRAFT_PROGRAMS[place.algorithm].strategy.target_repr
+
+
+def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
+    """Yields each row and the slice of its tokens in the micro-batch."""
+    for row, (start, stop) in zip(part.rows, pairwise(part.bounds), strict=True):
+        yield row, slice(part.start + start, part.start + stop)
+
+
+def _gather_on_first(hidden: Tensor, share: TokenShard) -> Tensor | None:
+    """Gathers hidden states of the tokens `share.hidden` to those of all tokens, on the first of the ranks that run
+    them; returns None elsewhere."""
+    scored = share.scored(hidden.detach())
+    return scored if share.is_all else share.joined_at_first(scored)

@@ -420,7 +420,7 @@ class Checkpoints:
         """Brings the files into place, then inserts the row; removes the files if that fails.
 
         Args:
-            bring: moves the files to the draft's directory and returns their bytes.
+            move_files: moves the files to the draft's directory and returns their bytes.
         """
         try:
             record = replace(draft, size_bytes=await move_files())

@@ -69,7 +69,7 @@ class ObjectStore:
     It has its own threads, so that an unresponsive place blocks nothing else.
 
     pauses_seconds: between attempts; there is one attempt more than pauses.
-    quiet: URLs below which failed attempts are only logged at level DEBUG, since the caller retries and reports.
+    quiet_urls: URLs below which failed attempts are only logged at level DEBUG, since the caller retries and reports.
     """
 
     def __init__(self, pauses_seconds: tuple[float, ...], quiet_urls: Collection[str] = ()) -> None:

@@ -10,7 +10,7 @@ class CheckpointStorageConfig:
     checkpoints: a directory or a URL; None for the state directory.
     mirrors: URLs that get a copy of each checkpoint.
     checkpoint_cache_bytes: for local copies of checkpoints that were read from URLs.
-    pauses_seconds: between attempts at a URL.
+    retry_pauses_seconds: between attempts at a URL.
     mirror_pause_seconds: after the first failure to copy a checkpoint; doubles with each failure, up to an hour.
     """
 

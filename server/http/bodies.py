@@ -74,7 +74,7 @@ def limits_of(request: Request) -> BodyLimits:
 class Decoder(Generic[Decoded]):
     """A decoder with its own threshold, for bodies that are not always JSON.
 
-    apart_bytes: bodies of at least this size are decoded in a separate process.
+    process_bytes: bodies of at least this size are decoded in a separate process.
     """
 
     decode: Callable[[bytes], Decoded]

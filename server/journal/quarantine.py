@@ -31,7 +31,7 @@ class PoisonOperation(OperationError):
 class Strikes:
     """Counts the strikes against one piece of work, which is named by the noun phrase `work`.
 
-    num: strikes from an earlier process. note: makes one strike durable, and may raise RequestError; None if the work
+    num: strikes from an earlier process. record: makes one strike durable, and may raise RequestError; None if the work
     is
     not resumed after a restart.
     """

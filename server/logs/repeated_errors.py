@@ -18,7 +18,7 @@ EXPECTED_ERRORS = (OSError, LeaseLost, *OUTAGE_ERRORS)
 class RepeatedErrorLog:
     """Logs the failures of one activity that is repeated.
 
-    words: the reason of the current failure, or None.
+    reason: the reason of the current failure, or None.
     """
 
     def __init__(self, logger: logging.Logger, what: str) -> None:

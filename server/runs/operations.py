@@ -587,7 +587,7 @@ class Operations:
         necessary.
 
         Args:
-            again: as in `_load`.
+            is_rebuild: as in `_load`.
         """
         try:
             directory = await self._loaded.find(run.run_id, seq_id, part)

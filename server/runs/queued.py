@@ -40,7 +40,7 @@ class QueuedOperation:
     future: None if no client waits for a result: the operation was refused, or an earlier process answered it, but lost
     its
     effect. admission: the reservation of an operation that this process accepted. num_strikes: from earlier processes.
-    has_broken: an earlier process answered it with a failure of the server.
+    failed_before: an earlier process answered it with a failure of the server.
     """
 
     content: Operation | RefusedOperation

@@ -39,10 +39,9 @@ _REPEATED = {"forward_backward", "load_weights", "set_target", "build_vocab_map"
 class Outcome(Enum):
     """The way an operation ended.
 
-    FAILED: the request was at fault, and would fail again. BROKE: the server was at fault, and a retry may succeed.
-    STRUCK: workers crashed running it. After a step that BROKE the gradients are still pending; a STRUCK one took them
-    along
-    with its worker.
+    FAILED: the request was at fault, and would fail again. SERVER_FAILED: the server was at fault, and a retry may
+    succeed. POISONED: workers crashed running it. After a step that is SERVER_FAILED the gradients are still pending; a
+    POISONED one took them along with its worker.
     """
 
     DONE = "done"

@@ -166,7 +166,7 @@ class RunState:
         """Takes a snapshot of a live, idle run at the current boundary, unless one covers it.
 
         Args:
-            twice: also copy it, so that the journal need not hold anything of the run.
+            with_copy: also copy it, so that the journal need not hold anything of the run.
         """
         if not self._snapshotting and not self.covers(boundary.seq_id):
             self.snapshot(boundary)

@@ -15,8 +15,9 @@ class Sampler:
 
     adapter_id: None for the bare base model. first_seq_id: first number for requests without a seq_id; not 0 if an
     earlier process created the sampler. loading: the adapter's load, None before the first request. accepted: seq_id ->
-    the task that journals the request, None when it is done. under_way: ids of the jobs that are loading or sampling.
-    draft: the record's draft, None before the first request. is_over: its session has ended.
+    the task that journals the request, None when it is done. running_jobs: ids of the jobs that are loading or
+    sampling.
+    draft: the record's draft, None before the first request. has_ended: its session has ended.
     """
 
     record: SamplerRecord

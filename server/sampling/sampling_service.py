@@ -363,7 +363,7 @@ def _log_draft_lost(job: SamplingJob, error: Exception) -> None:
 
 
 class _ProgressForwarder:
-    """Forwards progress to the caller. has_told: True after the first increment; the job is not retried then."""
+    """Forwards progress to the caller. has_streamed: True after the first increment; the job is not retried then."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress

@@ -49,7 +49,7 @@ class ApiKeyRecord:
 class KeyCounts:
     """Counts a tenant's API keys.
 
-    made: includes revoked keys.
+    created: includes revoked keys.
     """
 
     created: int

@@ -44,10 +44,10 @@ _DRAIN_SECONDS = 30.0
 class QueuePosition:
     """The position of a request in the order of its run, which decides its priority.
 
-    ready: all earlier operations of the run have arrived.
-    alone: no operation of the run is queued; one per run is accepted, however much else its tenant has queued.
-    needed: the run may be stalled until this request is accepted, because queued operations wait for it (if ready), or
-        because clients may send the missing operation only after it.
+    is_ready: all earlier operations of the run have arrived.
+    is_alone: no operation of the run is queued; one per run is accepted, however much else its tenant has queued.
+    may_unblock: the run may be stalled until this request is accepted, because queued operations wait for it (if
+        ready), or because clients may send the missing operation only after it.
     num_operations, num_bytes: operations that wait in the run, and their size.
     """
 
@@ -150,8 +150,8 @@ class _TenantUsage:
     """The usage of one tenant; an upload counts from its beginning.
 
     num_arriving, num_bytes_arriving: the part that is not accepted yet.
-    num_bytes_leaving: large results that are being sent to clients.
-    put_off: the last time a request was throttled.
+    num_bytes_sending: large results that are being sent to clients.
+    last_throttle: the last time a request was throttled.
     """
 
     bucket: _TokenBudget

@@ -15,7 +15,7 @@ class SampleText:
     string and everything after it is left out; a possible beginning of one is held back until the tokens decide.
 
     min_tokens: a stop string that is complete after fewer tokens does not count.
-    stopped: a stop string has been found.
+    found_stop: a stop string has been found.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class StopString:
 class StopSearch:
     """The state of the search for one stop string in one text.
 
-    num_begun: length of the longest suffix of the text so far that is a prefix of the stop string.
+    num_matched: length of the longest suffix of the text so far that is a prefix of the stop string.
     """
 
     def __init__(self, stop: StopString) -> None:

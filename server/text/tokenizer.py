@@ -67,7 +67,7 @@ class ToolsNotSupported(Exception):
 class Tokenizer:
     """The tokenizer of one base model.
 
-    num_marks: spaces that the tokenizer prepends to a text, and removes when it decodes tokens as a whole text.
+    num_prefix_spaces: spaces that the tokenizer prepends to a text, and removes when it decodes tokens as a whole text.
     """
 
     def __init__(self, facts: TokenizerFacts) -> None:
@@ -90,7 +90,7 @@ class Tokenizer:
         """Encodes a text, with the tokens that begin every text of the model, such as BOS.
 
         Args:
-            most_tokens: size of the context.
+            max_tokens: size of the context.
         Raises:
             RequestError: the text exceeds the context for certain, by its length alone. This spares the time to encode
                 it;

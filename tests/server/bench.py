@@ -60,7 +60,7 @@ class RecordingOperations:
     async def repeat(self, run: RunRecord, operation: Any, seq_id: int) -> None:
         await self.perform(run, operation, seq_id)
 
-    async def recorded(self, run: RunRecord) -> RunRecord:
+    async def stored_record(self, run: RunRecord) -> RunRecord:
         return run
 
     async def discard(self, run: RunRecord) -> None:

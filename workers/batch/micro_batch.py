@@ -23,7 +23,7 @@ _LEAST_LANE_TOKENS = 128
 class MicroBatchSegment:
     """Tokens start:stop of a micro-batch that belong to one operation.
 
-    operation: its index. datums: the indices of its rows, in their order here.
+    operation: its index. rows: the indices of its rows, in their order here.
     bounds: where each of these rows starts, counted from `start`, and at the end the number of tokens.
     """
 

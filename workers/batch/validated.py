@@ -45,7 +45,7 @@ class ValidatedBatch:
     """A validated request, or a rank's share of a part of one.
 
     weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: see Loss.denominator.
-    numbers: index of each row in the whole operation.
+    datum_indices: index of each row in the whole operation.
     """
 
     loss_name: str

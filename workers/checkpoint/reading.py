@@ -28,7 +28,8 @@ class SavedModel:
     Tensors of an adapter have been read; those of a fully trained model are read one by one as they are put into it.
 
     weights: also the constants of its form. num_steps: None if it has no optimizer state.
-    lacking: names of the model's tensors that the checkpoint does not have; they are initialized as in a new model.
+    missing_tensors: names of the model's tensors that the checkpoint does not have; they are initialized as in a new
+    model.
     """
 
     description: CheckpointDescription

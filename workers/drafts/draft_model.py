@@ -32,7 +32,7 @@ class DraftModel(Trainable):
     be trained.
     target: the model whose tokens it predicts, None = the bare base model.
     target_version: the version of the target's weights (see version.py).
-    was_loaded: True if its weights were loaded from another draft.
+    has_loaded_weights: True if its weights were loaded from another draft.
     reach: how many tokens it proposes at a time while sampling.
     """
 

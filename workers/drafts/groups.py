@@ -18,7 +18,7 @@ class DraftGroups:
     mesh: the base model's ranks in the layout of the drafts. Ranks along replicas train on different sequences, ranks
     along sp on different shards of the same sequences, and ranks along tp have different parts of the draft's layers.
     The sp * tp ranks at one position along replicas are a block.
-    audience: the ranks that exchange captured features. Every `num_sharing` neighbours among them share one
+    feature_team: the ranks that exchange captured features. Every `num_sharing` neighbours among them share one
     micro-batch.
     """
 

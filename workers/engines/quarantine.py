@@ -29,9 +29,9 @@ class SuspectState:
     """The state of one request.
 
     num_strikes: crashes during which it was the only running request.
-    most_together: how many suspects may run while it does, itself included; infinite if it is not a suspect.
+    max_concurrent_suspects: how many suspects may run while it does, itself included; infinite if it is not a suspect.
     began_at: loop time at which the current server process received it; None before.
-    suspected_seconds: how long it must run to get past the point of the crash.
+    probation_seconds: how long it must run to get past the point of the crash.
     """
 
     num_strikes: int = 0
@@ -47,7 +47,7 @@ class SuspectState:
         """Makes the request a suspect.
 
         Args:
-            num_together: suspects that were running at the crash.
+            num_suspects: suspects that were running at the crash.
         """
         assert self.began_at is not None
         self.max_concurrent_suspects = max(1, num_suspects // _SHRINKS)

@@ -32,7 +32,7 @@ class Adapter(Trainable):
         """Creates an adapter with zero weights; `initialize` draws them.
 
         Args:
-            not_adapted: names of the trunk's other layers that have matrices.
+            unadapted_layers: names of the trunk's other layers that have matrices.
         """
         self.lora = self.training = lora
         self.targets = tuple(targets)

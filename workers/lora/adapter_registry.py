@@ -153,7 +153,8 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
             experts.quantize(base.quantize)
             of_experts = _expert_targets(name, experts, base.splits)
             yield from (
-                replace(target, is_repeated=base.is_replicated_over_tp(f"{name}.down_proj")) for target in of_experts
+                replace(target, is_replicated_over_tp=base.is_replicated_over_tp(f"{name}.down_proj"))
+                for target in of_experts
             )
         parent_name, _, kind = name.rpartition(".")
         if not isinstance(module, nn.Linear) or id(module) not in inside or group_of(name) is None:
@@ -163,7 +164,7 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
         setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, saved_name, active))
         target = _target(saved_name, module, base.splits.get(f"{name}.weight", {}))
         saved_path = None if path == name else base.saved_name(path)
-        yield replace(target, is_repeated=base.is_replicated_over_tp(f"{name}.weight"), saved_path=saved_path)
+        yield replace(target, is_replicated_over_tp=base.is_replicated_over_tp(f"{name}.weight"), saved_path=saved_path)
 
 
 def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[str]:

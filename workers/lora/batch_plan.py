@@ -40,9 +40,9 @@ class BatchPlan:
         """Groups the segments.
 
         Args:
-            before: a plan of other segments, whose copies are reused where the adapters are the same.
-            company: all adapters of a pass, in the same order on all ranks; needed if tokens of other ranks are routed
-                to this rank's experts.
+            previous: a plan of other segments, whose copies are reused where the adapters are the same.
+            pass_adapters: all adapters of a pass, in the same order on all ranks; needed if tokens of other ranks are
+                routed to this rank's experts.
         """
         self._segments = tuple(segments)
         self._num_rows = segments[-1].stop if segments else 0

@@ -55,7 +55,8 @@ class ExpertPlan:
         """Sorts the adapters into bundles.
 
         Args:
-            company: adapters of the tokens that reach this rank's experts from any rank; all ranks list them in the
+            pass_adapters: adapters of the tokens that reach this rank's experts from any rank; all ranks list them in
+            the
                 same order.
             before: an earlier plan, whose copies are reused where the adapters are the same.
         """
@@ -94,7 +95,7 @@ class ExpertPlan:
 
         Args:
             counts: rows of each, int64 [experts, kinds].
-            has_bare: whether some rows may be of the last kind, which has no adapter.
+            has_unadapted: whether some rows may be of the last kind, which has no adapter.
         """
         return ExpertTerms(self, layer, counts, has_bare) if self.adapters else None
 

@@ -41,7 +41,7 @@ class Target:
     are split over ranks. num_experts: set for the experts of a sparse layer, model.layers.0.mlp.experts.up_proj, each
     of which has its own pair of matrices. expert_split: how experts are split over ranks. saved_as: the name of an
     expert's layer in PEFT's files, None if the same as here. saved_path: the whole path of any other layer there, None
-    if it is `name`. is_repeated: whether all ranks along tp have all of it, and run the same tokens.
+    if it is `name`. is_replicated_over_tp: whether all ranks along tp have all of it, and run the same tokens.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Target:
 
     def unsharded(self) -> "Target":
         """Returns the unsplit target."""
-        return replace(self, in_split=None, out_split=None, expert_split=None, is_repeated=False)
+        return replace(self, in_split=None, out_split=None, expert_split=None, is_replicated_over_tp=False)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Loss:
     sequence_wise: the function needs one whole sequence at a time and nothing else. Other functions get positions of
     any sequences, possibly of several operations, and must keep them independent: a wrong value at one position must
     not change another.
-    many_targets: target_tokens may be [T, K].
+    allows_top_k_targets: target_tokens may be [T, K].
     """
 
     function: Callable[[Any, Mapping[str, Tensor], Config], LossOutput]

@@ -113,7 +113,7 @@ class RoutedExperts:
         """Returns the layer's output [tokens, hidden] for x [tokens, hidden].
 
         Args:
-            are_alike: whether all ranks of the team have the same tokens.
+            same_tokens: whether all ranks of the team have the same tokens.
         """
         _, weights, chosen = self._router(x)
         return self.forward_routed(x, chosen, weights, same_tokens)

@@ -216,7 +216,7 @@ class ShardedLayers:
         Args:
             zero_stage: "3" gathers a layer for its forward pass and again for its backward pass; "2" keeps it in
                 between.
-            ends: the embedding and the output head, which passes gather themselves.
+            embedding_and_head: the embedding and the output head, which passes gather themselves.
         """
         self._layers, self._ends = layers, embedding_and_head
         self._keeps_for_backward = zero_stage == "2"

@@ -338,7 +338,7 @@ class BaseModel:
 
         Args:
             merge: makes one linear layer of several of the same input.
-            again: returns the context in which to run a layer again for its backward pass.
+            captured_context: returns the context in which to run a layer again for its backward pass.
         """
         if self._fused is None:
             return

@@ -24,8 +24,8 @@ class ParameterSharding:
     """Records the parts that this rank has of a model's parameters, and loads them.
 
     splits: by parameter name, dimension -> Split along tp, or along ep for experts. sharded: names of the parameters of
-    which each rank keeps only some rows, along fsdp (and sp), and gathers the others for use. left: by name, biases
-    that another rank along tp adds.
+    which each rank keeps only some rows, along fsdp (and sp), and gathers the others for use. biases_of_others: by
+    name, biases that another rank along tp adds.
     """
 
     def __init__(self, mesh: Mesh) -> None:

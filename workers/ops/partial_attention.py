@@ -30,7 +30,7 @@ from .attention import (
 class PartialAttention(NamedTuple):
     """An attention output and the log-sum-exp of its scores.
 
-    out: [tokens, heads, head_dim]. log_sums: float32 [tokens, heads].
+    out: [tokens, heads, head_dim]. log_sum_exps: float32 [tokens, heads].
     """
 
     out: Tensor

@@ -58,7 +58,7 @@ class ResidualStream:
 
     sharded: whether each rank has only its tokens of the stream, and gathers them for the linear layers; otherwise each
     has all tokens.
-    are_alike: whether the ranks of an expert-parallel team have the same tokens.
+    ep_ranks_share_tokens: whether the ranks of an expert-parallel team have the same tokens.
     """
 
     team: Team

@@ -56,7 +56,7 @@ class PendingCollective:
 class Team:
     """The ranks that differ from this one only along some axes, including this rank. All of them make the same calls.
 
-    size: their number. index: of this rank. sent: counts the calls by kind.
+    size: their number. index: of this rank. call_counts: counts the calls by kind.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ ALONE = Team((0,), 0, None, Counter())
 class Mesh:
     """This rank's position in the layout `spec`, and its teams.
 
-    sent: counts this rank's tensor exchanges by kind.
+    call_counts: counts this rank's tensor exchanges by kind.
     """
 
     def __init__(self, spec: ParallelSpec = SINGLE, rank: int = 0) -> None:

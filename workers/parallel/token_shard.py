@@ -15,7 +15,7 @@ class TokenShard:
     attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
     padded with tokens of no sequence.
 
-    num_filled: the number of tokens with padding. tokens: those that this rank runs.
+    num_padded: the number of tokens with padding. tokens: those that this rank runs.
     rows: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
     """
 

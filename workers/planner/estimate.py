@@ -18,9 +18,9 @@ _FLOAT32 = 4
 class MemoryEstimate:
     """Bytes on each rank, permanent and temporary.
 
-    learned: what is trained, in all slots.
+    trainable: what is trained, in all slots.
     gathered: weights that are whole at the same time, of layers whose parts are on other ranks.
-    arriving: the next layer's weights, in the buffer from which they are copied.
+    prefetched: the next layer's weights, in the buffer from which they are copied.
     gathered_gradients: of the layer in its backward pass, and of the layer after it while these are being sent.
     gathered_head: the output head while it scores, with its gradient. sampling: everything that is gathered to sample.
     saving: a matrix that is assembled from the ranks' parts. step: the exchange of gradients.

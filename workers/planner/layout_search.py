@@ -143,7 +143,7 @@ def remedies(
         return found
     load = load.with_slots(1)
     found = _single_changes(shape, spec, load, device_bytes, num_devices)
-    return [replace(remedy, words=f"{_slots_flag(load)} 1 {remedy.flags}") for remedy in found]
+    return [replace(remedy, flags=f"{_slots_flag(load)} 1 {remedy.flags}") for remedy in found]
 
 
 def _slots_flag(load: Workload) -> str:

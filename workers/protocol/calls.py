@@ -119,7 +119,7 @@ class Failure:
 class DataShare:
     """A rank's share of a part's data.
 
-    numbers: index of each datum in the whole operation.
+    indices: index of each datum in the whole operation.
     num_data: over all ranks.
     """
 
@@ -174,7 +174,7 @@ class RankOutput:
 class OptimizerStep:
     """One optimizer step of one run; answered by its metrics (name -> value) or a Failure.
 
-    refused: why the gradients are incomplete, if the rank may not know; the step then only discards them.
+    refusal_reason: why the gradients are incomplete, if the rank may not know; the step then only discards them.
     seq_id: number of the operation in its run; 0 means unknown.
     """
 
@@ -196,7 +196,7 @@ class SampleJob:
     stop_token_ids, stop_strings: what ends a sample (strings match across token boundaries); if both are empty, only
         max_tokens does.
     streams: true if each slice reports the tokens that it added.
-    owner: the tenant; prompt_cache_hit_tokens never reveals what other owners have sent.
+    tenant_id: the tenant; prompt_cache_hit_tokens never reveals what other owners have sent.
     draft_id: a draft model (see Worker.load_adapter) that proposes num_draft_tokens at a time; None means its default
         number.
     """

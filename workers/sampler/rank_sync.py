@@ -22,14 +22,14 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class RankFailures:
-    """failures: of jobs, by id. lacking: drafts that could not be loaded to the device."""
+    """failures: of jobs, by id. missing_drafts: drafts that could not be loaded to the device."""
 
     failures: Mapping[str, Failure]
     missing_drafts: frozenset[str]
 
 
 class RankSync:
-    """speaks: whether this rank is the leader, which returns results."""
+    """is_leader: whether this rank is the leader, which returns results."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

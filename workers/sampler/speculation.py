@@ -43,7 +43,8 @@ class DraftTokens:
     """Draft tokens.
 
     tokens: int64, [k].
-    chances: the draft's probability of each token of its vocabulary, float32, [k, V]; None if there are no tokens.
+    probabilities: the draft's probability of each token of its vocabulary, float32, [k, V]; None if there are no
+    tokens.
     """
 
     tokens: np.ndarray
@@ -55,8 +56,8 @@ class _State:
     """The draft's state of one sequence.
 
     num_changes: the draft's weight version (see Learner) when the sequence was placed.
-    num_told: tokens in the draft's cache.
-    waiting: captured features of the tokens after these, except the newest token, [m, layers * hidden].
+    num_cached: tokens in the draft's cache.
+    pending_features: captured features of the tokens after these, except the newest token, [m, layers * hidden].
     """
 
     draft: DraftModel
@@ -217,7 +218,7 @@ class SpeculativeDecoder:
             return
         self._caches.of(state.draft).fork(leader, placed)
         for row in placed:
-            self._states[row] = replace(state, waiting=list(state.pending_features))
+            self._states[row] = replace(state, pending_features=list(state.pending_features))
 
     def num_next(self, row: SequenceState, count: int) -> int:
         """Returns the number of draft tokens after `count` sampled ones. The last token is never a draft token."""

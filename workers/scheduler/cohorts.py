@@ -46,7 +46,7 @@ class SamplingWork:
 class Cohort:
     """Sampling jobs that run together.
 
-    most: largest number of jobs.
+    max_jobs: largest number of jobs.
     running: jobs that the ranks hold.
     cancelled: ids of jobs that the ranks must drop.
     turn, num_slices: slices of its turn, and how many of them are over.

@@ -19,7 +19,7 @@ _SHORT_PER_PASS = 16
 class PassLimits:
     """The limits of one pass.
 
-    tokens, runs: the most of one pass. Sequences are not cut: one longer than half of `tokens` may exceed it.
+    tokens, max_runs: the most of one pass. Sequences are not cut: one longer than half of `tokens` may exceed it.
     tenant_weights: as in DispatchConfig.
     """
 

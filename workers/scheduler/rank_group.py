@@ -400,7 +400,7 @@ class RankGroup:
 
     def _with_refusal(self, step: OptimizerStep) -> OptimizerStep:
         reason = self._incomplete.get(step.run_id)
-        return step if reason is None else replace(step, refused=reason)
+        return step if reason is None else replace(step, refusal_reason=reason)
 
     def _forget_incomplete(self, run_ids: Iterable[str]) -> None:
         for run_id in run_ids:

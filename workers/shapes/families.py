@@ -33,12 +33,12 @@ class Family:
     defaults: values of fields that a config.json may leave out.
 
     norms_heads: whether queries and keys have a norm, over each head or over all heads together.
-    adds_one: whether 1 is added to the weights of norms.
+    norm_weight_plus_one: whether 1 is added to the weights of norms.
     biases: config settings that add biases to all projections of attention, or to those of the feed-forward part.
     query_bias: whether the projections to queries, keys and values always have a bias, independent of the config.
     is_fused: whether one projection computes queries, keys and values, and another one gate and up.
     windows: which layers use the config's sliding window: every layer, or those that the config lists.
-    rotates_by_kind: whether layers with and without a window have different rotations.
+    has_local_rope: whether layers with and without a window have different rotations.
     activation, activation_key: the activation of gates, and the config's field for it.
     sparsity: which layers have experts.
     sparse_block, expert_linears: names in checkpoint files of the block with experts, and of an expert's gate, up and

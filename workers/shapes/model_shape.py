@@ -71,7 +71,7 @@ class ModelShape(ModelDescription):
     attention_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the projection after
     attention, and those of the feed-forward part have biases.
     window: tokens that a layer with a sliding window sees.
-    is_regular: whether its layers are exactly those of the family, so that our own forward pass can run them.
+    uses_fused_layers: whether its layers are exactly those of the family, so that our own forward pass can run them.
     """
 
     family: Family

@@ -81,7 +81,7 @@ class FlatLayout:
     """Places the matrices in flat vectors [size].
 
     regions: the range of all matrices that ranks have different parts of along the same axes, by these axes (often
-    none). repeated: the ranges of matrices for which each rank along tp has the whole gradient, and not a summand.
+    none). replicated: the ranges of matrices for which each rank along tp has the whole gradient, and not a summand.
     """
 
     def __init__(self, matrices: Sequence[Matrix], multiple_of: int = 1) -> None:

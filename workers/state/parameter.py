@@ -25,7 +25,7 @@ class ModelParameter:
     """A parameter of a model, which implements Matrix.
 
     key: its name in transformers' model. in_files: its name in files. shape: of this rank's part. cuts: the splits that
-    make this part of the whole, in order. is_repeated: see Matrix.
+    make this part of the whole, in order. is_replicated_over_tp: see Matrix.
     """
 
     key: str
@@ -42,7 +42,7 @@ class ModelParameter:
         shape = list(self.shape)
         for cut in self.cuts:
             shape[cut.dim] *= cut.split.size
-        return replace(self, shape=tuple(shape), cuts=(), is_repeated=False)
+        return replace(self, shape=tuple(shape), cuts=(), is_replicated_over_tp=False)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Joins the parts, given in rank order, in which the last axis varies fastest."""

@@ -11,7 +11,7 @@ Model = TypeVar("Model", bound=Trainable)
 
 
 class ResidentModels(Generic[Model]):
-    """Keeps models by id, and moves them by a residency. things: the models' name in memory accounts."""
+    """Keeps models by id, and moves them by a residency. kind_name: the models' name in memory accounts."""
 
     kind_name: str
 

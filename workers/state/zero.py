@@ -17,7 +17,7 @@ _MOST = 1 << 24
 class ZeroShards:
     """Shards vectors [P] of a layout over the ranks along all axes but tp.
 
-    size: numbers of each part. own: the range of this rank's part.
+    size: numbers of each part. own_range: the range of this rank's part.
     """
 
     def __init__(self, layout: FlatLayout, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from ..planner.footprint import gigabytes
 class BatchFailure:
     """The error that stopped a micro-batch.
 
-    account: the traceback of an unexpected error, for the log.
+    traceback: the traceback of an unexpected error, for the log.
     """
 
     message: str

@@ -144,7 +144,7 @@ class Task:
 
     failure: why the part contributes nothing; None so far.
     computed: true if nothing remains to be computed for it.
-    version: weight version of the features that it captures.
+    feature_version: weight version of the features that it captures.
     """
 
     def __init__(

@@ -52,16 +52,16 @@ class ClockedWorker(Worker):
 
     # None of them calls another one.
     _EXCHANGES = (
-        (Team, ("sum", "joining", "summed_part", "exchanged", "passed_on", "from_first")),
-        (PendingCollective, ("wait",)),
-        (Mesh, ("exchange",)),
+        *((Team, each) for each in (Team.all_reduce, Team.start_all_gather, Team.reduce_scatter, Team.all_to_all)),
+        *((Team, each) for each in (Team.start_ring_shift, Team.broadcast)),
+        (PendingCollective, PendingCollective.wait),
+        (Mesh, Mesh.all_gather_object),
     )
 
     def __init__(self, config: WorkerConfig) -> None:
         self._exchange_seconds = 0.0
-        for owner, names in self._EXCHANGES:
-            for name in names:
-                setattr(owner, name, self._clocked(getattr(owner, name)))
+        for owner, exchange in self._EXCHANGES:
+            setattr(owner, exchange.__name__, self._clocked(exchange))
         super().__init__(config)
 
     def clocks(self) -> Clocks:

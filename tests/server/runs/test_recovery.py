@@ -626,7 +626,7 @@ async def restart_on_a_copy(bench: Bench) -> None:
 
 
 async def restart_again(bench: Bench) -> None:
-    bench.services = replace(bench.services, copied=RestoreMarker(bench.journal_directory.parent))
+    bench.services = replace(bench.services, restore_marker=RestoreMarker(bench.journal_directory.parent))
     bench.services.restore_marker.begin([RUN_ID])
     await bench.restart()
 

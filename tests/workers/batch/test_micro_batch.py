@@ -175,6 +175,6 @@ def test_out_of_memory_budgets_halve_down_to_the_longest_row() -> None:
     assert budgets == [4096, 16]
     assert smaller_budget(read(*[supervised(4)] * 16), 4096) == 32
     assert smaller_budget(read(supervised(4)), 4096) is None
-    without_rows = replace(read(supervised(4)), rows=(), numbers=())
+    without_rows = replace(read(supervised(4)), rows=(), datum_indices=())
     assert smaller_budget(without_rows, 4096) is None
     assert "no room for gradients" in out_of_memory_message(without_rows, 4096, 4096, torch.device("cpu"))

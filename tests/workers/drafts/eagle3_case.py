@@ -1,4 +1,4 @@
-"""A tiny draft of EAGLE-3 and what it is told of a target, drawn: what its tests share."""
+"""A tiny EAGLE-3 draft and random features of its target, shared by the EAGLE-3 tests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from .naive_eagle3 import FIELDS, NaiveDraft, NaiveSequence, Rollout, naive_scor
 HIDDEN, HEADS, HEAD_DIM, TARGET_VOCABULARY = 16, 4, 4, 12
 DECAY = 0.8
 
-# [m, depth]: what is lost by each guess.
+# Returns the loss of each guess, [m, depth].
 Objective = Callable[[DraftScores], Tensor]
 
 
@@ -29,13 +29,13 @@ def cross_entropy(scores: DraftScores) -> Tensor:
 
 
 def both(scores: DraftScores) -> Tensor:
-    """By cross entropy and acceptance alike, and not linear in it."""
+    """Uses cross entropy and acceptance, and is not linear in the latter."""
     return scores.cross_entropy + (1.5 - scores.acceptance) ** 2
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """Of one sequence: what `NaiveSequence` has, float64, and the weights of what is guessed."""
+class TargetSequence:
+    """One sequence: the fields of `NaiveSequence` in float64, and the weight of each token."""
 
     embedded: Tensor
     captured: Tensor
@@ -51,28 +51,30 @@ class Told:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """parameters: float64, by name. vocabulary: what the draft can say."""
+    """parameters: float64, by name. vocabulary: token ids that the draft can predict."""
 
     shape: DraftShape
     parameters: Mapping[str, Tensor]
     vocabulary: Tensor
 
-    def sequences(self, lengths: Sequence[int], seed: int = 1) -> list[Told]:
+    def sequences(self, lengths: Sequence[int], seed: int = 1) -> list[TargetSequence]:
         generator = torch.Generator().manual_seed(seed)
         return [self._sequence(length, generator) for length in lengths]
 
-    def _sequence(self, length: int, generator: torch.Generator) -> Told:
-        """The target says about what the draft guesses first, lest it is never right."""
+    def _sequence(self, length: int, generator: torch.Generator) -> TargetSequence:
+        """The target favours the draft's first guesses, so that some of them are right."""
 
         def drawn(*size: int) -> Tensor:
             return torch.randn(*size, generator=generator, dtype=torch.float64)
 
-        silent = Told(drawn(length, HIDDEN), drawn(length, self.shape.captured * HIDDEN), drawn(0), drawn(length).abs())
-        features = packed([silent])[0]
+        without_logits = TargetSequence(
+            drawn(length, HIDDEN), drawn(length, self.shape.captured * HIDDEN), drawn(0), drawn(length).abs()
+        )
+        features = packed([without_logits])[0]
         (guessed,) = Eagle3().network(self.shape, self.parameters, self.vocabulary).unrolled(features, 1)
         logits = drawn(length, self.shape.target_vocabulary)
         logits[1:, self.vocabulary] += 2.0 * guessed[:-1] @ self.parameters["lm_head.weight"].t()
-        return replace(silent, logits=logits)
+        return replace(without_logits, logits=logits)
 
 
 def some_case(
@@ -90,8 +92,8 @@ def some_case(
         head_dim=HEAD_DIM,
         vocab_size=target_vocabulary,
     )
-    asked = DraftConfig(algorithm="eagle3", draft_vocab_size=len(vocabulary))
-    shape = DraftShape.of(Eagle3().with_defaults(asked, target, target_vocabulary), target, target_vocabulary)
+    requested = DraftConfig(algorithm="eagle3", draft_vocab_size=len(vocabulary))
+    shape = DraftShape.of(Eagle3().with_defaults(requested, target, target_vocabulary), target, target_vocabulary)
     generator = torch.Generator().manual_seed(seed)
     parameters = {each.key: _drawn(each.shape, generator) for each in Eagle3().parameters(shape)}
     return Case(shape, parameters, torch.tensor(vocabulary))
@@ -105,8 +107,9 @@ def _drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """states: [guesses, hidden] behind those that exist, the first of all sequences before the second. scores: by
-    field, [tokens, depth]. gradients: by parameter."""
+    """states: [guesses, hidden], all first guesses before the second ones. scores: by field, [tokens, depth].
+    gradients: by parameter.
+    """
 
     loss: float
     states: Tensor
@@ -114,7 +117,7 @@ class Trained:
     gradients: dict[str, Tensor]
 
     def differences(self, other: "Trained") -> dict[str, float]:
-        """By what is compared: the largest one, relative where numbers exceed 1."""
+        """Returns the largest difference per compared quantity, relative where values exceed 1."""
         mine, theirs = self._numbers(), other._numbers()
         return {
             name: float((mine[name] - each).abs().max() / max(1.0, each.abs().max())) for name, each in theirs.items()
@@ -126,41 +129,45 @@ class Trained:
 
 def trained(
     case: Case,
-    sequences: Sequence[Told],
+    sequences: Sequence[TargetSequence],
     depth: int,
-    room: LogitBudget | int = 10_000,
+    budget: LogitBudget | int = 10_000,
     objective: Objective = both,
     dtype: torch.dtype = torch.float64,
 ) -> Trained:
-    """By one pass over all of them, in their order. room: for logits, or how many guesses at a time. dtype: of weights
-    and features; gradients are float32 at least."""
+    """Makes one pass over all sequences, in their order.
+
+    Args:
+        budget: a budget for logits, or the number of guesses scored at a time.
+        dtype: of weights and features; gradients are float32 at least.
+    """
     parameters, gradients = learnable(case.parameters, dtype)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
     features, labels = packed(sequences, dtype)
     outputs = [each.detach() for each in network.unrolled(features, depth)]
     by_sequence = [output.split([len(each) for each in sequences]) for output in outputs]
     states = [rows[: max(0, len(rows) - 1 - i)] for i, parts in enumerate(by_sequence) for rows in parts]
-    room = LogitBudget(room) if isinstance(room, int) else room
-    draft = network.training_pass(features, labels, {"ttt_length": float(depth)}, room)
+    budget = LogitBudget(budget) if isinstance(budget, int) else budget
+    draft = network.training_pass(features, labels, {"ttt_length": float(depth)}, budget)
     loss, scores = run(draft, objective)
     return Trained(loss, torch.cat(states), scores, gradients)
 
 
 def naively_trained(
     case: Case,
-    sequences: Sequence[Told],
+    sequences: Sequence[TargetSequence],
     depth: int,
     objective: Objective = both,
     rollout: type[Rollout] = Rollout,
 ) -> Trained:
-    """By rollouts from every token, one after the other."""
+    """Rolls out the draft from every token, one after the other."""
     shape = case.shape
     weights = {name: each.clone().requires_grad_() for name, each in case.parameters.items()}
     draft = NaiveDraft(weights, case.vocabulary, shape.heads, shape.kv_heads, shape.head_dim, shape.eps)
     found = [naive_scores(draft, each.naive(), depth, rollout) for each in sequences]
     scores = {name: torch.cat([each.scores[name] for each in found]) for name in FIELDS}
-    of_guesses = torch.cat([each.weights for each in sequences])[:, None].expand(-1, depth)
-    losses = weighted(objective(DraftScores(**scores)), of_guesses) * scores["exists"]
+    guess_weights = torch.cat([each.weights for each in sequences])[:, None].expand(-1, depth)
+    losses = weighted(objective(DraftScores(**scores)), guess_weights) * scores["exists"]
     gradients = torch.autograd.grad(losses.sum(), list(weights.values()))
     states = [state for guess in range(depth) for each in found for at, state in each.states.items() if at[1] == guess]
     return Trained(
@@ -172,7 +179,7 @@ def naively_trained(
 
 
 def learnable(values: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of this type, and the buffers that they add gradients to, as the worker has them."""
+    """Returns parameters of this type and the buffers that collect their gradients, as in a worker."""
     parameters = {name: each.to(dtype, copy=True).requires_grad_() for name, each in values.items()}
     wide = torch.promote_types(dtype, torch.float32)
     gradients = {name: torch.zeros_like(each, dtype=wide, requires_grad=False) for name, each in parameters.items()}
@@ -182,7 +189,7 @@ def learnable(values: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[st
     return parameters, gradients
 
 
-def packed(sequences: Sequence[Told], dtype: torch.dtype = torch.float64) -> tuple[DraftInputs, Labels]:
+def packed(sequences: Sequence[TargetSequence], dtype: torch.dtype = torch.float64) -> tuple[DraftInputs, Labels]:
     lengths = [len(each) for each in sequences]
     embedded, captured, logits, weights = (
         torch.cat([getattr(each, name) for each in sequences]) for name in ("embedded", "captured", "logits", "weights")
@@ -196,12 +203,12 @@ def packed(sequences: Sequence[Told], dtype: torch.dtype = torch.float64) -> tup
         captured=captured.to(dtype),
         logits=lambda rows: logits[rows],
     )
-    nothing = torch.zeros(len(weights), dtype=torch.long)
-    return features, Labels(nothing, weights, range(len(lengths)))
+    zeros = torch.zeros(len(weights), dtype=torch.long)
+    return features, Labels(zeros, weights, range(len(lengths)))
 
 
 def run(draft: Eagle3Pass, objective: Objective) -> tuple[float, dict[str, Tensor]]:
-    """Some rows after the others, and back: the summed loss, and the scores of all of them."""
+    """Scores chunk after chunk with backward, and returns the summed loss and all scores."""
     total, parts = 0.0, []
     for start in range(0, draft.num_rows, draft.chunk_rows):
         rows = slice(start, min(start + draft.chunk_rows, draft.num_rows))
@@ -216,5 +223,5 @@ def run(draft: Eagle3Pass, objective: Objective) -> tuple[float, dict[str, Tenso
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Both [m, depth]: what lies further ahead counts less."""
+    """Weights further guesses less; both [m, depth]."""
     return losses * weights * DECAY ** torch.arange(losses.shape[1])

@@ -1,5 +1,6 @@
-"""DFlash a block at a time, as when it drafts: loops over layers, heads and tokens, and no mask, since a block is given
-nothing that it must not see."""
+"""DFlash one block at a time, as in drafting: loops over layers, heads and tokens. It needs no mask, because a block
+gets only what it may see.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,12 @@ class NaiveDraft:
     theta: float
 
     def guesses(self, captured: Tensor, anchor: int, known: Tensor, mask: Tensor, size: int) -> list[Tensor]:
-        """captured: of the tokens that are seen, from the sequence's first. anchor: which token is known."""
+        """Returns the final states of a block.
+
+        Args:
+            captured: of the tokens that the block sees, from the sequence's first.
+            anchor: position of the known token.
+        """
         context = [self._norm("hidden_norm", self._product("fc", each)) for each in captured]
         states = [known] + [mask] * (size - 1)
         for layer in range(self.layers):
@@ -48,30 +54,30 @@ class NaiveDraft:
 
     def _keys(self, name: str, seen: Sequence[tuple[int, Tensor]], head: int) -> list[Tensor]:
         keys = [self._norm(f"{name}.k_norm", self._of_head(f"{name}.k_proj", x, head)) for _, x in seen]
-        return [self._turned(key, position) for key, (position, _) in zip(keys, seen, strict=True)]
+        return [self._rotated(key, position) for key, (position, _) in zip(keys, seen, strict=True)]
 
     def _attended(
         self, name: str, x: Tensor, position: int, keys: Sequence[list[Tensor]], values: Sequence[list[Tensor]]
     ) -> Tensor:
         parts = []
         for head in range(self.heads):
-            of_key = head // (self.heads // self.kv_heads)
-            query = self._turned(self._norm(f"{name}.q_norm", self._of_head(f"{name}.q_proj", x, head)), position)
-            scores = [(query * key).sum() / math.sqrt(self.head_dim) for key in keys[of_key]]
-            parts.append(torch.stack(scores).softmax(0) @ torch.stack(values[of_key]))
+            kv_head = head // (self.heads // self.kv_heads)
+            query = self._rotated(self._norm(f"{name}.q_norm", self._of_head(f"{name}.q_proj", x, head)), position)
+            scores = [(query * key).sum() / math.sqrt(self.head_dim) for key in keys[kv_head]]
+            parts.append(torch.stack(scores).softmax(0) @ torch.stack(values[kv_head]))
         return self._product(f"{name}.o_proj", torch.cat(parts))
 
     def _of_head(self, name: str, x: Tensor, head: int) -> Tensor:
         return self._product(name, x)[head * self.head_dim : (head + 1) * self.head_dim]
 
-    def _turned(self, x: Tensor, position: int) -> Tensor:
+    def _rotated(self, x: Tensor, position: int) -> Tensor:
         half = self.head_dim // 2
-        turned = [torch.zeros((), dtype=x.dtype)] * self.head_dim
+        rotated = [torch.zeros((), dtype=x.dtype)] * self.head_dim
         for i in range(half):
             angle = position * float(np.float32(self.theta ** (-i / half)))
-            turned[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-            turned[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-        return torch.stack(turned)
+            rotated[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+            rotated[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        return torch.stack(rotated)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean() + self.eps) * self.weights[f"{name}.weight"]
@@ -82,14 +88,14 @@ class NaiveDraft:
 
 @dataclass(frozen=True)
 class NaiveLoss:
-    """Of blocks, each a list of guesses: cross-entropies, and weights that are 0 where there is none."""
+    """Blocks are lists of guesses; a weight is 0 where a guess does not exist."""
 
     objective: str
     gamma: float = 7.0
     alpha: float = 0.5
 
     def factors(self, entropies: Sequence[float], weights: Sequence[float]) -> list[float]:
-        """What each cross-entropy of a block is multiplied by."""
+        """Returns the factor of each cross entropy of a block."""
         if self.objective == "ce":
             return [weight * math.exp(-k / self.gamma) for k, weight in enumerate(weights)]
         found = []

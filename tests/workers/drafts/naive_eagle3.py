@@ -1,7 +1,7 @@
-"""EAGLE-3 as a server drafts with it: one sequence, one place to go on from, one token after the other, in float64.
+"""EAGLE-3 as in drafting: one sequence, one anchor, one token after the other, in float64.
 
-Written from the formulas of Li et al. (2025), https://arxiv.org/abs/2503.01840, and of Llama's layers; it knows nothing
-of what it is compared with. Gradients are autograd's.
+Written from the formulas of Li et al. (2025), https://arxiv.org/abs/2503.01840, and of Llama's layers, independently of
+the code that it is compared with. Gradients are autograd's.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ FIELDS = ("cross_entropy", "acceptance", "correct", "covered", "exists", "greedy
 
 @dataclass(frozen=True, eq=False)
 class NaiveDraft:
-    """weights: by the names that servers load. vocabulary: the target's tokens that it can say. theta: of rotations."""
+    """weights: by the names in released drafts. vocabulary: target tokens that it can predict. theta: of the rotary
+    embedding.
+    """
 
     weights: Mapping[str, Tensor]
     vocabulary: Tensor
@@ -29,7 +31,7 @@ class NaiveDraft:
         return x / (x.square().mean() + self.eps).sqrt() * self.weights[f"{name}.weight"]
 
     def rotated(self, x: Tensor, position: int) -> Tensor:
-        """x [heads, head_dim]. Angles are float32, as they are in every engine."""
+        """x: [heads, head_dim]. Angles are float32, as in every engine."""
         frequencies = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = torch.tensor(float(position)) * frequencies
         cos, sin = angles.cos().double(), angles.sin().double()
@@ -38,14 +40,15 @@ class NaiveDraft:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
 
     def guess(self, state: Tensor) -> Tensor:
-        """The distribution over `vocabulary`."""
+        """Returns the distribution over `vocabulary`."""
         return (self.weights["lm_head.weight"] @ self.norm(state, "norm")).softmax(0)
 
 
 @dataclass(frozen=True, eq=False)
 class NaiveSequence:
-    """What is known of the target: embedded [tokens, hidden], captured [tokens, layers * hidden], logits
-    [tokens, target vocabulary] of what comes behind each."""
+    """A sequence's data from the target: embedded [tokens, hidden], captured [tokens, layers * hidden], logits [tokens,
+    target vocabulary] of the next token.
+    """
 
     embedded: Tensor
     captured: Tensor
@@ -56,7 +59,7 @@ class NaiveSequence:
 
 
 class Rollout:
-    """The draft goes on by itself from what the target had up to a token, its anchor."""
+    """Continues from the target's features up to a token, its anchor, with the draft's own states."""
 
     def __init__(self, draft: NaiveDraft, sequence: NaiveSequence, anchor: int) -> None:
         self.draft, self.sequence, self.anchor = draft, sequence, anchor
@@ -64,7 +67,7 @@ class Rollout:
         self.values: list[Tensor] = []
 
     def states(self, depth: int) -> list[Tensor]:
-        """Behind each guess that there is, `depth` at most."""
+        """Returns the state after each guess that exists, at most `depth`."""
         anchor = self.anchor
         for token in range(anchor):
             self.forward(token + 1, self.feature(token), token)
@@ -81,11 +84,11 @@ class Rollout:
         return self.anchor + guess
 
     def seen(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [tokens so far, kv_heads, head_dim]."""
+        """Returns keys and values, [tokens so far, kv_heads, head_dim]."""
         return torch.stack(self.keys), torch.stack(self.values)
 
     def forward(self, token: int, state: Tensor, position: int) -> Tensor:
-        """One token through the layer, whose key and value are kept: the state behind it."""
+        """Runs one token through the layer, keeps its key and value, and returns the state after it."""
         draft, weights = self.draft, self.draft.weights
         embedded = draft.norm(self.sequence.embedded[token], "midlayer.input_layernorm")
         both = torch.cat([embedded, draft.norm(state, "midlayer.hidden_norm")])
@@ -101,9 +104,9 @@ class Rollout:
     def attended(self, query: Tensor) -> Tensor:
         (keys, values), outs = self.seen(), []
         for head in range(self.draft.heads):
-            of_head = head // (self.draft.heads // self.draft.kv_heads)
-            weights = (keys[:, of_head] @ query[head] / self.draft.head_dim**0.5).softmax(0)
-            outs.append(weights @ values[:, of_head])
+            kv_head = head // (self.draft.heads // self.draft.kv_heads)
+            weights = (keys[:, kv_head] @ query[head] / self.draft.head_dim**0.5).softmax(0)
+            outs.append(weights @ values[:, kv_head])
         return torch.stack(outs)
 
     def update(self, x: Tensor) -> Tensor:
@@ -114,8 +117,9 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class NaiveScores:
-    """states: by (token from which it went on, guess), what the output head reads. scores: by field,
-    [tokens, depth], of what was guessed of the token behind each."""
+    """states: by (anchor, guess), the input of the output head. scores: by field, [tokens, depth], of guesses of the
+    next token.
+    """
 
     states: dict[tuple[int, int], Tensor]
     scores: dict[str, Tensor]
@@ -124,7 +128,7 @@ class NaiveScores:
 def naive_scores(
     draft: NaiveDraft, sequence: NaiveSequence, depth: int, rollout: type[Rollout] = Rollout
 ) -> NaiveScores:
-    """Of a sequence, from each of its tokens."""
+    """Scores the guesses from each token of a sequence."""
     states: dict[tuple[int, int], Tensor] = {}
     table: dict[str, dict[tuple[int, int], Tensor]] = {name: {} for name in FIELDS}
     for anchor in range(len(sequence) - 1):
@@ -140,14 +144,14 @@ def naive_scores(
 
 
 def compared(draft: NaiveDraft, drafted: Tensor, logits: Tensor) -> dict[str, Tensor]:
-    """drafted: over the draft's vocabulary; logits: the teacher's, over the target's."""
-    wanted = logits[draft.vocabulary].softmax(0)
-    of_target = logits.softmax(0)
+    """drafted: over the draft's vocabulary; logits: the target's, over its own vocabulary."""
+    teacher = logits[draft.vocabulary].softmax(0)
+    target_probabilities = logits.softmax(0)
     likeliest = int(logits.argmax())
     cross_entropy, acceptance = torch.zeros(()).double(), torch.zeros(()).double()
     for number, token in enumerate(draft.vocabulary.tolist()):
-        cross_entropy = cross_entropy - wanted[number] * drafted[number].log()
-        acceptance = acceptance + torch.minimum(of_target[token], drafted[number])
+        cross_entropy = cross_entropy - teacher[number] * drafted[number].log()
+        acceptance = acceptance + torch.minimum(target_probabilities[token], drafted[number])
     return {
         "cross_entropy": cross_entropy,
         "acceptance": acceptance,
@@ -158,7 +162,7 @@ def compared(draft: NaiveDraft, drafted: Tensor, logits: Tensor) -> dict[str, Te
 
 
 def _filled(cells: dict[tuple[int, int], Tensor], num_rows: int, depth: int) -> Tensor:
-    """0 where there is none."""
-    nothing = torch.zeros(()).double()
-    rows = [torch.stack([cells.get((row, column), nothing) for column in range(depth)]) for row in range(num_rows)]
+    """Fills missing cells with 0."""
+    zero = torch.zeros(()).double()
+    rows = [torch.stack([cells.get((row, column), zero) for column in range(depth)]) for row in range(num_rows)]
     return torch.stack(rows)

@@ -1,5 +1,4 @@
-"""Blocks that DFlash guesses with a cache, of many sequences at once, against what it is trained by and one block at a
-time."""
+"""DFlash drafts blocks with a cache, many sequences at once: the same as in training and as one block at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ LENGTHS, ANCHORS = (7, 4, 9, 9, 12), (5, 1, 8, 3, 11)
 
 
 class Ends:
-    """See drafting.Ends."""
+    """Stands in for drafting.Ends."""
 
     def embedded(self, tokens: Tensor) -> Tensor:
         return EMBEDDING[tokens]
@@ -44,8 +43,9 @@ class Ends:
 
 @dataclass
 class Drafted:
-    """Of each sequence a slot, and how much of it the draft was told. later: of how many tokens more it is told what
-    the target had, at each time."""
+    """Gives each sequence a cache slot, and counts how many tokens the draft has seen of it. later: offset in tokens of
+    the features it gets, 0 if they are right.
+    """
 
     network: DFlashNetwork
     samples: Sequence[Sample]
@@ -54,45 +54,45 @@ class Drafted:
 
     def __post_init__(self) -> None:
         self.shelf.resize(len(self.samples))
-        self.num_told = [0] * len(self.samples)
+        self.num_seen = [0] * len(self.samples)
 
-    def told(self, stops: Sequence[int]) -> TargetStates:
-        """Of each sequence up to a token, which is the first of which nobody knows what the target has there."""
+    def new_features(self, stops: Sequence[int]) -> TargetStates:
+        """Returns the features of each sequence's tokens before `stops` that are new to the draft."""
         chunks: list[ContinuationChunk] = []
         captured: list[Tensor] = []
         following: list[Tensor] = []
         start = 0
         for number, (sample, stop) in enumerate(zip(self.samples, stops, strict=True)):
-            first = self.num_told[number]
+            first = self.num_seen[number]
             chunks.append(ContinuationChunk(start, start + stop - first, self.shelf, number, first))
             captured.append(sample.captured[first + self.later : stop + self.later])
             following.append(sample.tokens[first + 1 : stop + 1])
-            start, self.num_told[number] = start + stop - first, stop
+            start, self.num_seen[number] = start + stop - first, stop
         return TargetStates(torch.cat(captured), torch.cat(following), chunks)
 
     def distributions(self, anchors: Sequence[int], num: int = SIZE - 1) -> list[Tensor]:
-        """Of each sequence what the guesses behind its anchor are drawn by, [num, vocabulary]."""
+        """Returns, for each sequence, the distributions of the guesses after its anchor, [num, vocabulary]."""
         found: list[Tensor] = []
 
         def draw(logits: Tensor) -> Tensor:
             found.append(logits.softmax(-1))
             return logits.argmax(-1)
 
-        self.network.propose(self.told(anchors), num, Ends(), draw)
+        self.network.propose(self.new_features(anchors), num, Ends(), draw)
         assert len(found) == num
         return list(torch.stack(found, dim=1))
 
 
 @torch.no_grad()
-def trained_distributions(anchors: Sequence[int], of: Sequence[Sample]) -> list[Tensor]:
-    """By one pass over all of the sequences, as a loss makes it: of each the guesses behind its anchor."""
+def trained_distributions(anchors: Sequence[int], some_samples: Sequence[Sample]) -> list[Tensor]:
+    """Returns each sequence's distributions after its anchor from a training pass over that sequence."""
     wanted = []
-    for sample, anchor in zip(of, anchors, strict=True):
+    for sample, anchor in zip(some_samples, anchors, strict=True):
         alone = replace(sample, weights=torch.eye(len(sample.weights), dtype=torch.float64)[anchor])
-        told = network(new_weights()).training_pass(features([alone]), labels([alone]), OPTIONS, LogitBudget(100))
-        assert told.num_rows == 1
-        told.scores(slice(0, 1))
-        wanted.append(told._log_draft.exp())
+        draft_pass = network(new_weights()).training_pass(features([alone]), labels([alone]), OPTIONS, LogitBudget(100))
+        assert draft_pass.num_rows == 1
+        draft_pass.scores(slice(0, 1))
+        wanted.append(draft_pass._log_draft.exp())
     return wanted
 
 
@@ -107,34 +107,34 @@ def no_gradients() -> object:
 
 
 @pytest.mark.parametrize("before", [[], [(3, 1, 2, 1, 9)], [(1, 1, 2, 1, 3), (2, 2, 5, 2, 10)]])
-def test_what_is_drawn_by_is_what_is_trained(before: Sequence[Sequence[int]]) -> None:
-    """Also of those that have guessed before: what a block has left in the cache is overwritten."""
-    of, anchors = samples(LENGTHS), (5, 3, 8, 3, 11)
-    drafted = Drafted(network(new_weights()), of)
+def test_drafting_uses_the_distributions_of_training(before: Sequence[Sequence[int]]) -> None:
+    """Earlier blocks are overwritten in the cache."""
+    some_samples, anchors = samples(LENGTHS), (5, 3, 8, 3, 11)
+    drafted = Drafted(network(new_weights()), some_samples)
     for some in before:
         drafted.distributions(some)
-    assert largest(drafted.distributions(anchors), trained_distributions(anchors, of)) < 1e-9
+    assert largest(drafted.distributions(anchors), trained_distributions(anchors, some_samples)) < 1e-9
 
 
-def test_what_was_only_taken_in_is_known() -> None:
-    of = samples(LENGTHS)
-    drafted = Drafted(network(new_weights()), of)
-    drafted.network.extend_cache(drafted.told((2, 1, 7, 1, 3)), Ends())
+def test_features_added_without_drafting_count() -> None:
+    some_samples = samples(LENGTHS)
+    drafted = Drafted(network(new_weights()), some_samples)
+    drafted.network.extend_cache(drafted.new_features((2, 1, 7, 1, 3)), Ends())
     anchors = (5, 3, 8, 3, 11)
-    assert largest(drafted.distributions(anchors), trained_distributions(anchors, of)) < 1e-9
+    assert largest(drafted.distributions(anchors), trained_distributions(anchors, some_samples)) < 1e-9
 
 
-def test_what_is_drawn_by_is_one_block_at_a_time() -> None:
-    of, weights = samples(LENGTHS), new_weights()
-    blocks = [naive_block(naive(weights), sample, anchor) for sample, anchor in zip(of, ANCHORS, strict=True)]
+def test_batched_drafting_equals_one_block_at_a_time() -> None:
+    some_samples, weights = samples(LENGTHS), new_weights()
+    blocks = [naive_block(naive(weights), sample, anchor) for sample, anchor in zip(some_samples, ANCHORS, strict=True)]
     wanted = [torch.stack([torch.softmax(HEAD.weight @ each, 0) for each in block[1:]]) for block in blocks]
-    assert largest(Drafted(network(weights), of).distributions(ANCHORS), wanted) < 1e-9
+    assert largest(Drafted(network(weights), some_samples).distributions(ANCHORS), wanted) < 1e-9
 
 
-def test_fewer_guesses_are_the_first_of_the_block() -> None:
-    of = samples(LENGTHS)
-    wanted = [each[:2] for each in trained_distributions(ANCHORS, of)]
-    assert largest(Drafted(network(new_weights()), of).distributions(ANCHORS, 2), wanted) < 1e-9
+def test_fewer_guesses_are_a_prefix_of_the_block() -> None:
+    some_samples = samples(LENGTHS)
+    wanted = [each[:2] for each in trained_distributions(ANCHORS, some_samples)]
+    assert largest(Drafted(network(new_weights()), some_samples).distributions(ANCHORS, 2), wanted) < 1e-9
 
 
 def shifted_features(drafted: Drafted) -> list[Tensor]:
@@ -143,7 +143,7 @@ def shifted_features(drafted: Drafted) -> list[Tensor]:
 
 
 def a_later_anchor(drafted: Drafted) -> list[Tensor]:
-    """Its token, with what is known before the right one."""
+    """Takes the next token as the anchor, with the features before the right one."""
     drafted.samples = [replace(each, tokens=each.tokens.roll(-1)) for each in drafted.samples]
     return drafted.distributions(ANCHORS)
 
@@ -157,13 +157,13 @@ def causal_blocks(drafted: Drafted) -> list[Tensor]:
         def scratch_chunks(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[ContinuationChunk]:
             return super().scratch_chunks(num_tokens, skipped)
 
-    told = drafted.told
+    new_features = drafted.new_features
 
     def causal(stops: Sequence[int]) -> TargetStates:
-        each = told(stops)
+        each = new_features(stops)
         return Causal(each.captured, each.next_tokens, each.chunks)
 
-    drafted.told = causal  # pyright: ignore[reportAttributeAccessIssue]
+    drafted.new_features = causal  # pyright: ignore[reportAttributeAccessIssue]
     return drafted.distributions(ANCHORS)
 
 
@@ -173,16 +173,16 @@ def no_own_block(drafted: Drafted) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("wrong", [shifted_features, a_later_anchor, one_feature_less, causal_blocks, no_own_block])
-def test_what_is_told_or_seen_wrongly_is_told_apart(wrong: Callable[[Drafted], list[Tensor]]) -> None:
-    of = samples([length + 1 for length in LENGTHS])
-    right = trained_distributions(ANCHORS, of)
-    assert largest(Drafted(network(new_weights()), of).distributions(ANCHORS), right) < 1e-9
-    found = wrong(Drafted(network(new_weights()), of))
+def test_wrong_features_or_attention_change_the_distributions(wrong: Callable[[Drafted], list[Tensor]]) -> None:
+    some_samples = samples([length + 1 for length in LENGTHS])
+    right = trained_distributions(ANCHORS, some_samples)
+    assert largest(Drafted(network(new_weights()), some_samples).distributions(ANCHORS), right) < 1e-9
+    found = wrong(Drafted(network(new_weights()), some_samples))
     assert largest(found, right) > 1e-2
 
 
-def test_a_draft_says_how_far_it_looks_ahead() -> None:
-    """The tokens of its block but the anchor; where nobody asks, those that are worth it."""
+def test_draft_lengths_follow_the_block_size() -> None:
+    """The maximum is the block without its anchor; the default is a useful number."""
     for size, usual in ((2, 1), (SIZE, SIZE - 1), (16, 7)):
         reach = DFlash().draft_lengths(replace(SHAPE, block_size=size))
         assert (reach.usual, reach.most) == (usual, size - 1)

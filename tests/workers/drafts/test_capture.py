@@ -1,4 +1,4 @@
-"""What is captured of a target's layers against transformers' own output_hidden_states, sequence by sequence."""
+"""Captured features of a target's layers equal transformers' output_hidden_states, sequence by sequence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ LENGTHS = [7, 5, 5, 1]
 
 
 class Target:
-    """A tiny model whose norms are random too, as we run it and as transformers does."""
+    """A tiny model with random norms, run by us and by transformers."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         torch.manual_seed(0)
@@ -55,18 +55,18 @@ class Target:
 
     @torch.no_grad()
     def wanted(self, layer: int) -> Tensor:
-        """By the numbers of layers, before the norm behind the last one."""
+        """Returns the output of a layer by its index; for the last one, before the final norm."""
         found, trunk = [], self.theirs.model
         for tokens in self.sequences:
-            with behind_all_layers(trunk) as last:
+            with final_norm_input(trunk) as last:
                 states = trunk(input_ids=tokens[None], use_cache=False, output_hidden_states=True).hidden_states
             found.append((last[0] if layer == LAST else states[layer + 1])[0])
         return torch.cat(found)
 
 
 @contextmanager
-def behind_all_layers(trunk: Any) -> Iterator[list[Tensor]]:
-    """What the last norm gets, for which transformers' hidden states have what it returns."""
+def final_norm_input(trunk: Any) -> Iterator[list[Tensor]]:
+    """Yields the input of the final norm; transformers' last hidden state is its output."""
     found: list[Tensor] = []
     hook = trunk.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
     yield found
@@ -85,17 +85,17 @@ def target(request: pytest.FixtureRequest, targets: dict[str, Target]) -> Target
 
 @pytest.fixture(params=[False, True], ids=["without gradients", "with gradients"])
 def _gradients(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each has kernels of its own."""
+    """The two modes use different kernels."""
     with torch.set_grad_enabled(request.param):
         yield
 
 
-def test_both_forwards_are_among_them(targets: dict[str, Target]) -> None:
+def test_kinds_cover_the_fused_and_the_plain_forward(targets: dict[str, Target]) -> None:
     assert {kind for kind, target in targets.items() if target.base.is_fused} == set(FUSED_KINDS)
 
 
 @pytest.mark.usefixtures("_gradients")
-def test_a_captured_layer_is_transformers_hidden_state_behind_it(target: Target) -> None:
+def test_captured_layers_equal_transformers_hidden_states(target: Target) -> None:
     captured = target.captured(EMBEDDING, 0, 1, 2)
     assert captured.keys() == {EMBEDDING, 0, 1, 2}
     for layer, found in captured.items():
@@ -106,7 +106,7 @@ def test_a_captured_layer_is_transformers_hidden_state_behind_it(target: Target)
 
 
 @pytest.mark.usefixtures("_gradients")
-def test_the_last_layer_is_captured_before_the_norm(target: Target) -> None:
+def test_last_layer_is_captured_before_the_norm(target: Target) -> None:
     captured: dict[int, Tensor] = {LAST: torch.empty(0)}
     normed = target.hidden_states(captured)
     assert relative_error(captured[LAST], target.wanted(LAST)) < 1e-5
@@ -114,7 +114,7 @@ def test_the_last_layer_is_captured_before_the_norm(target: Target) -> None:
 
 
 @pytest.mark.usefixtures("_gradients")
-def test_capturing_changes_nothing(target: Target) -> None:
+def test_capture_does_not_change_the_output(target: Target) -> None:
     without = target.hidden_states(None)
     assert torch.equal(target.hidden_states({}), without)
     for layers in ((EMBEDDING,), (1,), (EMBEDDING, *range(NUM_LAYERS))):
@@ -122,7 +122,7 @@ def test_capturing_changes_nothing(target: Target) -> None:
 
 
 @pytest.mark.usefixtures("_gradients")
-def test_what_is_captured_does_not_hang_on_what_else_is(target: Target) -> None:
+def test_captured_features_do_not_depend_on_other_captured_layers(target: Target) -> None:
     everything = target.captured(EMBEDDING, *range(NUM_LAYERS))
     for layer, found in everything.items():
         (alone,) = target.captured(layer).values()
@@ -131,7 +131,7 @@ def test_what_is_captured_does_not_hang_on_what_else_is(target: Target) -> None:
 
 @pytest.mark.parametrize("kind", FUSED_KINDS)
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_captured_alike_where_layers_run_again(
+def test_recomputed_and_offloaded_layers_are_captured_the_same(
     kind: str, activations: Literal["recompute", "offload"], targets: dict[str, Target]
 ) -> None:
     target = targets[kind]
@@ -139,7 +139,7 @@ def test_captured_alike_where_layers_run_again(
     base = BaseModel(WorkerConfig(served, device="cpu", dtype="float32", activations=activations))
     AdapterRegistry(base, max_rank=8)
     captured = target.captured(EMBEDDING, 1, LAST, base=base)
-    # Of a layer that runs again autograd knows one function.
+    # Autograd sees a recomputed layer as one function.
     added: Any = captured[1].grad_fn
     assert "_Checkpointed" in type(added.next_functions[0][0]).__name__
     for layer, found in captured.items():
@@ -147,7 +147,7 @@ def test_captured_alike_where_layers_run_again(
 
 
 @pytest.mark.parametrize("kind", ["llama", UNFUSED_KIND])
-def test_in_bfloat16_it_is_what_transformers_has_up_to_rounding(kind: str, targets: dict[str, Target]) -> None:
+def test_bfloat16_capture_equals_transformers_up_to_rounding(kind: str, targets: dict[str, Target]) -> None:
     target = targets[kind]
     base = Adapted(target.directory, dtype="bfloat16").base
     for layer, found in target.captured(EMBEDDING, 0, 1, 2, base=base).items():

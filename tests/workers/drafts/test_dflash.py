@@ -1,4 +1,4 @@
-"""DFlash over packed sequences, against one block at a time: what a draft learns is what it does when it drafts."""
+"""DFlash training over packed sequences equals one block at a time: a draft is trained on what it does when drafting."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,8 +49,7 @@ each_objective = pytest.mark.parametrize("options", [OPTIONS, DPACE], ids=["ce",
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sequence of T tokens and the one behind the last: tokens [T + 1]; captured [T, ...]; weights [T], of the tokens
-    behind each."""
+    """A sequence of T tokens and the next one: tokens [T + 1]; captured [T, ...]; weights [T], of each next token."""
 
     tokens: Tensor
     captured: Tensor
@@ -60,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """See TargetHead. wrong: of which rows the logits are NaN."""
+    """Stands in for TargetHead. wrong: rows whose logits are NaN."""
 
     weight: Tensor
     wrong: Tensor | None = None
@@ -75,7 +74,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Of all sequences. cross_entropy: by sequence and anchor."""
+    """cross_entropy: by (sequence, anchor)."""
 
     loss: Tensor
     denominator: Tensor
@@ -91,7 +90,7 @@ EMBEDDING, HEAD = drawn(VOCABULARY, SHAPE.hidden, seed=1), Head(drawn(VOCABULARY
 
 
 def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
-    """Some tokens have no weight, some half of one."""
+    """Some tokens have weight 0, some 0.5."""
     generator = torch.Generator().manual_seed(7)
     return [
         Sample(
@@ -105,7 +104,7 @@ def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
 
 
 def new_weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Norms are not 1, lest one that is left out passes."""
+    """Norms differ from 1, so that a missing one shows."""
     generator = torch.Generator().manual_seed(11)
     weights = {each.key: torch.empty(each.shape, dtype=torch.float64) for each in DFlash().parameters(SHAPE)}
     DFlash().initialize(weights, None, NOTHING, generator)  # pyright: ignore[reportArgumentType]
@@ -133,7 +132,7 @@ def features(packed: Sequence[Sample], dtype: torch.dtype = torch.float64) -> Dr
 
 
 def no_logits(rows: slice) -> Tensor:
-    raise AssertionError("DFlash learns tokens, not what its target says")
+    raise AssertionError("DFlash must not read the target's logits")
 
 
 def labels(packed: Sequence[Sample]) -> Labels:
@@ -148,26 +147,26 @@ def trained(
     chunk_rows: int = 1000,
     dtype: torch.dtype = torch.float64,
 ) -> Result:
-    """One pass after the other, as a worker goes through micro-batches."""
+    """Makes one pass after the other, like a worker over micro-batches."""
     loss = denominator = torch.zeros(())
     cross_entropy: dict[tuple[int, int], Tensor] = {}
     for weight in weights.values():
         weight.grad = None
     for packed in batches:
-        going = network(weights).training_pass(
+        draft_pass = network(weights).training_pass(
             features(packed, dtype), labels(packed), options, LogitBudget(chunk_rows)
         )
         names = [(each.number, at) for each in packed for at in range(len(each.weights))]
-        for start in range(0, going.num_rows, going.chunk_rows):
-            rows = slice(start, min(start + going.chunk_rows, going.num_rows))
-            scores, leaves = going.scores(rows).leaves()
-            output = DFLASH.function(scores, {"weights": going.weights(rows)}, options)
+        for start in range(0, draft_pass.num_rows, draft_pass.chunk_rows):
+            rows = slice(start, min(start + draft_pass.chunk_rows, draft_pass.num_rows))
+            scores, leaves = draft_pass.scores(rows).leaves()
+            output = DFLASH.function(scores, {"weights": draft_pass.weights(rows)}, options)
             assert output.denominator is not None
-            going.backward(DraftGradients.of(output.losses, leaves))
+            draft_pass.backward(DraftGradients.of(output.losses, leaves))
             loss, denominator = loss + output.losses.detach().sum(), denominator + output.denominator
-            anchors = going.places(rows)[:, 0].tolist()
+            anchors = draft_pass.places(rows)[:, 0].tolist()
             cross_entropy |= dict(zip([names[at] for at in anchors], leaves[0].detach(), strict=True))
-        going.close()
+        draft_pass.close()
     gradients = {name: grad.clone() for name, weight in weights.items() if (grad := weight.grad) is not None}
     assert gradients.keys() == weights.keys()
     return Result(loss, denominator, gradients, cross_entropy)
@@ -178,7 +177,7 @@ def naive(weights: Mapping[str, Tensor]) -> NaiveDraft:
 
 
 def naive_block(draft: NaiveDraft, sample: Sample, anchor: int, leak: int = 0) -> list[Tensor]:
-    """leak: how many tokens too many it sees."""
+    """leak: number of tokens too many that it sees."""
     captured = sample.captured[: anchor + leak]
     return draft.guesses(captured, anchor, EMBEDDING[sample.tokens[anchor]], EMBEDDING[MASK], SIZE)
 
@@ -188,7 +187,7 @@ def naive_anchors(sample: Sample) -> list[int]:
 
 
 def naive_entropies(draft: NaiveDraft, sample: Sample, anchor: int) -> list[Tensor]:
-    """Of the guesses that there are."""
+    """Returns the cross entropy of each guess that exists."""
     found, block = [], naive_block(draft, sample, anchor)
     for k in range(1, SIZE):
         if anchor + k < len(sample.tokens):
@@ -196,7 +195,7 @@ def naive_entropies(draft: NaiveDraft, sample: Sample, anchor: int) -> list[Tens
     return found
 
 
-def farthest(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> float:
+def largest_difference(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max()) for name in found)
 
@@ -205,8 +204,8 @@ def gradients_of(value: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tens
     return dict(zip(weights, torch.autograd.grad(value, list(weights.values())), strict=True))
 
 
-def test_packed_blocks_are_those_that_are_guessed_one_at_a_time() -> None:
-    """Outputs and every gradient. A block that sees its anchor's own features is another one."""
+def test_packed_blocks_equal_blocks_run_one_at_a_time() -> None:
+    """Compares outputs and every gradient. A block that sees its anchor's own features differs."""
     weights, packed = new_weights(), samples()
     blocks = Blocks.sampled(features(packed).packing, labels(packed), OPTIONS, SIZE)
     found = network(weights).predictions(features(packed), blocks)
@@ -218,13 +217,13 @@ def test_packed_blocks_are_those_that_are_guessed_one_at_a_time() -> None:
     all_three = [{"outputs": each.detach()} for each in (found, expected, leaking)]
     for each, outputs in zip(all_three, (found, expected, leaking), strict=True):
         each |= gradients_of((outputs * aims).sum(), weights)
-    assert farthest(all_three[0], all_three[1]) < 1e-9
+    assert largest_difference(all_three[0], all_three[1]) < 1e-9
     for name in all_three[0]:
-        assert farthest({name: all_three[0][name]}, {name: all_three[2][name]}) > 1e-3, name
+        assert largest_difference({name: all_three[0][name]}, {name: all_three[2][name]}) > 1e-3, name
 
 
 @each_objective
-def test_the_loss_and_its_gradients_are_those_of_one_block_at_a_time(options: Options) -> None:
+def test_loss_and_gradients_equal_one_block_at_a_time(options: Options) -> None:
     """Position k at anchor a learns x_(a + k), with its weight."""
     weights, packed = new_weights(), samples()
     found, draft, loss = trained(weights, [packed], options), naive(weights), NaiveLoss(str(options["objective"]))
@@ -232,16 +231,16 @@ def test_the_loss_and_its_gradients_are_those_of_one_block_at_a_time(options: Op
     for sample in packed:
         for anchor in naive_anchors(sample):
             entropies = naive_entropies(draft, sample, anchor)
-            of_block = [float(sample.weights[anchor + k]) for k in range(len(entropies))]
+            block_weights = [float(sample.weights[anchor + k]) for k in range(len(entropies))]
             values = [float(each.detach()) for each in entropies]
-            factors = loss.factors(values, of_block)
+            factors = loss.factors(values, block_weights)
             total = total + sum(factor * each for factor, each in zip(factors, entropies, strict=True))
-            all_weights.append(of_block)
+            all_weights.append(block_weights)
             given = found.cross_entropy[sample.number, anchor]
             assert given.tolist() == pytest.approx(values + [0.0] * (SIZE - 1 - len(values)), abs=1e-9)
     assert float((found.loss - total.detach()).abs()) < 1e-9
     assert float(found.denominator) == pytest.approx(loss.denominator(all_weights), abs=1e-9)
-    assert farthest(found.gradients, gradients_of(total, weights)) < 1e-9
+    assert largest_difference(found.gradients, gradients_of(total, weights)) < 1e-9
 
 
 def arrangements() -> dict[str, Callable[[list[Sample]], list[list[Sample]]]]:
@@ -256,71 +255,71 @@ def arrangements() -> dict[str, Callable[[list[Sample]], list[list[Sample]]]]:
 @each_objective
 @pytest.mark.parametrize("num_anchors", [512, 3])
 @pytest.mark.parametrize("name", arrangements())
-def test_packing_order_and_micro_batches_change_no_gradient(name: str, num_anchors: int, options: Options) -> None:
-    """Which blocks there are does not hang on them either. A mean of the micro-batches' means does."""
+def test_packing_order_and_micro_batches_do_not_change_gradients(name: str, num_anchors: int, options: Options) -> None:
+    """The choice of blocks does not depend on them either. A mean of the micro-batches' means would differ."""
     weights, options = new_weights(), {**options, "num_anchors": num_anchors}
     batches = arrangements()[name](samples())
     whole, parts = trained(weights, [samples()], options), trained(weights, batches, options)
-    assert farthest(parts.gradients, whole.gradients) < 1e-9
+    assert largest_difference(parts.gradients, whole.gradients) < 1e-9
     assert float((parts.loss - whole.loss).abs()) < 1e-9
     assert float((parts.denominator - whole.denominator).abs()) < 1e-9
-    assert farthest(parts.cross_entropy, whole.cross_entropy) < 1e-9
+    assert largest_difference(parts.cross_entropy, whole.cross_entropy) < 1e-9
     if len(batches) > 1:
         mean = {each: gradient / whole.denominator for each, gradient in whole.gradients.items()}
-        assert farthest(mean_of_means(weights, batches, options), mean) > 1e-3
+        assert largest_difference(mean_of_means(weights, batches, options), mean) > 1e-3
 
 
 def mean_of_means(
     weights: Mapping[str, Tensor], batches: Sequence[Sequence[Sample]], options: Options
 ) -> dict[str, Tensor]:
-    """Of the micro-batches in which there is something to learn."""
+    """Averages over the micro-batches that have a loss."""
     found = [trained(weights, [packed], options) for packed in batches]
     means = [{name: each / part.denominator for name, each in part.gradients.items()} for part in found if part.loss]
     return {name: torch.stack([each[name] for each in means]).mean(0) for name in weights}
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 30])
-def test_chunks_of_blocks_score_as_all_at_once(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scored, and attended, some blocks after the others."""
+def test_chunks_of_blocks_score_like_all_at_once(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring and attention are both chunked."""
     weights = new_weights()
     whole = trained(weights, [samples()], DPACE)
     monkeypatch.setattr(block_attention, "MAX_SCORES", chunk_rows * SHAPE.heads * SIZE)
     parts = trained(weights, [samples()], DPACE, chunk_rows)
-    assert farthest(parts.gradients, whole.gradients) < 1e-12
-    assert farthest(parts.cross_entropy, whole.cross_entropy) < 1e-12
+    assert largest_difference(parts.gradients, whole.gradients) < 1e-12
+    assert largest_difference(parts.cross_entropy, whole.cross_entropy) < 1e-12
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+def test_losses_in_lower_precision_are_close(dtype: torch.dtype, tolerance: float) -> None:
     exact, found = trained(new_weights(), [samples()]), trained(new_weights(dtype), [samples()], dtype=dtype)
-    assert farthest(found.cross_entropy, exact.cross_entropy) < tolerance
+    assert largest_difference(found.cross_entropy, exact.cross_entropy) < tolerance
     assert {each.dtype for each in found.gradients.values()} == {dtype}
 
 
-def test_a_sequence_that_is_wrong_stays_by_itself() -> None:
+def test_nan_in_one_sequence_does_not_reach_others() -> None:
     weights, packed = new_weights(), samples()
     packed[2] = replace(packed[2], captured=torch.full_like(packed[2].captured, torch.nan))
     found, expected = (trained(weights, [given]).cross_entropy for given in (packed, samples()))
     wrong = {name for name, each in found.items() if not each.isfinite().all()}
     assert {number for number, _ in wrong} == {2}
     right = found.keys() - wrong
-    assert farthest({name: found[name] for name in right}, {name: expected[name] for name in right}) < 1e-12
+    assert largest_difference({name: found[name] for name in right}, {name: expected[name] for name in right}) < 1e-12
 
 
-def test_without_an_anchor_there_is_no_row_and_no_gradient() -> None:
+def test_no_anchor_means_no_rows_and_no_gradient() -> None:
     weights = new_weights()
     nothing = [replace(each, weights=torch.zeros_like(each.weights)) for each in samples()]
-    going = network(weights).training_pass(features(nothing), labels(nothing), OPTIONS, LogitBudget(10))
-    assert going.num_rows == 0
-    going.close()
+    draft_pass = network(weights).training_pass(features(nothing), labels(nothing), OPTIONS, LogitBudget(10))
+    assert draft_pass.num_rows == 0
+    draft_pass.close()
     assert all(weight.grad is None or not weight.grad.any() for weight in weights.values())
 
 
 def test_greedy_and_sampled_are_products_along_a_block() -> None:
     weights, packed = new_weights(), samples()
-    going = network(weights).training_pass(features(packed), labels(packed), OPTIONS, LogitBudget(1000))
-    scores = going.scores(slice(0, going.num_rows))
-    for row in range(going.num_rows):
+    draft_pass = network(weights).training_pass(features(packed), labels(packed), OPTIONS, LogitBudget(1000))
+    scores = draft_pass.scores(slice(0, draft_pass.num_rows))
+    for row in range(draft_pass.num_rows):
         greedy = sampled = 1.0
         for k in range(SIZE - 1):
             exists = bool(scores.exists[row, k])
@@ -332,24 +331,24 @@ def test_greedy_and_sampled_are_products_along_a_block() -> None:
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "acceptance"])
-def test_gradients_of_any_loss_are_those_of_guesses_that_there_are(name: str) -> None:
-    """Here of the plain sum, which is made of the others, too."""
+def test_only_existing_guesses_have_gradients(name: str) -> None:
+    """The plain sum includes the guesses that do not exist."""
     weights, packed = new_weights(), samples()
-    going = network(weights).training_pass(features(packed), labels(packed), OPTIONS, LogitBudget(1000))
-    scores, leaves = going.scores(slice(0, going.num_rows)).leaves()
-    going.backward(DraftGradients.of(getattr(scores, name), leaves))
-    going.close()
+    draft_pass = network(weights).training_pass(features(packed), labels(packed), OPTIONS, LogitBudget(1000))
+    scores, leaves = draft_pass.scores(slice(0, draft_pass.num_rows)).leaves()
+    draft_pass.backward(DraftGradients.of(getattr(scores, name), leaves))
+    draft_pass.close()
     draft, total = naive(weights), torch.zeros((), dtype=torch.float64)
     for sample in packed:
         for anchor in naive_anchors(sample):
             entropies = naive_entropies(draft, sample, anchor)
             total = total + sum(each if name == "cross_entropy" else (-each).exp() for each in entropies)
     found = {name: grad for name, weight in weights.items() if (grad := weight.grad) is not None}
-    assert farthest(found, gradients_of(total, weights)) < 1e-9
+    assert largest_difference(found, gradients_of(total, weights)) < 1e-9
 
 
 @each_objective
-def test_what_does_not_count_has_no_gradient_whatever_its_logits_are(options: Options) -> None:
+def test_uncounted_guesses_have_no_gradient_even_with_nan_logits(options: Options) -> None:
     weights, packed = new_weights(), samples()
     expected, given = trained(weights, [packed], options).gradients, features(packed)
     blocks = Blocks.sampled(given.packing, labels(packed), options, SIZE)
@@ -357,18 +356,20 @@ def test_what_does_not_count_has_no_gradient_whatever_its_logits_are(options: Op
     for weight in weights.values():
         weight.grad = None
     head = Head(HEAD.weight, wrong=~counts.flatten())
-    going = network(weights).training_pass(replace(given, head=head), labels(packed), options, LogitBudget(1000))
-    rows = slice(0, going.num_rows)
-    scores, leaves = going.scores(rows).leaves()
-    going.backward(DraftGradients.of(DFLASH.function(scores, {"weights": going.weights(rows)}, options).losses, leaves))
-    going.close()
+    draft_pass = network(weights).training_pass(replace(given, head=head), labels(packed), options, LogitBudget(1000))
+    rows = slice(0, draft_pass.num_rows)
+    scores, leaves = draft_pass.scores(rows).leaves()
+    draft_pass.backward(
+        DraftGradients.of(DFLASH.function(scores, {"weights": draft_pass.weights(rows)}, options).losses, leaves)
+    )
+    draft_pass.close()
     assert scores.cross_entropy.isnan().any()
     found = {name: grad for name, weight in weights.items() if (grad := weight.grad) is not None}
-    assert farthest(found, expected) < 1e-12
+    assert largest_difference(found, expected) < 1e-12
 
 
-def test_what_was_learned_is_what_a_block_says() -> None:
-    """Drafting from each anchor, one block at a time, the likeliest token at position k is x_(a + k), not the next."""
+def test_trained_blocks_predict_their_own_positions() -> None:
+    """Drafted from each anchor, the likeliest token at position k is x_(a + k), not the one after it."""
     weights, packed = new_weights(), [replace(each, weights=torch.ones_like(each.weights)) for each in samples((9, 7))]
     optimizer = torch.optim.Adam(weights.values(), lr=0.02)
     for _ in range(60):
@@ -380,16 +381,16 @@ def test_what_was_learned_is_what_a_block_says() -> None:
             for anchor in naive_anchors(sample):
                 block = naive_block(draft, sample, anchor)
                 for k in range(1, min(SIZE, len(sample.tokens) - 1 - anchor)):
-                    said = int((HEAD.weight @ block[k]).argmax())
-                    right += said == sample.tokens[anchor + k]
-                    one_late += said == sample.tokens[anchor + k + 1]
+                    predicted = int((HEAD.weight @ block[k]).argmax())
+                    right += predicted == sample.tokens[anchor + k]
+                    one_late += predicted == sample.tokens[anchor + k + 1]
                     count += 1
     assert right > 0.95 * count
     assert one_late < 0.3 * count
 
 
 class LargestTensor(TorchDispatchMode):
-    """size: the elements of the largest one that came out of an operation."""
+    """size: number of elements of the largest tensor that an operation returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +404,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_of_all_blocks_by_all_tokens_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_never_holds_scores_of_all_blocks_by_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     most, num_tokens, heads = 1 << 16, 400, 2
     monkeypatch.setattr(block_attention, "MAX_SCORES", most)
     packing = Packing(pack_lengths([num_tokens]))
@@ -420,7 +421,7 @@ def test_no_tensor_of_all_blocks_by_all_tokens_exists(monkeypatch: pytest.Monkey
     assert largest.size <= most
 
 
-def test_anchors_are_drawn_by_seed_and_number_from_tokens_that_have_something_to_guess() -> None:
+def test_anchors_are_random_weighted_tokens_by_seed_and_number() -> None:
     weights = np.array([0.0, 1.0, 0.5, 0.0, -1.0, 1.0, 1.0, 0.0, 1.0])
     candidates = {1, 2, 4, 5, 6, 8}
     assert sample_anchors(weights, TokenRandom(1, 0), 512).tolist() == sorted(candidates)
@@ -428,14 +429,13 @@ def test_anchors_are_drawn_by_seed_and_number_from_tokens_that_have_something_to
     assert all(len(set(each)) == 3 and list(each) == sorted(each) and candidates >= set(each) for each in found)
     assert found[100] == tuple(sample_anchors(weights, TokenRandom(0, 4), 3).tolist())
     assert TokenRandom(0, 4).drawn(9)[:5].tolist() == TokenRandom(0, 4).drawn(5).tolist()
-    # Of 20 choices of 3 of 6 all turn up, and each candidate in about half.
+    # All 20 choices of 3 out of 6 turn up, and each candidate in about half of them.
     assert len(set(found)) == 20
     assert all(70 < sum(each in choice for choice in found) < 130 for each in candidates)
 
 
-def test_anchors_do_not_hang_on_the_batch_but_on_seed_and_number() -> None:
-    def of(packed: Sequence[Sample], seed: int = 3) -> dict[int, list[int]]:
-        """By number."""
+def test_anchors_depend_on_seed_and_number_not_on_the_batch() -> None:
+    def anchors_of(packed: Sequence[Sample], seed: int = 3) -> dict[int, list[int]]:
         blocks = Blocks.sampled(features(packed).packing, labels(packed), {"num_anchors": 3, "seed": seed}, SIZE)
         starts = np.cumsum([0, *(len(each.weights) for each in packed)])
         found: dict[int, list[int]] = {each.number: [] for each in packed}
@@ -445,13 +445,13 @@ def test_anchors_do_not_hang_on_the_batch_but_on_seed_and_number() -> None:
         return found
 
     packed = samples((20, 4, 20, 30))
-    whole = of(packed)
+    whole = anchors_of(packed)
     assert all(len(each) <= 3 for each in whole.values())
-    assert of(packed[::-1]) == whole
-    assert {each.number: of([each])[each.number] for each in packed} == whole
-    assert of(packed, seed=4) != whole
+    assert anchors_of(packed[::-1]) == whole
+    assert {each.number: anchors_of([each])[each.number] for each in packed} == whole
+    assert anchors_of(packed, seed=4) != whole
     same = [replace(packed[0], number=number) for number in (0, 1)]
-    assert of(same)[0] != of(same)[1]
+    assert anchors_of(same)[0] != anchors_of(same)[1]
 
 
 @dataclass(frozen=True)
@@ -480,8 +480,8 @@ class Guesses:
         ((2, 0, 0, 0), (1,) * 4),
     ],
 )
-def test_the_loss_is_that_of_its_formula(objective: str, weights: tuple[float, ...], exists: tuple[int, ...]) -> None:
-    """A guess that does not count changes nothing, be it NaN."""
+def test_loss_follows_its_formula(objective: str, weights: tuple[float, ...], exists: tuple[int, ...]) -> None:
+    """A guess that does not count changes nothing, even if it is NaN."""
     entropies = (0.3, 1.7, 0.9, 2.5)
     counted = [weight * each for weight, each in zip(weights, exists, strict=True)]
     given = Guesses(tuple(e if c else float("nan") for e, c in zip(entropies, counted, strict=True)), exists)
@@ -499,15 +499,15 @@ def test_the_loss_is_that_of_its_formula(objective: str, weights: tuple[float, .
         assert float(output.ratios[f"accuracy/{k}"][1]) == (each != 0)
 
 
-def test_dpace_weighs_a_guess_by_how_far_the_block_gets_with_it() -> None:
-    """By hand: of q = 1, 1/2, 1/4 and alpha 1/2 the products are 1, 3/4, 15/32."""
+def test_dpace_loss_equals_a_hand_computed_value() -> None:
+    """Computed by hand: for q = 1, 1/2, 1/4 and alpha 1/2 the products are 1, 3/4, 15/32."""
     given = Guesses(tuple(float(-np.log(q)) for q in (1, 0.5, 0.25)), (1, 1, 1))
     output = DFLASH.function(given.scores(), {"weights": torch.ones(1, 3)}, DPACE)
     expected = [(3 / 4 + 15 / 32) * np.log(2), 15 / 32 * np.log(4)]
     assert output.losses.tolist() == [pytest.approx([0.0, *expected])]
 
 
-def test_defaults() -> None:
+def test_defaults_are_filled_in() -> None:
     found = DFlash().with_defaults(DraftConfig(algorithm="dflash"), TARGET, VOCABULARY)
     assert found.model_dump(exclude={"training", "algorithm", "seed"}) == {
         "num_layers": 1,
@@ -521,7 +521,7 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "of_target", "expected"),
+    ("num_layers", "num_target_layers", "expected"),
     [
         (5, 36, (1, 9, 17, 25, 33)),
         (1, 36, (18,)),
@@ -532,21 +532,21 @@ def test_defaults() -> None:
         (1, 1, (0,)),
     ],
 )
-def test_captured_layers_are_evenly_spaced(num_layers: int, of_target: int, expected: tuple[int, ...]) -> None:
-    target = tiny_config("qwen3", num_hidden_layers=of_target)
+def test_captured_layers_are_evenly_spaced(num_layers: int, num_target_layers: int, expected: tuple[int, ...]) -> None:
+    target = tiny_config("qwen3", num_hidden_layers=num_target_layers)
     found = DFlash().with_defaults(DraftConfig(algorithm="dflash", num_layers=num_layers), target, 512)
     assert found.capture_layers == expected
 
 
 @pytest.mark.parametrize("padding", [None, -1, VOCABULARY])
-def test_without_a_padding_token_the_mask_is_the_last_one(padding: int | None) -> None:
+def test_mask_is_the_last_token_if_there_is_no_padding_token(padding: int | None) -> None:
     target = tiny_config("qwen3", vocab_size=VOCABULARY)
     target.pad_token_id = padding
     assert DFlash().with_defaults(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == VOCABULARY - 1
 
 
 @pytest.mark.parametrize(("ends", "mask"), [(3, 4), (4, VOCABULARY - 1), ([3, 4], VOCABULARY - 1)])
-def test_the_mask_is_no_token_that_ends_texts(ends: int | list[int], mask: int) -> None:
+def test_mask_is_never_an_end_of_text_token(ends: int | list[int], mask: int) -> None:
     target = tiny_config("qwen3", vocab_size=VOCABULARY)
     target.pad_token_id, target.eos_token_id = 4, ends
     assert DFlash().with_defaults(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == mask
@@ -560,12 +560,12 @@ def test_the_mask_is_no_token_that_ends_texts(ends: int | list[int], mask: int) 
         ({"capture_layers": (1, 9)}, "capture_layers has 9: the target has layers 0 to 8"),
     ],
 )
-def test_what_makes_no_such_draft_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+def test_impossible_draft_configs_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(OperationError, match=message):
         DFlash().with_defaults(DraftConfig(algorithm="dflash", **values), TARGET, VOCABULARY)
 
 
-def test_parameters_are_called_as_in_released_drafts() -> None:
+def test_parameters_are_named_as_in_released_drafts() -> None:
     names = [each.in_files for each in DFlash().parameters(replace(SHAPE, layers=1))]
     assert names == [
         "fc.weight",

@@ -1,4 +1,4 @@
-"""A step of drafting by EAGLE-3, of many sequences with a cache, against rollouts and against what it is trained by."""
+"""Batched EAGLE-3 draft steps with a cache equal single rollouts and the training pass."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
 from trainhouse.workers.ops.attention import AttentionKind
 
-from .eagle3_case import HEADS, Case, Told, naively_trained, some_case, trained
+from .eagle3_case import HEADS, Case, TargetSequence, naively_trained, some_case, trained
 
 LENGTHS = (5, 2, 9, 5)
 DEPTH = 4
@@ -16,7 +16,7 @@ DEPTH = 4
 
 @dataclass
 class Cache:
-    """Of some sequences: the rows of a step that are of each, and what is kept of the steps before."""
+    """rows: of a step, by sequence. keys, values: of the steps before, by sequence."""
 
     rows: list[slice] = field(default_factory=list)
     keys: dict[int, Tensor] = field(default_factory=dict)
@@ -40,12 +40,15 @@ class Cache:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
 
-def drafted(case: Case, sequences: list[Told], anchors: list[int], later: int = 0) -> list[list[Tensor]]:
-    """Of each sequence what the output head reads of the guesses behind its anchor; all of them step by step together.
-    later: how many positions too far on guesses are taken for."""
+def drafted(case: Case, sequences: list[TargetSequence], anchors: list[int], later: int = 0) -> list[list[Tensor]]:
+    """Returns, for each sequence, the output head's input for each guess after its anchor; all sequences step together.
+
+    Args:
+        later: how many positions too late guesses are rotated.
+    """
     network, cache = Eagle3().network(case.shape, case.parameters, case.vocabulary), Cache()
-    captured = [told.captured[: anchor + 1] for told, anchor in zip(sequences, anchors, strict=True)]
-    embedded = [told.embedded[1 : anchor + 2] for told, anchor in zip(sequences, anchors, strict=True)]
+    captured = [sequence.captured[: anchor + 1] for sequence, anchor in zip(sequences, anchors, strict=True)]
+    embedded = [sequence.embedded[1 : anchor + 2] for sequence, anchor in zip(sequences, anchors, strict=True)]
     positions = [torch.arange(anchor + 1) for anchor in anchors]
     state, found = network.initial_state(torch.cat(captured)), []
     for guess in range(DEPTH):
@@ -56,29 +59,29 @@ def drafted(case: Case, sequences: list[Told], anchors: list[int], later: int = 
         last = torch.tensor(starts[1:]) - 1
         found.append(read[last])
         state = state[last]
-        # Behind the end of a sequence any token goes on.
+        # Past the end of a sequence any token will do.
         embedded = [
-            told.embedded[[min(anchor + 2 + guess, len(told) - 1)]]
-            for told, anchor in zip(sequences, anchors, strict=True)
+            sequence.embedded[[min(anchor + 2 + guess, len(sequence) - 1)]]
+            for sequence, anchor in zip(sequences, anchors, strict=True)
         ]
         positions = [torch.tensor([anchor + 1 + guess + later]) for anchor in anchors]
     return [[step[number] for step in found] for number in range(len(sequences))]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_steps_together_are_rollouts_and_what_is_trained(kv_heads: int) -> None:
+def test_batched_steps_equal_rollouts_and_training(kv_heads: int) -> None:
     case = some_case(kv_heads)
     sequences = case.sequences(LENGTHS)
     for anchors in ([3, 0, 7, 0], [0, 0, 4, 2]):
         found = drafted(case, sequences, anchors)
-        for told, anchor, steps in zip(sequences, anchors, found, strict=True):
-            wanted = _states(case, told, anchor)
+        for sequence, anchor, steps in zip(sequences, anchors, found, strict=True):
+            wanted = _states(case, sequence, anchor)
             assert wanted
             for mine, others in zip(steps, wanted, strict=False):
                 assert all(float((mine - other).abs().max()) < 1e-9 for other in others)
 
 
-def test_another_position_is_told_apart() -> None:
+def test_wrong_positions_change_the_states() -> None:
     case = some_case()
     sequences = case.sequences(LENGTHS)
     found = drafted(case, sequences, [3, 0, 3, 0], later=1)[2]
@@ -87,9 +90,9 @@ def test_another_position_is_told_apart() -> None:
     assert float((found[1] - wanted[1][0]).abs().max()) > 1e-4
 
 
-def _states(case: Case, told: Told, anchor: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each guess from there, by rollout and by an unrolled pass."""
-    both = [way(case, [told], DEPTH).states for way in (naively_trained, trained)]
-    sizes = [max(0, len(told) - 1 - guess) for guess in range(DEPTH)]
+def _states(case: Case, sequence: TargetSequence, anchor: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns each guess's state after the anchor, from a rollout and from an unrolled pass."""
+    both = [way(case, [sequence], DEPTH).states for way in (naively_trained, trained)]
+    sizes = [max(0, len(sequence) - 1 - guess) for guess in range(DEPTH)]
     by_guess = zip(*(states.split(sizes) for states in both), strict=True)
     return [(one[anchor], other[anchor]) for one, other in by_guess if anchor < len(one)]

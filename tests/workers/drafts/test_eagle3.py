@@ -1,4 +1,4 @@
-"""EAGLE-3's unrolled pass against drafting from every token as a server does it, and what its gradients hang on."""
+"""EAGLE-3's unrolled training pass equals drafting from every token; its gradients are sums over sequences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from ..adapted import Adapted, relative_error
 from .eagle3_case import (
     TARGET_VOCABULARY,
     Case,
-    Told,
+    TargetSequence,
     Trained,
     both,
     cross_entropy,
@@ -52,17 +52,17 @@ def case() -> Case:
 
 
 @pytest.fixture(scope="module")
-def sequences(case: Case) -> list[Told]:
+def sequences(case: Case) -> list[TargetSequence]:
     return case.sequences(LENGTHS)
 
 
-# Training is drafting
+# Training equals drafting
 
 
 @pytest.mark.parametrize("depth", [1, 3, 7])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("vocabulary", [range(TARGET_VOCABULARY), SOME_TOKENS])
-def test_a_pass_is_a_rollout_from_every_token(depth: int, kv_heads: int, vocabulary: Sequence[int]) -> None:
+def test_training_pass_equals_a_rollout_from_every_token(depth: int, kv_heads: int, vocabulary: Sequence[int]) -> None:
     case = some_case(kv_heads, vocabulary)
     sequences = case.sequences(LENGTHS)
     found = trained(case, sequences, depth, 5)
@@ -80,7 +80,7 @@ class FeaturesOfTheTokenBefore(Rollout):
 
 
 class FeaturesOfTheNextToken(Rollout):
-    """Which in drafting are not known yet."""
+    """These are not known yet in drafting."""
 
     def feature(self, token: int) -> Tensor:
         return super().feature(min(token + 1, len(self.sequence) - 1))
@@ -91,32 +91,34 @@ class PositionsOfTheAnchor(Rollout):
         return self.anchor
 
 
-class NoKeysOfItsOwn(Rollout):
+class NoKeysOfEarlierGuesses(Rollout):
     def seen(self) -> tuple[Tensor, Tensor]:
         keys, values = super().seen()
         return keys[: self.anchor + 1], values[: self.anchor + 1]
 
 
 @pytest.mark.parametrize("wrong", [FeaturesOfTheTokenBefore, FeaturesOfTheNextToken])
-def test_another_rollout_is_told_apart(case: Case, sequences: list[Told], wrong: type[Rollout]) -> None:
+def test_wrong_features_change_losses_and_gradients(
+    case: Case, sequences: list[TargetSequence], wrong: type[Rollout]
+) -> None:
     differences = trained(case, sequences, DEPTH).differences(naively_trained(case, sequences, DEPTH, rollout=wrong))
     assert min(differences[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-4
 
 
-@pytest.mark.parametrize("wrong", [PositionsOfTheAnchor, NoKeysOfItsOwn])
-def test_what_is_wrong_from_the_second_guess_on_is_told_apart(
-    case: Case, sequences: list[Told], wrong: type[Rollout]
+@pytest.mark.parametrize("wrong", [PositionsOfTheAnchor, NoKeysOfEarlierGuesses])
+def test_errors_after_the_first_guess_change_losses_and_gradients(
+    case: Case, sequences: list[TargetSequence], wrong: type[Rollout]
 ) -> None:
     def differences(depth: int) -> dict[str, float]:
         return trained(case, sequences, depth).differences(naively_trained(case, sequences, depth, rollout=wrong))
 
     assert max(differences(1).values()) < EXACT
-    of_more = differences(DEPTH)
-    assert min(of_more[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
+    deeper = differences(DEPTH)
+    assert min(deeper[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
 
 
-def test_a_pass_that_reads_a_token_too_far_ahead_is_told_apart(
-    case: Case, sequences: list[Told], monkeypatch: pytest.MonkeyPatch
+def test_reading_one_token_too_far_ahead_changes_the_states(
+    case: Case, sequences: list[TargetSequence], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted, ahead = naively_trained(case, sequences, DEPTH), eagle3._ahead
     monkeypatch.setattr(eagle3, "_ahead", lambda tokens, distance, device: ahead(tokens, distance + 1, device))
@@ -141,13 +143,13 @@ OBJECTIVES = {"kl": kl, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
 
 
 @pytest.fixture(scope="module")
-def by_formula(case: Case, sequences: list[Told]) -> dict[str, Trained]:
+def by_formula(case: Case, sequences: list[TargetSequence]) -> dict[str, Trained]:
     return {name: naively_trained(case, sequences, DEPTH, objective=each) for name, each in OBJECTIVES.items()}
 
 
 @pytest.mark.parametrize("name", EAGLE3.choices["objective"])
-def test_objectives_are_their_formulas_over_rollouts(
-    case: Case, sequences: list[Told], by_formula: dict[str, Trained], name: str
+def test_objectives_equal_their_formulas_over_rollouts(
+    case: Case, sequences: list[TargetSequence], by_formula: dict[str, Trained], name: str
 ) -> None:
     def ours(scores: DraftScores) -> Tensor:
         config = {"objective": name, "decay": 1.0, "lk_scale": 0.9, "lk_decay": 2.0}
@@ -171,20 +173,20 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(relative_error(found[name], each) for name, each in wanted.items())
 
 
-Passes = Callable[[list[Told]], list[list[Told]]]
+Passes = Callable[[list[TargetSequence]], list[list[TargetSequence]]]
 PASSES: dict[str, Passes] = {
-    "the other way round": lambda told: [told[::-1]],
-    "equal lengths apart": lambda told: [[*told[:4], told[5], told[4], told[6]]],
-    "each alone": lambda told: [[each] for each in told],
-    "in two": lambda told: [told[:3], told[3:]],
+    "the other way round": lambda given: [given[::-1]],
+    "equal lengths apart": lambda given: [[*given[:4], given[5], given[4], given[6]]],
+    "each alone": lambda given: [[each] for each in given],
+    "in two": lambda given: [given[:3], given[3:]],
 }
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 
 
 @DTYPES
 @pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
-def test_gradients_are_sums_however_sequences_are_packed(
-    case: Case, sequences: list[Told], passes: Passes, dtype: torch.dtype, tolerance: float
+def test_gradients_are_sums_for_any_packing(
+    case: Case, sequences: list[TargetSequence], passes: Passes, dtype: torch.dtype, tolerance: float
 ) -> None:
     whole = trained(case, sequences, DEPTH, dtype=dtype)
     parts = [trained(case, each, DEPTH, dtype=dtype) for each in passes(sequences)]
@@ -194,8 +196,8 @@ def test_gradients_are_sums_however_sequences_are_packed(
 
 @DTYPES
 @pytest.mark.parametrize("chunk_rows", [1, 4, 17])
-def test_gradients_do_not_hang_on_how_many_rows_are_scored_at_a_time(
-    case: Case, sequences: list[Told], chunk_rows: int, dtype: torch.dtype, tolerance: float
+def test_gradients_do_not_depend_on_the_chunk_size(
+    case: Case, sequences: list[TargetSequence], chunk_rows: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     whole = trained(case, sequences, DEPTH, dtype=dtype)
     found = trained(case, sequences, DEPTH, chunk_rows, dtype=dtype)
@@ -204,11 +206,11 @@ def test_gradients_do_not_hang_on_how_many_rows_are_scored_at_a_time(
 
 
 @DTYPES
-def test_means_of_passes_would_not_be_the_mean(
-    case: Case, sequences: list[Told], dtype: torch.dtype, tolerance: float
+def test_mean_of_passes_differs_from_the_overall_mean(
+    case: Case, sequences: list[TargetSequence], dtype: torch.dtype, tolerance: float
 ) -> None:
-    def mean(told: list[Told]) -> dict[str, Tensor]:
-        found = trained(case, told, DEPTH, dtype=dtype)
+    def mean(given: list[TargetSequence]) -> dict[str, Tensor]:
+        found = trained(case, given, DEPTH, dtype=dtype)
         return {name: each / found.scores["exists"].sum() for name, each in found.gradients.items()}
 
     parts = [mean(each) for each in PASSES["in two"](sequences)]
@@ -216,41 +218,45 @@ def test_means_of_passes_would_not_be_the_mean(
     assert largest_error(found, mean(sequences)) > 0.01 > tolerance
 
 
-def test_without_weights_there_is_no_gradient(case: Case, sequences: list[Told]) -> None:
-    told = [replace(each, weights=torch.zeros(len(each), dtype=torch.float64)) for each in sequences]
-    found = trained(case, told, DEPTH)
+def test_zero_weights_give_no_gradient(case: Case, sequences: list[TargetSequence]) -> None:
+    given = [replace(each, weights=torch.zeros(len(each), dtype=torch.float64)) for each in sequences]
+    found = trained(case, given, DEPTH)
     assert found.loss == 0
     assert not any(gradient.any() for gradient in found.gradients.values())
 
 
-def test_weights_are_of_the_token_that_is_guessed(case: Case, sequences: list[Told]) -> None:
-    """The first two tokens of a sequence are guessed by nobody, and the last one is the label of the last row."""
-    told = sequences[3]
-    for row, counts in ((0, False), (1, True), (len(told) - 1, True)):
-        weights = torch.zeros(len(told), dtype=torch.float64)
+def test_weights_apply_to_the_guessed_token(case: Case, sequences: list[TargetSequence]) -> None:
+    """The first two tokens of a sequence are never guessed, and the last one is the label of the last row."""
+    given = sequences[3]
+    for row, counts in ((0, False), (1, True), (len(given) - 1, True)):
+        weights = torch.zeros(len(given), dtype=torch.float64)
         weights[row] = 1.0
-        found = trained(case, [replace(told, weights=weights)], DEPTH)
+        found = trained(case, [replace(given, weights=weights)], DEPTH)
         assert all(bool(gradient.any()) == counts for gradient in found.gradients.values())
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 10_000])
-def test_what_counts_and_leads_there_alone_is_scored(case: Case, sequences: list[Told], chunk_rows: int) -> None:
-    """Of an answer in each sequence, and of the guesses before it that a draft has to get right first."""
+def test_only_weighted_tokens_and_guesses_leading_there_are_scored(
+    case: Case, sequences: list[TargetSequence], chunk_rows: int
+) -> None:
+    """Each sequence has an answer; only it and the guesses that must be right before it are scored."""
     answers = [slice(len(each) // 2, len(each) // 2 + 2) for each in sequences]
-    told = [replace(each, weights=only(each.weights, answer)) for each, answer in zip(sequences, answers, strict=True)]
-    of_all = torch.cat([each.weights for each in told])
+    given = [replace(each, weights=only(each.weights, answer)) for each, answer in zip(sequences, answers, strict=True)]
+    of_all = torch.cat([each.weights for each in given])
     leading = {row - ahead for row in of_all.nonzero().flatten().tolist() for ahead in range(DEPTH)}
     parameters, _ = learnable(case.parameters, torch.float64)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
-    draft = network.training_pass(*packed(told), {"ttt_length": float(DEPTH)}, LogitBudget(chunk_rows))
+    draft = network.training_pass(*packed(given), {"ttt_length": float(DEPTH)}, LogitBudget(chunk_rows))
     places = draft.places(slice(0, draft.num_rows))[:, 0]
     assert set(places.tolist()) == {row for row in leading if row >= 0} and draft.num_rows < len(of_all) / 1.5
 
-    found, wanted = trained(case, told, DEPTH, chunk_rows), naively_trained(case, told, DEPTH)
+    found, wanted = trained(case, given, DEPTH, chunk_rows), naively_trained(case, given, DEPTH)
     scores, counts = {name: wanted.scores[name][places] for name in FIELDS}, of_all[places] != 0
     assert abs(found.loss - wanted.loss) < EXACT and largest_error(found.gradients, wanted.gradients) < EXACT
     assert all((found.scores[name][counts] - scores[name][counts]).abs().max() < EXACT for name in FIELDS)
-    assert not torch.equal(found.scores["sampled"][~counts], scores["sampled"][~counts]), "these have not all before"
+    assert not torch.equal(found.scores["sampled"][~counts], scores["sampled"][~counts]), (
+        "guesses before these are missing"
+    )
 
 
 def only(weights: Tensor, rows: slice) -> Tensor:
@@ -260,8 +266,8 @@ def only(weights: Tensor, rows: slice) -> Tensor:
 
 
 @pytest.mark.parametrize("objective", [both, cross_entropy])
-def test_a_sequence_of_one_token_counts_for_nothing(
-    case: Case, sequences: list[Told], objective: Callable[..., Tensor]
+def test_sequences_of_one_token_do_not_count(
+    case: Case, sequences: list[TargetSequence], objective: Callable[..., Tensor]
 ) -> None:
     ones = case.sequences([1, 1, 1], seed=5)
     alone = trained(case, ones, DEPTH, objective=objective)
@@ -272,11 +278,11 @@ def test_a_sequence_of_one_token_counts_for_nothing(
     assert largest_error(among.gradients, without.gradients) < 1e-12
 
 
-def test_what_is_broken_in_a_sequence_stays_there(case: Case, sequences: list[Told]) -> None:
+def test_nan_in_one_sequence_does_not_reach_others(case: Case, sequences: list[TargetSequence]) -> None:
     broken = replace(sequences[3], captured=torch.full_like(sequences[3].captured, float("nan")))
-    told = [*sequences[:3], broken, *sequences[4:]]
+    given = [*sequences[:3], broken, *sequences[4:]]
     sound = trained(case, sequences, DEPTH).scores
-    found = trained(case, told, DEPTH).scores
+    found = trained(case, given, DEPTH).scores
     rows = slice(sum(LENGTHS[:3]), sum(LENGTHS[:4]))
     for name in FIELDS:
         assert torch.equal(found[name][: rows.start], sound[name][: rows.start])
@@ -284,7 +290,7 @@ def test_what_is_broken_in_a_sequence_stays_there(case: Case, sequences: list[To
     assert found["cross_entropy"][rows].isnan().any()
 
 
-def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]) -> None:
+def test_pass_without_gradients_gives_the_same_scores(case: Case, sequences: list[TargetSequence]) -> None:
     wanted = trained(case, sequences, DEPTH).scores
     network = Eagle3().network(case.shape, case.parameters, case.vocabulary)
     draft = network.training_pass(*packed(sequences), {"ttt_length": float(DEPTH)}, LogitBudget(10_000))
@@ -297,7 +303,7 @@ def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]
 # Distributions
 
 
-def test_a_map_of_all_tokens_is_no_map() -> None:
+def test_vocabulary_map_of_all_tokens_changes_nothing() -> None:
     case = some_case()
     sequences = case.sequences(LENGTHS)
     mapped = replace(case, shape=replace(case.shape, target_vocabulary=TARGET_VOCABULARY + 1))
@@ -309,7 +315,7 @@ def test_a_map_of_all_tokens_is_no_map() -> None:
 
 @pytest.mark.parametrize("vocabulary", [range(TARGET_VOCABULARY), SOME_TOKENS])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
-def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[int], num_rows: int) -> None:
+def test_target_distributions_do_not_depend_on_the_chunk_size(vocabulary: Sequence[int], num_rows: int) -> None:
     logits = 3 * torch.randn(33, TARGET_VOCABULARY)
     teacher = TargetDistributions(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
     parts = [teacher.of(rows) for rows in torch.arange(33).split(num_rows)]
@@ -322,7 +328,7 @@ def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[in
         torch.testing.assert_close(whole.of_draft.double() * 0.999, exact, rtol=1e-5, atol=1e-7)
 
 
-def test_of_equally_likely_tokens_the_first_is_the_likeliest() -> None:
+def test_ties_for_the_likeliest_token_go_to_the_first() -> None:
     logits = torch.zeros(5, TARGET_VOCABULARY)
     logits[:, 4:9] = 2.0
     likeliest = TargetDistributions(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(
@@ -334,28 +340,29 @@ def test_of_equally_likely_tokens_the_first_is_the_likeliest() -> None:
 # Acceptance
 
 
-def perfect(vocabulary: Sequence[int], length: int = 9) -> tuple[Case, Told]:
-    """A draft whose state no guess changes, of a target that has the same features and logits everywhere: the draft's,
-    and some for what it cannot say."""
+def perfect(vocabulary: Sequence[int], length: int = 9) -> tuple[Case, TargetSequence]:
+    """Returns a draft whose state never changes, and a target with the same features and logits everywhere: the draft's
+    own logits, and a constant for tokens that the draft cannot predict.
+    """
     case = some_case(vocabulary=vocabulary)
     nothing = {name: torch.zeros_like(case.parameters[name]) for name in case.parameters if _updates(name)}
     case = replace(case, parameters=dict(case.parameters) | nothing)
-    (told,) = case.sequences([length])
-    captured = told.captured[:1]
+    (sequence,) = case.sequences([length])
+    captured = sequence.captured[:1]
     shape = case.shape
     draft = NaiveDraft(case.parameters, case.vocabulary, shape.heads, shape.kv_heads, shape.head_dim, shape.eps)
     logits = torch.full((1, TARGET_VOCABULARY), -3.0, dtype=torch.float64)
     logits[0, case.vocabulary] = draft.guess(case.parameters["fc.weight"] @ captured[0]).log()
-    return case, replace(told, captured=captured.repeat(length, 1), logits=logits.repeat(length, 1))
+    return case, replace(sequence, captured=captured.repeat(length, 1), logits=logits.repeat(length, 1))
 
 
 def _updates(name: str) -> bool:
     return "o_proj" in name or "down_proj" in name
 
 
-def test_a_perfect_draft_is_always_accepted() -> None:
-    case, told = perfect(range(TARGET_VOCABULARY))
-    found = trained(case, [told], DEPTH, objective=cross_entropy)
+def test_perfect_draft_is_always_accepted() -> None:
+    case, given = perfect(range(TARGET_VOCABULARY))
+    found = trained(case, [given], DEPTH, objective=cross_entropy)
     exists = found.scores["exists"]
     for name in ("acceptance", "correct", "covered", "greedy", "sampled"):
         torch.testing.assert_close(found.scores[name], exists, rtol=0, atol=1e-12)
@@ -364,10 +371,10 @@ def test_a_perfect_draft_is_always_accepted() -> None:
         assert float((found.scores[simulated].sum(0) / exists.sum(0)).sum()) == pytest.approx(DEPTH)
 
 
-def test_a_draft_of_fewer_tokens_is_accepted_as_often_as_the_target_says_these() -> None:
-    case, told = perfect(SOME_TOKENS)
-    scores = trained(case, [told], DEPTH).scores
-    share = float(told.logits[0].softmax(0)[list(SOME_TOKENS)].sum())
+def test_pruned_draft_is_accepted_with_the_targets_share_of_its_tokens() -> None:
+    case, given = perfect(SOME_TOKENS)
+    scores = trained(case, [given], DEPTH).scores
+    share = float(given.logits[0].softmax(0)[list(SOME_TOKENS)].sum())
     assert 0.1 < share < 0.9
     for guess in range(DEPTH):
         rows = scores["exists"][:, guess] == 1
@@ -377,35 +384,35 @@ def test_a_draft_of_fewer_tokens_is_accepted_as_often_as_the_target_says_these()
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 10_000])
-def test_behind_a_wrong_guess_none_counts(chunk_rows: int) -> None:
-    case, told = perfect(range(TARGET_VOCABULARY))
-    wrong, logits = 4, told.logits.clone()
+def test_guesses_after_a_wrong_one_are_not_accepted(chunk_rows: int) -> None:
+    case, given = perfect(range(TARGET_VOCABULARY))
+    wrong, logits = 4, given.logits.clone()
     logits[wrong] *= -1.0
-    found = trained(case, [replace(told, logits=logits)], DEPTH, chunk_rows).scores
-    for row in range(len(told)):
+    found = trained(case, [replace(given, logits=logits)], DEPTH, chunk_rows).scores
+    for row in range(len(given)):
         for guess in range(min(row, DEPTH)):
             assert found["correct"][row, guess] == float(row != wrong)
-            # Guesses from the same token were of the rows up to this one.
+            # Earlier guesses from the same anchor were for the rows up to this one.
             assert found["greedy"][row, guess] == float(wrong not in range(row - guess, row + 1))
             assert (found["sampled"][row, guess] < 1 - 1e-6) == (wrong in range(row - guess, row + 1))
 
 
-# Numbers that are less exact, and those of a new draft
+# Lower precision, and new drafts
 
 
-def rounded(case: Case, sequences: Sequence[Told], dtype: torch.dtype) -> tuple[Case, list[Told]]:
-    """What is left of it in this type, in float64."""
+def rounded(case: Case, sequences: Sequence[TargetSequence], dtype: torch.dtype) -> tuple[Case, list[TargetSequence]]:
+    """Rounds weights and features to this type, in float64."""
 
     def left(x: Tensor) -> Tensor:
         return x.to(dtype).double()
 
-    told = [replace(each, embedded=left(each.embedded), captured=left(each.captured)) for each in sequences]
-    return replace(case, parameters={name: left(each) for name, each in case.parameters.items()}), told
+    given = [replace(each, embedded=left(each.embedded), captured=left(each.captured)) for each in sequences]
+    return replace(case, parameters={name: left(each) for name, each in case.parameters.items()}), given
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-2)])
-def test_gradients_of_less_exact_weights_are_float32(
-    case: Case, sequences: list[Told], dtype: torch.dtype, tolerance: float
+def test_gradients_are_float32_for_any_weight_dtype(
+    case: Case, sequences: list[TargetSequence], dtype: torch.dtype, tolerance: float
 ) -> None:
     found = trained(case, sequences, DEPTH, dtype=dtype)
     wanted = trained(*rounded(case, sequences, dtype), DEPTH)
@@ -417,8 +424,8 @@ def test_gradients_of_less_exact_weights_are_float32(
         assert error < tolerance < relative_error(gradient.double() * (1 + 2 * tolerance), other), name
 
 
-def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -> None:
-    """Buffers of bfloat16 would lose what is small beside what they have."""
+def test_gradients_accumulate_in_float32(case: Case, sequences: list[TargetSequence]) -> None:
+    """Buffers in bfloat16 would lose small additions."""
     once = trained(case, sequences, DEPTH, dtype=torch.bfloat16).gradients
     parameters, gradients = learnable(case.parameters, torch.bfloat16)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
@@ -434,10 +441,12 @@ def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -
     assert all(relative_error(narrow[name].float(), each) > 1e-3 for name, each in wanted.items())
 
 
-def test_a_new_draft_hangs_on_its_seed_and_has_the_targets_head(tiny_models: dict[str, Path]) -> None:
+def test_new_draft_depends_on_its_seed_and_copies_the_targets_head(tiny_models: dict[str, Path]) -> None:
     base = Adapted(tiny_models["llama"]).base
-    asked = DraftConfig(algorithm="eagle3", draft_vocab_size=100)
-    parameters = Eagle3().parameters(DraftShape.of(Eagle3().with_defaults(asked, base.config, 512), base.config, 512))
+    requested = DraftConfig(algorithm="eagle3", draft_vocab_size=100)
+    parameters = Eagle3().parameters(
+        DraftShape.of(Eagle3().with_defaults(requested, base.config, 512), base.config, 512)
+    )
     vocabulary = torch.arange(3, 303, 3)
 
     def new(seed: int) -> dict[str, Tensor]:
@@ -456,7 +465,7 @@ def test_a_new_draft_hangs_on_its_seed_and_has_the_targets_head(tiny_models: dic
             assert float(weight.square().sum(1).mean()) == pytest.approx(1.0, rel=0.1)
 
 
-# What is refused, and what is filled in
+# Refused configs, and defaults
 
 
 def target(**fields: Any) -> LlamaConfig:
@@ -467,18 +476,18 @@ def target(**fields: Any) -> LlamaConfig:
     ("num_layers", "captured"),
     [(1, (0,)), (2, (0, 1)), (4, (0, 1)), (8, (1, 3, 4)), (32, (1, 15, 28)), (36, (1, 17, 32))],
 )
-def test_layers_near_the_first_the_middle_and_the_last_are_captured(num_layers: int, captured: tuple[int, ...]) -> None:
+def test_default_capture_layers_are_near_start_middle_and_end(num_layers: int, captured: tuple[int, ...]) -> None:
     found = Eagle3().with_defaults(DraftConfig(algorithm="eagle3"), target(num_hidden_layers=num_layers), 512)
     assert found == DraftConfig(
         algorithm="eagle3", num_layers=1, capture_layers=captured, draft_vocab_size=512, intermediate_size=128
     )
 
 
-def test_what_is_asked_for_is_kept() -> None:
-    asked = DraftConfig(
+def test_explicit_settings_are_kept() -> None:
+    requested = DraftConfig(
         algorithm="eagle3", num_layers=1, capture_layers=(0, 5), draft_vocab_size=9, intermediate_size=7, seed=3
     )
-    assert Eagle3().with_defaults(asked, target(num_hidden_layers=8), 512) == asked
+    assert Eagle3().with_defaults(requested, target(num_hidden_layers=8), 512) == requested
 
 
 @pytest.mark.parametrize(
@@ -494,15 +503,15 @@ def test_what_is_asked_for_is_kept() -> None:
         ),
     ],
 )
-def test_what_makes_no_draft_is_refused_by_name(fields: dict[str, object], message: str) -> None:
-    asked = DraftConfig.model_validate({"algorithm": "eagle3"} | fields)
+def test_impossible_draft_configs_are_refused(fields: dict[str, object], message: str) -> None:
+    requested = DraftConfig.model_validate({"algorithm": "eagle3"} | fields)
     with pytest.raises(OperationError) as refusal:
-        Eagle3().with_defaults(asked, target(num_hidden_layers=8), 512)
+        Eagle3().with_defaults(requested, target(num_hidden_layers=8), 512)
     assert str(refusal.value) == message
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3_ROPE, YARN])
-def test_heads_are_rotated_as_the_targets(rope: dict[str, object] | None) -> None:
+def test_heads_use_the_targets_rotary_embedding(rope: dict[str, object] | None) -> None:
     config = target(**({"rope_parameters": rope} if rope else {}))
     resolved = Eagle3().with_defaults(DraftConfig(algorithm="eagle3"), config, 512)
     shape, positions = DraftShape.of(resolved, config, 512), torch.tensor([0, 1, 7, 800])
@@ -515,7 +524,7 @@ def test_heads_are_rotated_as_the_targets(rope: dict[str, object] | None) -> Non
     assert not torch.allclose(later, found, rtol=0, atol=1e-2)
 
 
-def test_heads_are_rotated_whole_where_the_targets_are_in_part() -> None:
+def test_heads_are_rotated_fully_if_the_target_rotates_partially() -> None:
     factors = {"rope_type": "longrope", "short_factor": [1.5] * 6, "long_factor": [2.0] * 6, "factor": 4.0}
     longrope = factors | {"rope_theta": 10000.0, "original_max_position_embeddings": 256}
     for rope in (longrope, {"rope_type": "default", "rope_theta": 10000.0}):

@@ -1,4 +1,4 @@
-"""Saved drafts in vLLM: it loads them as they are, and accepts what the training says of them."""
+"""vLLM loads saved drafts unchanged, and accepts as many guesses as the training metrics say."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {"eagle3": {}, "dflash": {"num_layers": 2, "
 
 @dataclass(frozen=True)
 class Target:
-    """rollouts: int [n, tokens], of the model's likeliest tokens behind prompts of four."""
+    """rollouts: int [n, tokens], the model's likeliest tokens after prompts of four tokens."""
 
     worker: Worker
     directory: Path
@@ -37,7 +37,7 @@ class Target:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A head of 32, for vLLM's attention on CPUs knows none of 16."""
+    """Uses head_dim 32, because vLLM's CPU attention does not support 16."""
     directory = tmp_path_factory.mktemp("target")
     tiny_model("llama", directory, num_hidden_layers=4, initializer_range=0.2, head_dim=32)
     worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1))
@@ -51,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @dataclass(frozen=True)
 class Draft:
-    """greedy: of each guess after the other, the share of anchors from which it and all before it are right."""
+    """greedy: for each guess, the share of anchors from which it and all before it are right."""
 
     directory: Path
     greedy: list[float]
@@ -83,7 +83,7 @@ def passed(target: Target, algorithm: str, number: int, forward_only: bool = Fal
 
 
 def in_vllm(python: str, target: Target, method: str, draft: Path, answer: Path) -> dict[str, Any]:
-    asked = {
+    arguments = {
         "model": str(target.directory),
         "draft": str(draft),
         "method": method,
@@ -100,14 +100,14 @@ def in_vllm(python: str, target: Target, method: str, draft: Path, answer: Path)
         "PATH": "/usr/bin:/bin",
     }
     done = subprocess.run(
-        [python, str(script)], input=json.dumps(asked).encode(), capture_output=True, env=environment, timeout=300
+        [python, str(script)], input=json.dumps(arguments).encode(), capture_output=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     return json.loads(answer.read_text())
 
 
-def shares(answer: Mapping[str, Any]) -> np.ndarray:
-    """Of passes, those whose guess and all before it were accepted, by place."""
+def acceptance_rates(answer: Mapping[str, Any]) -> np.ndarray:
+    """Returns, by position, the share of passes whose guesses up to there were accepted."""
     return np.array(answer["accepted"]) / answer["passes"]
 
 
@@ -116,20 +116,20 @@ def shares(answer: Mapping[str, Any]) -> np.ndarray:
     [("eagle3", 60, {}), ("eagle3", 60, {"draft_vocab_size": 300}), ("dflash", 120, {})],
     ids=["EAGLE-3", "EAGLE-3 of few tokens", "DFlash"],
 )
-def test_a_saved_draft_guesses_in_vllm_what_it_was_trained_to(
+def test_vllm_accepts_a_saved_draft_as_often_as_training_predicts(
     vllm_python: str, target: Target, tmp_path: Path, algorithm: str, num_steps: int, fields: dict[str, Any]
 ) -> None:
     (tmp_path / "draft").mkdir()
     draft = trained(target, tmp_path / "draft", algorithm, num_steps, **fields)
     answer = in_vllm(vllm_python, target, algorithm, draft.directory, tmp_path / "answer.json")
     np.testing.assert_array_equal(answer["tokens"], target.rollouts[:, 4:])
-    told = np.array(draft.greedy)
-    assert told[0] > 0.5, "it has learned enough for a difference to show"
-    # Of anchors the training sees all, of which sampling takes those behind what was accepted.
-    assert abs(shares(answer) - told).max() < 0.1, (shares(answer), told)
+    expected = np.array(draft.greedy)
+    assert expected[0] > 0.5, "the draft has not learned enough for a difference to show"
+    # Training scores all anchors; sampling visits only those after accepted guesses.
+    assert abs(acceptance_rates(answer) - expected).max() < 0.1, (acceptance_rates(answer), expected)
     if algorithm == "eagle3":
         config = json.loads((draft.directory / "config.json").read_text())
         config["eagle_aux_hidden_state_layer_ids"] = [one + 1 for one in config["eagle_aux_hidden_state_layer_ids"]]
         (draft.directory / "config.json").write_text(json.dumps(config))
         other = in_vllm(vllm_python, target, algorithm, draft.directory, tmp_path / "other.json")
-        assert abs(shares(other) - told).max() > 0.2, "of other layers"
+        assert abs(acceptance_rates(other) - expected).max() > 0.2, "features of other layers are not noticed"

@@ -1,4 +1,4 @@
-"""A draft's pass that computes again what it does not keep: the same numbers, and less memory."""
+"""A draft's pass that recomputes activations gives the same numbers in less memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +15,8 @@ from ..parallel.live_bytes import LiveBytes
 from .test_worker import ALGORITHMS, a_worker, created, request, run, some_data
 
 
-def learned(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Worker, Mapping[str, float]]:
-    """One pass, and what it told."""
+def train_once(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Worker, Mapping[str, float]]:
+    """Makes one pass, and returns the worker and the metrics."""
     worker = a_worker(directory, **knobs)
     created(worker, algorithm=algorithm)
     (output,) = run(worker, request(some_data(1), loss_fn=algorithm))
@@ -30,26 +30,26 @@ def gradient(worker: Worker) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradients_are_the_same_to_the_last_bit(
+def test_recomputed_gradients_are_bit_identical(
     algorithm: Algorithm, activations: str, dtype: str, tiny_models: dict[str, Path]
 ) -> None:
     directory = tiny_models["qwen3"]
-    kept, told = learned(directory, algorithm, dtype=dtype)
-    other, told_again = learned(directory, algorithm, dtype=dtype, activations=activations)
+    kept, metrics = train_once(directory, algorithm, dtype=dtype)
+    other, other_metrics = train_once(directory, algorithm, dtype=dtype, activations=activations)
     assert torch.equal(gradient(other), gradient(kept))
-    assert told_again == told
-    cut, _ = learned(directory, algorithm, dtype=dtype, activations=activations, micro_batch_tokens=12)
-    assert not torch.equal(gradient(cut), gradient(kept)), "which are sums in another order"
+    assert other_metrics == metrics
+    cut, _ = train_once(directory, algorithm, dtype=dtype, activations=activations, micro_batch_tokens=12)
+    assert not torch.equal(gradient(cut), gradient(kept)), "sums in another order would show"
 
 
-def test_a_guess_keeps_less(tiny_models: dict[str, Path]) -> None:
+def test_recompute_keeps_less_per_guess(tiny_models: dict[str, Path]) -> None:
     keep, recompute = (bytes_of_a_guess(tiny_models["qwen3"], each) for each in ("keep", "recompute"))
     assert recompute < 0.6 * keep
-    assert recompute > 0.2 * keep, "its state, queries, keys, values and what these see"
+    assert recompute > 0.2 * keep, "the state, queries, keys and values are still kept"
 
 
 def bytes_of_a_guess(directory: Path, activations: Literal["keep", "recompute"], length: int = 256) -> float:
-    """What a pass takes for one more of each token."""
+    """Returns the memory of a pass per token and additional guess."""
     worker = a_worker(directory, activations=activations, head_chunk_tokens=128)
     created(worker)
     peaks = []

@@ -1,4 +1,4 @@
-"""Drafts that learn from stored features: as from the target, bit for bit, and from nothing but what is meant."""
+"""Drafts trained on stored features learn bit for bit as from the target, and only from matching features."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +24,15 @@ from ..adapted import relative_error
 from .test_worker import ALGORITHMS, SHAPES, a_worker, created, request, run, saved_policy, some_data, stepped
 
 SMALL = {"micro_batch_tokens": 40, "head_chunk_tokens": 5}
-each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+with_each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def captured(worker: Worker, data: Sequence[Datum], directory: Path, run_id: str = "draft") -> list[str]:
-    """What the server would make references of: the addresses."""
+    """Captures features of the data, and returns their addresses."""
     directory.mkdir(exist_ok=True)
     place = FeatureLocation(str(directory), captures=True)
-    asked = ForwardBackwardRequest(run_id, 1, tuple(data), "capture", forward_only=True, features=place)
-    (output,) = run(worker, asked)
+    requested = ForwardBackwardRequest(run_id, 1, tuple(data), "capture", forward_only=True, features=place)
+    (output,) = run(worker, requested)
     found = [each["features"].tobytes().decode().split() for each in output.loss_fn_outputs]
     assert [int(size) for _, size in found] == [path_of(directory, address).stat().st_size for address, _ in found]
     return [address for address, _ in found]
@@ -49,22 +49,22 @@ def with_features(data: Sequence[Datum], addresses: Sequence[str | None]) -> lis
     ]
 
 
-def stored(asked: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
-    return replace(asked, features=FeatureLocation(str(directory)))
+def stored(requested: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
+    return replace(requested, features=FeatureLocation(str(directory)))
 
 
 def learned(
-    worker: Worker, asked: ForwardBackwardRequest, run_id: str = "draft"
+    worker: Worker, requested: ForwardBackwardRequest, run_id: str = "draft"
 ) -> tuple[ForwardBackwardOutput, Tensor]:
-    """What a pass tells, and its gradient, without any trace in the draft."""
-    (output,) = run(worker, asked)
+    """Makes one pass, and returns its output and gradient; leaves the draft as it was."""
+    (output,) = run(worker, requested)
     gradient = worker._models.get(run_id).accumulator.clone()
     worker.clear_gradients(run_id)
     return output, gradient
 
 
 def same(one: tuple[ForwardBackwardOutput, Tensor], other: tuple[ForwardBackwardOutput, Tensor]) -> bool:
-    """Bit for bit."""
+    """True if outputs, metrics and gradients are bit-identical."""
     outputs = zip(one[0].loss_fn_outputs, other[0].loss_fn_outputs, strict=True)
     are_outputs = all(np.array_equal(mine["losses"], their["losses"]) for mine, their in outputs)
     return are_outputs and one[0].metrics == other[0].metrics and torch.equal(one[1], other[1])
@@ -72,7 +72,7 @@ def same(one: tuple[ForwardBackwardOutput, Tensor], other: tuple[ForwardBackward
 
 @contextmanager
 def target_tokens(worker: Worker) -> Iterator[list[int]]:
-    """How many tokens each run of the target has inside."""
+    """Yields a list that collects the token count of each forward of the target."""
     found: list[int] = []
     original: Callable[..., Any] = worker._base.hidden_states
 
@@ -85,10 +85,10 @@ def target_tokens(worker: Worker) -> Iterator[list[int]]:
     worker._base.hidden_states = original
 
 
-@each_algorithm
+@with_each_algorithm
 @pytest.mark.parametrize("knobs", [{}, SMALL, {"dtype": "bfloat16"}], ids=["one", "micro-batches", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "cohere2"])
-def test_stored_features_teach_what_the_target_does_bit_for_bit(
+def test_stored_features_train_like_the_target_bit_for_bit(
     algorithm: Algorithm, knobs: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     windows: Any = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
@@ -97,22 +97,22 @@ def test_stored_features_teach_what_the_target_does_bit_for_bit(
     created(worker, algorithm=algorithm)
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     data = some_data(1)
-    asked = request(data, loss_fn=algorithm)
-    online = learned(worker, asked)
+    requested = request(data, loss_fn=algorithm)
+    online = learned(worker, requested)
     addresses = captured(worker, data, tmp_path / "features")
     referring = stored(request(with_features(data, addresses), loss_fn=algorithm), tmp_path / "features")
     with target_tokens(worker) as runs:
         assert same(learned(worker, referring), online)
-        assert not runs, "the target has run"
+        assert not runs, "the target ran"
     worker._models.get("draft").weights.add_(1e-3)
-    assert not same(learned(worker, referring), online), "which tells smallest differences"
+    assert not same(learned(worker, referring), online), "a small change of the weights must show"
 
 
-@each_algorithm
-def test_whole_trainings_are_the_same_bit_for_bit(
+@with_each_algorithm
+def test_whole_training_runs_are_bit_identical(
     algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two epochs, of which the second captures nothing."""
+    """The second of two epochs captures nothing."""
     online, offline = (a_worker(tiny_models["llama"], **SMALL) for _ in range(2))
     batches = [some_data(seed) for seed in (1, 2)]
     for worker in (online, offline):
@@ -120,17 +120,19 @@ def test_whole_trainings_are_the_same_bit_for_bit(
     addresses = [captured(offline, batch, tmp_path / "features") for batch in batches]
     with target_tokens(offline) as runs:
         for _ in range(2):
-            for batch, of_batch in zip(batches, addresses, strict=True):
+            for batch, batch_addresses in zip(batches, addresses, strict=True):
                 run(online, request(batch, loss_fn=algorithm))
-                asked = stored(request(with_features(batch, of_batch), loss_fn=algorithm), tmp_path / "features")
-                run(offline, asked)
+                requested = stored(
+                    request(with_features(batch, batch_addresses), loss_fn=algorithm), tmp_path / "features"
+                )
+                run(offline, requested)
                 assert stepped(online) == stepped(offline)
         assert not runs
     assert torch.equal(*(worker._models.get("draft").weights for worker in (online, offline)))
 
 
-@each_algorithm
-def test_data_captured_in_other_batches_may_come_in_any_order_beside_others(
+@with_each_algorithm
+def test_data_captured_in_other_batches_mix_in_any_order_with_others(
     algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     worker = a_worker(tiny_models["qwen3"], **SMALL)
@@ -144,7 +146,7 @@ def test_data_captured_in_other_batches_may_come_in_any_order_beside_others(
     referring = with_features(data, [addresses.get(number) for number in range(len(data))])
     with target_tokens(worker) as runs:
         output, found_gradient = learned(worker, stored(request(referring, loss_fn=algorithm), tmp_path / "features"))
-        assert sum(runs) == 30 + 11, "of the data alone that refer to nothing"
+        assert sum(runs) == 30 + 11, "only data without a reference run the target"
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-6)
     assert (found_gradient - 1.001 * gradient).abs().max() > 1e-5
     assert output.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-6)
@@ -152,22 +154,22 @@ def test_data_captured_in_other_batches_may_come_in_any_order_beside_others(
         np.testing.assert_allclose(mine["losses"], other["losses"], atol=1e-5)
 
 
-def test_the_same_is_stored_once_and_run_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_identical_data_are_stored_and_run_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     created(worker)
     created(worker, "other")
     first, second = some_data(1, (9, 30)), some_data(2, (8,))
     addresses = captured(worker, first, tmp_path)
     with target_tokens(worker) as runs:
-        assert captured(worker, first, tmp_path, "other") == addresses, "of the same target"
+        assert captured(worker, first, tmp_path, "other") == addresses, "the target is the same"
         assert not runs
         again = captured(worker, (first[1], *second, first[0], *second), tmp_path)
         assert sum(runs) == 16 and again[0::2] == [addresses[1], addresses[0]] and again[1] == again[3]
-    assert len(list(tmp_path.iterdir())) == 3, "and nothing is left of writing them"
+    assert len(list(tmp_path.iterdir())) == 3, "no temporary files are left"
 
 
-def test_features_are_of_one_target_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """By what it has learned, not by where that lies."""
+def test_features_belong_to_one_target(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Targets are identified by their weights, not by their directory."""
     worker = a_worker(tiny_models["llama"])
     data = some_data(1, (9,))
     found = {}
@@ -185,8 +187,8 @@ def test_features_are_of_one_target_alone(tiny_models: dict[str, Path], tmp_path
     assert captured(full, data, tmp_path / "features") != [found["base"]]
 
 
-def test_sums_tell_vectors_apart_as_their_bytes_do() -> None:
-    """By which a GPU's weights are known."""
+def test_checksums_distinguish_vectors() -> None:
+    """These checksums identify weights on a GPU."""
     vector = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
 
     def changed(*places: int, by: float = -1.0) -> Tensor:
@@ -199,18 +201,18 @@ def test_sums_tell_vectors_apart_as_their_bytes_do() -> None:
     ulp = vector.clone()
     ulp[99_999] = torch.nextafter(ulp[99_999], torch.tensor(9.0))
     others = [changed(5), changed(5, 6), changed(5, 99_999), changed(7, by=2.0), swapped, ulp, vector[:-1], -vector]
-    told = [sums_of(each) for each in (vector, *others)]
-    assert torch.equal(told[0], sums_of(vector.clone())) and told[0].shape == (2, 2)
-    assert len({str(each.tolist()) for each in told}) == len(told)
+    checksums = [sums_of(each) for each in (vector, *others)]
+    assert torch.equal(checksums[0], sums_of(vector.clone())) and checksums[0].shape == (2, 2)
+    assert len({str(each.tolist()) for each in checksums}) == len(checksums)
 
 
-def refused(worker: Worker, asked: ForwardBackwardRequest) -> str:
-    (answer,) = worker.run_pass(Pass((OperationPart(0, asked),)))
+def refused(worker: Worker, requested: ForwardBackwardRequest) -> str:
+    (answer,) = worker.run_pass(Pass((OperationPart(0, requested),)))
     assert isinstance(answer, Failure) and answer.category == "user", answer
     return answer.message
 
 
-def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_features_that_do_not_match_are_refused_with_the_reason(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker, features = a_worker(tiny_models["llama"]), tmp_path / "features"
     created(worker)
     created(worker, "layers", capture_layers=(0,))
@@ -239,8 +241,10 @@ def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Pa
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "short"])
-def test_what_is_gone_is_told_by_the_target_again(damage: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """As for an operation that is repeated behind a crash, when its features are not kept any more."""
+def test_missing_or_damaged_features_are_recomputed_by_the_target(
+    damage: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """An operation that is repeated after a crash may find its features deleted."""
     worker = a_worker(tiny_models["llama"])
     created(worker)
     data = some_data(1)
@@ -255,14 +259,14 @@ def test_what_is_gone_is_told_by_the_target_again(damage: str, tiny_models: dict
             path.write_bytes(whole[:200])
         elif damage == "short":
             save_file({name: each[1:] for name, each in load(whole).items()}, path, metadata)
-    asked = stored(request(with_features(data, addresses)), tmp_path)
-    assert same(learned(worker, asked), online)
-    assert captured(worker, data, tmp_path) == addresses, "which mends them"
+    requested = stored(request(with_features(data, addresses)), tmp_path)
+    assert same(learned(worker, requested), online)
+    assert captured(worker, data, tmp_path) == addresses, "capturing again repairs the files"
     with target_tokens(worker) as runs:
-        assert same(learned(worker, asked), online) and not runs
+        assert same(learned(worker, requested), online) and not runs
 
 
-def test_a_capture_changes_nothing_of_the_draft(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_capture_does_not_change_the_draft(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     created(worker)
     run(worker, request(some_data(1)))
@@ -271,27 +275,27 @@ def test_a_capture_changes_nothing_of_the_draft(tiny_models: dict[str, Path], tm
     assert torch.equal(worker._models.get("draft").accumulator, before)
 
 
-def test_a_policys_data_refer_to_nothing(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_policies_cannot_use_captured_features(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
     place = FeatureLocation(str(tmp_path), captures=True)
-    asked = ForwardBackwardRequest("policy", 1, some_data(1), "capture", forward_only=True, features=place)
-    assert "only drafts" in refused(worker, asked)
+    requested = ForwardBackwardRequest("policy", 1, some_data(1), "capture", forward_only=True, features=place)
+    assert "only drafts" in refused(worker, requested)
 
 
-def test_no_room_fails_the_capture_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_unwritable_directory_fails_only_the_capture(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     created(worker)
     place = FeatureLocation(str(tmp_path / "none"), captures=True)
-    asked = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
+    requested = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
     failure, output = worker.run_pass(
-        Pass((OperationPart(0, asked), OperationPart(1, request(some_data(1), forward_only=True))))
+        Pass((OperationPart(0, requested), OperationPart(1, request(some_data(1), forward_only=True))))
     )
     assert isinstance(failure, Failure) and failure.category == "server" and "cannot be written to" in failure.message
     assert isinstance(output, ForwardBackwardOutput)
 
 
-def test_what_is_open_is_there_whatever_becomes_of_the_file(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_open_features_survive_deletion_of_the_file(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     worker = a_worker(tiny_models["llama"])
     created(worker)
     (address,) = captured(worker, some_data(1, (9,)), tmp_path)
@@ -302,7 +306,7 @@ def test_what_is_open_is_there_whatever_becomes_of_the_file(tiny_models: dict[st
     assert len(tensor) == 9
 
 
-def test_what_is_captured_of_a_token_is_known_before(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_feature_bytes_per_token_are_known_in_advance(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         worker = a_worker(tiny_models["llama"], dtype=dtype)
         for number, algorithm in enumerate(ALGORITHMS):
@@ -321,7 +325,7 @@ LORA, FULL = LoraConfig(rank=4, seed=1), FullConfig()
 
 
 class Pair:
-    """A policy, as it learns, and a draft that is aimed at what was saved of it."""
+    """A policy in training, and a draft whose target is a saved checkpoint of it."""
 
     def __init__(self, worker: Worker, algorithm: Algorithm, tmp_path: Path, training: TrainingConfig = LORA) -> None:
         self.worker, self.algorithm, self.features = worker, algorithm, tmp_path / "features"
@@ -331,23 +335,25 @@ class Pair:
         policy.weights.add_(scale * torch.randn(policy.weights.shape, generator=torch.Generator().manual_seed(1)))
         created(worker, algorithm=algorithm)
         self._saved = tmp_path / "saved"
-        self.aim()
+        self.retarget()
 
-    def aim(self) -> None:
+    def retarget(self) -> None:
         self._saved = self._saved.with_name(f"{self._saved.name}-again")
         self._saved.mkdir()
         self.worker.save_run("policy", str(self._saved), optimizer=True)
         self.worker.set_target("draft", str(self._saved))
 
-    def of_policy(self, data: Sequence[Datum], forward_only: bool = False, beside: bool = True) -> Any:
-        """With what it captures for the draft."""
+    def of_policy(self, data: Sequence[Datum], forward_only: bool = False, captures: bool = True) -> Any:
+        """Returns a request that also captures features for the draft, if `captures`."""
         weighted = [
             Datum(each.tokens[:-1], {**each.loss_fn_inputs, "target_tokens": each.tokens[1:].astype(np.int64)})
             for each in data
         ]
         weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
         layers = self.worker._models.drafts.get("draft").capture_layers
-        place = FeatureLocation(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if beside else None
+        place = (
+            FeatureLocation(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if captures else None
+        )
         return ForwardBackwardRequest(
             "policy", 1, tuple(weighted), "cross_entropy", forward_only=forward_only, features=place
         )
@@ -364,11 +370,11 @@ def _ones(datum: Datum) -> np.ndarray:
     return np.ones(len(datum.tokens), np.float32)
 
 
-@each_algorithm
+@with_each_algorithm
 @pytest.mark.parametrize("knobs", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])
 @pytest.mark.parametrize("training", [LORA, FULL], ids=["lora", "full"])
-def test_one_forward_of_a_policy_serves_its_draft(
+def test_one_forward_of_a_policy_also_captures_for_its_draft(
     algorithm: Algorithm,
     knobs: dict[str, Any],
     forward_only: bool,
@@ -378,10 +384,10 @@ def test_one_forward_of_a_policy_serves_its_draft(
 ) -> None:
     pair = Pair(a_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path, training)
     worker, data = pair.worker, some_data(1, (9, 30, 4, 17))
-    # Beside another run's data in the same micro-batches, for which nothing is captured.
+    # Another run's data in the same micro-batches; nothing is captured for it.
     worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))
-    other = replace(pair.of_policy(some_data(2), forward_only, beside=False), model_id="other")
-    (alone, _) = run(worker, pair.of_policy(data, forward_only, beside=False), other)
+    other = replace(pair.of_policy(some_data(2), forward_only, captures=False), model_id="other")
+    (alone, _) = run(worker, pair.of_policy(data, forward_only, captures=False), other)
     wanted = torch.empty(0)
     if not forward_only:
         wanted = worker._models.get("policy").accumulator.clone()
@@ -390,7 +396,9 @@ def test_one_forward_of_a_policy_serves_its_draft(
     assert output.metrics == alone.metrics and "features" not in theirs.loss_fn_outputs[0]
     assert len(list(pair.features.iterdir())) == len(data)
     if not forward_only:
-        assert torch.equal(worker._models.get("policy").accumulator, wanted), "the policy learns as ever"
+        assert torch.equal(worker._models.get("policy").accumulator, wanted), (
+            "the capture changed the policy's gradient"
+        )
         stepped(worker, "policy")
         stepped(worker, "other")
     online, gradient = learned(worker, pair.of_draft(data, None))
@@ -400,17 +408,17 @@ def test_one_forward_of_a_policy_serves_its_draft(
     assert relative_error(found, gradient) < 1e-4
     assert offline.metrics["loss:sum"] == pytest.approx(online.metrics["loss:sum"], rel=1e-5)
     if not forward_only:
-        pair.aim()
+        pair.retarget()
         moved, other_gradient = learned(worker, pair.of_draft(data, None))
         assert relative_error(other_gradient, found) > 1e-3
-        assert moved.metrics["loss:sum"] != pytest.approx(online.metrics["loss:sum"], rel=1e-4), "a step is seen"
+        assert moved.metrics["loss:sum"] != pytest.approx(online.metrics["loss:sum"], rel=1e-4), "a step must show"
         message = refused(worker, pair.of_draft(data, output))
         assert "datum 0: its feature_ref names features captured from target" in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("training", [LORA, FULL], ids=["lora", "full"])
-def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(
+def test_policy_captures_what_its_draft_would_capture(
     training: TrainingConfig, dtype: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     pair = Pair(a_worker(tiny_models["qwen3"], dtype=dtype), "eagle3", tmp_path, training)
@@ -422,23 +430,23 @@ def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(
         assert not runs
 
 
-def test_what_draws_no_tokens_captures_nothing_beside(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_critics_cannot_capture_for_a_draft(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
     pair.worker.create_run(RunSpec("critic", LORA, "critic"))
     data = [replace(each, loss_fn_inputs={"returns": _ones(each)}) for each in pair.of_policy(some_data(1)).data]
-    asked = replace(pair.of_policy(()), model_id="critic", loss_fn="value_mse", data=tuple(data))
-    assert refused(pair.worker, asked) == "capture_for is only for policies, and this is a critic: leave it out"
+    requested = replace(pair.of_policy(()), model_id="critic", loss_fn="value_mse", data=tuple(data))
+    assert refused(pair.worker, requested) == "capture_for is only for policies, and this is a critic: leave it out"
 
 
-def test_a_policy_goes_on_where_nothing_can_be_written(
+def test_policy_continues_if_features_cannot_be_written(
     tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = Pair(a_worker(tiny_models["qwen3"], **SMALL), "eagle3", tmp_path)
     data = some_data(1, (9, 30, 4, 17))
-    wanted, gradient = learned(pair.worker, pair.of_policy(data, beside=False), "policy")
+    wanted, gradient = learned(pair.worker, pair.of_policy(data, captures=False), "policy")
     pair.features.rmdir()
     for number in (1, 2):
         output, found = learned(pair.worker, pair.of_policy(data), "policy")
         assert output.metrics == wanted.metrics and torch.equal(found, gradient)
         assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)
-        assert caplog.text.count("continues without the features") == number, "once for an operation"
+        assert caplog.text.count("continues without the features") == number, "one log line per operation"

@@ -1,4 +1,4 @@
-"""A worker's passes of a draft of EAGLE-3 against rollouts over what transformers itself tells of the target."""
+"""A worker's EAGLE-3 passes equal rollouts over features from transformers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,21 +29,24 @@ CONFIG = {"ttt_length": DEPTH, "decay": 0.7}
 
 
 class Bench:
-    """A worker with one draft, whose weights are all random, and the same target as transformers runs it."""
+    """A worker with one draft of random weights, and the same target run by transformers."""
 
-    def __init__(self, kind: str, directory: Path, says: Sequence[int] | None = None) -> None:
+    def __init__(self, kind: str, directory: Path, draft_tokens: Sequence[int] | None = None) -> None:
         windows: Any = (
             {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
         )
         tiny_model(kind, directory, num_hidden_layers=4, vocab_size=VOCABULARY, **windows)
         self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1))
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        asked = DraftConfig(
-            algorithm="eagle3", seed=3, capture_layers=CAPTURED, draft_vocab_size=len(says) if says else None
+        requested = DraftConfig(
+            algorithm="eagle3",
+            seed=3,
+            capture_layers=CAPTURED,
+            draft_vocab_size=len(draft_tokens) if draft_tokens else None,
         )
-        self.worker.create_run(RunSpec("draft", asked, "draft"))
-        if says:
-            self.worker.set_vocabulary("draft", np.array(says))
+        self.worker.create_run(RunSpec("draft", requested, "draft"))
+        if draft_tokens:
+            self.worker.set_vocabulary("draft", np.array(draft_tokens))
         self.draft.weights.add_(0.1 * torch.randn(self.draft.weights.shape))
         self.theta = THETAS.get(kind, 10000.0)
 
@@ -54,7 +57,7 @@ class Bench:
         return draft
 
     def ours(self, data: Sequence[Datum]) -> tuple[list[np.ndarray], dict[str, Tensor], Mapping[str, float]]:
-        """The losses of each datum, gradients, and metrics."""
+        """Returns the losses of each datum, gradients, and metrics."""
         request = ForwardBackwardRequest("draft", 1, tuple(data), "eagle3", CONFIG)
         (output,) = self.worker.run_pass(Pass((OperationPart(0, request),)))
         assert isinstance(output, ForwardBackwardOutput), output
@@ -72,9 +75,9 @@ class Bench:
         )
         losses = []
         for datum in data:
-            scores = naive_scores(draft, self.told(datum, captured), DEPTH).scores
+            scores = naive_scores(draft, self.target_sequence(datum, captured), DEPTH).scores
             counted = torch.tensor(datum.loss_fn_inputs["weights"]).double()
-            # Nobody knows what follows the last token.
+            # The last token has no label.
             counted[-1] = 0.0
             decay = torch.tensor([CONFIG["decay"] ** guess for guess in range(DEPTH)]).double()
             losses.append((counted[:, None] * decay * scores["covered"] * scores["cross_entropy"]).sum(1))
@@ -82,7 +85,7 @@ class Bench:
         return [each.detach() for each in losses], dict(zip(weights, gradients, strict=True))
 
     @torch.no_grad()
-    def told(self, datum: Datum, captured: Sequence[int]) -> NaiveSequence:
+    def target_sequence(self, datum: Datum, captured: Sequence[int]) -> NaiveSequence:
         output = self.theirs(input_ids=torch.tensor(datum.tokens).long()[None], output_hidden_states=True)
         states = [each[0].double() for each in output.hidden_states]
         return NaiveSequence(states[0], torch.cat([states[i + 1] for i in captured], dim=1), output.logits[0].double())
@@ -100,11 +103,11 @@ def some_data() -> list[Datum]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "draft_tokens"),
     [("llama", None), ("llama", range(1, VOCABULARY, 2)), ("qwen3", None), ("gemma3", None), ("cohere2", None)],
 )
-def test_losses_and_gradients_are_those_of_rollouts(kind: str, says: Sequence[int] | None, tmp_path: Path) -> None:
-    bench, data = Bench(kind, tmp_path, says), some_data()
+def test_losses_and_gradients_equal_rollouts(kind: str, draft_tokens: Sequence[int] | None, tmp_path: Path) -> None:
+    bench, data = Bench(kind, tmp_path, draft_tokens), some_data()
     losses, gradients, metrics = bench.ours(data)
     wanted_losses, wanted = bench.naively(data)
     assert torch.cat(wanted_losses).count_nonzero() > 4
@@ -114,7 +117,7 @@ def test_losses_and_gradients_are_those_of_rollouts(kind: str, says: Sequence[in
     assert largest_error(gradients, wanted) < 1e-5
 
 
-def test_other_layers_are_told_apart(tmp_path: Path) -> None:
+def test_features_of_other_layers_change_losses_and_gradients(tmp_path: Path) -> None:
     bench, data = Bench("llama", tmp_path), some_data()
     losses, gradients, _ = bench.ours(data)
     wanted_losses, wanted = bench.naively(data, captured=[layer + 1 for layer in CAPTURED])

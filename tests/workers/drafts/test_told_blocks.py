@@ -1,5 +1,4 @@
-"""A worker's passes of a draft of DFlash against single blocks over what transformers itself tells of the target, by
-whose own output head they speak."""
+"""A worker's DFlash passes equal single blocks over features and the output head of transformers."""
 
 import math
 from collections.abc import Sequence
@@ -31,23 +30,23 @@ CONFIG = {"num_anchors": 100.0, "seed": 1.0, "gamma": GAMMA}
 
 
 class Bench:
-    """A worker with one draft, and the same target as transformers runs it."""
+    """A worker with one draft, and the same target run by transformers."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         kinds: Any = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind == "cohere2" else {}
         tiny_model(kind, directory, num_hidden_layers=4, vocab_size=VOCABULARY, **kinds)
         self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1))
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
-        asked = DraftConfig(
+        requested = DraftConfig(
             algorithm="dflash", seed=3, capture_layers=CAPTURED, num_layers=1, block_size=SIZE, mask_token_id=MASK
         )
-        self.worker.create_run(RunSpec("draft", asked, "draft"))
+        self.worker.create_run(RunSpec("draft", requested, "draft"))
         draft = self.worker._models.get("draft")
         assert isinstance(draft, DraftModel)
         self.draft = draft
 
     def ours(self, data: Sequence[Datum]) -> tuple[float, dict[str, Tensor]]:
-        """The loss, and gradients."""
+        """Returns the loss, and gradients."""
         request = ForwardBackwardRequest("draft", 1, tuple(data), "dflash", CONFIG)
         (output,) = self.worker.run_pass(Pass((OperationPart(0, request),)))
         assert isinstance(output, ForwardBackwardOutput), output
@@ -66,14 +65,14 @@ class Bench:
             (mask,) = self.theirs.get_input_embeddings()(torch.tensor([MASK])).detach()
             for anchor in range(len(tokens) - 1):
                 block = draft.guesses(captured[:anchor], anchor, states[0][0, anchor].detach(), mask, SIZE)
-                said = self.said(torch.stack(block)).log_softmax(-1)
+                logprobs = self.logits(torch.stack(block)).log_softmax(-1)
                 for k in range(1, min(SIZE, len(tokens) - anchor)):
-                    total = total - math.exp(-(k - 1) / GAMMA) * said[k, tokens[anchor + k]]
+                    total = total - math.exp(-(k - 1) / GAMMA) * logprobs[k, tokens[anchor + k]]
         gradients = torch.autograd.grad(total, list(weights.values()))
         return float(total.detach()), dict(zip(weights, gradients, strict=True))
 
-    def said(self, hidden: Tensor) -> Tensor:
-        """What transformers makes of last hidden states, [tokens, vocabulary]."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns transformers' logits for last hidden states, [tokens, vocabulary]."""
         trunk = self.theirs.model.forward
         self.theirs.model.forward = lambda **_: BaseModelOutputWithPast(last_hidden_state=hidden[None])
         try:
@@ -88,7 +87,7 @@ def some_data() -> list[Datum]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "cohere2"])
-def test_losses_and_gradients_are_those_of_blocks_by_transformers_head(kind: str, tmp_path: Path) -> None:
+def test_losses_and_gradients_equal_single_blocks(kind: str, tmp_path: Path) -> None:
     bench, data = Bench(kind, tmp_path), some_data()
     loss, gradients = bench.ours(data)
     wanted_loss, wanted = bench.naively(data)
@@ -98,4 +97,4 @@ def test_losses_and_gradients_are_those_of_blocks_by_transformers_head(kind: str
         shape = bench.draft.shape
         assert shape.logit_scale == bench.theirs.config.logit_scale != 1
         bench.draft.shape = replace(shape, logit_scale=1.0)
-        assert bench.ours(data)[0] != pytest.approx(wanted_loss, rel=1e-2), "which tells a missing scale"
+        assert bench.ours(data)[0] != pytest.approx(wanted_loss, rel=1e-2), "a missing scale must show"

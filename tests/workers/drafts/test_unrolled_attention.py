@@ -1,4 +1,4 @@
-"""Attention of an unrolled draft against one masked softmax over the keys of all steps, in float64."""
+"""Attention of an unrolled draft equals one masked softmax over the keys of all steps, in float64."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -20,13 +20,13 @@ DTYPES = [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 
 
 def drawn(kv_heads: int, num_steps: int, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
-    """Float64: the query, the keys and the values of each step."""
+    """Returns random float64 tensors: the query, then the keys, then the values of each step."""
     heads = [HEADS, *[kv_heads] * (2 * num_steps)]
     return [torch.randn(sum(lengths), each, HEAD_DIM, dtype=torch.float64) for each in heads]
 
 
 def sees(num_steps: int, lengths: Sequence[int]) -> Tensor:
-    """bool [tokens, steps * tokens]"""
+    """Returns the attention mask, bool [tokens, steps * tokens]."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     first = torch.zeros(bounds[-1], bounds[-1], dtype=torch.bool)
     for start, stop in pairwise(bounds):
@@ -58,7 +58,7 @@ def result_and_gradients(out: Tensor, tensors: Sequence[Tensor], weight: Tensor)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
-def test_is_one_softmax_over_the_keys_of_all_steps(
+def test_equals_one_softmax_over_the_keys_of_all_steps(
     num_steps: int, kv_heads: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     assert_exact(torch.device("cpu"), num_steps, kv_heads, dtype, tolerance)
@@ -67,7 +67,7 @@ def test_is_one_softmax_over_the_keys_of_all_steps(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_is_one_softmax_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_one_softmax_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
     assert_exact(torch.device("cuda"), 3, 2, dtype, tolerance)
 
 
@@ -84,7 +84,7 @@ def assert_exact(device: torch.device, num_steps: int, kv_heads: int, dtype: tor
 
 
 @pytest.mark.parametrize("wrong", ["no own keys", "own keys of the neighbour", "another packing", "not causal"])
-def test_other_keys_are_told_apart(wrong: str) -> None:
+def test_attending_to_other_keys_changes_the_result(wrong: str) -> None:
     tensors, seen, num_tokens = drawn(2, 3), sees(3, LENGTHS), sum(LENGTHS)
     match wrong:
         case "no own keys":
@@ -101,19 +101,19 @@ def test_other_keys_are_told_apart(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "kv_heads"), [(1, 2), (3, 2), (2, 4)])
-def test_gradients_are_those_of_small_steps(num_steps: int, kv_heads: int) -> None:
+def test_gradients_pass_gradcheck(num_steps: int, kv_heads: int) -> None:
     lengths = [1, 3]
     leaves = [each.requires_grad_() for each in drawn(kv_heads, num_steps, lengths)]
     assert torch.autograd.gradcheck(lambda *tensors: unrolled(tensors, lengths), leaves)
 
 
-def test_the_first_step_is_plain_attention() -> None:
+def test_first_step_is_plain_attention() -> None:
     query, key, value = drawn(2, 1)
     wanted = attend(query, key, value, Packing(pack_lengths(LENGTHS)), KIND)
     assert torch.equal(unrolled([query, key, value]), wanted)
 
 
-def test_large_scores_overflow_nothing() -> None:
+def test_large_scores_do_not_overflow() -> None:
     tensors = [100.0 * each.float() for each in drawn(2, 3)]
     exact = [each.double() for each in tensors]
     leaves = [each.requires_grad_() for each in tensors]
@@ -122,7 +122,7 @@ def test_large_scores_overflow_nothing() -> None:
     assert relative_error(found[0].double(), naive(exact, sees(3, LENGTHS))) < 1e-4
 
 
-def test_what_is_kept_grows_with_tokens_and_not_with_their_square() -> None:
+def test_memory_grows_linearly_with_tokens() -> None:
     lengths = [1536]
 
     def peak(attended: Callable[[list[Tensor]], Tensor]) -> int:

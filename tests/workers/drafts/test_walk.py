@@ -1,4 +1,4 @@
-"""How many passes a text takes, against passes that are made one after the other."""
+"""Acceptance lengths: the number of draft passes a text takes, compared with a pass-by-pass simulation."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ LENGTHS = (150, 1, 40, 2, 97)
 
 
 def random_survivals(num_tokens: int, depth: int) -> np.ndarray:
-    """[2, num_tokens, depth]: greedy ones of hard and of easy passages, and others."""
+    """Returns [2, num_tokens, depth], greedy and sampled, with hard and easy passages."""
     random = np.random.default_rng(0)
     hardness = np.where(np.arange(num_tokens) // 20 % 2, 0.1, 0.9)[:, None]
     greedy = (random.random((num_tokens, depth)) < hardness).cumprod(1)
@@ -25,7 +25,7 @@ def random_weights(num_tokens: int) -> np.ndarray:
 
 
 def naive_passes(survivals: np.ndarray, weights: np.ndarray, lengths: Sequence[int]) -> tuple[float, float]:
-    """survivals: [n, depth]. Forward, by the probability that a pass begins behind a token."""
+    """Computes forward the probability that a pass begins after each token. survivals: [n, depth]."""
     tokens = passes = 0.0
     start = 0
     for length in lengths:
@@ -51,17 +51,17 @@ def naive_passes(survivals: np.ndarray, weights: np.ndarray, lengths: Sequence[i
 
 
 @pytest.mark.parametrize("depth", [1, 4, 90])
-def test_passes_are_those_of_one_after_the_other(depth: int) -> None:
+def test_passes_equal_a_pass_by_pass_simulation(depth: int) -> None:
     num_tokens = sum(LENGTHS)
     values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
     whole = Survivals(np.arange(num_tokens), values)
     found = acceptance_lengths([whole], weights, LENGTHS)
-    for kind, of_kind in zip(("greedy", "sampled"), values, strict=True):
-        tokens, passes = naive_passes(of_kind, weights, LENGTHS)
+    for kind, kind_values in zip(("greedy", "sampled"), values, strict=True):
+        tokens, passes = naive_passes(kind_values, weights, LENGTHS)
         assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens, passes), rel=1e-12)
 
 
-def test_passes_begin_more_often_where_guesses_are_bad() -> None:
+def test_more_passes_begin_where_guesses_are_bad() -> None:
     num_tokens = 2000
     values, weights = random_survivals(num_tokens, 4), np.ones(num_tokens, np.float32)
     found = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, [num_tokens])
@@ -70,19 +70,19 @@ def test_passes_begin_more_often_where_guesses_are_bad() -> None:
         assert tokens / passes < 0.95 * mean
 
 
-def test_likeliest_tokens_are_followed_step_by_step() -> None:
+def test_greedy_passes_follow_a_hand_computed_example() -> None:
     survivals = np.zeros((2, 12, 3), np.float32)
     survivals[0, [2, 4, 5, 6], 0] = 1
     survivals[0, [4, 5], 1] = 1
     survivals[0, 4, 2] = 1
     weights = np.array([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0], np.float32)
-    # From behind token 2 to 4, from there to 8, 9, 10 and the end.
+    # Passes begin after token 2, then after 4, 8, 9 and 10.
     found = acceptance_lengths([Survivals(np.arange(12), survivals)], weights, [12])
     assert found == {"acceptance_length/greedy": (9.0, 5.0), "acceptance_length/sampled": (9.0, 9.0)}
 
 
-def test_parts_are_as_the_whole() -> None:
-    """As ranks know them: other tokens, or some guesses from behind the same ones."""
+def test_parts_of_ranks_combine_to_the_whole() -> None:
+    """Each rank has other tokens, or some of the guesses from the same tokens."""
     num_tokens, depth = sum(LENGTHS), 4
     values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
     whole = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, LENGTHS)
@@ -93,22 +93,22 @@ def test_parts_are_as_the_whole() -> None:
     assert acceptance_lengths(parts, weights, LENGTHS) == whole
 
 
-def test_where_nothing_was_guessed_the_mean_of_the_sequence_stands() -> None:
+def test_missing_guesses_take_the_mean_of_the_sequence() -> None:
     num_tokens, depth = sum(LENGTHS), 4
     values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
-    values[:, 149, 2:] = np.nan  # beyond the sequence
+    values[:, 149, 2:] = np.nan  # past the end of the sequence
     known = np.append(np.arange(0, 150, 3), np.arange(149, num_tokens))
     found = acceptance_lengths([Survivals(known, values[:, known])], weights, LENGTHS)
     filled = np.where(np.isin(np.arange(num_tokens), known)[:, None], values, np.nan)
-    of_first = np.nanmean(filled[:, :150], axis=1)
-    for kind, of_kind, mean in zip(("greedy", "sampled"), filled, of_first, strict=True):
-        of_kind[np.isnan(of_kind[:, 0])] = mean
-        wanted = naive_passes(np.nan_to_num(of_kind), weights, LENGTHS)
+    first_mean = np.nanmean(filled[:, :150], axis=1)
+    for kind, kind_values, mean in zip(("greedy", "sampled"), filled, first_mean, strict=True):
+        kind_values[np.isnan(kind_values[:, 0])] = mean
+        wanted = naive_passes(np.nan_to_num(kind_values), weights, LENGTHS)
         assert found[f"acceptance_length/{kind}"] == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("length", [6, 30, 300])
-def test_what_is_estimated_is_close_to_what_is_known(length: int) -> None:
+def test_estimate_from_some_tokens_is_close_to_the_exact_value(length: int) -> None:
     random, depth = np.random.default_rng(2), 7
     weights = np.tile(np.array([0] + [1] * length, np.float32), 2000 // length)
     values = (random.random((2, len(weights), depth)) < 0.8).astype(np.float32).cumprod(2)
@@ -122,7 +122,7 @@ def test_what_is_estimated_is_close_to_what_is_known(length: int) -> None:
         assert some[kind][1] != passes
 
 
-def test_texts_without_a_weight_take_no_passes() -> None:
+def test_texts_without_weights_take_no_passes() -> None:
     values = random_survivals(10, 4)
     for weights in ([0] * 10, [1] + [0] * 9, [1, 0] * 5):
         found = acceptance_lengths([Survivals(np.arange(10), values)], np.array(weights, np.float32), [10])
@@ -130,24 +130,24 @@ def test_texts_without_a_weight_take_no_passes() -> None:
     assert acceptance_lengths([], np.zeros(10, np.float32), [10]) == found
 
 
-def test_scores_come_in_any_order() -> None:
-    """Rows of a token each, with the guesses that were made of what is behind it."""
+def test_scores_may_be_added_in_any_order() -> None:
+    """Rows are per token, with the guesses from each token before it."""
     num_tokens, depth = 20, 3
     values = random_survivals(num_tokens, depth)
     places = torch.arange(num_tokens)[:, None].expand(-1, depth)
     behind = places - torch.arange(depth)
-    # Of the first token nothing was guessed.
+    # The first token is never guessed.
     exists = (behind > 0).float()
     greedy, sampled = (
         torch.from_numpy(each)[behind.clamp(min=0), torch.arange(depth).expand_as(behind)] * exists for each in values
     )
-    book = SurvivalTable(num_tokens, depth, places.device)
+    table = SurvivalTable(num_tokens, depth, places.device)
     nothing = torch.zeros(num_tokens, depth)
     for rows in (slice(11, 20), slice(0, 4), slice(4, 11)):
         parts = (each[rows] for each in (nothing, nothing, nothing, nothing, exists, greedy, sampled))
-        book.add(DraftScores(*parts), places[rows])
-    found = book.of(np.arange(100, 120))
+        table.add(DraftScores(*parts), places[rows])
+    found = table.of(np.arange(100, 120))
     np.testing.assert_array_equal(found.tokens, np.arange(101, 120))
-    of_last = np.isnan(found.values[0]).sum(1)
-    np.testing.assert_array_equal(of_last, [0] * 17 + [1, 2])
+    num_missing = np.isnan(found.values[0]).sum(1)
+    np.testing.assert_array_equal(num_missing, [0] * 17 + [1, 2])
     np.testing.assert_array_equal(found.values[:, :17], values[:, 1:18])

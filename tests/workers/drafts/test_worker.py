@@ -1,4 +1,4 @@
-"""Drafts in a worker: trained, moved to other targets, saved and gone on with."""
+"""Drafts in a worker: trained, moved to other targets, saved and resumed."""
 
 import json
 from collections.abc import Sequence
@@ -65,14 +65,13 @@ def request(
 
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
-    """In one pass."""
     answers = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
-def refused(worker: Worker, asked: ForwardBackwardRequest) -> Failure:
-    (answer,) = worker.run_pass(Pass((OperationPart(0, asked),)))
+def refused(worker: Worker, requested: ForwardBackwardRequest) -> Failure:
+    (answer,) = worker.run_pass(Pass((OperationPart(0, requested),)))
     assert isinstance(answer, Failure), answer
     return answer
 
@@ -98,7 +97,7 @@ def loss(worker: Worker, run_id: str = "draft", loss_fn: str = "eagle3") -> floa
 
 
 def saved_policy(worker: Worker, directory: Path, seed: int) -> Path:
-    """One that says other things than the base model."""
+    """Saves a policy that predicts other tokens than the base model."""
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=seed)))
     adapter = worker._models.get("policy")
     adapter.weights.add_(0.2 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed)))
@@ -117,7 +116,7 @@ def snapshot(worker: Worker, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_training_lowers_the_loss_and_a_forward_changes_nothing(worker: Worker, algorithm: Algorithm) -> None:
+def test_training_lowers_the_loss_and_forward_changes_nothing(worker: Worker, algorithm: Algorithm) -> None:
     created(worker, algorithm=algorithm)
     before = loss(worker, loss_fn=algorithm)
     assert loss(worker, loss_fn=algorithm) == before
@@ -126,7 +125,7 @@ def test_training_lowers_the_loss_and_a_forward_changes_nothing(worker: Worker, 
     assert losses[-1] < 0.97 * losses[1]
 
 
-def test_what_a_pass_tells_is_that_of_any_way_to_cut_the_batch(worker: Worker, directory: Path) -> None:
+def test_metrics_do_not_depend_on_how_the_batch_is_split(worker: Worker, directory: Path) -> None:
     created(worker)
     data = some_data(1)
     (whole,) = run(worker, request(data))
@@ -139,7 +138,7 @@ def test_what_a_pass_tells_is_that_of_any_way_to_cut_the_batch(worker: Worker, d
         if name.endswith(":sum"):
             assert sum(part.metrics[name] for part in parts) == pytest.approx(value, rel=1e-5, abs=1e-5), name
     means = np.mean([part.metrics["acceptance/1:mean"] for part in parts])
-    assert means != pytest.approx(whole.metrics["acceptance/1:mean"], rel=1e-3), "which is no mean of means"
+    assert means != pytest.approx(whole.metrics["acceptance/1:mean"], rel=1e-3), "a mean of means would differ"
     for datum, output in zip(reversed(data), parts, strict=True):
         number = data.index(datum)
         np.testing.assert_allclose(
@@ -160,7 +159,7 @@ def test_small_micro_batches_give_the_same_gradient(worker: Worker, directory: P
     assert (found.accumulator - wanted.accumulator).abs().max() > 1e-2
 
 
-def test_a_step_divides_by_what_the_losses_say_they_are_sums_of(worker: Worker) -> None:
+def test_step_divides_by_the_sum_of_weights(worker: Worker) -> None:
     created(worker)
     data = some_data(1)
     run(worker, request(data))
@@ -170,7 +169,7 @@ def test_a_step_divides_by_what_the_losses_say_they_are_sums_of(worker: Worker) 
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_saved_draft_of_any_kind_is_that_draft(worker: Worker, tmp_path: Path, algorithm: Algorithm) -> None:
+def test_saved_draft_loads_unchanged(worker: Worker, tmp_path: Path, algorithm: Algorithm) -> None:
     created(worker, algorithm=algorithm)
     losses_of(worker, 2, algorithm)
     worker.save_run("draft", str(tmp_path), optimizer=True)
@@ -183,8 +182,8 @@ def test_a_saved_draft_of_any_kind_is_that_draft(worker: Worker, tmp_path: Path,
         worker.load_run("third", str(tmp_path), optimizer=True)
 
 
-def test_a_snapshot_goes_on_where_the_draft_stood(directory: Path, tmp_path: Path) -> None:
-    """With gradients that wait, a target that is no base model, and tokens that it cannot say."""
+def test_snapshot_resumes_a_draft_in_the_middle_of_a_window(directory: Path, tmp_path: Path) -> None:
+    """The draft has pending gradients, a target other than the base model, and a pruned vocabulary."""
     worker, other = a_worker(directory), a_worker(directory)
     for each in (worker, other):
         created(each, draft_vocab_size=200)
@@ -204,32 +203,31 @@ def test_a_snapshot_goes_on_where_the_draft_stood(directory: Path, tmp_path: Pat
     assert loss(again) != pytest.approx(loss(other), rel=1e-4)
 
 
-def test_a_checkpoint_leaves_the_target_alone(worker: Worker, tmp_path: Path) -> None:
+def test_loading_a_checkpoint_does_not_change_the_target(worker: Worker, tmp_path: Path) -> None:
     created(worker)
     losses_of(worker, 2)
-    of_base = loss(worker)
+    base_loss = loss(worker)
     (tmp_path / "saved").mkdir()
     worker.save_run("draft", str(tmp_path / "saved"), optimizer=True)
     assert not (tmp_path / "saved" / "target").exists()
     created(worker, "other")
     worker.set_target("other", str(saved_policy(worker, tmp_path, 5)))
     worker.load_run("other", str(tmp_path / "saved"), optimizer=True)
-    assert loss(worker, "other") != pytest.approx(of_base, rel=1e-4)
+    assert loss(worker, "other") != pytest.approx(base_loss, rel=1e-4)
     worker.set_target("other", None)
-    assert loss(worker, "other") == of_base
+    assert loss(worker, "other") == base_loss
 
 
-def test_the_target_is_the_policy_as_it_was_saved(worker: Worker, tmp_path: Path) -> None:
-    """Loss by another target: the same as where that one is the base model, merged by hand."""
+def test_loss_depends_on_the_saved_policy_that_is_the_target(worker: Worker, tmp_path: Path) -> None:
     created(worker)
     directory = saved_policy(worker, tmp_path, 5)
-    of_base = loss(worker)
+    base_loss = loss(worker)
     worker.set_target("draft", str(directory))
-    of_policy = loss(worker)
+    policy_loss = loss(worker)
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 6)))
-    assert len({of_base, of_policy, loss(worker)}) == 3
+    assert len({base_loss, policy_loss, loss(worker)}) == 3
     worker.set_target("draft", str(directory))
-    assert loss(worker) == of_policy
+    assert loss(worker) == policy_loss
     worker.drop_run("draft")
     assert not list(worker._models)
 
@@ -243,7 +241,7 @@ def test_the_target_is_the_policy_as_it_was_saved(worker: Worker, tmp_path: Path
         ({"block_size": 4}, "block_size is a setting of dflash"),
     ],
 )
-def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: str) -> None:
+def test_impossible_draft_configs_are_refused(worker: Worker, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(OperationError, match=message):
         created(worker, **fields)
 
@@ -266,7 +264,7 @@ def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: st
         ),
     ],
 )
-def test_what_no_draft_is_trained_by(
+def test_bad_training_requests_fail_with_the_reason(
     worker: Worker, loss_fn: str, config: dict[str, Any], inputs: dict[str, Any], message: str
 ) -> None:
     created(worker)
@@ -277,7 +275,7 @@ def test_what_no_draft_is_trained_by(
     assert message in answer.message
 
 
-def test_targets_that_are_given_count_the_last_token_too(worker: Worker) -> None:
+def test_explicit_targets_include_the_last_token(worker: Worker) -> None:
     created(worker)
     row = np.array([4, 5, 7, 8, 11])
     given = Datum(row[:-1], {"target_tokens": row[1:]})
@@ -291,23 +289,21 @@ def test_targets_that_are_given_count_the_last_token_too(worker: Worker) -> None
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_a_draft_of_some_tokens_learns_once_these_are_chosen(worker: Worker, forward_only: bool) -> None:
-    """What was refused is no part of its first step."""
+def test_pruned_draft_trains_only_after_its_vocabulary_is_chosen(worker: Worker, forward_only: bool) -> None:
+    """The refused operation is not part of its first step."""
     created(worker, draft_vocab_size=200)
-    asked = request(some_data(1), forward_only=forward_only)
-    assert refused(worker, asked) == Failure(
+    requested = request(some_data(1), forward_only=forward_only)
+    assert refused(worker, requested) == Failure(
         "draft_vocab_size is 200 of the target's 512 tokens, and the draft's vocabulary was not chosen: call"
         " build_vocab_map with your corpus first, or create a draft without draft_vocab_size",
         "user",
     )
     worker.set_vocabulary("draft", np.arange(20, 220))
-    run(worker, asked, request(some_data(1)))
+    run(worker, requested, request(some_data(1)))
     stepped(worker)
 
 
-def test_what_a_target_has_inside_is_captured_for_a_draft_that_has_no_tokens_yet(
-    worker: Worker, tmp_path: Path
-) -> None:
+def test_capture_works_before_the_vocabulary_is_chosen(worker: Worker, tmp_path: Path) -> None:
     created(worker, draft_vocab_size=200)
     place = FeatureLocation(str(tmp_path), captures=True)
     data = tuple(Datum(datum.tokens) for datum in some_data(1))
@@ -316,10 +312,10 @@ def test_what_a_target_has_inside_is_captured_for_a_draft_that_has_no_tokens_yet
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 @pytest.mark.parametrize("is_snapshot", [True, False])
-def test_a_saved_draft_knows_whether_its_tokens_were_chosen(
+def test_saved_draft_records_whether_its_vocabulary_was_chosen(
     worker: Worker, directory: Path, tmp_path: Path, is_chosen: bool, is_snapshot: bool
 ) -> None:
-    """Also where these are the lowest ids; and one that has none yet may still be given some."""
+    """This holds if the chosen tokens are the lowest ids; a draft without chosen tokens may still get some."""
     created(worker, draft_vocab_size=200)
     if is_chosen:
         worker.set_vocabulary("draft", np.arange(200))
@@ -330,25 +326,25 @@ def test_a_saved_draft_knows_whether_its_tokens_were_chosen(
     losses_of(again, 1)
 
 
-def test_a_draft_that_was_saved_before_this_was_told_has_chosen(
-    worker: Worker, directory: Path, tmp_path: Path
-) -> None:
+def test_drafts_saved_without_that_record_count_as_chosen(worker: Worker, directory: Path, tmp_path: Path) -> None:
     created(worker, draft_vocab_size=200)
-    again = loaded_again(worker, directory, tmp_path, is_snapshot=False, forgets="vocabulary_is_chosen")
+    again = loaded_again(worker, directory, tmp_path, is_snapshot=False, removed_key="vocabulary_is_chosen")
     losses_of(again, 1)
 
 
-def loaded_again(worker: Worker, directory: Path, path: Path, is_snapshot: bool, forgets: str | None = None) -> Worker:
-    """By another worker, of what this one's draft says. forgets: what its description does not say."""
+def loaded_again(
+    worker: Worker, directory: Path, path: Path, is_snapshot: bool, removed_key: str | None = None
+) -> Worker:
+    """Loads the saved draft in another worker. removed_key: key removed from its description."""
     saved = path / "saved"
     if is_snapshot:
         snapshot(worker, saved)
     else:
         saved.mkdir()
         worker.save_run("draft", str(saved), optimizer=True)
-    if forgets is not None:
+    if removed_key is not None:
         description = json.loads((saved / "trainhouse.json").read_text())
-        del description[forgets]
+        del description[removed_key]
         (saved / "trainhouse.json").write_text(json.dumps(description))
     again = a_worker(directory)
     created(again, draft_vocab_size=200)
@@ -356,7 +352,7 @@ def loaded_again(worker: Worker, directory: Path, path: Path, is_snapshot: bool,
     return again
 
 
-def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker, tmp_path: Path) -> None:
+def test_vocabulary_must_be_chosen_before_training(worker: Worker, tmp_path: Path) -> None:
     created(worker, draft_vocab_size=10)
     with pytest.raises(OperationError, match="12 tokens do not fit a draft_vocab_size of 10"):
         worker.set_vocabulary("draft", np.arange(12))

@@ -1,7 +1,7 @@
-"""Run by a Python that has vLLM: the likeliest tokens of a model with a draft, and how many of those it guessed.
+"""Script for a Python that has vLLM: a model's likeliest tokens with a draft, and how many guesses were accepted.
 
-As JSON on standard input: model and draft (directories), method, num_tokens (guesses at a time), prompts, max_tokens.
-To the file `answer`: tokens of each prompt, passes (with guesses), and accepted, by place of the guess.
+Reads JSON from standard input: model and draft (directories), method, num_tokens (guesses at a time), prompts,
+max_tokens, answer. Writes to the file `answer`: tokens of each prompt, passes, and accepted (by position of the guess).
 """
 
 import json
@@ -12,10 +12,14 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    speculative = {"method": asked["method"], "model": asked["draft"], "num_speculative_tokens": asked["num_tokens"]}
+    arguments = json.load(sys.stdin)
+    speculative = {
+        "method": arguments["method"],
+        "model": arguments["draft"],
+        "num_speculative_tokens": arguments["num_tokens"],
+    }
     llm = LLM(
-        model=asked["model"],
+        model=arguments["model"],
         speculative_config=speculative,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -24,15 +28,15 @@ def main() -> None:
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
-    params = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], params)
+    params = SamplingParams(temperature=0, max_tokens=arguments["max_tokens"], ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in arguments["prompts"]], params)
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     answer = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "passes": metrics["vllm:spec_decode_num_drafts"].value,
         "accepted": metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
     }
-    Path(asked["answer"]).write_text(json.dumps(answer))
+    Path(arguments["answer"]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -318,8 +318,8 @@ def test_prompt_cache_hits_are_reported_only_to_the_same_owner(
         await dispatch.copy_adapter(run_id, "cached")
         prompt = np.resize(TOKENS, 600).astype(np.int32)
         for number, (adapter_id, streams) in enumerate((("cached", False), ("cached", True), (None, False))):
-            first = job("first", adapter_id, 4, prompt=prompt, streams=streams, owner=f"tenant-{number}")
-            jobs = [first, replace(first, num_samples=2), replace(first, owner=f"other-{number}")]
+            first = job("first", adapter_id, 4, prompt=prompt, streams=streams, tenant_id=f"tenant-{number}")
+            jobs = [first, replace(first, num_samples=2), replace(first, tenant_id=f"other-{number}")]
             hits = [(await dispatch.sample("tiny", each)).prompt_cache_hit_tokens for each in jobs]
             assert hits[0] == hits[2] == 0 and hits[1] >= 512
         await dispatch.drop_adapter("cached")

@@ -66,7 +66,7 @@ class WatchedWorker(Worker):
         self._base.shared_hidden_states = watched
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
-        with mock.patch.object(optim, "add_up", RULES[self._rule]):
+        with mock.patch.object(optim, "all_reduce_gradients", RULES[self._rule]):
             return super().apply_steps(steps)
 
     def follow(self, rule: str) -> None:

@@ -1,4 +1,4 @@
-"""Cohorts share a cache and nothing else: a slice is of one of them, and none changes a sample of another."""
+"""Tests that cohorts share the cache and nothing else: a slice advances one and changes no sample of another."""
 
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from .test_sampler import BYTES_PER_TOKEN, CONTEXT, VOCAB, adapted, answer, job,
 __all__ = ["adapted"]
 
 
-def sampler_of(adapted: Adapted, **config: Any) -> Any:
+def make_sampler(adapted: Adapted, **config: Any) -> Any:
     served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
     return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served)
 
@@ -35,8 +35,7 @@ def jobs_of(cohort: int) -> list[SampleJob]:
     ]
 
 
-def run(sampler: Any, cohorts: dict[int, list[SampleJob]]) -> dict[str, SampleResponse]:
-    """By turns, in slices of one iteration."""
+def finish_in_turns(sampler: Any, cohorts: dict[int, list[SampleJob]]) -> dict[str, SampleResponse]:
     finished: dict[str, Any] = {}
     joining = dict(cohorts)
     while cohorts:
@@ -50,10 +49,9 @@ def run(sampler: Any, cohorts: dict[int, list[SampleJob]]) -> dict[str, SampleRe
 
 
 @pytest.mark.parametrize("kv_cache_bytes", [1 << 30, BYTES_PER_TOKEN * 300])
-def test_cohorts_by_turns_give_what_each_job_gives_alone(adapted: Adapted, kv_cache_bytes: int) -> None:
-    """Also where the cache has room for few of them at a time."""
-    sampler = sampler_of(adapted, kv_cache_bytes=kv_cache_bytes)
-    found = run(sampler, {cohort: jobs_of(cohort) for cohort in (0, 3, 7)})
+def test_alternating_cohorts_sample_as_each_job_alone(adapted: Adapted, kv_cache_bytes: int) -> None:
+    sampler = make_sampler(adapted, kv_cache_bytes=kv_cache_bytes)
+    found = finish_in_turns(sampler, {cohort: jobs_of(cohort) for cohort in (0, 3, 7)})
     for each in (one for cohort in (0, 3, 7) for one in jobs_of(cohort)):
         wanted = answer(new_sampler(adapted), each)
         assert tokens_of(found[each.job_id]) == tokens_of(wanted)
@@ -62,8 +60,8 @@ def test_cohorts_by_turns_give_what_each_job_gives_alone(adapted: Adapted, kv_ca
     assert sampler.held_bytes() == 0 and not sampler._apart
 
 
-def test_a_slice_moves_its_own_cohort_alone(adapted: Adapted) -> None:
-    sampler = sampler_of(adapted)
+def test_a_slice_advances_only_its_own_cohort(adapted: Adapted) -> None:
+    sampler = make_sampler(adapted)
     streams = [job(f"{cohort}", prompt(20), max_tokens=60, streams=True) for cohort in (0, 1)]
     for cohort in (0, 1):
         assert sampler.slice(SamplingSlice((streams[cohort],), (), 0, cohort)).progress.keys() == {str(cohort)}
@@ -71,10 +69,10 @@ def test_a_slice_moves_its_own_cohort_alone(adapted: Adapted) -> None:
         result = sampler.slice(SamplingSlice((), (), 0, 1))
         assert result.progress.keys() == {"1"} and result.num_active == 1
     (part,) = sampler.slice(SamplingSlice((), (), 0, 0)).progress["0"]
-    assert len(part.tokens) == 1, "it stood still meanwhile"
+    assert len(part.tokens) == 1, "it made no progress in the other cohort's slices"
     held = sampler.held_bytes()
     sampler.slice(SamplingSlice((job("2", prompt(20), max_tokens=60),), (), 0, 2))
-    assert sampler.held_bytes() == held, "of those apart one has room, and it is not the one before"
+    assert sampler.held_bytes() == held, "only one of the cohorts apart holds cache room: the previous one gave it up"
     assert sampler.slice(SamplingSlice((), ("2",), 0, 2)).num_active == 0 and sampler.held_bytes() < held
     assert len(sampler.slice(SamplingSlice((), (), 0, 1)).progress["1"][0].tokens) == 1 and sampler.held_bytes() == held
     assert sampler.slice(SamplingSlice((), ("1",), 0, 1)).num_active == 0 and not sampler._apart
@@ -82,9 +80,9 @@ def test_a_slice_moves_its_own_cohort_alone(adapted: Adapted) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_slice_that_fails_forgets_the_jobs_of_all_cohorts(adapted: Adapted, failing: int) -> None:
-    """The cache, which all share, may be half resized."""
-    sampler = sampler_of(adapted)
+def test_a_failed_slice_drops_the_jobs_of_all_cohorts(adapted: Adapted, failing: int) -> None:
+    """All cohorts share the cache, and the error may have left it half resized."""
+    sampler = make_sampler(adapted)
     for cohort in (0, 1):
         sampler.slice(SamplingSlice(tuple(jobs_of(cohort)), (), 0, cohort))
     with mock.patch.object(adapted.base, "hidden_states", side_effect=KeyError("unforeseen")), pytest.raises(KeyError):
@@ -93,5 +91,5 @@ def test_a_slice_that_fails_forgets_the_jobs_of_all_cohorts(adapted: Adapted, fa
     for cohort in (0, 1):
         result = sampler.slice(SamplingSlice((), (), 0, cohort))
         assert (result.num_active, result.finished) == (0, {})
-    found = run(sampler, {0: jobs_of(0)})
+    found = finish_in_turns(sampler, {0: jobs_of(0)})
     assert all(tokens_of(found[each.job_id]) == tokens_of(answer(new_sampler(adapted), each)) for each in jobs_of(0))

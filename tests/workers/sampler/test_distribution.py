@@ -1,4 +1,4 @@
-"""Samples against the exact probabilities of all sequences there are, by enumeration over a tiny vocabulary."""
+"""Tests samples against the exact probabilities of all sequences, enumerated over a tiny vocabulary."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -30,14 +30,14 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """params: what is asked for. wrong: what the same test must tell from it."""
+    """Parameters of requests, and wrong ones whose distribution the test must reject."""
 
     params: Params
     wrong: tuple[Params, ...]
 
 
 CASES = {
-    "as the model is": Case({}, ({"temperature": 1.15}, {"temperature": 0.9}, {"top_k": 7}, {"top_p": 0.98})),
+    "unfiltered": Case({}, ({"temperature": 1.15}, {"temperature": 0.9}, {"top_k": 7}, {"top_p": 0.98})),
     "cold": Case({"temperature": 0.6}, ({"temperature": 0.66}, {"temperature": 0.54})),
     "hot": Case({"temperature": 1.8}, ({"temperature": 2.3}, {"temperature": 1.5})),
     "greedy": Case({"temperature": 0.0}, ({"temperature": 0.1}, {"top_k": 2})),
@@ -60,7 +60,7 @@ CASES = {
 
 
 def filtered(logits: np.ndarray, params: Params) -> np.ndarray:
-    """float64 [VOCAB]: temperature, then each filter on what the one before it has left."""
+    """Returns probabilities, float64 [VOCAB]: temperature first, then each filter on what the previous one kept."""
     temperature = params.get("temperature", 1.0)
     if temperature == 0:
         return np.eye(VOCAB)[logits.argmax()]
@@ -78,13 +78,13 @@ def keeps_top_k(exact: np.ndarray, top_k: float) -> np.ndarray:
 
 
 def keeps_top_p(exact: np.ndarray, top_p: float) -> np.ndarray:
-    """The smallest set of likeliest tokens that holds top_p (arXiv 1904.09751)."""
+    """Keeps the smallest set of likeliest tokens that holds top_p (arXiv 1904.09751)."""
     likelier = np.array([exact[exact > each].sum() for each in exact])
     return likelier < top_p
 
 
 def keeps_min_p(exact: np.ndarray, min_p: float) -> np.ndarray:
-    """What is at least min_p times as likely as the likeliest (arXiv 2407.01082)."""
+    """Keeps tokens at least min_p times as likely as the likeliest (arXiv 2407.01082)."""
     return exact >= min_p * exact.max()
 
 
@@ -95,7 +95,7 @@ FILTERS: Mapping[str, Callable[[np.ndarray, float], np.ndarray]] = {
 }
 
 
-def test_the_reference_keeps_what_each_filter_is_to_keep() -> None:
+def test_reference_filters_keep_the_right_tokens() -> None:
     logits = np.full(VOCAB, -100.0)
     logits[:4] = np.log([0.5, 0.1, 0.25, 0.15])
 
@@ -105,21 +105,21 @@ def test_the_reference_keeps_what_each_filter_is_to_keep() -> None:
     assert kept() == [0.5, 0.1, 0.25, 0.15]
     assert kept(top_k=2) == kept(top_p=0.6) == kept(min_p=0.4) == [0.667, 0, 0.333, 0]
     assert kept(top_p=0.8) == kept(top_k=3) == [0.556, 0, 0.278, 0.167]
-    assert kept(top_k=3, top_p=0.8) == [0.667, 0, 0.333, 0], "top_p is of what top_k has left"
-    assert kept(min_p=0.4, top_p=0.6) == [1, 0, 0, 0], "and of what min_p has left"
+    assert kept(top_k=3, top_p=0.8) == [0.667, 0, 0.333, 0], "top_p applies to what top_k kept"
+    assert kept(min_p=0.4, top_p=0.6) == [1, 0, 0, 0], "and to what min_p kept"
     assert kept(temperature=0.5) == [0.725, 0.029, 0.181, 0.065]
     assert kept(temperature=0) == [1, 0, 0, 0]
 
 
 @dataclass(frozen=True)
 class Model:
-    """next_logits float32 [VOCAB], by what was sampled before, up to LENGTH - 1 tokens."""
+    """A model with its logits, float32 [VOCAB], after each prefix of up to LENGTH - 1 sampled tokens."""
 
     directory: Path
     next_logits: Mapping[tuple[int, ...], np.ndarray]
 
     def exact(self, params: Params) -> np.ndarray:
-        """float64 [VOCAB] * LENGTH: the probability of every sequence."""
+        """Returns the probability of every sequence, float64 [VOCAB] * LENGTH."""
         joint = np.ones(())
         for length in range(LENGTH):
             prefixes = itertools.product(range(VOCAB), repeat=length)
@@ -144,7 +144,7 @@ Drawn = Mapping[str, np.ndarray]
 
 @pytest.fixture(scope="module")
 def drawn(model: Model) -> Drawn:
-    """Several jobs of each case, with seeds of their own, in turn: cases are mixed in the batches."""
+    """Draws several jobs of each case, each with another seed; the cases are mixed in the batches."""
     adapted = Adapted(model.directory)
     served = WorkerConfig(ServedModel("tiny", str(model.directory)), device="cpu")
     sampler = NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, 64), served)
@@ -164,9 +164,13 @@ def tokens_of(response: SampleResponse) -> np.ndarray:
 
 
 def p_value(outcomes: np.ndarray, exact: np.ndarray) -> float:
-    """Of Pearson's chi-square; zero when something was drawn that cannot be.
+    """Returns the p-value of Pearson's chi-square test; zero if an impossible outcome was drawn.
 
-    outcomes int64 [draws, n], exact [VOCAB] * n. Outcomes with less than 8 expected draws are one together.
+    Outcomes with fewer than 8 expected draws share one bin.
+
+    Args:
+        outcomes: int64, [draws, n].
+        exact: probabilities, [VOCAB] * n.
     """
     counts = np.zeros(exact.shape)
     np.add.at(counts, tuple(outcomes.T), 1)
@@ -182,14 +186,14 @@ def p_value(outcomes: np.ndarray, exact: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_sequences_come_as_often_as_enumeration_says(model: Model, drawn: Drawn, name: str) -> None:
+def test_sequences_follow_the_enumerated_distribution(model: Model, drawn: Drawn, name: str) -> None:
     assert p_value(drawn[name], model.exact(CASES[name].params)) > LEAST_P_VALUE
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"), [(name, wrong) for name, case in CASES.items() for wrong in case.wrong], ids=str
 )
-def test_other_parameters_are_told_apart(model: Model, drawn: Drawn, name: str, wrong: Params) -> None:
+def test_the_distribution_of_other_parameters_is_rejected(model: Model, drawn: Drawn, name: str, wrong: Params) -> None:
     assert p_value(drawn[name], model.exact(wrong)) < LEAST_P_VALUE / 100
 
 
@@ -201,9 +205,9 @@ POSITIONS = list(itertools.product(range(LENGTH), repeat=2))
 
 
 @pytest.mark.parametrize(("one", "other"), POSITIONS)
-def test_a_sample_says_nothing_of_the_next_one(model: Model, drawn: Drawn, one: int, other: int) -> None:
-    """Nor one seed's of the next seed's: pairs of tokens come as often as the product of their probabilities says."""
-    exact, tokens = model.exact({}), drawn["as the model is"]
+def test_consecutive_samples_and_seeds_are_independent(model: Model, drawn: Drawn, one: int, other: int) -> None:
+    """Compares the frequencies of pairs of tokens with the products of their probabilities."""
+    exact, tokens = model.exact({}), drawn["unfiltered"]
     independent = np.multiply.outer(marginal(exact, one), marginal(exact, other))
     by_seed = tokens.reshape(NUM_JOBS, -1, LENGTH)
     for first, second in ((tokens[::2], tokens[1::2]), (by_seed[::2], by_seed[1::2])):
@@ -211,9 +215,9 @@ def test_a_sample_says_nothing_of_the_next_one(model: Model, drawn: Drawn, one: 
         assert p_value(pairs, independent) > LEAST_P_VALUE
 
 
-def test_tokens_that_depend_on_each_other_are_told_apart(model: Model, drawn: Drawn) -> None:
-    """A sample with itself, where the later token follows from the earlier ones; and one in ten drawn twice."""
-    exact, tokens = model.exact({}), drawn["as the model is"]
+def test_dependent_tokens_are_detected(model: Model, drawn: Drawn) -> None:
+    """Pairs tokens of one sample, which depend on each other, and then samples of which one in ten is a copy."""
+    exact, tokens = model.exact({}), drawn["unfiltered"]
     for one, other in ((0, 1), (1, 2), (0, 0)):
         independent = np.multiply.outer(marginal(exact, one), marginal(exact, other))
         assert p_value(tokens[:, [one, other]], independent) < LEAST_P_VALUE / 100
@@ -223,8 +227,8 @@ def test_tokens_that_depend_on_each_other_are_told_apart(model: Model, drawn: Dr
     assert p_value(np.stack([first, second], axis=1), independent) < LEAST_P_VALUE / 100
 
 
-def test_p_values_of_the_right_distribution_are_evenly_spread(model: Model) -> None:
-    """The test itself, on draws by numpy: it neither rejects too often nor hardly ever."""
+def test_p_values_of_correct_draws_are_uniform(model: Model) -> None:
+    """Tests p_value on numpy's draws: it rejects neither too often nor too rarely."""
     exact = model.exact({})
     random = np.random.default_rng(0)
     draws = random.choice(exact.size, (100, NUM_SEQUENCES), p=exact.ravel())

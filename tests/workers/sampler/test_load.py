@@ -1,4 +1,4 @@
-"""Five hundred requests where the cache holds thirty: within its budget, all end, in the order in which they came.
+"""Tests the sampler under load: 500 requests share a cache that holds 30, and all finish in order of arrival.
 
 Slices are of one iteration, in which every sample that holds a place in the cache gets a token.
 """
@@ -19,16 +19,16 @@ from ..adapted import Adapted
 from ..jobs import MOST_SLICES, answers, job, slices
 
 VOCAB, CONTEXT = 512, 1024
-# Of one token in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
+# One token's bytes in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 NUM_REQUESTS, NUM_THAT_FIT = 500, 30
 NUM_GROWING, JOIN_AT_A_TIME = 15, 100
 
-# How many times as long as with a budget used to the last byte. Blocks are not full, and prompts run too.
+# Allowed slices, relative to a cache that is always full: blocks are not, and prompts take time too.
 SLACK = 3.0
-# Slices that the oldest request may spend without a token, once it has had one: others' prompts run in them.
-MOST_SILENT = 2
+# The oldest request may miss tokens in this many slices after its first one, while others' prompts run.
+MAX_SILENT_SLICES = 2
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +46,9 @@ def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> NativeSampler:
 
 
 def ragged_jobs() -> list[SampleJob]:
-    """Prompts of 4 to 120 tokens and 2 to 60 new ones, at equal steps of the logarithm; some of two samples.
+    """Returns jobs with prompts of 4 to 120 tokens and 2 to 60 new ones, spaced logarithmically; some have two samples.
 
-    The first ones grow from short to long together, so that some of them must give way.
+    The first ones all grow from short to long, so that some of them are preempted.
     """
     random = np.random.default_rng(3)
     prompts = random.permutation(np.geomspace(4, 120, NUM_REQUESTS).astype(int))
@@ -78,21 +78,21 @@ def num_tokens(job: SampleJob) -> int:
 
 
 def budget_of(jobs: Sequence[SampleJob]) -> int:
-    """Bytes of as many average samples as are to fit."""
+    """Returns the bytes of NUM_THAT_FIT average samples."""
     samples = [num_tokens(job) for job in jobs for _ in range(job.num_samples)]
     return round(NUM_THAT_FIT * float(np.mean(samples))) * BYTES_PER_TOKEN
 
 
 def token_slices(job: SampleJob) -> int:
-    """Over all the job's slices, the tokens that it has in the cache, summed."""
+    """Returns the job's cached tokens, summed over all its slices."""
     return job.num_samples * sum(range(len(job.prompt), num_tokens(job)))
 
 
 @dataclass
 class Trace:
-    """What was seen. told: by job the numbers of the slices that had tokens for it, its last one included."""
+    """Records slices: those with tokens of each job (its last one included), answers and cache sizes."""
 
-    told: dict[str, list[int]] = field(default_factory=dict)
+    progress_slices: dict[str, list[int]] = field(default_factory=dict)
     responses: dict[str, SampleResponse] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     cache_bytes: list[int] = field(default_factory=list)
@@ -101,19 +101,19 @@ class Trace:
     def note(self, work: SamplingSlice, result: SliceResult, cache_bytes: int) -> None:
         self.cancelled |= set(work.cancel)
         for name in (*result.progress, *result.finished):
-            self.told.setdefault(name, []).append(len(self.cache_bytes))
+            self.progress_slices.setdefault(name, []).append(len(self.cache_bytes))
         self.responses |= result.finished
         self.cache_bytes.append(cache_bytes)
         self.num_active.append(result.num_active)
 
     def longest_silence(self, job_id: str, start: int = 0) -> int:
-        """Between two of its slices with tokens, from `start` on: how many slices had none."""
-        told = [start, *(number for number in self.told[job_id] if number > start)]
-        return int(max(np.diff(told), default=1)) - 1
+        """Returns the largest number of slices between two with tokens of the job, from `start` on."""
+        numbers = [start, *(number for number in self.progress_slices[job_id] if number > start)]
+        return int(max(np.diff(numbers), default=1)) - 1
 
 
 def run(sampler: NativeSampler, jobs: Sequence[SampleJob], cancel_at: Mapping[str, int]) -> Trace:
-    """All join in the first slices; each in `cancel_at` is cancelled at that slice unless it is done by then."""
+    """Runs all jobs, which join in the first slices; those in `cancel_at` are cancelled at that slice unless done."""
     trace, waiting = Trace(), list(jobs)
     for number in range(MOST_SLICES):
         join, waiting = waiting[:JOIN_AT_A_TIME], waiting[JOIN_AT_A_TIME:]
@@ -136,18 +136,18 @@ def sampler(adapted: Adapted) -> NativeSampler:
 
 @pytest.fixture(scope="module")
 def trace(sampler: NativeSampler) -> Trace:
-    """Every eighth request is cancelled at a random time: some wait then, some are under way, some are done."""
+    """Cancels every eighth request at a random time: some are waiting then, some are running, some are done."""
     random = np.random.default_rng(4)
     times = random.integers(len(JOBS) // JOIN_AT_A_TIME, int(ideal_slices(JOBS)), len(JOBS))
     return run(sampler, JOBS, {JOBS[i].job_id: int(times[i]) for i in range(0, len(JOBS), 8)})
 
 
 def ideal_slices(jobs: Sequence[SampleJob]) -> float:
-    """Of a cache that is full of these jobs' tokens all the time."""
+    """Returns the slices that these jobs would take if the cache were always full."""
     return sum(map(token_slices, jobs)) / (BUDGET / BYTES_PER_TOKEN)
 
 
-def test_all_that_are_not_cancelled_end_with_all_their_tokens(trace: Trace) -> None:
+def test_requests_that_are_not_cancelled_get_all_their_tokens(trace: Trace) -> None:
     assert max(trace.num_active) > 0.95 * NUM_REQUESTS and len(trace.cancelled) > 20
     assert trace.responses.keys() == {each.job_id for each in JOBS} - trace.cancelled
     for each in JOBS:
@@ -160,14 +160,14 @@ def test_the_cache_stays_within_its_budget(trace: Trace) -> None:
     assert max(trace.cache_bytes) <= BUDGET
 
 
-def test_the_cache_makes_use_of_its_budget_where_all_together_would_take_more(adapted: Adapted, trace: Trace) -> None:
+def test_the_cache_uses_its_budget_when_demand_exceeds_it(adapted: Adapted, trace: Trace) -> None:
     assert max(trace.cache_bytes) > BUDGET / 2
     unbounded = new_sampler(adapted, 1 << 30)
     unbounded.slice(SamplingSlice(tuple(JOBS), (), 0))
     assert unbounded.cache_bytes() > BUDGET
 
 
-def test_in_the_end_nothing_is_held(sampler: NativeSampler, trace: Trace) -> None:
+def test_no_memory_is_held_after_the_load(sampler: NativeSampler, trace: Trace) -> None:
     assert trace.num_active[-1] == 0 and sampler.held_bytes() == 0
     sampler.slice(SamplingSlice((JOBS[0],), (), 0))
     assert sampler.held_bytes() > 0
@@ -175,13 +175,13 @@ def test_in_the_end_nothing_is_held(sampler: NativeSampler, trace: Trace) -> Non
 
 
 @pytest.mark.usefixtures("trace")
-def test_after_the_load_as_many_fit_as_before(adapted: Adapted, sampler: NativeSampler) -> None:
-    """No slice is spent more than on a new one."""
+def test_as_many_requests_fit_after_the_load_as_before(adapted: Adapted, sampler: NativeSampler) -> None:
+    """Takes no more slices than a new sampler does."""
     some = JOBS[-60:]
     assert len(list(slices(sampler.slice, *some))) <= len(list(slices(new_sampler(adapted, BUDGET).slice, *some)))
 
 
-def test_cancelling_all_frees_all_at_once(adapted: Adapted) -> None:
+def test_cancelling_all_requests_frees_everything_immediately(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, BUDGET)
     sampler.slice(SamplingSlice(tuple(JOBS), (), 0))
     for _ in range(5):
@@ -191,8 +191,8 @@ def test_cancelling_all_frees_all_at_once(adapted: Adapted) -> None:
     assert (result.num_active, result.finished, sampler.held_bytes()) == (0, {}, 0)
 
 
-def test_who_gives_way_and_comes_back_samples_the_same_as_alone(adapted: Adapted, trace: Trace) -> None:
-    """The growing ones among them, of whom some were silent for a while."""
+def test_preempted_requests_sample_the_same_as_alone(adapted: Adapted, trace: Trace) -> None:
+    """Includes the growing requests, some of which were preempted for a while."""
     some = [each for each in JOBS if each.job_id in trace.responses][: 3 * NUM_GROWING]
     assert max(trace.longest_silence(each.job_id) for each in some) > 10
     alone = answers(new_sampler(adapted, 1 << 30).slice, *some)
@@ -203,7 +203,7 @@ def test_who_gives_way_and_comes_back_samples_the_same_as_alone(adapted: Adapted
 
 
 @pytest.mark.parametrize("num_others", [0, 10])
-def test_what_is_accepted_can_grow_until_it_fills_the_budget(adapted: Adapted, num_others: int) -> None:
+def test_an_accepted_request_can_grow_to_the_whole_budget(adapted: Adapted, num_others: int) -> None:
     sampler = new_sampler(adapted, CONTEXT * BYTES_PER_TOKEN)
     long = job("long", range(3, 23), max_tokens=CONTEXT - 20)
     others = [job(f"other{i}", range(3 + i, 60), max_tokens=20) for i in range(num_others)]
@@ -216,18 +216,18 @@ def test_what_is_accepted_can_grow_until_it_fills_the_budget(adapted: Adapted, n
 
 
 def first_tokens(trace: Trace) -> list[int | None]:
-    """The slices of the first tokens, in the order of arrival; None where a request was cancelled before."""
-    return [trace.told[each.job_id][0] if each.job_id in trace.told else None for each in JOBS]
+    """Returns the slices of the first tokens in order of arrival; None if a request was cancelled before."""
+    return [trace.progress_slices[each.job_id][0] if each.job_id in trace.progress_slices else None for each in JOBS]
 
 
-def test_nobody_begins_before_those_who_came_earlier(trace: Trace) -> None:
+def test_requests_begin_in_order_of_arrival(trace: Trace) -> None:
     begun = [number for number in first_tokens(trace) if number is not None]
     assert begun == sorted(begun)
     assert len(set(begun)) > 50
 
 
 def latest_first_token(position: int) -> float:
-    """The slice by which the request at this position has a token: only those before it keep it waiting."""
+    """Returns the slice by which the request at this position must have a token: only earlier ones may delay it."""
     longest = max(num_tokens(each) for each in JOBS)
     return SLACK * ideal_slices(JOBS[:position]) + longest + position / JOIN_AT_A_TIME
 
@@ -239,19 +239,19 @@ def num_late(slices_of_first_tokens: Sequence[int | None]) -> int:
     )
 
 
-def test_nobody_waits_for_more_than_those_who_came_earlier(trace: Trace) -> None:
+def test_a_request_waits_only_for_earlier_requests(trace: Trace) -> None:
     found = first_tokens(trace)
     assert num_late(found) == 0
-    assert num_late(found[::-1]) > 50, "the last come would have been served first"
+    assert num_late(found[::-1]) > 50, "serving the latest request first would be noticed"
     one_by_one = np.cumsum([max_tokens(each) for each in JOBS]).tolist()
-    assert num_late(one_by_one) > 100, "each would have waited for the one before it"
+    assert num_late(one_by_one) > 100, "serving one request after another would be noticed"
 
 
-def test_the_oldest_gets_its_tokens_without_a_pause(trace: Trace) -> None:
-    """From the moment when it is the oldest: those before it have ended, and it has begun."""
+def test_the_oldest_request_gets_tokens_without_pauses(trace: Trace) -> None:
+    """Checks each request from the moment when all earlier ones have ended and it has begun."""
     all_before_ended = 0
     for each in JOBS:
         if each.job_id in trace.responses:
-            start = max(all_before_ended, trace.told[each.job_id][0])
-            assert trace.longest_silence(each.job_id, start) <= MOST_SILENT
-            all_before_ended = max(all_before_ended, trace.told[each.job_id][-1])
+            start = max(all_before_ended, trace.progress_slices[each.job_id][0])
+            assert trace.longest_silence(each.job_id, start) <= MAX_SILENT_SLICES
+            all_before_ended = max(all_before_ended, trace.progress_slices[each.job_id][-1])

@@ -1,4 +1,4 @@
-"""The sampler's log-probabilities are those of the trainer's forward of the same adapter, whatever is asked for.
+"""Tests that the sampler's log-probabilities equal those of the trainer's forward of the same adapter.
 
 Some 200 random requests with every option join and leave at random, in slices of one iteration; the trainer then runs
 each prompt with its sample.
@@ -35,13 +35,13 @@ from ...letters import letter_tokenizer
 from ...tiny import tiny_model
 from ..jobs import MOST_SLICES, answers, job
 
-# So few tokens that the trainer can give the whole distribution at every position.
+# Small enough that the trainer can return the whole distribution at every position.
 VOCAB, CONTEXT = 64, 512
 NUM_REQUESTS, MOST_ACTIVE = 200, 40
 LONGEST_PROMPT = 200
 TOLERANCE = 1e-4
 
-# Of one token: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
+# One token's bytes: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 BUDGETS = {"small": 3 * CONTEXT * BYTES_PER_TOKEN, "large": 1 << 30}
 
@@ -56,9 +56,9 @@ ADJUSTING: tuple[dict[str, Any], ...] = (
     {"logit_bias": {5: 4.0, 6: -100.0}},
     {"constraint": Constraint(regex="[A-Z0-9]{1,60}")},
 )
-"""Options that change which tokens are likely, and no log-probability."""
+"""Options that change which tokens are drawn, but not the reported log-probabilities."""
 BARE = "bare"
-"""A run that is never trained: the base model, as the trainer sees it."""
+"""A run that is never trained, which stands for the base model in the trainer."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained_worker(model: Path, kv_cache_bytes: int) -> Worker:
-    """With a run for each of TRAINED, and a sampler's copy of each under the same name."""
+    """Returns a worker with a run for each of TRAINED, and a sampler's copy of each under the same name."""
     served = ServedModel("tiny", str(model))
     limits: dict[str, Any] = {"max_context_length": CONTEXT, "kv_cache_bytes": kv_cache_bytes}
     worker = Worker(WorkerConfig(served, device="cpu", threads=1, max_lora_rank=16, **limits))
@@ -83,7 +83,7 @@ def trained_worker(model: Path, kv_cache_bytes: int) -> Worker:
 
 
 def train(worker: Worker, run_id: str) -> None:
-    """A step towards rows that are this run's own."""
+    """Trains one step on rows that differ between runs."""
     rows = np.random.default_rng(len(run_id)).integers(0, VOCAB, (6, 25))
     data = tuple(Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:]}) for row in rows)
     (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
@@ -93,7 +93,7 @@ def train(worker: Worker, run_id: str) -> None:
 
 
 def trainer_logprobs(worker: Worker, run_id: str, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of each sequence float32 [len - 1, VOCAB]: row i is the distribution of token i + 1."""
+    """Returns float32 [len - 1, VOCAB] for each sequence: row i is the distribution of token i + 1."""
     data = tuple(Datum(tokens[:-1], {"target_tokens": every_token(len(tokens) - 1)}) for tokens in sequences)
     request = ForwardBackwardRequest(run_id, 1, data, "cross_entropy", forward_only=True)
     (output,) = worker.run_pass(Pass((OperationPart(0, request),)))
@@ -106,7 +106,7 @@ def every_token(length: int) -> np.ndarray:
 
 
 class Traffic:
-    """Random requests: new prompts, prompts that begin like earlier ones, and next turns of conversations."""
+    """Generates random requests: new prompts, prompts that begin like earlier ones, and next turns of conversations."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -115,7 +115,7 @@ class Traffic:
         self._cancelled_at: dict[int, set[str]] = defaultdict(set)
 
     def next_slice(self, number: int, active: Collection[str], most_more: int) -> SamplingSlice:
-        """A few requests join; every tenth is cancelled some slices later, unless it is done by then."""
+        """Adds a few requests and cancels every tenth some slices later unless it is done by then."""
         wants_more = len(active) < min(MOST_ACTIVE, most_more)
         join = tuple(self._next_job() for _ in range(self.random.integers(0, 9) if wants_more else 0))
         for one in join:
@@ -141,7 +141,7 @@ class Traffic:
             start = start[: self.random.integers(len(start) + 1)]
         else:
             start = self._tokens(int(self.random.integers(1, 120)))
-        # At least one token of its own, and at times none: the same prompt as another's.
+        # No further token after a start gives the same prompt as another request's.
         more = self._tokens(int(self.random.integers(0 if len(start) else 1, 40)))
         return adapter_id, np.concatenate([start, more])[:LONGEST_PROMPT]
 
@@ -149,7 +149,6 @@ class Traffic:
         return self.random.integers(0, VOCAB, length).astype(np.int32)
 
     def _options(self, length: int) -> dict[str, object]:
-        """All that can be asked for."""
         scored = bool(self._pick(False, False, True))
         targets = self.random.integers(-1, VOCAB, (length - 1, 3)) if self._pick(False, False, True) else None
         last_n = int(self.random.integers(1, length)) if scored and length > 1 and self._pick(False, True) else None
@@ -177,7 +176,10 @@ class Traffic:
 
 @dataclass
 class Served:
-    """What became of the traffic. num_stalls: how often a slice had no token for a sample that had begun to stream."""
+    """Holds the answers to the traffic.
+
+    num_stalls: how often a slice had no token for a sample that had begun to stream.
+    """
 
     worker: Worker
     active: dict[str, SampleJob] = field(default_factory=dict)
@@ -187,7 +189,7 @@ class Served:
     _streaming: set[str] = field(default_factory=set)
 
     def take(self, work: SamplingSlice, result: SliceResult) -> list[tuple[SampleJob, SampleResponse]]:
-        """The jobs that finished, with their answers."""
+        """Records a slice and returns the jobs that finished, with their answers."""
         self.active |= {one.job_id: one for one in work.join}
         for name in work.cancel:
             del self.active[name]
@@ -200,7 +202,7 @@ class Served:
         return finished
 
     def _count_stalls(self, result: SliceResult) -> None:
-        """Of single samples: of several some may have ended, which then no slice tells of."""
+        """Counts jobs of one sample only: of several, some may have ended, and no slice reports that."""
         self._streaming &= self.active.keys()
         self.num_stalls += len(self._streaming - result.progress.keys())
         self._streaming |= {name for name in result.progress if self.active[name].num_samples == 1}
@@ -210,7 +212,7 @@ class Served:
         return self.scored_by({None: BARE} | {name: name for name in TRAINED})
 
     def scored_by(self, run_of_adapter: dict[str | None, str]) -> list["Scored"]:
-        """Every sample, beside the trainer's distributions under the run that stands for its adapter."""
+        """Returns every sample with the trainer's distributions of the run given for its adapter."""
         found = []
         for adapter_id, run_id in run_of_adapter.items():
             of_adapter = [(job, response) for job, response in self.answers if job.adapter_id == adapter_id]
@@ -223,7 +225,10 @@ class Served:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """rows float32 [len(prompt) + len(sample) - 1, VOCAB]: the trainer's; row i is of token i + 1."""
+    """A sample with the trainer's distributions.
+
+    rows: float32 [len(prompt) + len(sample) - 1, VOCAB]; row i is the distribution of token i + 1.
+    """
 
     job: SampleJob
     response: SampleResponse
@@ -267,7 +272,7 @@ def served(request: pytest.FixtureRequest, all_served: dict[str, Served]) -> Ser
     return all_served[request.param]
 
 
-def test_the_traffic_is_of_every_kind_and_a_small_cache_makes_it_give_way(all_served: dict[str, Served]) -> None:
+def test_traffic_covers_every_option_and_a_small_cache_preempts(all_served: dict[str, Served]) -> None:
     for served in all_served.values():
         jobs = [job for job, _ in served.answers]
         assert len(jobs) >= NUM_REQUESTS and served.num_cancelled > 3
@@ -281,11 +286,11 @@ def test_the_traffic_is_of_every_kind_and_a_small_cache_makes_it_give_way(all_se
     assert all_served["small"].num_stalls > 20 + 2 * all_served["large"].num_stalls
 
 
-def test_every_sampled_tokens_logprob_is_the_trainers(served: Served) -> None:
+def test_sampled_token_logprobs_equal_the_trainers(served: Served) -> None:
     assert max(scored.sample_differences().max() for scored in served.scored) < TOLERANCE
 
 
-def test_another_adapters_logprobs_are_told_apart(served: Served) -> None:
+def test_logprobs_of_another_adapter_differ(served: Served) -> None:
     names = [None, *TRAINED]
     others = served.scored_by(dict(zip(names, [*TRAINED, BARE], strict=True)))
     for name in names:
@@ -293,7 +298,7 @@ def test_another_adapters_logprobs_are_told_apart(served: Served) -> None:
         assert np.median(differences) > 500 * TOLERANCE and differences.max() > 0.5
 
 
-def test_logprobs_are_not_those_of_the_requests_temperature(served: Served) -> None:
+def test_logprobs_ignore_the_requests_temperature(served: Served) -> None:
     differences = []
     for scored in served.scored:
         temperature = scored.job.params.temperature
@@ -304,7 +309,7 @@ def test_logprobs_are_not_those_of_the_requests_temperature(served: Served) -> N
     assert np.median(np.concatenate(differences)) > 500 * TOLERANCE
 
 
-def test_prompt_logprobs_are_the_trainers(served: Served) -> None:
+def test_prompt_logprobs_equal_the_trainers(served: Served) -> None:
     num_scored = 0
     for scored in served.scored:
         found, length = scored.response.prompt_logprobs, len(scored.job.prompt)
@@ -319,7 +324,7 @@ def test_prompt_logprobs_are_the_trainers(served: Served) -> None:
     assert num_scored > 20
 
 
-def test_logprobs_of_given_and_drawn_prompt_tokens_are_the_trainers(served: Served) -> None:
+def test_target_and_alternative_prompt_logprobs_equal_the_trainers(served: Served) -> None:
     num_given = num_drawn = 0
     for scored in served.scored:
         given, asked = scored.response.target_prompt_logprobs, scored.job.target_prompt_tokens
@@ -335,7 +340,7 @@ def test_logprobs_of_given_and_drawn_prompt_tokens_are_the_trainers(served: Serv
     assert min(num_given, num_drawn) > 20
 
 
-def test_the_likeliest_tokens_and_their_logprobs_are_the_trainers(served: Served) -> None:
+def test_topk_tokens_and_logprobs_equal_the_trainers(served: Served) -> None:
     num_of_samples = num_of_prompts = 0
     for scored in served.scored:
         top = scored.sequence.topk_logprobs
@@ -353,15 +358,15 @@ def test_the_likeliest_tokens_and_their_logprobs_are_the_trainers(served: Served
 
 
 def assert_likeliest(token_ids: np.ndarray, logprobs: np.ndarray, rows: np.ndarray, k: int) -> None:
-    """Tokens that are equally likely but for rounding may change places."""
+    """Allows tokens that are equally likely up to rounding to swap places."""
     assert all(len(set(ids)) == k for ids in token_ids.tolist())
     np.testing.assert_allclose(logprobs, -np.sort(-rows, axis=1)[:, :k], rtol=0, atol=TOLERANCE)
     wanted = np.take_along_axis(rows, token_ids.astype(np.int64), axis=1)
     np.testing.assert_allclose(logprobs, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_every_sampled_token_is_one_that_its_filters_keep(served: Served) -> None:
-    """By the trainer's distributions, of requests without options that change those."""
+def test_sampled_tokens_pass_their_filters(served: Served) -> None:
+    """Checks requests without the options that change the distribution."""
     num_greedy = num_drawn = 0
     for scored in served.scored:
         params, logprobs = scored.job.params, scored.sequence.logprobs
@@ -382,10 +387,10 @@ def test_every_sampled_token_is_one_that_its_filters_keep(served: Served) -> Non
     assert min(num_greedy, num_drawn) > 15
 
 
-# peft asks transformers.
+# peft calls it in transformers.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("run_id", [name for name, lora in TRAINED.items() if not lora.train_unembed])
-def test_greedy_tokens_of_a_trained_adapter_equal_those_of_generate_with_peft(
+def test_greedy_tokens_of_a_trained_adapter_equal_peft_generate(
     all_served: dict[str, Served], model: Path, tmp_path: Path, run_id: str
 ) -> None:
     worker = all_served["large"].worker
@@ -405,7 +410,7 @@ def test_greedy_tokens_of_a_trained_adapter_equal_those_of_generate_with_peft(
 
 def generated(model: Any, prompt: np.ndarray) -> list[int]:
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    # No token ends it: the model's own end token is one like others here.
+    # No token ends the sample: the model's end token is an ordinary one here.
     whole = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -1,4 +1,4 @@
-"""Common beginnings are run once, and long prompts in chunks between the steps of others; neither changes a sample."""
+"""Tests that common prefixes run once and long prompts in chunks between decode steps, without changing a sample."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ def assert_same(found: SampleResponse, wanted: SampleResponse) -> None:
 
 @pytest.mark.parametrize("adapter_id", [None, "one"])
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 100, 2 * BLOCK])
-def test_a_prompt_seen_before_is_not_run_again(adapted: Adapted, adapter_id: str | None, length: int) -> None:
+def test_a_repeated_prompt_hits_the_prefix_cache(adapted: Adapted, adapter_id: str | None, length: int) -> None:
     sampler, one = new_sampler(adapted), job("a", prompt(length), adapter_id, num_samples=2)
     first = answer(sampler, one)
     again = answer(sampler, one)
@@ -33,18 +33,18 @@ def test_a_prompt_seen_before_is_not_run_again(adapted: Adapted, adapter_id: str
     assert_same(again, first)
 
 
-def test_the_next_turn_of_a_conversation_goes_on_from_the_last(adapted: Adapted) -> None:
+def test_the_next_turn_of_a_conversation_reuses_the_last(adapted: Adapted) -> None:
     sampler, tokens = new_sampler(adapted), prompt(40)
     for turn in range(3):
-        asked = job(f"turn {turn}", tokens, "one", max_tokens=50, seed=turn)
-        found = answer(sampler, asked)
-        assert_same(found, answer(new_sampler(adapted), asked))
-        # All that the turn before ran is known, but for its last token and what fills no block.
+        request = job(f"turn {turn}", tokens, "one", max_tokens=50, seed=turn)
+        found = answer(sampler, request)
+        assert_same(found, answer(new_sampler(adapted), request))
+        # The previous turn's tokens are cached, except for its last one and those that fill no block.
         assert found.prompt_cache_hit_tokens == (0 if turn == 0 else (len(tokens) - 10 - 1) // BLOCK * BLOCK)
         tokens = np.concatenate([tokens, found.sequences[0].tokens, prompt(10, seed=turn)])
 
 
-def test_prompts_with_a_common_beginning_share_it(adapted: Adapted) -> None:
+def test_prompts_with_a_common_prefix_share_it(adapted: Adapted) -> None:
     sampler, header = new_sampler(adapted), prompt(3 * BLOCK)
     jobs = [job(str(i), np.concatenate([header, prompt(5 + i, seed=i)]), "one", seed=i) for i in range(4)]
     finish(sampler, jobs[0])
@@ -54,16 +54,16 @@ def test_prompts_with_a_common_beginning_share_it(adapted: Adapted) -> None:
         assert_same(found[one.job_id], answer(new_sampler(adapted), one))
 
 
-def test_nobody_is_told_what_others_have_sent(adapted: Adapted) -> None:
+def test_prefixes_are_not_shared_between_owners(adapted: Adapted) -> None:
     sampler, tokens = new_sampler(adapted), prompt(100)
 
     def hits(owner: str) -> int:
-        return answer(sampler, replace(job("a", tokens, None), owner=owner)).prompt_cache_hit_tokens
+        return answer(sampler, replace(job("a", tokens, None), tenant_id=owner)).prompt_cache_hit_tokens
 
     assert [hits(owner) for owner in ("one", "other", "one", "other", "")] == [0, 0, 96, 96, 0]
 
 
-def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
+def test_a_prefix_is_valid_only_for_its_weights(adapted: Adapted) -> None:
     copy_adapter(adapted.adapters, "one", "moving")
     sampler, tokens = new_sampler(adapted), prompt(100)
 
@@ -80,7 +80,7 @@ def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
     assert hits("moving") == 0
 
 
-def test_a_sample_that_began_before_its_weights_changed_leaves_no_prefix_to_the_new_ones(adapted: Adapted) -> None:
+def test_a_sample_begun_before_its_weights_changed_leaves_no_prefix(adapted: Adapted) -> None:
     copy_adapter(adapted.adapters, "one", "moving")
     sampler = new_sampler(adapted)
     sampler.slice(SamplingSlice((job("a", prompt(20), "moving", max_tokens=80),), (), 0))
@@ -92,7 +92,7 @@ def test_a_sample_that_began_before_its_weights_changed_leaves_no_prefix_to_the_
     assert_same(found, answer(new_sampler(adapted), turn))
 
 
-def test_a_prompt_whose_tokens_are_scored_runs_from_the_first_that_is(adapted: Adapted) -> None:
+def test_a_scored_prompt_runs_from_its_first_scored_token(adapted: Adapted) -> None:
     sampler, tokens = new_sampler(adapted), prompt(100)
     answer(sampler, job("before", tokens))
     whole = answer(sampler, job("whole", tokens, prompt_logprobs=True))
@@ -104,7 +104,7 @@ def test_a_prompt_whose_tokens_are_scored_runs_from_the_first_that_is(adapted: A
     assert np.isnan(last.prompt_logprobs[:-10]).all()
 
 
-def test_prefixes_give_way_to_samples_and_to_newer_ones(adapted: Adapted) -> None:
+def test_prefixes_are_evicted_for_samples_and_newer_prefixes(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, kv_cache_bytes=512 * BYTES_PER_TOKEN)
     for seed in range(8):
         answer(sampler, job("a", prompt(100, seed), max_tokens=2))
@@ -114,7 +114,7 @@ def test_prefixes_give_way_to_samples_and_to_newer_ones(adapted: Adapted) -> Non
     assert len(answer(sampler, job("large", prompt(400), max_tokens=112)).sequences[0].tokens) == 112
 
 
-def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(adapted: Adapted) -> None:
+def test_long_prompts_run_in_chunks_while_others_get_a_token_per_slice(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, prefill_chunk_tokens=64)
     quick = job("quick", prompt(8), "one", max_tokens=30, streams=True)
     sampler.slice(SamplingSlice((quick,), (), 0))
@@ -129,8 +129,8 @@ def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(a
 
         patch.setattr(adapted.base, "hidden_states", counted)
         results = [sampler.slice(SamplingSlice(tuple(late) if first else (), (), 0)) for first in (True, *[False] * 10)]
-    told = [sum(len(part.tokens) for part in result.progress["quick"]) for result in results]
-    assert told == [1] * 11 and sizes[:7] == [65] * 7 and max(sizes) <= 64 + 3
+    num_tokens = [sum(len(part.tokens) for part in result.progress["quick"]) for result in results]
+    assert num_tokens == [1] * 11 and sizes[:7] == [65] * 7 and max(sizes) <= 64 + 3
     finished = {name: found for result in results for name, found in result.finished.items()} | finish(sampler)
     for one in (quick, *late):
         assert_same(finished[one.job_id], answer(new_sampler(adapted), one))
@@ -138,8 +138,8 @@ def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(a
     np.testing.assert_allclose(finished["scored"].prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
 
 
-def test_what_a_sample_leaves_does_not_push_out_its_own_beginning(adapted: Adapted) -> None:
-    """Of 1024 tokens slots have 512 and 64, the beginning 320, and the prefixes of four others the rest."""
+def test_a_finished_sample_does_not_evict_its_own_prefix(adapted: Adapted) -> None:
+    """Slots take 512 and 64 of the cache's 1024 tokens, the sample's prefix 320, and four other prefixes the rest."""
     sampler, turn = new_sampler(adapted, kv_cache_bytes=1024 * BYTES_PER_TOKEN), job("a", prompt(320), max_tokens=40)
     sampler.slice(SamplingSlice((turn,), (), 0))
     for seed in range(4):

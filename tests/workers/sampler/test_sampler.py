@@ -1,4 +1,4 @@
-"""The native sampler: its tokens and log-probabilities against plain forward passes, whatever else it is doing."""
+"""Tests the native sampler's tokens and log-probabilities against plain forward passes, under any concurrent load."""
 
 import math
 import time
@@ -28,7 +28,7 @@ from ...tiny import KINDS, tiny_model
 from ..adapted import Adapted, copy_adapter
 
 VOCAB, CONTEXT, EOS = 512, 1024, 2
-# Of one token in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
+# One token's bytes in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 BLOCK = 64
 
@@ -39,7 +39,7 @@ PARAMS = {"max_tokens", "seed", "temperature", "top_k", "top_p"}
 
 @pytest.fixture(scope="module")
 def adapted(tiny_models: dict[str, Path]) -> Adapted:
-    """A tiny Qwen3 with two adapters of different shapes."""
+    """Returns a tiny Qwen3 with two adapters of different shapes."""
     adapted = Adapted(tiny_models["qwen3"])
     adapted.create("one")
     adapted.create("other", rank=8, train_unembed=False)
@@ -47,9 +47,9 @@ def adapted(tiny_models: dict[str, Path]) -> Adapted:
 
 
 @pytest.fixture(scope="module")
-def lettered(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    """A tiny Llama with a byte-level BPE tokenizer beside it, whose merges are of two and more letters."""
-    directory = tiny_model("llama", tmp_path_factory.mktemp("lettered"))
+def bpe_adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """Returns a tiny Llama with a byte-level BPE tokenizer whose merges have two and more letters."""
+    directory = tiny_model("llama", tmp_path_factory.mktemp("bpe_adapted"))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,14 +69,14 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 def job(job_id: str, tokens: np.ndarray, adapter_id: str | None = None, **options: object) -> SampleJob:
-    """Nothing stops it unless `stop_token_ids` or `stop_strings` are given."""
+    """Returns a job that only `max_tokens` ends unless `stop_token_ids` or `stop_strings` are given."""
     params = {"seed": 1, "max_tokens": 12} | {name: options.pop(name) for name in PARAMS & options.keys()}
     stops = {"stop_token_ids": (), "stop_strings": ()} | options
     return SampleJob(job_id, adapter_id, tokens, SamplingParams.model_validate(params), **stops)
 
 
 def finish(sampler: NativeSampler, *jobs: SampleJob, budget_milliseconds: float = 1e6) -> dict:
-    """All answers, in slices of the given budget."""
+    """Returns all answers, from slices of the given budget."""
     result = sampler.slice(SamplingSlice(jobs, (), budget_milliseconds))
     finished = dict(result.finished)
     for _ in range(2000):
@@ -98,7 +98,7 @@ def sample(sampler: NativeSampler, one: SampleJob) -> SampledSequence:
 
 
 def failure(sampler: NativeSampler, one: SampleJob) -> str:
-    """The message of a job that fails for a reason of the user's; the sampler goes on."""
+    """Returns the message of a job that fails as a user error, and asserts that the sampler still works."""
     failed = finish(sampler, one)[one.job_id]
     assert isinstance(failed, Failure) and failed.category == "user"
     assert len(sample(sampler, job("next", prompt(4))).tokens) == 12
@@ -106,7 +106,7 @@ def failure(sampler: NativeSampler, one: SampleJob) -> str:
 
 
 def reference_logprobs(adapted: Adapted, tokens: np.ndarray, adapter_id: str | None = None) -> Tensor:
-    """Log-softmax of one plain forward: row i is the distribution of token i + 1."""
+    """Returns the log-softmax of one plain forward: row i is the distribution of token i + 1."""
     adapter = None if adapter_id is None else adapted.adapters.get(adapter_id)
     with torch.no_grad():
         return adapted.logits([torch.from_numpy(tokens.astype(np.int64))], adapter).log_softmax(-1)
@@ -166,7 +166,7 @@ def test_logprobs_equal_those_of_the_trainers_forward(
 
 
 def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Of the sampled tokens, by a forward of the run."""
+    """Returns the sampled tokens' log-probabilities by a forward of the run."""
     config = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu")
     program = PassRunner(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
     whole = np.concatenate([tokens, new])
@@ -215,7 +215,7 @@ def test_different_adapters_in_one_batch_sample_as_each_alone(adapted: Adapted) 
         assert tokens_of(together[one.job_id]) == tokens_of(answer(new_sampler(adapted), one))
 
 
-def test_an_overwritten_adapter_takes_over_from_the_next_slice(adapted: Adapted) -> None:
+def test_an_overwritten_adapter_is_used_from_the_next_slice(adapted: Adapted) -> None:
     def run(overwrite: Callable[[], object]) -> SampledSequence:
         copy_adapter(adapted.adapters, "one", "inflight")
         sampler = new_sampler(adapted)
@@ -234,7 +234,7 @@ def test_an_overwritten_adapter_takes_over_from_the_next_slice(adapted: Adapted)
 # --- seeds, slices and the cache ---
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd_and_in_slices_of_any_length(adapted: Adapted) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_slice_length(adapted: Adapted) -> None:
     one = job("one", prompt(11), "one", seed=7, num_samples=3, max_tokens=20)
     alone = tokens_of(answer(new_sampler(adapted), one))
     crowd = [job(f"crowd{i}", prompt(3 + i), None if i % 2 else "one", seed=i) for i in range(12)]
@@ -262,26 +262,26 @@ def test_jobs_beyond_the_cache_wait_and_finish_with_the_same_tokens(adapted: Ada
     assert 0 < largest <= budget_bytes
 
 
-def test_rows_that_outgrow_the_cache_give_way_and_come_back_with_the_same_tokens(adapted: Adapted) -> None:
+def test_preempted_samples_resume_with_the_same_tokens(adapted: Adapted) -> None:
     jobs = [job(str(i), prompt(10), None, seed=i, max_tokens=150) for i in range(4)]
     wanted = finish(new_sampler(adapted), *jobs)
     sampler = new_sampler(adapted, kv_cache_bytes=4 * 2 * BLOCK * BYTES_PER_TOKEN)
     sampler.slice(SamplingSlice(tuple(jobs), (), 0))
-    assert sampler.held_bytes() == 4 * 2 * BLOCK * BYTES_PER_TOKEN, "all four run at first, and will want 4 blocks each"
+    assert sampler.held_bytes() == 4 * 2 * BLOCK * BYTES_PER_TOKEN, "all four run at first, and each will need 4 blocks"
     finished = finish(sampler)
     assert {i: tokens_of(finished[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
 
 
 def test_a_job_that_does_not_fit_the_cache_fails_naming_the_limit(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, kv_cache_bytes=2 * BLOCK * BYTES_PER_TOKEN)
-    assert "kv_cache_bytes 65536" in failure(sampler, job("asked", prompt(100), max_tokens=30))
-    assert "kv_cache_bytes 65536" in failure(sampler, job("reached", prompt(100), max_tokens=None))
+    assert "kv_cache_bytes 65536" in failure(sampler, job("explicit", prompt(100), max_tokens=30))
+    assert "kv_cache_bytes 65536" in failure(sampler, job("unbounded", prompt(100), max_tokens=None))
     assert "kv_cache_bytes 65536" in failure(sampler, job("prompt", prompt(129), max_tokens=None))
     assert len(sample(sampler, job("fits", prompt(100), max_tokens=29)).tokens) == 29
     assert len(sample(sampler, job("scored", prompt(500), max_tokens=1)).tokens) == 1
 
 
-def test_without_max_tokens_a_stop_token_may_come_before_the_cache_is_full(adapted: Adapted) -> None:
+def test_without_max_tokens_a_stop_token_can_end_a_sample(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, kv_cache_bytes=2 * BLOCK * BYTES_PER_TOKEN)
     stops = tuple(range(0, VOCAB, 8))
     assert sample(sampler, job("a", prompt(60), max_tokens=None, stop_token_ids=stops)).stop_reason == "stop"
@@ -299,7 +299,7 @@ def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
     assert result.num_active == 0 and result.finished.keys() == {"2"}
     assert "adapter closing is gone" in result.finished["2"].message
     assert sampler.held_bytes() == 0
-    # All slots are free again: four samples run side by side, two iterations for two tokens.
+    # All slots are free again: four samples run together and take two iterations for two tokens.
     sampler.slice(SamplingSlice((job("next", prompt(10), num_samples=4, max_tokens=2),), (), 0))
     assert sampler.slice(SamplingSlice((), (), 0)).finished.keys() == {"next"}
 
@@ -307,18 +307,18 @@ def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
 def test_weights_that_become_nan_fail_their_job_and_leave_its_slot_clean(adapted: Adapted) -> None:
     copy_adapter(adapted.adapters, "one", "broken")
     sampler = new_sampler(adapted)
-    beside = job("beside", prompt(9), "one", max_tokens=20)
-    sampler.slice(SamplingSlice((job("a", prompt(8), "broken"), beside), (), 0))
+    other = job("other", prompt(9), "one", max_tokens=20)
+    sampler.slice(SamplingSlice((job("a", prompt(8), "broken"), other), (), 0))
     adapted.adapters.get("broken").weights.fill_(math.nan)
     result = sampler.slice(SamplingSlice((), (), 0))
     assert "not finite: see whether the weights of adapter broken are" in result.finished["a"].message
     after = job("after", prompt(4), "one", max_tokens=20)
     finished = finish(sampler, after)
-    for one in (beside, after):
+    for one in (other, after):
         assert tokens_of(finished[one.job_id]) == tokens_of(answer(new_sampler(adapted), one))
 
 
-def test_after_an_error_the_sampler_goes_on_with_other_jobs(adapted: Adapted) -> None:
+def test_the_sampler_serves_new_jobs_after_an_error(adapted: Adapted) -> None:
     sampler = new_sampler(adapted)
     sampler.slice(SamplingSlice((job("a", prompt(8), num_samples=3),), (), 0))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
@@ -335,7 +335,7 @@ NUM_DRAWS = 20_000
 
 
 def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """The exact distribution, by enumeration in order of falling probability."""
+    """Returns the exact distribution, enumerated in order of falling probability."""
     weights = (logits.double() / temperature).softmax(-1).numpy()
     kept = np.argsort(-weights)[: top_k if top_k > 0 else None]
     before = np.concatenate([[0], (weights[kept] / weights[kept].sum()).cumsum()[:-1]])
@@ -346,7 +346,10 @@ def filtered(logits: Tensor, temperature: float, top_k: int, top_p: float) -> np
 
 
 def chi_square(tokens: np.ndarray, exact: np.ndarray) -> float:
-    """In standard deviations from its mean, over bins of at least 20 expected draws (the rest is one bin)."""
+    """Returns the statistic in standard deviations from its mean.
+
+    Bins have at least 20 expected draws; the rest is one bin.
+    """
     assert exact[tokens].min() > 0, "a token was drawn that is filtered out"
     counts, expected = np.bincount(tokens, minlength=len(exact)), exact * len(tokens)
     large = expected >= 20
@@ -376,7 +379,7 @@ def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, 
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     keys = np.array([noise_key(5, 0, i) for i in range(100)], dtype=np.uint64)
     noise = torch.from_numpy(uniforms(keys[:, None], np.arange(NUM_DRAWS // 100)).ravel()).float()
-    # Rows with other parameters beside them, as in a real batch.
+    # Rows with other parameters, as in a real batch.
     others = [SamplingParams(temperature=0), SamplingParams(temperature=1e-44), SamplingParams(top_k=1)]
     choice = SamplingTensors.of(settings([params] * NUM_DRAWS + others), 400, torch.device("cpu"))
     chosen = choose(logits.expand(NUM_DRAWS + 3, -1), choice, torch.cat([noise, torch.tensor([0.99] * 3)]))
@@ -387,7 +390,7 @@ def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, 
     assert chi_square(tokens[:-3].numpy(), filtered(logits, 2 * temperature, top_k, 1.0)) > 8
 
 
-def test_a_nucleus_wider_than_the_likeliest_tokens_is_found(adapted: Adapted) -> None:
+def test_top_p_finds_a_nucleus_of_many_tokens(adapted: Adapted) -> None:
     logits = (torch.randn(1, 2000, generator=torch.Generator().manual_seed(4)) * 0.1).log_softmax(-1)
     choice = SamplingTensors.of(settings([SamplingParams(top_p=0.9)]), 2000, torch.device("cpu"))
     exact = filtered(logits[0], 1.0, -1, 0.9)
@@ -396,7 +399,7 @@ def test_a_nucleus_wider_than_the_likeliest_tokens_is_found(adapted: Adapted) ->
     assert not tokens & set(np.flatnonzero(unlikely)) and len(tokens) > 0.9 * likely.sum() > 1000
 
 
-def test_of_equally_likely_tokens_as_many_are_kept_as_were_asked_for() -> None:
+def test_equally_likely_tokens_are_cut_to_the_requested_number() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 0.0]]).log_softmax(-1)
 
     def drawn(**params: float) -> set[int]:
@@ -444,7 +447,7 @@ def test_a_sample_ends_with_its_stop_token(adapted: Adapted) -> None:
     assert free.stop_reason == "length" and len(free.tokens) == 12
 
 
-def test_without_stops_not_even_the_end_token_ends_a_sample(adapted: Adapted) -> None:
+def test_without_stops_the_end_token_does_not_end_a_sample(adapted: Adapted) -> None:
     tokens = prompt(6)
     likes_eos = adapted.create("eos", train_attn=False, train_mlp=False).unembed
     assert likes_eos is not None
@@ -458,8 +461,8 @@ def test_without_stops_not_even_the_end_token_ends_a_sample(adapted: Adapted) ->
     assert stopped.tokens.tolist() == [EOS] and stopped.stop_reason == "stop"
 
 
-def test_a_stop_string_over_a_token_border_ends_the_sample(lettered: Adapted) -> None:
-    sampler, tokenizer = new_sampler(lettered), AutoTokenizer.from_pretrained(lettered.directory)
+def test_a_stop_string_across_tokens_ends_the_sample(bpe_adapted: Adapted) -> None:
+    sampler, tokenizer = new_sampler(bpe_adapted), AutoTokenizer.from_pretrained(bpe_adapted.directory)
     num_over_borders = 0
     for seed in range(12):
         free = sample(sampler, job("a", prompt(6), seed=seed, max_tokens=20)).tokens.tolist()
@@ -475,8 +478,8 @@ def test_a_stop_string_over_a_token_border_ends_the_sample(lettered: Adapted) ->
 
 
 @pytest.mark.parametrize("text", ["the stop is 'wörter 😀 of € x' here", "now 😀😀 and so on 日本語 テキスト"])
-def test_a_stop_string_is_found_with_the_first_token_that_completes_it(lettered: Adapted, text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(lettered.directory)
+def test_a_stop_string_is_found_with_the_first_token_that_completes_it(bpe_adapted: Adapted, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bpe_adapted.directory)
     tokens = tokenizer.encode(text)
     for start in range(len(text)):
         for length in (1, 2, 5):
@@ -486,8 +489,8 @@ def test_a_stop_string_is_found_with_the_first_token_that_completes_it(lettered:
             assert found == next(n for n in range(len(tokens)) if stop in tokenizer.decode(tokens[: n + 1]))
 
 
-def test_who_goes_on_after_a_stop_string_finds_the_next(lettered: Adapted) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(lettered.directory)
+def test_the_next_stop_string_is_found_after_the_first(bpe_adapted: Adapted) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bpe_adapted.directory)
     tokens = tokenizer.encode("stop, and on, stop, and on")
     follower = StopStrings(tokenizer, ("stop",), [])
     found = [number for number, token in enumerate(tokens) if follower.found_after(token)]
@@ -496,14 +499,14 @@ def test_who_goes_on_after_a_stop_string_finds_the_next(lettered: Adapted) -> No
     assert found == [first, second]
 
 
-def test_text_that_comes_with_a_stop_string_may_begin_the_next(lettered: Adapted) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(lettered.directory)
+def test_text_after_a_stop_string_can_begin_the_next(bpe_adapted: Adapted) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bpe_adapted.directory)
     tokens = tokenizer.encode("the") + tokenizer.encode("re")
     follower = StopStrings(tokenizer, ("t", "here"), [])
     assert [number for number, token in enumerate(tokens) if follower.found_after(token)][-1] == len(tokens) - 1
 
 
-def test_characters_in_bytes_are_read_whole_whatever_came_before() -> None:
+def test_byte_fallback_characters_are_decoded_whole() -> None:
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -556,7 +559,7 @@ def test_a_bad_request_fails_alone_with_its_reason(adapted: Adapted, bad: Sample
     assert message in failure(new_sampler(adapted), bad)
 
 
-# --- what is asked about the prompt ---
+# --- log-probabilities of the prompt ---
 
 
 @pytest.mark.parametrize("chunk", [4, 512])
@@ -565,11 +568,11 @@ def test_prompt_logprobs_equal_those_of_a_plain_forward(adapted: Adapted, chunk:
     rows = reference_logprobs(adapted, tokens, "one")
     targets = np.random.default_rng(0).integers(-1, VOCAB, size=(14, 3))
     targets[4] = -1
-    asked = job(
+    request = job(
         "a", tokens, "one", max_tokens=1, prompt_logprobs=True, topk_prompt_logprobs=4, target_prompt_tokens=targets
     )
     others = [job(str(i), prompt(9 + i), "other", prompt_logprobs=True) for i in range(3)]
-    response = finish(new_sampler(adapted, head_chunk_tokens=chunk), *others, asked)["a"]
+    response = finish(new_sampler(adapted, head_chunk_tokens=chunk), *others, request)["a"]
 
     wanted = rows[:-1].gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
     assert math.isnan(response.prompt_logprobs[0])
@@ -595,12 +598,12 @@ def test_only_the_last_n_prompt_tokens_are_scored_when_asked(adapted: Adapted) -
         "a", prompt(15), "one", max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=5, prompt_alt_tokens_k=1
     )
     wanted = answer(new_sampler(adapted), whole)
-    for asked in (last, alternatives):
+    for request in (last, alternatives):
         for chunk in (2, 512):
-            response = answer(new_sampler(adapted, head_chunk_tokens=chunk), asked)
+            response = answer(new_sampler(adapted, head_chunk_tokens=chunk), request)
             assert np.isnan(response.prompt_logprobs[:-5]).all()
             np.testing.assert_allclose(response.prompt_logprobs[-5:], wanted.prompt_logprobs[-5:], atol=1e-5)
-            if asked is last:
+            if request is last:
                 assert (response.topk_prompt_logprobs.logprobs[:-5] == -99999.0).all()
                 top = wanted.topk_prompt_logprobs.token_ids[-5:]
                 assert response.topk_prompt_logprobs.token_ids[-5:].tolist() == top.tolist()
@@ -608,9 +611,9 @@ def test_only_the_last_n_prompt_tokens_are_scored_when_asked(adapted: Adapted) -
 
 def test_alternatives_of_prompt_tokens_are_drawn_at_the_requests_temperature(adapted: Adapted) -> None:
     tokens = prompt(12)
-    asked = job("a", tokens, "one", temperature=0.7, prompt_alt_tokens_k=3000, max_tokens=1)
-    response = answer(new_sampler(adapted, head_chunk_tokens=4), asked)
-    again = finish(new_sampler(adapted), job("b", prompt(20)), asked)["a"]
+    request = job("a", tokens, "one", temperature=0.7, prompt_alt_tokens_k=3000, max_tokens=1)
+    response = answer(new_sampler(adapted, head_chunk_tokens=4), request)
+    again = finish(new_sampler(adapted), job("b", prompt(20)), request)["a"]
     assert response.prompt_alt_tokens.shape == (11, 3000)
     assert (response.prompt_alt_tokens == again.prompt_alt_tokens).mean() > 0.999
     rows = reference_logprobs(adapted, tokens, "one")[:-1]
@@ -625,29 +628,29 @@ def test_alternatives_of_prompt_tokens_are_drawn_at_the_requests_temperature(ada
 
 def test_a_prompt_of_one_token_has_nothing_to_score(adapted: Adapted) -> None:
     targets = np.zeros((0, 2), np.int64)
-    asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 3}
-    response = answer(new_sampler(adapted), job("a", prompt(1), target_prompt_tokens=targets, **asked))
+    options = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 3}
+    response = answer(new_sampler(adapted), job("a", prompt(1), target_prompt_tokens=targets, **options))
     assert np.isnan(response.prompt_logprobs).tolist() == [True]
     assert response.topk_prompt_logprobs.logprobs.tolist() == [[-99999.0] * 2]
     assert response.target_prompt_logprobs.shape == (0, 2) and response.prompt_alt_tokens.shape == (0, 3)
 
 
-def test_a_job_that_streams_tells_what_each_slice_adds(adapted: Adapted) -> None:
+def test_a_streaming_job_reports_what_each_slice_adds(adapted: Adapted) -> None:
     sampler = new_sampler(adapted)
     streamed = job("streamed", prompt(5), num_samples=2, topk_sample_logprobs=2, streams=True)
     results = [sampler.slice(SamplingSlice((streamed,), (), 0))]
     while results[-1].num_active:
         results.append(sampler.slice(SamplingSlice((), (), 0)))
     for number, sequence in enumerate(results[-1].finished["streamed"].sequences):
-        told = [part for each in results for part in each.progress.get("streamed", ()) if part.sample == number]
-        tokens = [token for part in told for token in part.tokens]
-        assert len(told) > 1 and tokens == sequence.tokens[: len(tokens)].tolist()
-        assert all(part.stop_reason is None for part in told)
-        top = np.concatenate([part.topk_logprobs.token_ids for part in told if part.topk_logprobs is not None])
+        own_parts = [part for each in results for part in each.progress.get("streamed", ()) if part.sample == number]
+        tokens = [token for part in own_parts for token in part.tokens]
+        assert len(own_parts) > 1 and tokens == sequence.tokens[: len(tokens)].tolist()
+        assert all(part.stop_reason is None for part in own_parts)
+        top = np.concatenate([part.topk_logprobs.token_ids for part in own_parts if part.topk_logprobs is not None])
         assert np.array_equal(top, sequence.topk_logprobs.token_ids[: len(tokens)])
 
 
-def test_a_job_that_streams_tells_which_of_its_samples_have_ended(adapted: Adapted) -> None:
+def test_a_streaming_job_reports_which_samples_have_ended(adapted: Adapted) -> None:
     sampler = new_sampler(adapted)
     streamed = job("streamed", prompt(5), num_samples=8, max_tokens=60, stop_token_ids=tuple(range(40)), streams=True)
     results = [sampler.slice(SamplingSlice((streamed,), (), 0))]
@@ -662,7 +665,7 @@ def test_a_job_that_streams_tells_which_of_its_samples_have_ended(adapted: Adapt
 
 
 @pytest.mark.parametrize("gathering_seconds", [0.0, 10.0])
-def test_a_slice_has_its_time_however_long_layers_take_to_be_gathered(
+def test_gathering_layers_does_not_count_against_a_slices_time(
     gathering_seconds: float, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, run = [0.0], adapted.base.hidden_states

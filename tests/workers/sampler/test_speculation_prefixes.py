@@ -1,4 +1,4 @@
-"""What the cache has of a prompt, for the model and for its draft, is not run again; guesses stay what they were."""
+"""Tests that neither the model nor its draft runs a cached prompt again, and that draft tokens stay the same."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,20 +18,20 @@ from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecod
 from trainhouse.workers.worker.worker import Worker
 
 from ..jobs import job
-from .test_speculation import Target, assert_alike, run, tokens
+from .test_speculation import Target, assert_same_samples, run, tokens
 from .test_speculation import target as target
 
 DRAFTS = "trained", "blocks"
 TOLERANCE = 1e-4
 
-# Tokens of each pass of the model, and what drafts gave for chances.
-Passes = list[int]
-Chances = list[Tensor]
+# Tokens of each pass of the model, and the probabilities that drafts computed.
+PassSizes = list[int]
+Probabilities = list[Tensor]
 
 
 @pytest.fixture
 def worker(target: Target) -> Worker:
-    """With an empty cache."""
+    """Returns a worker with an empty cache."""
     worker = Worker(target.worker._config)
     load_drafts(worker, target)
     return worker
@@ -43,8 +43,8 @@ def load_drafts(worker: Worker, target: Target) -> None:
 
 
 @pytest.fixture
-def passes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Passes:
-    sizes: Passes = []
+def pass_sizes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> PassSizes:
+    sizes: PassSizes = []
     forward = worker._base.hidden_states
 
     def counted(some: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -56,16 +56,16 @@ def passes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Chances:
-    found: Chances = []
+def probabilities(monkeypatch: pytest.MonkeyPatch) -> Probabilities:
+    found: Probabilities = []
 
-    def noted(*arguments: Any) -> list[DraftTokens]:
-        guesses = drawn(*arguments)
+    def recorded(*arguments: Any) -> list[DraftTokens]:
+        guesses = propose_group(*arguments)
         found.extend(each.probabilities.clone() for each in guesses if each.probabilities is not None)
         return guesses
 
-    drawn = SpeculativeDecoder._propose_group
-    monkeypatch.setattr(SpeculativeDecoder, "_propose_group", noted)
+    propose_group = SpeculativeDecoder._propose_group
+    monkeypatch.setattr(SpeculativeDecoder, "_propose_group", recorded)
     return found
 
 
@@ -73,7 +73,7 @@ def text(length: int, number: int = 0) -> np.ndarray:
     return np.random.default_rng(number).integers(3, 500, length)
 
 
-def asked(draft_id: str | None, prompt: Sequence[int] | np.ndarray, **options: Any) -> SampleJob:
+def drafting_job(draft_id: str | None, prompt: Sequence[int] | np.ndarray, **options: Any) -> SampleJob:
     options = {"temperature": 0.8, "max_tokens": 30, "num_draft_tokens": 3} | options
     return job("a", prompt, draft_id=draft_id, **options)
 
@@ -82,83 +82,89 @@ def answer(worker: Worker, wanted: SampleJob) -> SampleResponse:
     return run(worker, wanted)[wanted.job_id]
 
 
-def answer_afresh(worker: Worker, wanted: SampleJob) -> SampleResponse:
-    """Where nothing has been kept."""
+def answer_uncached(worker: Worker, wanted: SampleJob) -> SampleResponse:
+    """Answers with an empty prefix cache."""
     worker._sampler.forget_all()
     return answer(worker, wanted)
 
 
 def assert_same(found: SampleResponse, wanted: SampleResponse) -> None:
-    assert_alike({"a": found}, {"a": wanted})
+    assert_same_samples({"a": found}, {"a": wanted})
     assert found.guesses == wanted.guesses
 
 
-def furthest(given: Chances, num: int) -> float:
-    """Between the first ones and those behind them, of as many each."""
-    assert len(given) == 2 * num > 0
-    return max(float((one - other).abs().max()) for one, other in zip(given[:num], given[num:], strict=True))
+def max_difference(probabilities: Probabilities, num: int) -> float:
+    """Returns the largest difference between the first `num` probabilities and the `num` after them."""
+    assert len(probabilities) == 2 * num > 0
+    return max(
+        float((one - other).abs().max()) for one, other in zip(probabilities[:num], probabilities[num:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("draft_id", DRAFTS)
 @pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 3 * BLOCK + 1, 100])
-def test_a_prompt_seen_before_is_not_run_again(
-    worker: Worker, passes: Passes, given: Chances, draft_id: str, length: int
+def test_a_repeated_prompt_is_not_run_again(
+    worker: Worker, pass_sizes: PassSizes, probabilities: Probabilities, draft_id: str, length: int
 ) -> None:
-    """Nor is it for the second sample of one request."""
-    one, hits = asked(draft_id, text(length), num_samples=2), (length - 1) // BLOCK * BLOCK
+    """The second sample of one request does not run it again either."""
+    one, hits = drafting_job(draft_id, text(length), num_samples=2), (length - 1) // BLOCK * BLOCK
     first = answer(worker, one)
-    num, sizes = len(given), list(passes)
-    passes.clear()
+    num, sizes = len(probabilities), list(pass_sizes)
+    pass_sizes.clear()
     again = answer(worker, one)
     assert (first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (0, hits)
-    assert (sizes[0], passes[0]) == (length, length - hits)
-    assert max(sizes[1:]) <= 2 * (1 + 3) and sizes[1:] == passes[1:]
+    assert (sizes[0], pass_sizes[0]) == (length, length - hits)
+    assert max(sizes[1:]) <= 2 * (1 + 3) and sizes[1:] == pass_sizes[1:]
     assert_same(again, first)
-    assert furthest(given, num) < TOLERANCE
+    assert max_difference(probabilities, num) < TOLERANCE
 
 
 @pytest.mark.parametrize("draft_id", DRAFTS)
 @pytest.mark.parametrize("pays", [True, False])
-def test_the_next_turn_of_a_conversation_goes_on_from_the_last(
+def test_the_next_turn_of_a_conversation_reuses_the_last(
     worker: Worker, draft_id: str, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From what its draft was told of: up to the last guesses, whether these were right often enough or not."""
+    """The draft's prefix reaches up to the last drafted token, whether drafting paid or not."""
     if pays:
         monkeypatch.setattr(SpeculativeDecoder, "pays", lambda *_: True)
     turns, found, prompt = [], [], text(24)
     for turn in range(3):
-        turns.append(asked(draft_id, prompt, seed=turn, temperature=0.0, max_tokens=60))
+        turns.append(drafting_job(draft_id, prompt, seed=turn, temperature=0.0, max_tokens=60))
         found.append(answer(worker, turns[-1]))
         prompt = np.concatenate([prompt, tokens(found[-1]), text(10, turn)])
     for number, (one, answered) in enumerate(zip(turns, found, strict=True)):
-        guessed = 60 - 1 - 3 if pays else 8
-        known = len(turns[number - 1].prompt) + guessed - 1 if number else 0
+        num_drafted = 60 - 1 - 3 if pays else 8
+        known = len(turns[number - 1].prompt) + num_drafted - 1 if number else 0
         assert answered.guesses is not None and (answered.guesses.passes > 8) == pays
         assert answered.prompt_cache_hit_tokens >= known // BLOCK * BLOCK
-        assert_same(answered, answer_afresh(worker, one))
+        assert_same(answered, answer_uncached(worker, one))
 
 
 @pytest.mark.parametrize("is_blind", [False, True])
-def test_prompts_that_part_at_the_end_of_a_block_share_what_comes_before_this_one(
-    worker: Worker, target: Target, given: Chances, monkeypatch: pytest.MonkeyPatch, is_blind: bool
+def test_prompts_that_differ_after_a_block_share_only_earlier_blocks(
+    worker: Worker, target: Target, probabilities: Probabilities, monkeypatch: pytest.MonkeyPatch, is_blind: bool
 ) -> None:
-    """What a draft has at a token hangs on the one behind it: were blocks known by their own tokens alone, it would
-    guess by what came behind another prompt."""
+    """A draft's state at a token depends on the next token.
+
+    If blocks were identified by their own tokens alone (is_blind), the draft would use another prompt's state.
+    """
     if is_blind:
         monkeypatch.setattr(draft_caches, "KVCache", blind_cache)
     worker.load_draft("random", str(target.directory / "random"))
-    one, other = (asked("random", np.concatenate([text(3 * BLOCK), text(5, number)])) for number in (1, 2))
-    wanted = answer_afresh(worker, other)
-    num = len(given)
-    answer_afresh(worker, one)
-    del given[num:]
+    one, other = (drafting_job("random", np.concatenate([text(3 * BLOCK), text(5, number)])) for number in (1, 2))
+    wanted = answer_uncached(worker, other)
+    num = len(probabilities)
+    answer_uncached(worker, one)
+    del probabilities[num:]
     found = answer(worker, other)
     assert (found.prompt_cache_hit_tokens == 2 * BLOCK) != is_blind
-    first, *_ = (float((mine - its).abs().max()) for mine, its in zip(given[num:], given[:num], strict=False))
+    first, *_ = (
+        float((mine - its).abs().max()) for mine, its in zip(probabilities[num:], probabilities[:num], strict=False)
+    )
     assert (first > TOLERANCE) == is_blind
     if not is_blind:
         assert_same(found, wanted)
-        assert furthest(given, num) < TOLERANCE
+        assert max_difference(probabilities, num) < TOLERANCE
 
 
 def blind_cache(*arguments: Any, num_ahead: int) -> KVCache:
@@ -166,12 +172,12 @@ def blind_cache(*arguments: Any, num_ahead: int) -> KVCache:
     return KVCache(*arguments)
 
 
-def test_what_is_kept_belongs_to_a_draft_and_to_the_weights_of_both(worker: Worker, target: Target) -> None:
+def test_prefixes_are_valid_only_for_their_draft_and_weights(worker: Worker, target: Target) -> None:
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=5)))
     worker.copy_adapter("policy", "adapter")
 
     def hits(draft_id: str | None, adapter_id: str | None = None) -> int:
-        one = replace(asked(draft_id, text(100)), adapter_id=adapter_id)
+        one = replace(drafting_job(draft_id, text(100)), adapter_id=adapter_id)
         found = answer(worker, one)
         return found.prompt_cache_hit_tokens
 
@@ -185,11 +191,11 @@ def test_what_is_kept_belongs_to_a_draft_and_to_the_weights_of_both(worker: Work
     assert [hits("trained"), hits("trained"), hits("blocks"), hits(None)] == [0, 96, 96, 96]
 
 
-def test_samplers_of_models_with_weights_of_their_own_find_what_they_had_kept_before(worker: Worker) -> None:
-    """They come with their jobs, and go."""
+def test_the_sampler_of_a_full_model_finds_its_earlier_prefixes(worker: Worker) -> None:
+    # Such a model's sampler is created for its jobs and removed after them.
     worker.create_run(RunSpec("policy", FullConfig()))
     worker.copy_adapter("policy", "full")
-    one = replace(asked("trained", text(100)), adapter_id="full")
+    one = replace(drafting_job("trained", text(100)), adapter_id="full")
     first = answer(worker, one)
     assert not worker._sampler._of_models
     again = answer(worker, one)
@@ -199,59 +205,57 @@ def test_samplers_of_models_with_weights_of_their_own_find_what_they_had_kept_be
 
 
 @pytest.mark.parametrize("draft_id", DRAFTS)
-def test_prompts_in_chunks_beside_others_go_on_from_what_is_known(
-    worker: Worker, target: Target, draft_id: str
-) -> None:
+def test_chunked_prompts_continue_from_cached_prefixes(worker: Worker, target: Target, draft_id: str) -> None:
     chunked = Worker(replace(worker._config, prefill_chunk_tokens=16))
     load_drafts(chunked, target)
-    other = replace(asked(draft_id, text(5, 7), max_tokens=150, seed=3), job_id="other")
+    other = replace(drafting_job(draft_id, text(5, 7), max_tokens=150, seed=3), job_id="other")
     found = []
     for prompt in (text(100), np.concatenate([text(100), text(90, 1)])):
         chunked.sample_slice(SamplingSlice((other,), (), 0))
-        found.append(run(chunked, asked(draft_id, prompt)))
-        assert_same(found[-1]["a"], answer_afresh(worker, asked(draft_id, prompt)))
-        assert_same(found[-1]["other"], answer_afresh(worker, other))
+        found.append(run(chunked, drafting_job(draft_id, prompt)))
+        assert_same(found[-1]["a"], answer_uncached(worker, drafting_job(draft_id, prompt)))
+        assert_same(found[-1]["other"], answer_uncached(worker, other))
     assert [each["a"].prompt_cache_hit_tokens for each in found] == [0, 96]
 
 
-def test_a_sample_that_began_before_its_draft_changed_leaves_nothing_to_the_new_one(
-    worker: Worker, target: Target
-) -> None:
-    worker.sample_slice(SamplingSlice((asked("trained", text(100), max_tokens=60),), (), 0))
+def test_a_sample_begun_before_its_draft_changed_leaves_no_prefix(worker: Worker, target: Target) -> None:
+    worker.sample_slice(SamplingSlice((drafting_job("trained", text(100), max_tokens=60),), (), 0))
     worker.load_draft("trained", str(target.directory / "random"))
     run(worker)
-    one = asked("trained", text(100), max_tokens=10)
+    one = drafting_job("trained", text(100), max_tokens=10)
     found = answer(worker, one)
     assert found.prompt_cache_hit_tokens == 0
-    assert_same(found, answer_afresh(worker, one))
+    assert_same(found, answer_uncached(worker, one))
 
 
-def test_what_is_kept_of_drafts_counts_gives_way_and_goes_with_them(worker: Worker, target: Target) -> None:
-    """The least recently used first, whether the model or a draft has it."""
+def test_draft_prefixes_are_counted_evicted_and_dropped_with_the_draft(worker: Worker, target: Target) -> None:
+    """Evicts the least recently used prefix first, of the model or of a draft."""
     small = Worker(replace(worker._config, kv_cache_bytes=1 << 19))
     load_drafts(small, target)
     budget = small._sampler._cache.budget
     for number in range(30):
-        answer(small, asked(DRAFTS[number % 2], text(60 + number, number), max_tokens=12))
+        answer(small, drafting_job(DRAFTS[number % 2], text(60 + number, number), max_tokens=12))
         memory = small.memory()
         kept = [cache.prefixes.num_bytes for cache in small._sampler._draft_caches._caches.values()]
         assert memory["kv_cache"] <= small._config.kv_cache_bytes and budget.held_bytes() == 0
         assert memory["kv_cache_of_drafts"] == sum(kept) > 0
         on_device = sum(each.nbytes for each in budget.tensors())
         assert memory["kv_cache"] >= on_device > 0
-    newest, oldest = (asked(DRAFTS[number % 2], text(60 + number, number), max_tokens=2) for number in (29, 0))
+    newest, oldest = (drafting_job(DRAFTS[number % 2], text(60 + number, number), max_tokens=2) for number in (29, 0))
     assert answer(small, newest).prompt_cache_hit_tokens == 64
     assert answer(small, oldest).prompt_cache_hit_tokens == 0
-    large = asked(None, text(400, 99), max_tokens=2)
+    large = drafting_job(None, text(400, 99), max_tokens=2)
     assert answer(small, large).prompt_cache_hit_tokens == 0
     for draft_id in DRAFTS:
         small.drop_adapter(draft_id)
-    run(small, asked(None, text(5), max_tokens=1))
+    run(small, drafting_job(None, text(5), max_tokens=1))
     assert small.memory()["kv_cache_of_drafts"] == 0
 
 
-def test_a_request_that_guesses_nothing_needs_nothing_of_its_draft(worker: Worker) -> None:
-    one = asked("trained", text(100), max_tokens=1)
-    assert [answer(worker, one).prompt_cache_hit_tokens for _ in range(2)] == [0, 0], "it had no slot to keep"
-    answer(worker, asked(None, text(100)))
+def test_a_request_that_drafts_nothing_needs_no_draft_prefix(worker: Worker) -> None:
+    one = drafting_job("trained", text(100), max_tokens=1)
+    assert [answer(worker, one).prompt_cache_hit_tokens for _ in range(2)] == [0, 0], (
+        "one token needs no cache slot, so no prefix is kept"
+    )
+    answer(worker, drafting_job(None, text(100)))
     assert answer(worker, one).prompt_cache_hit_tokens == 96

@@ -1,4 +1,4 @@
-"""Whose slice is next: those that nobody suspects as often as all suspects, and these by turns."""
+"""Tests the order of slices: jobs without suspicion alternate with suspects, which take turns."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ LOOP = asyncio.new_event_loop()
 LOOP.close()  # futures need one, but nothing is awaited here
 
 
-def sampling(job_id: str) -> SamplingWork:
+def sampling_work(job_id: str) -> SamplingWork:
     job = SampleJob(job_id, None, np.zeros(3, np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
     return SamplingWork(job, LOOP.create_future(), None)
 
@@ -21,12 +21,12 @@ def sampling(job_id: str) -> SamplingWork:
 def cohorts_of(suspects: Suspects, *job_ids: str) -> Cohorts:
     cohorts = Cohorts(suspects)
     for job_id in job_ids:
-        cohorts.add(sampling(job_id))
+        cohorts.add(sampling_work(job_id))
     return cohorts
 
 
-def taken(cohorts: Cohorts, number: int) -> list[str]:
-    """The jobs of so many slices."""
+def take_slices(cohorts: Cohorts, number: int) -> list[str]:
+    """Returns the jobs of each of the next `number` slices."""
     slices = []
     for _ in range(number):
         cohort = cohorts.next()
@@ -37,14 +37,14 @@ def taken(cohorts: Cohorts, number: int) -> list[str]:
 
 def test_without_suspects_all_run_together() -> None:
     cohorts = cohorts_of(Suspects(4), "a", "b", "c")
-    assert taken(cohorts, 3) == ["abc"] * 3 and cohorts.num_apart == 0
+    assert take_slices(cohorts, 3) == ["abc"] * 3 and cohorts.num_apart == 0
 
 
-def test_suspects_take_every_other_slice_and_turns_that_grow() -> None:
+def test_suspects_take_every_other_slice_in_growing_turns() -> None:
     suspects = Suspects(4)
     suspects.accuse(dict.fromkeys("abcdefgh", 0))
     cohorts = cohorts_of(suspects, *"abcdefgh", "x")
-    slices = taken(cohorts, 2000)
+    slices = take_slices(cohorts, 2000)
     assert set(slices[1::2]) == {"x"} or set(slices[::2]) == {"x"}
     apart = [each for each in slices if each != "x"]
     assert Counter(apart).keys() == {"ab", "cd", "ef", "gh"}
@@ -54,24 +54,24 @@ def test_suspects_take_every_other_slice_and_turns_that_grow() -> None:
     assert cohorts.num_apart == 8
 
 
-def test_what_has_ended_leaves_its_turn_to_the_others() -> None:
+def test_ended_and_cancelled_jobs_leave_their_turn_to_others() -> None:
     suspects = Suspects(4)
     suspects.accuse(dict.fromkeys("ab", 0))
     cohorts = cohorts_of(suspects, "a", "b", "x")
-    assert set(taken(cohorts, 40)) == {"x", "a"}
+    assert set(take_slices(cohorts, 40)) == {"x", "a"}
     assert cohorts.ended("a") is not None and cohorts.ended("a") is None
-    assert set(taken(cohorts, 4)) == {"x", "b"}
+    assert set(take_slices(cohorts, 4)) == {"x", "b"}
     assert cohorts.cancel("b") is not None and "b" not in cohorts
     [dropping] = [each for each in (cohorts.next(), cohorts.next()) if each.number]
     assert dropping.slice(50.0).cancel == ("b",)
-    assert set(taken(cohorts, 4)) == {"x"} and len(cohorts) == 1
+    assert set(take_slices(cohorts, 4)) == {"x"} and len(cohorts) == 1
 
 
-def test_a_job_that_comes_again_under_its_name_is_not_ended_by_the_one_that_was_cancelled() -> None:
+def test_a_resubmitted_job_is_not_ended_by_its_cancelled_namesake() -> None:
     cohorts = cohorts_of(Suspects(4), "a")
-    taken(cohorts, 1)
+    take_slices(cohorts, 1)
     cohorts.cancel("a")
-    cohorts.add(sampling("a"))
+    cohorts.add(sampling_work("a"))
     assert cohorts.ended("a") is None and "a" in cohorts
     work = cohorts.next().slice(50.0)
     assert work.cancel == ("a",) and [each.job_id for each in work.join] == ["a"]

@@ -1,4 +1,4 @@
-"""Groups that share a device have it one after the other: the same numbers, and one base model there at a time."""
+"""Tests that groups which take turns on a device give the same numbers, with one base model on it at a time."""
 
 import asyncio
 import os
@@ -27,42 +27,42 @@ from .test_roles_apart import (
     config_of,
     create,
     dispatching,
-    off_by,
+    relative_differences,
     run,
-    scored,
+    run_whole_loop,
+    score,
     train,
-    whole_loop,
 )
 
 SHARDED = (RoleGroup(("critic",), ParallelSpec(fsdp=2)), RoleGroup(("reference",)))
 NAMES = {"tiny", "tiny (critic)", "tiny (reference)"}
 
 
-async def here(dispatch: WorkerDispatch) -> set[str]:
-    """Groups of which something is on the device, as their ranks report."""
+async def groups_on_device(dispatch: WorkerDispatch) -> set[str]:
+    """Returns the groups that have anything on the device, as their ranks report."""
     memory = await dispatch.memory()
     assert set(memory) >= NAMES
     kinds = ("base_weights_on_device", "kv_cache_on_device", "num_adapters_on_device", "num_full_models_on_device")
     return {name for name, own in memory.items() if any(own[kind] for kind in kinds)}
 
 
-def most_at_a_time(directory: Path) -> int:
-    """Of the groups' processes, of one rank each, as they wrote it down; all of them were there at some time."""
-    of_processes = [device_intervals(log) for log in directory.glob("*.log")]
-    assert len(of_processes) >= 3 and all(of_processes)
-    stayed = [stay for of_process in of_processes for stay in of_process]
-    changes = sorted([(came, 1) for came, _ in stayed] + [(left, -1) for _, left in stayed])
+def max_processes_on_device(directory: Path) -> int:
+    """Returns the most processes that were on the device at a time, by their own logs."""
+    stays_by_process = [device_intervals(log) for log in directory.glob("*.log")]
+    assert len(stays_by_process) >= 3 and all(stays_by_process)
+    all_stays = [stay for stays in stays_by_process for stay in stays]
+    changes = sorted([(arrived, 1) for arrived, _ in all_stays] + [(left, -1) for _, left in all_stays])
     return max(accumulate(change for _, change in changes))
 
 
-async def once_away(dispatch: WorkerDispatch, *names: str) -> dict[str, dict[str, int]]:
-    """The memory of all groups, once these are not on their devices."""
+async def wait_until_offloaded(dispatch: WorkerDispatch, *names: str) -> dict[str, dict[str, int]]:
+    """Waits until these groups are off their devices; returns the memory of all groups."""
     for _ in range(200):
         memory = await dispatch.memory()
         if not any(memory[name]["base_weights_on_device"] for name in names):
             return memory
         await asyncio.sleep(0.05)
-    raise AssertionError(f"{names} are on their devices still")
+    raise AssertionError(f"{names} are still on their devices")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ async def once_away(dispatch: WorkerDispatch, *names: str) -> dict[str, dict[str
     ],
     ids=["LoRA", "full models", "critics by fsdp=2", "on Ray"],
 )
-def test_the_numbers_are_those_of_groups_that_stay_and_one_is_there_at_a_time(
+def test_groups_that_take_turns_give_the_same_numbers(
     role_groups: tuple[RoleGroup, ...],
     training: TrainingConfig,
     pool: str,
@@ -84,25 +84,25 @@ def test_the_numbers_are_those_of_groups_that_stay_and_one_is_there_at_a_time(
 ) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], role_groups, pool) as dispatch:
-            wanted = await whole_loop(dispatch, tmp_path / "staying", training)
-            assert await here(dispatch) == NAMES
+            wanted = await run_whole_loop(dispatch, tmp_path / "staying", training)
+            assert await groups_on_device(dispatch) == NAMES
         async with dispatching(tiny_models["qwen3"], role_groups, pool, shared_devices="turns") as dispatch:
-            assert await here(dispatch) == set()  # each left it for the next one to load
-            found = await whole_loop(dispatch, tmp_path / "moving", training)
-            assert len(await here(dispatch)) == 1
+            assert await groups_on_device(dispatch) == set()  # each left the device so that the next could load
+            found = await run_whole_loop(dispatch, tmp_path / "moving", training)
+            assert len(await groups_on_device(dispatch)) == 1
             memory = await dispatch.memory()
             assert all(own["offloads"] > 1 and own["offload_moved_bytes"] > 0 for own in memory.values())
-        assert max(off_by(found, wanted).values()) < TOLERANCE
+        assert max(relative_differences(found, wanted).values()) < TOLERANCE
 
     run(check())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("take_turns", [True, False])
-def test_roles_that_all_have_work_go_on_side_by_side(
+def test_roles_that_all_have_work_make_progress_together(
     take_turns: bool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """None waits for another one to come to an end."""
+    """No role waits until another has finished all its work."""
 
     async def check() -> None:
         shared = "turns" if take_turns else "together"
@@ -120,17 +120,19 @@ def test_roles_that_all_have_work_go_on_side_by_side(
                     await work(role, train(dispatch, role, 1))
 
             await asyncio.gather(
-                keep_busy("policy"), keep_busy("critic"), *(work("sample", sampled(dispatch, n)) for n in range(4))
+                keep_busy("policy"),
+                keep_busy("critic"),
+                *(work("sample", sample_tokens(dispatch, n)) for n in range(4)),
             )
-            await scored(dispatch, "reference")
+            await score(dispatch, "reference")
             num_changes = sum(one != other for one, other in pairwise(order))
             assert num_changes > 4, order
 
     run(check())
-    assert (most_at_a_time(tmp_path) == 1) == take_turns
+    assert (max_processes_on_device(tmp_path) == 1) == take_turns
 
 
-async def sampled(dispatch: WorkerDispatch, number: int, adapter_id: str | None = None) -> list[int]:
+async def sample_tokens(dispatch: WorkerDispatch, number: int, adapter_id: str | None = None) -> list[int]:
     response = await dispatch.sample(NAME, job(f"job {number}", [3, 4, 5, number], adapter_id, max_tokens=60))
     return response.sequences[0].tokens.tolist()
 
@@ -138,7 +140,7 @@ async def sampled(dispatch: WorkerDispatch, number: int, adapter_id: str | None 
 @pytest.mark.full
 def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     async def check() -> None:
-        of_both: list[Any] = []
+        results: list[Any] = []
         for take_turns in (False, True):
             directory = tmp_path / str(take_turns)
             directory.mkdir()
@@ -150,50 +152,50 @@ def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str
                 for number in range(3):
                     found.append(await train(dispatch, "policy", 2))
                     await dispatch.copy_adapter("policy", "sampler")
-                    found.append(await sampled(dispatch, number, "sampler"))
-                    found.append((await scored(dispatch, "reference")).tolist())
-                of_both.append(found)
-            assert (most_at_a_time(directory) == 1) == take_turns
-        staying, moving = of_both
+                    found.append(await sample_tokens(dispatch, number, "sampler"))
+                    found.append((await score(dispatch, "reference")).tolist())
+                results.append(found)
+            assert (max_processes_on_device(directory) == 1) == take_turns
+        staying, moving = results
         assert staying == moving
 
     run(check())
 
 
 @pytest.mark.full
-def test_a_death_gives_the_device_to_others(tiny_models: dict[str, Path]) -> None:
+def test_a_crash_releases_the_device_to_others(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
             await create(dispatch)
-            wanted = await scored(dispatch, "reference")
+            wanted = await score(dispatch, "reference")
             for role, number in (("reference", 2), ("policy", 0)):
-                await scored(dispatch, role)
+                await score(dispatch, role)
                 training = asyncio.create_task(train(dispatch, "critic", 10))
                 os.kill(dispatch.pids(NAME)[number], signal.SIGKILL)
                 with pytest.raises(WorkerLost):
                     while True:
-                        await scored(dispatch, role)
+                        await score(dispatch, role)
                 assert len(await training) == 10
                 await create(dispatch, [role])
-                await scored(dispatch, role)
-                assert await here(dispatch) == {"tiny (reference)" if role == "reference" else "tiny"}
-            np.testing.assert_allclose(await scored(dispatch, "reference"), wanted, rtol=TOLERANCE)
+                await score(dispatch, role)
+                assert await groups_on_device(dispatch) == {"tiny (reference)" if role == "reference" else "tiny"}
+            np.testing.assert_allclose(await score(dispatch, "reference"), wanted, rtol=TOLERANCE)
 
     run(check())
 
 
-def test_a_group_without_work_leaves_its_device(tiny_models: dict[str, Path]) -> None:
+def test_an_idle_group_leaves_its_device(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], (RoleGroup(("critic",)),), idle_device_seconds=0.3) as dispatch:
             await create(dispatch, ("policy", "critic"))
-            before = await scored(dispatch, "critic")
-            of_policies = (await once_away(dispatch, "tiny"))["tiny"]
+            before = await score(dispatch, "critic")
+            policy_memory = (await wait_until_offloaded(dispatch, "tiny"))["tiny"]
             for _ in range(2):
-                await once_away(dispatch, "tiny", "tiny (critic)")
-                np.testing.assert_array_equal(await scored(dispatch, "critic"), before)
+                await wait_until_offloaded(dispatch, "tiny", "tiny (critic)")
+                np.testing.assert_array_equal(await score(dispatch, "critic"), before)
                 memory = await dispatch.memory()
                 assert memory["tiny"]["base_weights_on_device"] == 0 < memory["tiny (critic)"]["base_weights_on_device"]
-                assert memory["tiny"]["offloads"] == of_policies["offloads"]  # it is not woken by what others do
+                assert memory["tiny"]["offloads"] == policy_memory["offloads"]  # other groups' work does not wake it
             losses = await train(dispatch, "policy", 2)
             assert losses[1] < losses[0]
         async with dispatching(tiny_models["qwen3"], ()) as dispatch:
@@ -205,21 +207,24 @@ def test_a_group_without_work_leaves_its_device(tiny_models: dict[str, Path]) ->
 
 
 @pytest.mark.full
-def test_a_status_tells_who_has_the_device(tiny_models: dict[str, Path]) -> None:
+def test_the_status_names_the_group_that_has_the_device(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
             await create(dispatch)
-            told: set[str | None] = set()
+            statuses: set[str | None] = set()
 
             async def ask() -> None:
                 while True:
-                    told.update(dispatch.status(NAME, role) for role in ("policy", "reference"))
+                    statuses.update(dispatch.status(NAME, role) for role in ("policy", "reference"))
                     await asyncio.sleep(0)
 
             asking = asyncio.create_task(ask())
-            await asyncio.gather(train(dispatch, "policy", 20), scored(dispatch, "reference"))
+            await asyncio.gather(train(dispatch, "policy", 20), score(dispatch, "reference"))
             asking.cancel()
-            assert told & {"tiny (reference) waits: tiny has the device", "tiny waits: tiny (reference) has the device"}
+            assert statuses & {
+                "tiny (reference) waits: tiny has the device",
+                "tiny waits: tiny (reference) has the device",
+            }
 
     run(check())
 
@@ -232,14 +237,14 @@ def test_ranks_that_take_turns_have_all_cores(monkeypatch: pytest.MonkeyPatch) -
         assert [each.threads for each in with_threads(config)] == [threads] * 2
 
 
-def test_a_run_may_end_while_its_group_is_away(tiny_models: dict[str, Path]) -> None:
+def test_a_run_can_end_while_its_group_is_offloaded(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
             await create(dispatch)
             await train(dispatch, "critic", 1)
-            assert await here(dispatch) == {"tiny (critic)"}
+            assert await groups_on_device(dispatch) == {"tiny (critic)"}
             await dispatch.drop_run("policy")
-            assert await here(dispatch) == {"tiny (critic)"}
+            assert await groups_on_device(dispatch) == {"tiny (critic)"}
             await dispatch.create_run(NAME, RunSpec("policy", LoraConfig(rank=4, seed=1)), "tenant")
             assert len(await train(dispatch, "policy", 2)) == 2
 

@@ -1,4 +1,4 @@
-"""What is told of a worker's death: what was lost, and what was alone with it."""
+"""Tests what a worker's crash reports to each call: that its work was lost, and whether it was alone in the fatal call."""
 
 import asyncio
 import os
@@ -27,8 +27,8 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 
 @asynccontextmanager
-async def recording(*runs: str) -> AsyncIterator[WorkerDispatch]:
-    """800 tokens a pass. A worker that dies often comes back as fast as one that dies once."""
+async def recording_dispatch(*runs: str) -> AsyncIterator[WorkerDispatch]:
+    """Starts a dispatch with passes of 800 tokens and a backoff so small that crashing often costs no time."""
     model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
     dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING, slice_milliseconds=5, pass_tokens=800))
     dispatch._groups["tiny"]._backoff.first = 0.01
@@ -65,21 +65,21 @@ def kill(dispatch: WorkerDispatch) -> None:
     os.kill(dispatch.pids("tiny")[0], signal.SIGKILL)
 
 
-async def until_dead(dispatch: WorkerDispatch) -> None:
-    while dispatch.status("tiny") is None:  # noqa: ASYNC110 (nothing tells)
+async def wait_until_dead(dispatch: WorkerDispatch) -> None:
+    while dispatch.status("tiny") is None:  # noqa: ASYNC110 (no event to wait for)
         await asyncio.sleep(0.001)
 
 
-async def deaths_told(*waiting: asyncio.Task[object]) -> list[bool]:
-    """By each, whether it was alone."""
-    told = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(each, WorkerLost) and each.category == "server" for each in told), told
-    return [each.alone for each in told if isinstance(each, WorkerLost)]
+async def were_alone(*waiting: asyncio.Task[object]) -> list[bool]:
+    """Returns for each lost call whether it was alone."""
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(each, WorkerLost) and each.category == "server" for each in errors), errors
+    return [each.alone for each in errors if isinstance(each, WorkerLost)]
 
 
-def test_an_operation_in_whose_pass_the_worker_is_killed_was_alone_and_what_waited_was_not() -> None:
+def test_the_running_operation_was_alone_and_waiting_calls_were_not() -> None:
     async def check() -> None:
-        async with recording("a", "b", "gone") as dispatch:
+        async with recording_dispatch("a", "b", "gone") as dispatch:
             running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=50)))
             await asyncio.sleep(0.1)
             waiting = [
@@ -92,8 +92,8 @@ def test_an_operation_in_whose_pass_the_worker_is_killed_was_alone_and_what_wait
             await asyncio.sleep(0)
             killed_at = time.monotonic()
             kill(dispatch)
-            assert await deaths_told(running, *waiting) == [True, False, False, False, False]
-            await dropping  # what was to be dropped is gone
+            assert await were_alone(running, *waiting) == [True, False, False, False, False]
+            await dropping  # the run is gone with the worker
             assert time.monotonic() - killed_at < 30
 
     run(check())
@@ -101,91 +101,93 @@ def test_an_operation_in_whose_pass_the_worker_is_killed_was_alone_and_what_wait
 
 def test_operations_that_share_the_fatal_pass_were_not_alone() -> None:
     async def check() -> None:
-        async with recording("a", "b") as dispatch:
+        async with recording_dispatch("a", "b") as dispatch:
             both = [asyncio.create_task(dispatch.forward_backward(operation(each, seconds=5))) for each in "ab"]
             await asyncio.sleep(0.2)
             kill(dispatch)
-            assert await deaths_told(*both) == [False, False]
+            assert await were_alone(*both) == [False, False]
 
     run(check())
 
 
-def test_a_large_operation_of_which_the_fatal_pass_had_a_part_was_alone() -> None:
+def test_a_large_operation_with_a_part_in_the_fatal_pass_was_alone() -> None:
     async def check() -> None:
-        async with recording("a") as dispatch:
+        async with recording_dispatch("a") as dispatch:
             large = operation("a", loss_fn="die", lengths=(100,) * 30, part=1)
-            assert await deaths_told(asyncio.create_task(dispatch.forward_backward(large))) == [True]
+            assert await were_alone(asyncio.create_task(dispatch.forward_backward(large))) == [True]
 
     run(check())
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2])
-def test_a_sampling_request_in_whose_slice_the_worker_is_killed(num_jobs: int) -> None:
+def test_a_sampling_request_was_alone_unless_another_shared_its_slice(num_jobs: int) -> None:
     async def check() -> None:
-        async with recording("a") as dispatch:
+        async with recording_dispatch("a") as dispatch:
             jobs = [asyncio.create_task(dispatch.sample("tiny", job(str(i), 10_000))) for i in range(num_jobs)]
             await asyncio.sleep(0.1)
             kill(dispatch)
-            assert await deaths_told(*jobs) == [num_jobs == 1] * num_jobs
+            assert await were_alone(*jobs) == [num_jobs == 1] * num_jobs
             await dispatch.sample("tiny", job("next", 1))
 
     run(check())
 
 
-def test_a_death_between_calls_accuses_nothing_and_what_is_created_anew_is_usable_again() -> None:
+def test_a_crash_between_calls_accuses_nothing_and_recreated_runs_work() -> None:
     async def check() -> None:
-        async with recording("a", "b") as dispatch:
+        async with recording_dispatch("a", "b") as dispatch:
             await dispatch.copy_adapter("a", "sampler")
             kill(dispatch)
-            await until_dead(dispatch)
+            await wait_until_dead(dispatch)
             assert dispatch.status("tiny") == "the worker of tiny is restarting"
-            anew = asyncio.create_task(create(dispatch, "a"))
+            recreating = asyncio.create_task(create(dispatch, "a"))
             await asyncio.sleep(0)
             lost = [
                 asyncio.create_task(dispatch.forward_backward(operation("a"))),
                 asyncio.create_task(dispatch.optim_step(step("b"))),
                 asyncio.create_task(dispatch.copy_adapter("b", "sampler")),
-                asyncio.create_task(dispatch.sample("tiny", replaced(job("job", 1), "sampler"))),
+                asyncio.create_task(dispatch.sample("tiny", with_adapter(job("job", 1), "sampler"))),
             ]
-            assert await asyncio.wait_for(deaths_told(*lost), 0.1) == [False] * 4
-            assert dispatch.status("tiny") == "the worker of tiny is restarting" and not anew.done()
-            await anew
+            assert await asyncio.wait_for(were_alone(*lost), 0.1) == [False] * 4
+            assert dispatch.status("tiny") == "the worker of tiny is restarting" and not recreating.done()
+            await recreating
             await dispatch.copy_adapter("a", "sampler")
-            await dispatch.sample("tiny", replaced(job("job", 1), "sampler"))
+            await dispatch.sample("tiny", with_adapter(job("job", 1), "sampler"))
             both = await asyncio.gather(*(dispatch.forward_backward(operation("a", seq)) for seq in (1, 2)))
-            assert parts_of(both[0]) == parts_of(both[1]) == 16, "nothing is suspected, so they share a pass"
+            assert tokens_of_pass(both[0]) == tokens_of_pass(both[1]) == 16, (
+                "nothing is suspected, so both share a pass"
+            )
             with pytest.raises(WorkerLost):
                 await dispatch.optim_step(step("b"))
 
     run(check())
 
 
-def replaced(each: SampleJob, adapter_id: str) -> SampleJob:
+def with_adapter(each: SampleJob, adapter_id: str) -> SampleJob:
     return SampleJob(each.job_id, adapter_id, each.prompt, each.params, (), ())
 
 
-def parts_of(output: ForwardBackwardOutput) -> float:
-    """Tokens of the operation's pass, which are 8 for each operation in it."""
+def tokens_of_pass(output: ForwardBackwardOutput) -> float:
+    """Returns the tokens of the operation's pass: 8 for each operation in it."""
     return output.metrics["tokens:max"]
 
 
-def test_a_run_that_is_dropped_while_it_is_made_anew_leaves_nothing_behind() -> None:
+def test_a_run_dropped_while_it_is_recreated_leaves_nothing_behind() -> None:
     async def check() -> None:
-        async with recording("a") as dispatch:
+        async with recording_dispatch("a") as dispatch:
             kill(dispatch)
-            await until_dead(dispatch)
-            anew = asyncio.create_task(create(dispatch, "a"))
+            await wait_until_dead(dispatch)
+            recreating = asyncio.create_task(create(dispatch, "a"))
             await asyncio.sleep(0)
             await dispatch.drop_run("a")
-            await anew
+            await recreating
             assert "a" not in dispatch._groups["tiny"]._live
 
     run(check())
 
 
-def test_shutting_down_is_no_death() -> None:
+def test_a_shutdown_is_not_a_crash() -> None:
     async def check() -> None:
-        async with recording("a") as dispatch:
+        async with recording_dispatch("a") as dispatch:
             running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=50)))
             await asyncio.sleep(0.1)
         with pytest.raises(OperationError, match="shutting down") as failed:
@@ -195,11 +197,13 @@ def test_shutting_down_is_no_death() -> None:
     run(check())
 
 
-# --- suspects: clients who try again, as the server does for them ---
+# --- suspects: clients retry, as the server does for them ---
 
 
-async def insist(dispatch: WorkerDispatch, request: ForwardBackwardRequest, alone: list[bool]) -> ForwardBackwardOutput:
-    """Makes the run anew after each death, until the operation is done or has been alone at three of them."""
+async def retry_operation(
+    dispatch: WorkerDispatch, request: ForwardBackwardRequest, alone: list[bool]
+) -> ForwardBackwardOutput:
+    """Recreates the run after each crash, until the operation is done or was alone in three of them."""
     while True:
         try:
             return await dispatch.forward_backward(request)
@@ -207,10 +211,10 @@ async def insist(dispatch: WorkerDispatch, request: ForwardBackwardRequest, alon
             alone.append(lost.alone)
             if sum(alone) == MOST_STRIKES:
                 raise
-            await make_anew(dispatch, request.model_id)
+            await recreate(dispatch, request.model_id)
 
 
-async def make_anew(dispatch: WorkerDispatch, run_id: str) -> None:
+async def recreate(dispatch: WorkerDispatch, run_id: str) -> None:
     while True:
         try:
             return await create(dispatch, run_id)
@@ -218,31 +222,31 @@ async def make_anew(dispatch: WorkerDispatch, run_id: str) -> None:
             continue
 
 
-def test_an_operation_that_kills_its_worker_is_soon_alone_with_it_and_others_never_are() -> None:
+def test_only_the_operation_that_kills_its_worker_is_found_alone() -> None:
     innocents = [f"run-{number}" for number in range(8)]
 
     async def check() -> None:
-        async with recording(*innocents, "poisoned", "before") as dispatch:
+        async with recording_dispatch(*innocents, "poisoned", "before") as dispatch:
             before = asyncio.create_task(dispatch.forward_backward(operation("before", seconds=0.1)))
             await asyncio.sleep(0.02)
             alone: dict[str, list[bool]] = {run_id: [] for run_id in (*innocents, "poisoned")}
 
             async def work(run_id: str) -> None:
                 for seq_id in range(1, 4):
-                    await insist(dispatch, operation(run_id, seq_id), alone[run_id])
+                    await retry_operation(dispatch, operation(run_id, seq_id), alone[run_id])
 
             works = [asyncio.create_task(work(run_id)) for run_id in innocents]
             fatal = operation("poisoned", loss_fn="die")
             with pytest.raises(WorkerLost):
-                await insist(dispatch, fatal, alone["poisoned"])
+                await retry_operation(dispatch, fatal, alone["poisoned"])
             await asyncio.gather(before, *works)
             assert alone["poisoned"] == [False] + [True] * MOST_STRIKES
             assert not any(any(alone[run_id]) for run_id in innocents) and all(alone[run_id] for run_id in innocents)
             assert dispatch._groups["tiny"].num_deaths == 1 + MOST_STRIKES
             await dispatch.drop_run("poisoned")
             for run_id in innocents:
-                await make_anew(dispatch, run_id)
-            async with occupied(dispatch, innocents[0]):
+                await recreate(dispatch, run_id)
+            async with busy(dispatch, innocents[0]):
                 requests = [dispatch.forward_backward(operation(run_id, 9)) for run_id in innocents]
                 batch = asyncio.gather(*requests)
                 await asyncio.sleep(0)
@@ -252,19 +256,19 @@ def test_an_operation_that_kills_its_worker_is_soon_alone_with_it_and_others_nev
 
 
 @asynccontextmanager
-async def occupied(dispatch: WorkerDispatch, run_id: str) -> AsyncIterator[None]:
-    """Inside, a pass of this run runs; what is submitted then waits for it, so that all of it is there afterwards."""
+async def busy(dispatch: WorkerDispatch, run_id: str) -> AsyncIterator[None]:
+    """Keeps the worker busy with a pass of this run, so that all calls submitted inside are queued together."""
     running = asyncio.create_task(dispatch.forward_backward(operation(run_id, 8, seconds=0.1)))
     await asyncio.sleep(0.02)
     yield
     await running
 
 
-def test_a_suspect_stays_alone_while_it_comes_to_where_the_worker_died_and_no_longer() -> None:
-    """What is repeated before the fatal operation is not the fatal operation."""
+def test_a_suspect_stays_alone_until_it_is_past_the_fatal_operation() -> None:
+    """Operations that it repeats before the fatal one do not clear it."""
 
     async def check() -> None:
-        async with recording("a", "b", "c") as dispatch:
+        async with recording_dispatch("a", "b", "c") as dispatch:
             for seq_id in (1, 2):
                 await dispatch.forward_backward(operation("a", seq_id))
             both = [
@@ -273,32 +277,32 @@ def test_a_suspect_stays_alone_while_it_comes_to_where_the_worker_died_and_no_lo
             ]
             await asyncio.sleep(0.1)
             kill(dispatch)
-            assert await deaths_told(*both) == [False, False]
+            assert await were_alone(*both) == [False, False]
             for run_id in "abc":
-                await make_anew(dispatch, run_id)
+                await recreate(dispatch, run_id)
             for seq_id in (1, 2, 3, 4):
-                async with occupied(dispatch, "c"):
+                async with busy(dispatch, "c"):
                     requests = [operation(run_id, 10) for run_id in "cc"] + [operation("a", seq_id)]
                     waiting = asyncio.gather(*map(dispatch.forward_backward, requests))
                     await asyncio.sleep(0)
-                assert parts_of((await waiting)[-1]) == (8 if seq_id < 4 else 24)
+                assert tokens_of_pass((await waiting)[-1]) == (8 if seq_id < 4 else 24)
             await dispatch.drop_run("b")
             assert not dispatch._groups["tiny"]._suspect_runs
 
     run(check())
 
 
-def test_steps_of_suspects_go_alone() -> None:
+def test_optimizer_steps_of_suspects_run_alone() -> None:
     async def check() -> None:
-        async with recording("a", "b", "c") as dispatch:
+        async with recording_dispatch("a", "b", "c") as dispatch:
             both = [asyncio.create_task(dispatch.forward_backward(operation(each, 7, seconds=5))) for each in "ab"]
             await asyncio.sleep(0.1)
             kill(dispatch)
-            await deaths_told(*both)
+            await were_alone(*both)
             for run_id in "abc":
-                await make_anew(dispatch, run_id)
+                await recreate(dispatch, run_id)
             for num_together in ([1, 1, 1], [3, 3, 3]):
-                async with occupied(dispatch, "c"):
+                async with busy(dispatch, "c"):
                     waiting = asyncio.gather(*(dispatch.optim_step(step(run_id)) for run_id in "abc"))
                     await asyncio.sleep(0)
                 steps = await waiting
@@ -310,9 +314,9 @@ def test_steps_of_suspects_go_alone() -> None:
 
 
 @pytest.mark.parametrize("num_others", [3, 20])
-def test_a_sampling_request_that_kills_its_worker_is_soon_alone_with_it_and_others_never_are(num_others: int) -> None:
+def test_only_the_sampling_request_that_kills_its_worker_is_found_alone(num_others: int) -> None:
     async def check() -> None:
-        async with recording() as dispatch:
+        async with recording_dispatch() as dispatch:
             alone: dict[str, list[bool]] = {str(number): [] for number in range(num_others)} | {"dies": []}
 
             async def sample(job_id: str) -> None:
@@ -332,11 +336,11 @@ def test_a_sampling_request_that_kills_its_worker_is_soon_alone_with_it_and_othe
     run(check())
 
 
-# --- suspects and the others ---
+# --- suspects and others ---
 
 
-async def insist_on(dispatch: WorkerDispatch, each: SampleJob, alone: list[bool]) -> None:
-    """As a server does: once more after each death, until it has been alone at three of them."""
+async def retry_sample(dispatch: WorkerDispatch, each: SampleJob, alone: list[bool]) -> None:
+    """Retries after each crash as a server does, until the job is done or was alone in three of them."""
     while True:
         try:
             await dispatch.sample("tiny", each)
@@ -347,115 +351,116 @@ async def insist_on(dispatch: WorkerDispatch, each: SampleJob, alone: list[bool]
                 raise
 
 
-async def until_told(alone: Iterable[list[bool]], number: int = 1) -> None:
-    while any(len(each) < number for each in alone):  # noqa: ASYNC110 (nothing tells)
+async def wait_for_crashes(alone: Iterable[list[bool]], number: int = 1) -> None:
+    while any(len(each) < number for each in alone):  # noqa: ASYNC110 (no event to wait for)
         await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("num_long", [2, 8])
-def test_a_short_sample_does_not_wait_for_the_long_ones_of_the_call_in_which_the_worker_died(num_long: int) -> None:
+def test_a_short_sample_does_not_wait_for_long_suspects(num_long: int) -> None:
     async def check() -> None:
-        async with recording() as dispatch:
-            told: dict[str, list[bool]] = {f"long {number}": [] for number in range(num_long)}
-            works = [asyncio.create_task(insist_on(dispatch, job(each, 20_000), told[each])) for each in told]
+        async with recording_dispatch() as dispatch:
+            alone: dict[str, list[bool]] = {f"long {number}": [] for number in range(num_long)}
+            works = [asyncio.create_task(retry_sample(dispatch, job(each, 20_000), alone[each])) for each in alone]
             await asyncio.sleep(0.3)
             kill(dispatch)
-            await until_told(told.values())
+            await wait_for_crashes(alone.values())
             for number in range(3):
                 await dispatch.sample("tiny", job(f"short {number}", 3))
             assert not any(each.done() for each in works)
             status = dispatch.status("tiny")
             assert status is not None
             assert status.endswith(f"; {num_long} sampling requests of a worker that died take turns with the others")
-            await cancelled(works)
+            await cancel_all(works)
 
     run(check())
 
 
-async def cancelled(works: list[asyncio.Task[None]]) -> None:
+async def cancel_all(works: list[asyncio.Task[None]]) -> None:
     for each in works:
         each.cancel()
     await asyncio.wait(works)
 
 
-def test_long_suspects_hold_nobody_who_was_with_them() -> None:
-    """One of twelve has much to do, and the others little; they do not wait for its end."""
+def test_long_suspects_do_not_hold_up_other_suspects() -> None:
+    """One of twelve requests is long; the others do not wait for its end."""
 
     async def check() -> None:
-        async with recording() as dispatch:
-            told: dict[str, list[bool]] = {f"short {number}": [] for number in range(11)} | {"long": []}
-            lengths = dict.fromkeys(told, 100) | {"long": 20_000}
+        async with recording_dispatch() as dispatch:
+            alone: dict[str, list[bool]] = {f"short {number}": [] for number in range(11)} | {"long": []}
+            lengths = dict.fromkeys(alone, 100) | {"long": 20_000}
             works = {
-                each: asyncio.create_task(insist_on(dispatch, job(each, lengths[each]), told[each])) for each in told
+                each: asyncio.create_task(retry_sample(dispatch, job(each, lengths[each]), alone[each]))
+                for each in alone
             }
             await asyncio.sleep(0.2)
             kill(dispatch)
-            await until_told(told.values())
+            await wait_for_crashes(alone.values())
             long = works.pop("long")
             await asyncio.gather(*works.values())
             assert not long.done()
-            await cancelled([long])
+            await cancel_all([long])
 
     run(check())
 
 
-def test_who_comes_later_is_never_suspected_of_what_the_worker_dies_of() -> None:
-    """Nor held until it is found, which takes no more deaths than without them."""
+def test_later_requests_are_never_suspected() -> None:
+    """They are not held up either, and finding the poison request takes no more crashes than without them."""
 
     async def check() -> None:
-        async with recording() as dispatch:
+        async with recording_dispatch() as dispatch:
             alone: dict[str, list[bool]] = {name: [] for name in ("one", "two", "three", "dies later")}
-            works = {name: asyncio.create_task(insist_on(dispatch, job(name, 200), alone[name])) for name in alone}
+            works = {name: asyncio.create_task(retry_sample(dispatch, job(name, 200), alone[name])) for name in alone}
             later: dict[str, list[bool]] = {}
 
-            async def keep_coming() -> None:
+            async def submit_more() -> None:
                 for number in count():
-                    told = later[f"later {number}"] = []
-                    await insist_on(dispatch, job(f"later {number}", 3), told)
+                    alone = later[f"later {number}"] = []
+                    await retry_sample(dispatch, job(f"later {number}", 3), alone)
 
-            await until_told(alone.values())
-            coming = asyncio.create_task(keep_coming())
+            await wait_for_crashes(alone.values())
+            submitting = asyncio.create_task(submit_more())
             with pytest.raises(WorkerLost):
                 await works.pop("dies later")
             await asyncio.gather(*works.values())
             assert alone.pop("dies later") == [False, *[True] * MOST_STRIKES]
             assert not any(any(each) for each in [*alone.values(), *later.values()])
             assert dispatch._groups["tiny"].num_deaths == 1 + MOST_STRIKES and len(later) > 3
-            await cancelled([coming])
+            await cancel_all([submitting])
 
     run(check())
 
 
-def test_each_of_several_that_kill_their_worker_is_found() -> None:
+def test_each_of_several_poison_requests_is_found() -> None:
     async def check() -> None:
-        async with recording() as dispatch:
+        async with recording_dispatch() as dispatch:
             culprits, num = {f"dies {number}" for number in range(2)}, 8
             alone: dict[str, list[bool]] = {name: [] for name in culprits | {f"job {number}" for number in range(num)}}
 
             async def sample(name: str) -> None:
                 with suppress(WorkerLost):
-                    await insist_on(dispatch, job(name, 30), alone[name])
+                    await retry_sample(dispatch, job(name, 30), alone[name])
 
             await asyncio.gather(*map(sample, alone))
-            assert {name for name, told in alone.items() if sum(told)} == culprits
+            assert {name for name, alone in alone.items() if sum(alone)} == culprits
             assert dispatch._groups["tiny"].num_deaths <= len(culprits) * (MOST_STRIKES + 3)
 
     run(check())
 
 
-def test_the_log_tells_who_runs_apart_from_whom(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_suspects_run_apart(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
-        async with recording() as dispatch:
-            told: list[list[bool]] = [[] for _ in range(8)]
+        async with recording_dispatch() as dispatch:
+            alone: list[list[bool]] = [[] for _ in range(8)]
             works = [
-                asyncio.create_task(insist_on(dispatch, job(str(number), 20_000), each))
-                for number, each in enumerate(told)
+                asyncio.create_task(retry_sample(dispatch, job(str(number), 20_000), each))
+                for number, each in enumerate(alone)
             ]
             await asyncio.sleep(0.2)
             kill(dispatch)
-            await until_told(told)
+            await wait_for_crashes(alone)
             await dispatch.sample("tiny", job("short", 1))
-            await cancelled(works)
+            await cancel_all(works)
 
     run(check())
     assert (

@@ -1,4 +1,4 @@
-"""A worker that does not answer is found, killed and replaced; one that works for long is left alone."""
+"""Tests that a worker which does not answer is found, killed and replaced, and that a slow one is left alone."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 
 @ray_in_full
-def test_a_rank_that_is_stopped_is_killed_in_time(new_pool: NewPool) -> None:
+def test_a_stopped_rank_is_killed_in_time(new_pool: NewPool) -> None:
     async def check() -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(), EchoConfig(1))))
         await pool.start()
@@ -62,7 +62,7 @@ def test_a_rank_that_is_stopped_is_killed_in_time(new_pool: NewPool) -> None:
 
 
 @ray_in_full
-def test_a_call_that_is_answered_in_time_is_no_hang(new_pool: NewPool) -> None:
+def test_a_call_answered_in_time_is_not_a_hang(new_pool: NewPool) -> None:
     async def check() -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(),)))
         await pool.start(hang_seconds=50)
@@ -77,7 +77,7 @@ def test_a_call_that_is_answered_in_time_is_no_hang(new_pool: NewPool) -> None:
     run(check())
 
 
-def test_a_worker_that_does_not_come_up_is_killed_in_time() -> None:
+def test_a_worker_that_does_not_start_is_killed_in_time() -> None:
     async def check() -> None:
         pool = LocalPool(PoolSpec(ECHO, (EchoConfig(start_seconds=50),)))
         with pytest.raises(WorkerDied, match="start had no answer"):
@@ -87,7 +87,7 @@ def test_a_worker_that_does_not_come_up_is_killed_in_time() -> None:
     run(check())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what the lifeline alone cannot do")
+@pytest.mark.skipif(sys.platform != "linux", reason="the lifeline alone cannot end a stopped process")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_rank_ends_with_its_server_even_when_it_is_stopped(tmp_path, stopped: bool) -> None:
     script = tmp_path / "opens_a_pool.py"
@@ -106,7 +106,7 @@ def test_a_rank_ends_with_its_server_even_when_it_is_stopped(tmp_path, stopped: 
 
 
 @asynccontextmanager
-async def recording(hang_seconds: float) -> AsyncIterator[WorkerDispatch]:
+async def recording_dispatch(hang_seconds: float) -> AsyncIterator[WorkerDispatch]:
     model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu", hang_seconds=hang_seconds)
     dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING, slice_milliseconds=5))
     await dispatch.start(lambda _: None)
@@ -130,10 +130,10 @@ def sample_job(num_slices: int) -> SampleJob:
     return SampleJob("job", None, np.zeros(3, np.int32), SamplingParams(max_tokens=num_slices, seed=0), (), ())
 
 
-def test_a_worker_that_is_stopped_in_a_pass_is_replaced() -> None:
+def test_a_worker_stopped_in_a_pass_is_replaced() -> None:
     async def check() -> None:
-        async with recording(hang_seconds=1) as dispatch:
-            await dispatch.forward_backward(operation())  # tells how long passes take
+        async with recording_dispatch(hang_seconds=1) as dispatch:
+            await dispatch.forward_backward(operation())  # records how long passes take
             [pid] = dispatch.pids("tiny")
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(WorkerLost, match="it hung: run_pass had no answer after 1 s, so it was killed") as lost:
@@ -147,9 +147,9 @@ def test_a_worker_that_is_stopped_in_a_pass_is_replaced() -> None:
     run(check())
 
 
-def test_a_worker_that_is_stopped_in_a_slice_is_replaced() -> None:
+def test_a_worker_stopped_in_a_slice_is_replaced() -> None:
     async def check() -> None:
-        async with recording(hang_seconds=1) as dispatch:
+        async with recording_dispatch(hang_seconds=1) as dispatch:
             await dispatch.sample("tiny", sample_job(3))
             sampling = asyncio.create_task(dispatch.sample("tiny", sample_job(10_000)))
             await asyncio.sleep(0.1)
@@ -161,9 +161,9 @@ def test_a_worker_that_is_stopped_in_a_slice_is_replaced() -> None:
     run(check())
 
 
-def test_a_first_pass_and_one_that_is_longer_than_hang_seconds_are_no_hang() -> None:
+def test_only_unexpectedly_slow_passes_are_hangs() -> None:
     async def check() -> None:
-        async with recording(hang_seconds=0.4) as dispatch:
+        async with recording_dispatch(hang_seconds=0.4) as dispatch:
             for _ in range(2):
                 await dispatch.forward_backward(operation(seconds=0.5))
             assert dispatch._groups["tiny"].num_deaths == 0
@@ -173,24 +173,24 @@ def test_a_first_pass_and_one_that_is_longer_than_hang_seconds_are_no_hang() -> 
     run(check())
 
 
-# --- patience ---
+# --- timeouts ---
 
 
-def test_patience_grows_with_the_work_and_with_what_such_work_has_taken() -> None:
-    patience = CallTimeouts(WorkerConfig(ServedModel("tiny", "tiny"), hang_seconds=60))
-    before = patience.for_pass(10_000, 1)
+def test_timeouts_grow_with_the_work_and_with_observed_durations() -> None:
+    timeouts = CallTimeouts(WorkerConfig(ServedModel("tiny", "tiny"), hang_seconds=60))
+    before = timeouts.for_pass(10_000, 1)
     assert before > 60 + 10_000 * 0.1
-    patience.passes.record(10_000, 2.0)
-    known = patience.for_pass(10_000, 1)
+    timeouts.passes.record(10_000, 2.0)
+    known = timeouts.for_pass(10_000, 1)
     assert 60 + 2 * 2.0 < known < 70 + 10 * 2.0 < before
-    assert patience.for_pass(100_000, 1) > 60 + 4 * 20.0
-    assert patience.for_pass(10, 1) >= 60 + 2.0
-    assert patience.for_slice(50) > 60 and patience.for_verb("save_run") > patience.for_verb("memory") == 60
-    assert patience.for_steps(64) > 5 * patience.for_steps(1) > 5 * 60
-    assert patience.loading_seconds > 3600
+    assert timeouts.for_pass(100_000, 1) > 60 + 4 * 20.0
+    assert timeouts.for_pass(10, 1) >= 60 + 2.0
+    assert timeouts.for_slice(50) > 60 and timeouts.for_verb("save_run") > timeouts.for_verb("memory") == 60
+    assert timeouts.for_steps(64) > 5 * timeouts.for_steps(1) > 5 * 60
+    assert timeouts.loading_seconds > 3600
 
 
-def test_short_passes_say_little_of_long_ones_and_slow_ones_are_remembered_for_a_while() -> None:
+def test_limits_allow_for_unseen_sizes_and_remember_slow_passes_for_a_while() -> None:
     seen = ObservedDurations(unseen_seconds=1.0)
     seen.record(1, 0.1)
     assert seen.limit(1000) >= 100
@@ -204,8 +204,8 @@ def test_short_passes_say_little_of_long_ones_and_slow_ones_are_remembered_for_a
 
 
 @pytest.mark.parametrize("seconds_per_token", [1e-5, 1e-1])
-def test_bounds_hold_for_passes_of_any_size_behind_passes_of_any_other(seconds_per_token: float) -> None:
-    """Fixed costs and a price by token, and sizes at random: half of the bound is never reached."""
+def test_limits_hold_for_passes_of_any_size_in_any_order(seconds_per_token: float) -> None:
+    """Passes of random sizes, with a fixed cost and a cost per token, never take half of the limit."""
     random = np.random.default_rng(0)
     seen = ObservedDurations(unseen_seconds=1.0)
     for size in 2 ** random.uniform(0, 20, 2000):

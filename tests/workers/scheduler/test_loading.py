@@ -1,4 +1,4 @@
-"""A model whose process is killed while it loads is loaded again, and in the end it is told what may have killed it."""
+"""Tests that a model whose process is killed while it loads is loaded again, and that the final error names the cause."""
 
 import shutil
 import subprocess
@@ -28,8 +28,8 @@ asyncio.run(main())
 """
 
 
-def started(directory: Path, *kills: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, whose forkserver has not imported the worker."""
+def start_dispatch(directory: Path, *kills: str) -> subprocess.CompletedProcess[str]:
+    """Starts a dispatch in a new process, whose forkserver has not imported the worker."""
     write_header(directory, shape=(1000, 1000))
     shutil.copy(LLAMA, directory / "config.json")
     (directory / "kills").mkdir()
@@ -42,20 +42,22 @@ def started(directory: Path, *kills: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("kills", [["load"], ["import"], ["import", "load", "load"]])
-def test_who_is_killed_while_it_loads_is_loaded_again(kills: list[str], tmp_path: Path) -> None:
-    found = started(tmp_path, *kills)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("tiny did not load: ") == len(kills) and "tiny ready in" in found.stdout
-    assert found.stdout.count("the kernel's out-of-memory killer did") == len(kills)
-    assert found.stdout.count("loading it needs 4 MB of memory for its weights, and ") == len(kills)
-    assert ("killed by SIGKILL" in found.stdout) == ("load" in kills)
-    assert ("the process that starts workers ended while it started one" in found.stdout) == ("import" in kills)
+def test_a_model_killed_while_it_loads_is_loaded_again(kills: list[str], tmp_path: Path) -> None:
+    finished = start_dispatch(tmp_path, *kills)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("tiny did not load: ") == len(kills) and "tiny ready in" in finished.stdout
+    assert finished.stdout.count("the kernel's out-of-memory killer did") == len(kills)
+    assert finished.stdout.count("loading it needs 4 MB of memory for its weights, and ") == len(kills)
+    assert ("killed by SIGKILL" in finished.stdout) == ("load" in kills)
+    assert ("the process that starts workers ended while it start_dispatch one" in finished.stdout) == (
+        "import" in kills
+    )
 
 
-def test_who_is_killed_each_time_is_given_up_with_the_reason(tmp_path: Path) -> None:
-    found = started(tmp_path, *["load"] * 9)
-    assert found.returncode == 1 and found.stdout.count("trying again in") == 3
+def test_a_model_killed_each_time_fails_with_the_reason(tmp_path: Path) -> None:
+    finished = start_dispatch(tmp_path, *["load"] * 9)
+    assert finished.returncode == 1 and finished.stdout.count("trying again in") == 3
     assert f"ValueError: base model tiny does not load from {tmp_path}, tried 4 times: the worker died: killed by" in (
-        found.stderr
+        finished.stderr
     )
     assert len(list((tmp_path / "kills").iterdir())) == 9 - 4

@@ -1,4 +1,4 @@
-"""What a worker died of is soon alone, and everything else is batched as before."""
+"""Tests that suspects of a crash are soon run alone, and that everything else is batched as before."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 from trainhouse.workers.scheduler.quarantine import Suspects
 
 
-def test_who_was_in_the_fatal_call_is_a_suspect_until_it_has_come_past_it() -> None:
+def test_a_member_of_the_fatal_call_is_a_suspect_until_it_is_past_it() -> None:
     suspects = Suspects()
     assert not suspects and suspects.most_together(["a"]) == math.inf
     suspects.accuse({"a": 7, "b": 3})
@@ -21,7 +21,7 @@ def test_who_was_in_the_fatal_call_is_a_suspect_until_it_has_come_past_it() -> N
     assert not suspects
 
 
-def test_whose_position_nobody_knows_is_a_suspect_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_position_makes_a_suspect_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("trainhouse.workers.scheduler.quarantine.time.monotonic", lambda: now)
     suspects = Suspects()
@@ -35,7 +35,7 @@ def test_whose_position_nobody_knows_is_a_suspect_for_a_while(monkeypatch: pytes
     assert not suspects
 
 
-def test_who_never_comes_back_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspect_that_never_returns_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("trainhouse.workers.scheduler.quarantine.time.monotonic", lambda: now)
     suspects = Suspects()
@@ -48,18 +48,18 @@ def test_who_never_comes_back_is_forgotten_in_the_end(monkeypatch: pytest.Monkey
     assert "a" not in suspects and "b" in suspects and "c" in suspects
 
 
-def test_suspects_shrink_to_one_and_never_below() -> None:
+def test_groups_of_suspects_shrink_to_one_and_never_below() -> None:
     suspects = Suspects(shrinks=4)
-    company = 64
+    group_size = 64
     for expected in (16, 4, 1, 1):
-        suspects.accuse({str(number): 0 for number in range(company)})
-        company = int(suspects.most_together(["0", "innocent"]))
-        assert company == expected
+        suspects.accuse({str(number): 0 for number in range(group_size)})
+        group_size = int(suspects.most_together(["0", "innocent"]))
+        assert group_size == expected
     assert suspects.most_together(["innocent"]) == math.inf
     assert suspects.most_together(["0", "40"]) == 1 and suspects.most_together(["40"]) == 16
 
 
-def test_one_alone_where_nothing_else_was_said() -> None:
+def test_suspects_run_alone_by_default() -> None:
     suspects = Suspects()
     suspects.accuse({str(number): 0 for number in range(64)})
     assert suspects.most_together(["0"]) == 1

@@ -1,4 +1,4 @@
-"""The queue of a group's work: the order of each run, and who comes into the next pass."""
+"""Tests the queue of a group's work: the order of each run, and what enters the next pass."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from trainhouse.workers.scheduler.queue import GroupQueue, OperationChunk
 from trainhouse.workers.scheduler.work import Item, PassWorkItem, WorkerCall, WorkItem
 
 TOKENS = 1600
-"""Of a pass: turns are of 400, and operations of up to 100 are short."""
+"""Tokens of a pass: turns are of 400, and operations of up to 100 are short."""
 
 LOOP = asyncio.new_event_loop()
 LOOP.close()  # futures need one, but nothing is awaited here
@@ -29,7 +29,7 @@ IDS = count()
 
 
 def work_of(run_id: str, item: Item) -> WorkItem[Any]:
-    """Of the tenant that the first letter of the run names."""
+    """Wraps the item as work of the tenant named by the first letter of the run."""
     answer = LOOP.create_future()
     if isinstance(item, ForwardBackwardRequest):
         return PassWorkItem(run_id, run_id[0], item, answer, next(IDS))
@@ -56,12 +56,12 @@ def queue_of(*works: WorkItem[Any], runs: int = 64, suspects: Container[str] = (
     return queue
 
 
-def tokens_of(piece: OperationChunk) -> int:
-    return sum(piece.work.lengths[piece.first_datum : piece.end])
+def tokens_of(chunk: OperationChunk) -> int:
+    return sum(chunk.work.lengths[chunk.first_datum : chunk.end])
 
 
-def runs_of(pieces: Sequence[OperationChunk]) -> list[str]:
-    return [piece.work.key for piece in pieces]
+def runs_of(chunks: Sequence[OperationChunk]) -> list[str]:
+    return [chunk.work.key for chunk in chunks]
 
 
 # --- order ---
@@ -82,8 +82,8 @@ Events = st.lists(
 )
 
 
-class Ranks:
-    """Takes from a queue like a lane does, and checks all that is promised of any call."""
+class CheckedConsumer:
+    """Takes work from a queue like a rank group does, and checks the guarantees of each call."""
 
     def __init__(self, queue: GroupQueue, limits: PassLimits, suspects: Collection[str] = ()) -> None:
         self.queue = queue
@@ -109,54 +109,53 @@ class Ranks:
         for work in works:
             self.done[work.key].append(work)
 
-    def _run(self, pieces: Sequence[OperationChunk]) -> None:
-        longest = max((length for piece in pieces for length in piece.work.lengths), default=0)
-        tokens = sum(map(tokens_of, pieces))
-        assert pieces and len(set(runs_of(pieces))) <= self.limits.max_runs
-        assert len(pieces) == 1 or not any(run_id in self.suspects for run_id in runs_of(pieces))
+    def _run(self, chunks: Sequence[OperationChunk]) -> None:
+        longest = max((length for chunk in chunks for length in chunk.work.lengths), default=0)
+        tokens = sum(map(tokens_of, chunks))
+        assert chunks and len(set(runs_of(chunks))) <= self.limits.max_runs
+        assert len(chunks) == 1 or not any(run_id in self.suspects for run_id in runs_of(chunks))
         assert tokens <= max(self.limits.max_tokens, self.limits.max_tokens / 2 + longest)
-        for piece in pieces:
-            before = self.begun.pop(piece.work.key, None)
-            assert piece.first_datum == (before.end if before else 0)
-            assert before is None or before.work is piece.work
-            assert piece.part.request.data == piece.work.item.data[piece.first_datum : piece.end]
-            assert piece.part.last == (piece.end == len(piece.work.item.data))
-            if piece.last:
-                self.done[piece.work.key].append(piece.work)
+        for chunk in chunks:
+            before = self.begun.pop(chunk.work.key, None)
+            assert chunk.first_datum == (before.end if before else 0)
+            assert before is None or before.work is chunk.work
+            assert chunk.part.request.data == chunk.work.item.data[chunk.first_datum : chunk.end]
+            assert chunk.part.last == (chunk.end == len(chunk.work.item.data))
+            if chunk.last:
+                self.done[chunk.work.key].append(chunk.work)
             else:
-                self.begun[piece.work.key] = piece
+                self.begun[chunk.work.key] = chunk
 
 
 @settings(max_examples=300, deadline=None)
 @given(events=Events, runs=st.integers(1, 4), suspects=st.sets(st.sampled_from(["a0", "b0", "b1"])))
 def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int, suspects: set[str]) -> None:
-    """And a suspect's alone, until it is none any more."""
     limits = PassLimits(TOKENS, runs, {"a": 3.0, "b": 0.5})
-    ranks = Ranks(GroupQueue(limits, suspects), limits, suspects)
+    consumer = CheckedConsumer(GroupQueue(limits, suspects), limits, suspects)
     expected: dict[str, list[WorkItem[Any]]] = defaultdict(list)
     for event in events:
-        waiting = ranks.queue.works()
+        waiting = consumer.queue.works()
         if event == "take":
-            ranks.take()
+            consumer.take()
         elif event == "trust":
             suspects.clear()
-        elif event == "fail" and ranks.begun:
-            failed = ranks.begun.pop(next(iter(ranks.begun))).work
-            ranks.queue.drop(failed)
+        elif event == "fail" and consumer.begun:
+            failed = consumer.begun.pop(next(iter(consumer.begun))).work
+            consumer.queue.drop(failed)
             expected[failed.key].remove(failed)
         elif event == "cancel" and waiting:
-            ranks.queue.cancel(waiting[-1])
+            consumer.queue.cancel(waiting[-1])
             if not waiting[-1].has_begun:
                 expected[waiting[-1].key].remove(waiting[-1])
         elif isinstance(event, tuple):
             run_id, what = event
             work = {"step": step, "verb": verb}[what](run_id) if isinstance(what, str) else operation(run_id, *what)
             expected[run_id].append(work)
-            ranks.queue.add(work)
-    while ranks.take():
+            consumer.queue.add(work)
+    while consumer.take():
         pass
-    assert {key: works for key, works in ranks.done.items() if works} == {k: v for k, v in expected.items() if v}
-    assert not ranks.begun and ranks.queue.num_works == 0 and ranks.queue.num_tokens == 0
+    assert {key: works for key, works in consumer.done.items() if works} == {k: v for k, v in expected.items() if v}
+    assert not consumer.begun and consumer.queue.num_works == 0 and consumer.queue.num_tokens == 0
 
 
 def test_operations_wait_for_the_step_before_them() -> None:
@@ -170,7 +169,7 @@ def runs_of_works(works: Sequence[WorkItem[Any]]) -> list[str]:
     return [work.key for work in works]
 
 
-def test_steps_that_are_ready_go_together_and_before_the_next_pass_but_do_not_starve_passes() -> None:
+def test_ready_steps_run_together_before_the_next_pass_without_starving_passes() -> None:
     steps = [step(run_id) for run_id in ("a", "a", "b", "c")]
     queue = queue_of(*steps, operation("d", 10))
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
@@ -178,8 +177,7 @@ def test_steps_that_are_ready_go_together_and_before_the_next_pass_but_do_not_st
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
 
 
-def test_suspects_hold_up_nobody_else() -> None:
-    """Whoever of a tenant's runs, or of the tenants, is first."""
+def test_suspects_do_not_hold_up_others() -> None:
     operations = [operation(run_id, 50) for run_id in ("a0", "a1", "b0", "c0", "c1", "d0")]
     queue = queue_of(operation("d1", 1000), *operations, suspects=("a0", "b0", "c0"))
     passes = [runs_of(queue.take_pass()) for _ in range(4)]
@@ -187,12 +185,12 @@ def test_suspects_hold_up_nobody_else() -> None:
     assert ["a1", "c1", "d0", "d1"] in map(sorted, passes[:2])
 
 
-def test_a_large_operation_of_a_suspect_and_those_of_all_others_take_turns() -> None:
+def test_a_suspects_large_operation_alternates_with_those_of_others() -> None:
     queue = queue_of(operation("a", *[100] * 12), *[operation(f"b{number}", 1500) for number in range(3)], suspects="a")
     assert [runs_of(queue.take_pass()) for _ in range(6)] == [["a"], ["b0"], ["a"], ["b1"], ["a"], ["b2"]]
 
 
-def test_steps_of_suspects_hold_up_nobody_elses() -> None:
+def test_suspects_steps_do_not_hold_up_those_of_others() -> None:
     queue = queue_of(*(step(run_id) for run_id in ("a", "b", "c", "d", "e")), suspects="abc")
     taken = [runs_of_works(queue.take_steps()) for _ in range(4)]
     assert taken == [["a"], ["d", "e"], ["b"], ["c"]]
@@ -211,15 +209,15 @@ def test_tenants_take_turns_with_their_verbs() -> None:
 
 def test_a_large_operation_is_split_between_data_and_a_small_one_is_not() -> None:
     queue = queue_of(operation("a", *[100] * 40), operation("b", *[100] * 3))
-    pieces = [queue.take_pass() for _ in range(3)]
-    assert [sum(map(tokens_of, each)) for each in pieces] == [1600, 1600, 1100]
-    assert [(each.first_datum, each.end, each.last) for each in pieces[0] if each.work.key == "a"] == [(0, 13, False)]
-    assert [runs_of(each) for each in pieces] == [["a", "b"], ["a"], ["a"]]
+    chunks = [queue.take_pass() for _ in range(3)]
+    assert [sum(map(tokens_of, each)) for each in chunks] == [1600, 1600, 1100]
+    assert [(each.first_datum, each.end, each.last) for each in chunks[0] if each.work.key == "a"] == [(0, 13, False)]
+    assert [runs_of(each) for each in chunks] == [["a", "b"], ["a"], ["a"]]
 
 
-def test_a_sequence_longer_than_a_pass_is_a_part_of_its_own() -> None:
+def test_a_sequence_longer_than_a_pass_is_a_chunk_by_itself() -> None:
     queue = queue_of(operation("a", 10, 5000, 10))
-    parts = [[(piece.first_datum, piece.end) for piece in queue.take_pass()] for _ in range(3)]
+    parts = [[(chunk.first_datum, chunk.end) for chunk in queue.take_pass()] for _ in range(3)]
     assert parts == [[(0, 1)], [(1, 2)], [(2, 3)]]
 
 
@@ -227,7 +225,7 @@ def test_a_sequence_longer_than_a_pass_is_a_part_of_its_own() -> None:
 
 
 class Backlog:
-    """Each of its runs always has `ahead` operations of these lengths."""
+    """Keeps `ahead` operations of these lengths waiting for each of its runs."""
 
     def __init__(self, runs: Sequence[str], *lengths: int, ahead: int = 1) -> None:
         self._runs = runs
@@ -242,21 +240,21 @@ class Backlog:
 
 
 def serve(queue: GroupQueue, num_passes: int, *backlogs: Backlog) -> list[Counter[str]]:
-    """Tokens of each tenant, by pass."""
+    """Returns the tokens of each tenant by pass."""
     served = []
     for _ in range(num_passes):
         for backlog in backlogs:
             for work in backlog.missing(queue):
                 queue.add(work)
         tokens: Counter[str] = Counter()
-        for piece in queue.take_pass():
-            tokens[piece.work.tenant_id] += tokens_of(piece)
+        for chunk in queue.take_pass():
+            tokens[chunk.work.tenant_id] += tokens_of(chunk)
         served.append(tokens)
     return served
 
 
 def most_ahead(served: Sequence[Counter[str]], one: str, other: str, weight: float = 1.0) -> float:
-    """The largest lead that `one` has on `other` over any window of passes; weight: of one, where other's is 1."""
+    """Returns the largest lead of `one` over `other` in any window of passes; weight: of `one`, relative to `other`."""
     leads = [0.0, *accumulate(tokens[one] / weight - tokens[other] for tokens in served)]
     lowest = accumulate(leads, min)
     return max(lead - low for lead, low in zip(leads, lowest, strict=True))
@@ -290,7 +288,7 @@ def test_shares_by_run_would_break_the_bound() -> None:
 
 
 @pytest.mark.parametrize("weight", [2.0, 0.25])
-def test_a_weight_is_a_share(weight: float) -> None:
+def test_tenants_are_served_in_proportion_to_their_weights(weight: float) -> None:
     served = serve(queue_of(a=weight), 300, Backlog(["a0", "a1"], *[90] * 50, ahead=2), ONE_RUN)
     total = sum(served, Counter())
     assert total["a"] / total["b"] == pytest.approx(weight, rel=0.03)
@@ -298,7 +296,7 @@ def test_a_weight_is_a_share(weight: float) -> None:
 
 
 def train(queue: GroupQueue, num_passes: int, **lengths: Sequence[int]) -> list[Counter[str]]:
-    """Tokens of each tenant, by pass. By run: operations of these lengths, a step behind each, three pairs ahead."""
+    """Returns the tokens of each tenant by pass; each run has three pairs waiting of an operation and a step."""
     served: list[Counter[str]] = []
     while len(served) < num_passes:
         waiting = Counter(work.key for work in queue.works())
@@ -310,15 +308,15 @@ def train(queue: GroupQueue, num_passes: int, **lengths: Sequence[int]) -> list[
             queue.take_steps()
             continue
         served.append(Counter())
-        for piece in queue.take_pass():
-            served[-1][piece.work.tenant_id] += tokens_of(piece)
+        for chunk in queue.take_pass():
+            served[-1][chunk.work.tenant_id] += tokens_of(chunk)
     return served
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 @pytest.mark.parametrize("num_data", [1, 5, 20, 50])
-def test_a_share_is_kept_though_a_run_waits_for_its_own_steps(weight: float, num_data: int) -> None:
-    """Also by one whose operations are small beside those of the other, and end early in a pass."""
+def test_a_run_that_waits_for_its_steps_keeps_its_share(weight: float, num_data: int) -> None:
+    """Covers a run whose operations are much smaller than the other's, and end early in a pass."""
     served = train(queue_of(a=weight), 300, a0=[80] * 20, b0=[80] * num_data)
     total = sum(served, Counter())
     assert total["a"] / total["b"] >= 0.9 * weight
@@ -327,7 +325,7 @@ def test_a_share_is_kept_though_a_run_waits_for_its_own_steps(weight: float, num
     assert all(sum(tokens.values()) >= TOKENS / 4 for tokens in served)
 
 
-def test_idleness_earns_nothing() -> None:
+def test_idle_time_earns_no_credit() -> None:
     queue = queue_of()
     both = (Backlog(["a0"], *[90] * 50, ahead=2), ONE_RUN)
     serve(queue, 5, *both)
@@ -341,8 +339,8 @@ def test_runs_of_a_tenant_take_turns() -> None:
     queue = queue_of(*(operation(run_id, *[20] * 800) for run_id in ("a0", "a1", "a2", "a3")))
     served: Counter[str] = Counter()
     for _ in range(10):
-        for piece in queue.take_pass():
-            served[piece.work.key] += tokens_of(piece)
+        for chunk in queue.take_pass():
+            served[chunk.work.key] += tokens_of(chunk)
     assert max(served.values()) - min(served.values()) <= 400 and len(served) == 4
 
 
@@ -368,7 +366,7 @@ def test_a_short_operation_is_in_the_very_next_pass(line: list[Backlog], tenant:
         serve(queue, 3, *line)
         short = operation(f"{tenant}-short", tokens)
         queue.add(short)
-        assert short in [piece.work for piece in queue.take_pass()]
+        assert short in [chunk.work for chunk in queue.take_pass()]
 
 
 def test_an_operation_that_is_not_short_waits_for_its_turn() -> None:
@@ -395,7 +393,7 @@ def test_short_operations_of_many_tenants_do_not_starve_one_with_large_ones() ->
 def test_short_operations_that_fill_all_slots_do_not_starve_large_ones() -> None:
     short = [Backlog([f"{tenant}{i}" for i in range(20)], 5) for tenant in "abcdefgh"]
     served = serve(queue_of(runs=2), 200, *short, Backlog(["0"], *[20] * 1000, ahead=2))
-    # It has turns like everybody: one of nine.
+    # It has turns like all tenants: one of nine.
     assert sum(tokens["0"] > 0 for tokens in served) >= 20
     assert most_ahead(served, "a", "0") <= 2 * TOKENS
 
@@ -405,9 +403,9 @@ def test_short_operations_that_fill_all_slots_do_not_starve_large_ones() -> None
 
 @contextlib.contextmanager
 def counted_lines() -> Iterator[Counter[str]]:
-    """By event, how often this thread begins or ends a function, or runs a line: once each time round a loop, too.
+    """Counts this thread's trace events: calls, returns and lines, which count again in each iteration of a loop.
 
-    Garbage is not collected meanwhile: callbacks and finalizers of others would run at moments of their own.
+    Garbage collection is off meanwhile, because callbacks and finalizers would be counted at random moments.
     """
     events: Counter[str] = Counter()
 
@@ -437,30 +435,30 @@ class OrderingQueue(GroupQueue):
         return super().take_pass()
 
 
-def lines_of_a_pass(kind: type[GroupQueue], num_runs: int, num_tenants: int) -> int:
-    """Those that forming one takes, when so many runs wait with an operation, a step behind each."""
+def events_of_a_pass(kind: type[GroupQueue], num_runs: int, num_tenants: int) -> int:
+    """Returns the trace events of forming one pass while each of the runs waits with an operation and a step."""
     runs = [f"{chr(0x100 + i % num_tenants)}{i}" for i in range(num_runs)]
     queue = kind(PassLimits(TOKENS, 64))
     for work in (*(operation(run_id, 40, 40) for run_id in runs), *map(step, runs)):
         queue.add(work)
     with counted_lines() as events:
-        pieces = queue.take_pass()
-    assert len(pieces) == 20
+        chunks = queue.take_pass()
+    assert len(chunks) == 20
     return events.total()
 
 
 def costs_of_a_pass(kind: type[GroupQueue], of_one_tenant: bool) -> list[int]:
-    return [lines_of_a_pass(kind, num_runs, 1 if of_one_tenant else num_runs) for num_runs in (100, 2000)]
+    return [events_of_a_pass(kind, num_runs, 1 if of_one_tenant else num_runs) for num_runs in (100, 2000)]
 
 
 @pytest.mark.parametrize("of_one_tenant", [True, False])
-def test_work_that_waits_costs_a_pass_nothing(of_one_tenant: bool) -> None:
+def test_waiting_work_does_not_slow_down_forming_a_pass(of_one_tenant: bool) -> None:
     few, many = costs_of_a_pass(GroupQueue, of_one_tenant)
     assert many == few < 4000
 
 
 @pytest.mark.parametrize("kind", [ListingQueue, OrderingQueue])
 @pytest.mark.parametrize("of_one_tenant", [True, False])
-def test_a_look_at_all_that_waits_would_be_seen(kind: type[GroupQueue], of_one_tenant: bool) -> None:
+def test_scanning_all_waiting_work_would_be_detected(kind: type[GroupQueue], of_one_tenant: bool) -> None:
     few, many = costs_of_a_pass(kind, of_one_tenant)
     assert many - few >= 1900

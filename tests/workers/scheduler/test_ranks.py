@@ -1,4 +1,4 @@
-"""The ranks of a base model as one: work is shared out by tokens, and they succeed or fail together."""
+"""Tests that the ranks of a base model share data by tokens, and succeed or fail together."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -20,7 +20,7 @@ def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 200))
 
 
-def test_data_are_shared_out_by_tokens_each_once_and_in_order() -> None:
+def test_data_are_split_evenly_by_tokens_each_once_and_in_order() -> None:
     work = Pass(
         (
             OperationPart(7, supervised("a", 1, 100, 3, 50, 50, 2)),
@@ -44,7 +44,7 @@ def test_data_are_shared_out_by_tokens_each_once_and_in_order() -> None:
             )
 
 
-def test_data_of_a_later_part_keep_their_numbers() -> None:
+def test_data_of_a_later_part_keep_their_indices() -> None:
     (share, _) = split_pass(Pass((OperationPart(7, supervised("a", 1, 5, 6), first_datum=40),)), 2)
     assert list(share.parts[0].share.indices) == [41]
 
@@ -58,7 +58,7 @@ def test_data_of_a_later_part_keep_their_numbers() -> None:
         ("refuse_alone", "rank 1 of 2 failed in refuse_alone, the others did not: refused"),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_killed_together(
+def test_ranks_with_different_outcomes_are_killed_together(
     new_pool: NewPool, method: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "GRACE_SECONDS", 2.0)

@@ -1,4 +1,4 @@
-"""Roles in groups of their own: the same numbers as in one group, and what befalls one group is its own."""
+"""Tests roles in separate groups: the same numbers as in one group, and crashes that affect one group only."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ async def dispatching(
 async def create(
     dispatch: WorkerDispatch, roles: Sequence[str] = ROLES, training: TrainingConfig | None = None
 ) -> None:
-    """A run of each, which is called as its role."""
+    """Creates a run for each role, named after it."""
     for role in roles:
         spec = RunSpec(role, training or LoraConfig(rank=4, seed=1), role)
         await dispatch.create_run(NAME, spec, "tenant")
@@ -79,8 +79,8 @@ def request(run_id: str, loss_fn: str, forward_only: bool) -> ForwardBackwardReq
     return ForwardBackwardRequest(run_id, 0, tuple(data), loss_fn, forward_only=forward_only)
 
 
-async def scored(dispatch: WorkerDispatch, run_id: str, role: str | None = None) -> np.ndarray:
-    """Values or log-probabilities. role: the run's, where it is not called so."""
+async def score(dispatch: WorkerDispatch, run_id: str, role: str | None = None) -> np.ndarray:
+    """Returns values or log-probabilities; role: that of a run which is not named after it."""
     is_critic = (role or run_id) == "critic"
     output = await dispatch.forward_backward(request(run_id, "value_mse" if is_critic else "cross_entropy", True))
     return np.concatenate([each["values" if is_critic else "logprobs"] for each in output.loss_fn_outputs])
@@ -97,33 +97,33 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> list[f
     return losses
 
 
-async def saved(dispatch: WorkerDispatch, run_id: str, directory: Path) -> Path:
+async def save(dispatch: WorkerDispatch, run_id: str, directory: Path) -> Path:
     await asyncio.to_thread(directory.mkdir, parents=True)
     await dispatch.save_run(run_id, directory, optimizer=True)
     return directory
 
 
-async def whole_loop(dispatch: WorkerDispatch, directory: Path, training: TrainingConfig) -> dict[str, np.ndarray]:
-    """Losses, values and log-probabilities on the way, and what was learned."""
+async def run_whole_loop(dispatch: WorkerDispatch, directory: Path, training: TrainingConfig) -> dict[str, np.ndarray]:
+    """Trains, scores and loads checkpoints; returns losses, scores and the learned weights."""
     await create(dispatch, training=training)
     found: dict[str, np.ndarray] = {}
     for number in range(2):
         trained = await asyncio.gather(*(train(dispatch, run_id, 2) for run_id in ("policy", "critic")))
         found |= {f"{role} losses {number}": np.array(each) for role, each in zip(ROLES, trained, strict=False)}
-        scores = await asyncio.gather(*(scored(dispatch, role) for role in ROLES))
+        scores = await asyncio.gather(*(score(dispatch, role) for role in ROLES))
         found |= {f"{role} scores {number}": each for role, each in zip(ROLES, scores, strict=True)}
-        checkpoint = await saved(dispatch, "policy", directory / f"policy-{number}")
+        checkpoint = await save(dispatch, "policy", directory / f"policy-{number}")
         await dispatch.load_run("reference", checkpoint, optimizer=False)
-    await saved(dispatch, "critic", directory / "critic-1")
-    found["reference moved"] = await scored(dispatch, "reference")
+    await save(dispatch, "critic", directory / "critic-1")
+    found["reference moved"] = await score(dispatch, "reference")
     for role in ("policy", "critic"):
         for file in sorted((directory / f"{role}-1").glob("*.safetensors")):
             found |= {f"{role} {file.name} {name}": value for name, value in load_file(file).items()}
     return found
 
 
-def off_by(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Relative to the largest number of each."""
+def relative_differences(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Returns the largest difference of each array, relative to its largest element."""
     assert found.keys() == wanted.keys()
     return {
         name: float(np.abs(found[name] - value).max() / max(np.abs(value).max(), 1e-30))
@@ -150,24 +150,24 @@ def test_roles_apart_and_together_give_the_same_numbers(
 ) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], ()) as dispatch:
-            wanted = await whole_loop(dispatch, tmp_path / "together", training)
+            wanted = await run_whole_loop(dispatch, tmp_path / "together", training)
             assert len(dispatch.pids(NAME)) == 1
         async with dispatching(tiny_models["qwen3"], role_groups, pool) as dispatch:
-            found = await whole_loop(dispatch, tmp_path / "apart", training)
+            found = await run_whole_loop(dispatch, tmp_path / "apart", training)
             assert len(set(dispatch.pids(NAME))) == 3
-        # What is added up in another order by two ranks, Adam divides by its own size.
+        # Adam divides small gradients by their own size, which enlarges the rounding of two ranks' sums.
         tolerance = TOLERANCE if role_groups == APART else 1e-4
-        assert max(off_by(found, wanted).values()) < tolerance
-        # What four steps change, and where the reference is, shows.
+        assert max(relative_differences(found, wanted).values()) < tolerance
+        # The tolerance would notice the change of a few steps, and a reference that did not move.
         for role in ROLES:
             earlier = {"scores": wanted[f"{role} scores 0"]}
-            assert off_by(earlier, {"scores": wanted[f"{role} scores 1"]})["scores"] > 10 * tolerance
+            assert relative_differences(earlier, {"scores": wanted[f"{role} scores 1"]})["scores"] > 10 * tolerance
         np.testing.assert_allclose(found["reference moved"], found["policy scores 1"], rtol=TOLERANCE)
 
     run(check())
 
 
-def test_a_reference_moves_with_the_checkpoints_of_a_policy_that_lives_elsewhere(
+def test_a_reference_loads_checkpoints_of_a_policy_in_another_group(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -176,14 +176,14 @@ def test_a_reference_moves_with_the_checkpoints_of_a_policy_that_lives_elsewhere
             checkpoints = []
             for number in range(2):
                 await train(dispatch, "policy", 2)
-                checkpoints.append(await saved(dispatch, "policy", tmp_path / str(number)))
+                checkpoints.append(await save(dispatch, "policy", tmp_path / str(number)))
                 spec = RunSpec(f"policy then {number}", LoraConfig(rank=4, seed=0))
                 await dispatch.create_run(NAME, spec, "tenant")
                 await dispatch.load_run(spec.run_id, checkpoints[-1], optimizer=False)
-            now, earlier = [await scored(dispatch, f"policy then {number}", "policy") for number in (1, 0)]
+            now, earlier = [await score(dispatch, f"policy then {number}", "policy") for number in (1, 0)]
 
             async def divergence() -> float:
-                return float(np.mean(await scored(dispatch, "policy") - await scored(dispatch, "reference")))
+                return float(np.mean(await score(dispatch, "policy") - await score(dispatch, "reference")))
 
             from_base = await divergence()
             await dispatch.load_run("reference", checkpoints[0], optimizer=False)
@@ -196,19 +196,19 @@ def test_a_reference_moves_with_the_checkpoints_of_a_policy_that_lives_elsewhere
     run(check())
 
 
-def test_a_death_touches_the_runs_of_its_group_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_crash_affects_only_the_runs_of_its_group(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART) as dispatch:
             await create(dispatch)
-            before = await scored(dispatch, "reference")
+            before = await score(dispatch, "reference")
             undisturbed = [await train(dispatch, role, 1) for role in ("policy", "critic")]
-            of_policies, of_critics, of_references = dispatch.pids(NAME)
+            policy_pid, critic_pid, reference_pid = dispatch.pids(NAME)
             training = asyncio.gather(*(train(dispatch, role, 30) for role in ("policy", "critic")))
             await asyncio.sleep(0.1)
-            os.kill(of_references, signal.SIGKILL)
+            os.kill(reference_pid, signal.SIGKILL)
             with pytest.raises(WorkerLost, match=r"base model tiny \(reference\): the worker died"):
                 while True:
-                    await scored(dispatch, "reference")
+                    await score(dispatch, "reference")
             assert not dispatch.is_up(NAME)
             assert dispatch.status(NAME, "reference") == "the worker of tiny (reference) is restarting"
             assert "restarting" not in (dispatch.status(NAME, "policy") or "")
@@ -217,9 +217,9 @@ def test_a_death_touches_the_runs_of_its_group_alone(tiny_models: dict[str, Path
             for losses, (first,) in zip(await training, undisturbed, strict=True):
                 assert len(losses) == 30 and losses[-1] < first
             await create(dispatch, ["reference"])
-            np.testing.assert_allclose(await scored(dispatch, "reference"), before, rtol=TOLERANCE)
+            np.testing.assert_allclose(await score(dispatch, "reference"), before, rtol=TOLERANCE)
             assert dispatch.is_up(NAME)
-            assert dispatch.pids(NAME)[:2] == [of_policies, of_critics] and of_references not in dispatch.pids(NAME)
+            assert dispatch.pids(NAME)[:2] == [policy_pid, critic_pid] and reference_pid not in dispatch.pids(NAME)
             memory = await dispatch.memory()
             assert set(memory) == {"tiny", "tiny (critic)", "tiny (reference)"}
             assert len({each["base_weights"] for each in memory.values()}) == 1
@@ -228,7 +228,7 @@ def test_a_death_touches_the_runs_of_its_group_alone(tiny_models: dict[str, Path
 
 
 @pytest.mark.parametrize(("role_groups", "waits"), [((), True), (APART, False)], ids=["in one group", "apart"])
-def test_a_reference_waits_for_a_pass_of_its_own_group_alone(role_groups: tuple[RoleGroup, ...], waits: bool) -> None:
+def test_a_reference_waits_only_for_passes_of_its_own_group(role_groups: tuple[RoleGroup, ...], waits: bool) -> None:
     async def check() -> None:
         async with dispatching(Path("tiny"), role_groups, worker=RECORDING) as dispatch:
             await create(dispatch, ("policy", "reference"))
@@ -241,7 +241,7 @@ def test_a_reference_waits_for_a_pass_of_its_own_group_alone(role_groups: tuple[
     run(check())
 
 
-def test_what_is_sampled_lives_with_the_policies(tiny_models: dict[str, Path]) -> None:
+def test_only_the_policy_group_samples(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART) as dispatch:
             await create(dispatch)
@@ -253,7 +253,7 @@ def test_what_is_sampled_lives_with_the_policies(tiny_models: dict[str, Path]) -
             for role in ROLES:
                 await dispatch.drop_run(role)
                 with pytest.raises(OperationError, match=f"run {role} is not live"):
-                    await scored(dispatch, role)
+                    await score(dispatch, role)
 
     run(check())
 
@@ -298,7 +298,7 @@ def test_each_base_model_has_its_groups_and_all_share_the_threads(monkeypatch: p
     ],
     ids=["half of them", "beyond the last"],
 )
-def test_devices_that_are_not_there_or_half_anothers_are_refused(
+def test_missing_and_partly_overlapping_devices_are_refused(
     role_groups: tuple[RoleGroup, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -310,13 +310,13 @@ def test_devices_that_are_not_there_or_half_anothers_are_refused(
     assert reason in str(refused.value)
 
 
-def test_a_layout_that_the_model_cannot_have_is_refused_before_anything_is_loaded(tiny_models: dict[str, Path]) -> None:
+def test_an_impossible_layout_is_refused_before_loading(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
-        model, told = WorkerConfig(ServedModel("M", str(tiny_models["qwen3"])), device="cpu"), []
+        model, messages = WorkerConfig(ServedModel("M", str(tiny_models["qwen3"])), device="cpu"), []
         group = RoleGroup(("critic",), ParallelSpec(tp=3))
         with pytest.raises(ValueError, match="--role-group: tp=3 does not divide 4 query heads of M; valid tp: 1, 2"):
-            await WorkerDispatch(DispatchConfig((model,), role_groups=(group,))).start(told.append)
-        assert not told
+            await WorkerDispatch(DispatchConfig((model,), role_groups=(group,))).start(messages.append)
+        assert not messages
 
     run(check())
 

@@ -1,4 +1,4 @@
-"""Layouts of drafts, whatever the target's is."""
+"""Layouts of drafts for any layout of the target."""
 
 import pytest
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
@@ -19,7 +19,7 @@ HEADS, KV_HEADS = 12, 4
         ("sp=8", "replicas=8"),
     ],
 )
-def test_left_out_it_shares_out_tokens_as_the_target_and_else_sequences(target: str, draft: str) -> None:
+def test_default_splits_tokens_like_the_target_and_otherwise_sequences(target: str, draft: str) -> None:
     base = ParallelSpec.parse(target)
     found = default_draft_spec(base, HEADS)
     assert found == ParallelSpec.parse(draft)
@@ -30,7 +30,7 @@ def test_left_out_it_shares_out_tokens_as_the_target_and_else_sequences(target: 
     ("target", "draft"),
     [("tp=2", "replicas=2"), ("fsdp=2", "tp=2"), ("tp=4", "sp=2,tp=2"), ("replicas=2,fsdp=4", "replicas=2,tp=4")],
 )
-def test_it_is_a_factorisation_of_its_own(target: str, draft: str) -> None:
+def test_draft_may_factorise_the_ranks_differently(target: str, draft: str) -> None:
     check_draft_spec(ParallelSpec.parse(draft), ParallelSpec.parse(target), HEADS, KV_HEADS)
 
 
@@ -49,6 +49,6 @@ def test_it_is_a_factorisation_of_its_own(target: str, draft: str) -> None:
         ("replicas=2", "tp=2", "the model's replicas in replicas=2 run independently: use fsdp in place of replicas"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(target: str, draft: str, reason: str) -> None:
+def test_impossible_draft_layouts_are_refused_with_the_reason(target: str, draft: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_draft_spec(ParallelSpec.parse(draft), ParallelSpec.parse(target), HEADS, KV_HEADS)

@@ -1,4 +1,4 @@
-"""What a config.json says is what transformers makes of it, whatever it leaves out."""
+"""A config.json is read as transformers reads it, including the defaults of what it leaves out."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
-# With other values than any default.
+# No value equals a default.
 WHOLE: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 160,
@@ -65,21 +65,21 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
 
 @pytest.mark.parametrize("omitted", OMITTED, ids="-".join)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_what_is_left_out_is_as_transformers_has_it(model_type: str, omitted: tuple[str, ...]) -> None:
+def test_omitted_values_default_as_in_transformers(model_type: str, omitted: tuple[str, ...]) -> None:
     compare(model_type, {key: value for key, value in WHOLE.items() if key not in omitted})
 
 
 @pytest.mark.parametrize("changed", CHANGED, ids=str)
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_said_is_as_transformers_has_it(model_type: str, changed: dict[str, Any]) -> None:
+def test_given_values_are_read_as_in_transformers(model_type: str, changed: dict[str, Any]) -> None:
     compare(model_type, WHOLE | changed)
 
 
 def compare(model_type: str, given: dict[str, Any]) -> None:
     theirs = AutoConfig.for_model(model_type, **given)
     ours = shape_of({"model_type": model_type, **given})
-    # Read by the models with these words: not every config has them.
+    # Not every config has these attributes.
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
     assert (ours.heads, ours.kv_heads, ours.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
@@ -119,7 +119,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         ("Llama-3.1-70B", 70_553_706_496, 131072),
     ],
 )
-def test_public_models_have_as_many_parameters_as_is_said_of_them(name: str, billions: int, positions: int) -> None:
+def test_public_models_have_their_known_parameter_counts(name: str, billions: int, positions: int) -> None:
     shape = read_model(ServedModel(name, str(CONFIGS / f"{name}.json")))
     assert isinstance(shape, ModelShape)
     assert num_parameters(shape) == billions
@@ -139,23 +139,23 @@ def test_public_models_have_as_many_parameters_as_is_said_of_them(name: str, bil
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_the_longest_context_is_what_rope_scaling_reaches(key: str, rope: dict[str, Any] | None, longest: int) -> None:
+def test_longest_context_follows_rope_scaling(key: str, rope: dict[str, Any] | None, longest: int) -> None:
     shape = shape_of({"model_type": "llama", **WHOLE, "max_position_embeddings": 1000, key: rope})
     assert shape.max_positions == longest
     assert shape.rope.kind in str(shape.rope) or shape.rope == Rope()
 
 
-def test_a_model_of_images_has_the_context_of_its_part_for_text() -> None:
+def test_image_models_use_the_context_of_their_text_config() -> None:
     text = WHOLE | {"model_type": "gemma3_text", "max_position_embeddings": 500}
     assert describe_model("m", {"model_type": "gemma3", "text_config": text}).max_positions == 500
 
 
-def test_no_length_is_made_up() -> None:
+def test_unknown_context_length_is_none() -> None:
     assert longest_context(None, Rope()) is None
     assert longest_context(None, Rope("yarn", 4.0, 100)) == 400
 
 
-def test_the_cache_of_the_hub_is_found_as_the_hub_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_is_found_like_the_hub_client_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     directory = tmp_path / "models--some--model" / "snapshots" / "abc"
     directory.mkdir(parents=True)

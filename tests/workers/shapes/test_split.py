@@ -1,4 +1,4 @@
-"""A dimension in sections is shared out and put together again, and read from files where its parts lie."""
+"""A dimension with sections is split over ranks, joined again, and read in slices from files."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ SECTIONS = (8, 4, 4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_parts_make_the_whole_again(size: int) -> None:
+def test_parts_join_to_the_whole(size: int) -> None:
     whole = torch.arange(16 * 3).view(16, 3)
     splits = [Split("tp", size, index, SECTIONS) for index in range(size)]
     parts = [split.part(whole, 0) for split in splits]
@@ -19,11 +19,11 @@ def test_parts_make_the_whole_again(size: int) -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 2])
-def test_stretches_are_where_the_parts_lie(size: int, num_parts: int) -> None:
+def test_slices_select_the_parts_of_the_file(size: int, num_parts: int) -> None:
     whole = torch.arange(16)
     for index in range(size):
         split = Split("tp", size, index, SECTIONS)
         for number, wanted in enumerate(split.part(whole, 0).chunk(num_parts)):
-            stretches = split.slices(number, num_parts)
-            assert torch.equal(torch.cat([whole[each] for each in stretches]), wanted)
-            assert all(each.start < each.stop for each in stretches)
+            slices = split.slices(number, num_parts)
+            assert torch.equal(torch.cat([whole[each] for each in slices]), wanted)
+            assert all(each.start < each.stop for each in slices)

@@ -1,4 +1,4 @@
-"""What a user puts otherwise than the table of styles."""
+"""Style overrides: patterns that replicate parts of a layer."""
 
 from pathlib import Path
 
@@ -28,20 +28,18 @@ from trainhouse.workers.shapes.styles import PLAN, replicated_units
     ],
     ids=str,
 )
-def test_the_last_pattern_that_covers_a_part_of_a_layer_says_its_style(
-    overrides: list[str], units: tuple[ShardedUnit, ...]
-) -> None:
+def test_last_matching_pattern_sets_the_style(overrides: list[str], units: tuple[ShardedUnit, ...]) -> None:
     assert replicated_units(overrides) == units
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.mlp.*=replicate", "*=replicate"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_moe_mixed"])
-def test_a_pattern_may_be_of_more_than_a_model_has(kind: str, pattern: str, tiny_models: dict[str, Path]) -> None:
+def test_patterns_may_match_parts_the_model_lacks(kind: str, pattern: str, tiny_models: dict[str, Path]) -> None:
     shape = read_model(ServedModel("M", str(tiny_models[kind])))
     check_layout(ParallelSpec(tp=2, replicated=replicated_units([pattern])), shape)
 
 
 @pytest.mark.parametrize("name", PLAN)
-def test_a_single_weight_of_several_is_not_replicated_alone(name: str) -> None:
+def test_one_weight_of_a_unit_cannot_be_replicated_alone(name: str) -> None:
     with pytest.raises(ValueError, match="which must have the same style as"):
         replicated_units([f"{name}=replicate"])

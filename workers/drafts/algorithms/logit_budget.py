@@ -19,8 +19,8 @@ _ON_GPU = 256 << 20
 class LogitBudget:
     """The limits of a chunk.
 
-    num_guesses: the most draft tokens in a chunk.
-    num_bytes: the most bytes of a tensor with their logits, unless a single row needs more. About five such tensors
+    max_draft_tokens: the most draft tokens in a chunk.
+    max_bytes: the most bytes of a tensor with their logits, unless a single row needs more. About five such tensors
     exist at a time.
     """
 

@@ -28,7 +28,7 @@ def own_parameters(parameters: Sequence[ModelParameter], mesh: Mesh) -> list[Mod
 def _own(parameter: ModelParameter, mesh: Mesh) -> ModelParameter:
     module, team = parameter.key.split(".")[-2], mesh.along("tp")
     if module not in _DIMS:
-        return replace(parameter, is_repeated=module not in _SUMMED)
+        return replace(parameter, is_replicated_over_tp=module not in _SUMMED)
     dim = _DIMS[module]
     if parameter.shape[dim] % team.size:
         raise OperationError(

@@ -26,7 +26,7 @@ class Blocks:
     """m blocks of `size` tokens, sampled from packed sequences.
 
     anchors: int64 [m], positions of the anchors among n packed tokens, ascending.
-    known_anchors: the same numbers on the host, which can be read without waiting for the device.
+    host_anchors: the same numbers on the host, which can be read without waiting for the device.
     stops: int64 [m], the ends of the blocks' sequences. spans: one for each sequence, covering all blocks in order.
     """
 

@@ -40,7 +40,7 @@ class DraftLengths:
 class TargetStates:
     """The target's features at n tokens of m sequences, concatenated, at least one token of each.
 
-    captured: [n, layers * hidden]. following: int64 [n], the token after each.
+    captured: [n, layers * hidden]. next_tokens: int64 [n], the token after each.
     chunks: for each sequence, where its tokens go in the draft's KV cache, after all earlier ones.
     """
 

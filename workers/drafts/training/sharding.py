@@ -51,7 +51,7 @@ class DraftBatchShare:
     """The sequences of a lesson that one block of ranks trains on, concatenated.
 
     tokens: int64 [n], their positions in the lesson.
-    known: the tokens whose features this rank needs: its own shard, and the look-ahead of the draft after it.
+    needed: the tokens whose features this rank needs: its own shard, and the look-ahead of the draft after it.
     """
 
     lesson: DraftBatch

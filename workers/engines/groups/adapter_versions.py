@@ -51,8 +51,8 @@ class GroupAdapterVersion:
 
     worker_id: its id in the worker.
     number: the version of the copy that it was loaded from; 0 if it is not fully loaded.
-    num_deaths: the group's count of crashes when it was loaded. A later crash has lost it.
-    stays: its weights must not change while requests use it.
+    crash_epoch: the group's count of crashes when it was loaded. A later crash has lost it.
+    is_immutable: its weights must not change while requests use it.
     num_users: requests that use it.
     """
 

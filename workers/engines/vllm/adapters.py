@@ -36,8 +36,8 @@ class VllmAdapterVersion:
     """One version of an adapter.
 
     num_users: requests that use it.
-    vllm_start: the start (VllmServer.num_starts) of the vLLM that has loaded it.
-    training_deaths: the training group's count of crashes when it loaded it.
+    vllm_epoch: the start (VllmServer.num_starts) of the vLLM that has loaded it.
+    training_crash_epoch: the training group's count of crashes when it loaded it.
     """
 
     name: str

@@ -10,7 +10,7 @@ class VllmServer(Protocol):
     name: for messages.
     url, api_key: may change when our own server restarts.
     num_starts: increases with each start, which loses everything loaded before.
-    patience_seconds: how long requests wait while the server is down; None means until it is back.
+    retry_seconds: how long requests wait while the server is down; None means until it is back.
     """
 
     @property

@@ -25,9 +25,9 @@ from ..requests.sequence_table import SequenceTable
 class Prefill:
     """Tokens to run before sampling, of which `computed` are in the cache, and the sequences that continue from them.
 
-    rows: the first one's slot stores the tokens; without `cached` none has a slot.
+    sequences: the first one's slot stores the tokens; without `cached` none has a slot.
     namespace: see Prefixes.
-    draws: whether the next token is sampled at the end of the prefill.
+    samples_next: whether the next token is sampled at the end of the prefill.
     """
 
     sequences: list[SequenceState]

@@ -16,7 +16,7 @@ class SamplingBatch:
     """rows: at least one; those of the same adapter are adjacent.
     lines: their rows in the table, int64, [n].
     runs: of their adapters.
-    adjusting: None if no sequence needs processed logits.
+    processors: None if no sequence needs processed logits.
     watched: the indices of the sequences that need a look at each token.
     most_top: the largest topk_sample_logprobs.
     stops: stop tokens, padded with -1, int64, [n, k]; None if there are none.

@@ -56,11 +56,11 @@ class SequenceState:
     """One sequence (sample) of a job.
 
     tokens, logprobs: int32 and float32, as of when it last left the table or was copied from it.
-    line: its row in the table; NOWHERE while it waits and after it has ended.
+    table_row: its row in the table; NOWHERE while it waits and after it has ended.
     top: the likeliest tokens at each position, if requested.
     namespace: of its keys and values, see Prefixes.
-    guessed: statistics of its draft tokens.
-    goes_alone: decodes without a draft from now on.
+    draft_stats: statistics of its draft tokens.
+    without_draft: decodes without a draft from now on.
     """
 
     def __init__(self, job: "Job", sample: int, noise_key: int) -> None:

@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny models, made once a session."""
+"""Shared fixtures: tiny models, and servers on them."""
 
 import contextlib
 import gc
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-# Before anything imports transformers: tests never ask a hub for anything, and print no progress bars.
+# Must precede any import of transformers: tests use no hub, and print no progress bars.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TINKER_TELEMETRY"] = "0"
@@ -29,7 +29,7 @@ assert Path(trainhouse.__file__).resolve().parent == ROOT, (
 
 
 class TinyModels(dict[str, Path]):
-    """Kind -> directory of a saved random model, made when it is first asked for."""
+    """Maps a kind to the directory of a saved random model, which is made at the first access."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
@@ -42,13 +42,13 @@ class TinyModels(dict[str, Path]):
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Kind -> directory of a saved random model."""
+    """Maps a kind to the directory of a saved random model."""
     return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(params=["kernels", "torch"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test by kernels.c, and as where no compiler is."""
+    """Runs a test with kernels.c, and as if there were no compiler."""
     from trainhouse.workers.ops import kernels
 
     assert kernels.load_kernels() is not None, "no C compiler here: install gcc or clang"
@@ -68,7 +68,6 @@ def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def postgres() -> "Iterator[Databases]":
-    """A running PostgreSQL."""
     from .postgres import NoPostgresError, databases
 
     with contextlib.ExitStack() as stack:
@@ -81,14 +80,13 @@ def postgres() -> "Iterator[Databases]":
 
 @pytest.fixture
 def postgres_url(postgres: "Databases") -> Iterator[str]:
-    """Of an empty database, for --database-url."""
+    """Yields the URL of an empty database, for --database-url."""
     with postgres.database() as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The path of a Python that has vLLM."""
     python = os.environ.get("TRAINHOUSE_VLLM_PYTHON")
     if not python:
         pytest.skip("TRAINHOUSE_VLLM_PYTHON names no Python that has vLLM: make test-vllm")
@@ -96,15 +94,14 @@ def vllm_python() -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported, and the tests themselves, stay: to look through them takes a second each time that garbage is
-    collected."""
+    """Freezes imported objects and tests: scanning them would take a second in each garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Beside a failure, what the live servers of that moment have logged."""
+    """Adds the logs of the running live servers to a failure's report."""
     report = yield
     if report.failed:
         report.sections += [(f"log of {server.url}", server.log_tail()) for server in RUNNING]

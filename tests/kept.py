@@ -1,4 +1,4 @@
-"""`trainhouse workers` for tests: a process that keeps ranks, with a secret of its own, ended by its process id."""
+"""`trainhouse workers` for tests: a process that keeps ranks, with its own secret, stopped by its process id."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ class Workers:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of a server that attaches to them."""
+        """Returns the options of a server that attaches to these workers."""
         return {"workers": self.address, "workers_secret_file": self.secret_file}
 
 
@@ -35,7 +35,7 @@ def kept_workers(
     below: Sequence[str] = (),
     **options: object,
 ) -> Iterator[Workers]:
-    """below: a command that runs the one that follows it. options: as those of live_server."""
+    """below: prefix of the command. options: like those of live_server."""
     directory.mkdir(parents=True, exist_ok=True)
     log, ready, secret_file = (directory / name for name in ("workers.log", "workers.ready", "secret"))
     secret_file.touch(0o600)
@@ -52,7 +52,7 @@ def kept_workers(
 
 
 def _address(process: "subprocess.Popen[bytes]", ready: Path, log: Path) -> str:
-    deadline = time.monotonic() + 2 * READY_SECONDS  # for a Ray cluster, too
+    deadline = time.monotonic() + 2 * READY_SECONDS  # a Ray cluster takes longer
     while time.monotonic() < deadline and process.poll() is None:
         if ready.is_file():
             return ready.read_text().strip()

@@ -1,4 +1,4 @@
-"""A tokenizer for tiny models that writes text: byte-level, merges of two and more letters, a chat template."""
+"""A tokenizer for tiny models that produces text: byte-level, with merges of several letters, and a chat template."""
 
 from pathlib import Path
 

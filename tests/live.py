@@ -1,4 +1,4 @@
-"""A server process for tests: started on a free loopback port, stopped by its own process id, its log kept."""
+"""A server process for tests on a free loopback port; it is stopped by its own process id, and its log is kept."""
 
 import os
 import re
@@ -16,17 +16,17 @@ import pytest
 
 READY_SECONDS = 120
 STOP_SECONDS = 20
-# Where the ranks of a base model run, and how many: options of a server.
+# Server options: pool and layout of the ranks of a base model.
 MANNERS: dict[str, dict[str, Any]] = {
     "local": {},
     "ray": {"pool": "ray"},
     "fsdp=2": {"parallel": "fsdp=2"},
     "tp=2": {"parallel": "tp=2"},
 }
-# For fixtures that start a server: only the first of them takes part in a short run.
+# For fixtures that start a server: a short test run uses only the first of them.
 EACH_MANNER = [pytest.param(manner, marks=[pytest.mark.full] if manner != "local" else []) for manner in MANNERS]
 EACH_LAYOUT = [each for each in EACH_MANNER if each.values != ("ray",)]
-RUNNING: list["LiveServer"] = []  # conftest shows their logs beside a failed test
+RUNNING: list["LiveServer"] = []  # conftest adds their logs to failed tests
 
 
 @dataclass(eq=False)
@@ -48,12 +48,12 @@ def live_server(
     module: str = "trainhouse.server",
     **options: object,
 ) -> Iterator[LiveServer]:
-    """`options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3, a list several of them. The same
-    `state_dir` = a restart.
+    """Starts a server and stops it at the end; the same `state_dir` makes it a restart.
 
-    module: what `python -m` runs.
+    `options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3; a list repeats the flag. module: run
+    with `python -m`.
     """
-    # A new one is closed to others, else the server does it, and warns.
+    # Private from the start; otherwise the server restricts it, and warns.
     state_dir.mkdir(0o700, parents=True, exist_ok=True)
     log, ready = state_dir / "server.log", state_dir / "ready"
     ready.unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def arguments(
     models: Mapping[str, Path | str], state_dir: Path, pool: str, ready: Path, options: Mapping[str, object]
 ) -> list[str]:
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
-    # One thread: tiny models gain nothing from more, and tests share their cores with others.
+    # Tiny models gain nothing from more threads.
     knobs = {"threads": 1, "drain_seconds": 5} | dict(options)
     flags += flags_of(knobs)
     fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
@@ -89,7 +89,7 @@ def flags_of(options: Mapping[str, object]) -> list[str]:
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as output:
-        # A session of its own, so that a server that will not stop can be ended together with its workers.
+        # In a new session, so that a server that does not stop can be killed together with its workers.
         return subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -119,7 +119,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def save_byte_tokenizer(directory: Path) -> None:
-    """Beside a tiny model: 0 <pad>, 1 <s>, 2 </s>, then the 256 bytes; with a chat template."""
+    """Adds a tokenizer to a tiny model: 0 <pad>, 1 <s>, 2 </s>, then the 256 bytes; with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""The packages that a checkout needs, with the releases that are installed: what deploy/requirements.lock says.
+"""Writes deploy/requirements.lock: the packages that a checkout needs, with the installed releases.
 
-`python -m trainhouse.tests.lock` prints it; `make lock` does so from an environment made of the newest releases.
+`python -m trainhouse.tests.lock` prints it; `make lock` runs that in an environment of the newest releases.
 """
 
 import tomllib
@@ -20,13 +20,13 @@ HEAD = """\
 
 
 def declared() -> Mapping[str, list[str]]:
-    """Requirements by extra; "" = those of every install."""
+    """Returns requirements by extra; "" = those of every install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {"": project["dependencies"], **project["optional-dependencies"]}
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
-    """The names of the packages that these bring, as they are installed."""
+    """Returns the names of the installed packages that these requirements bring."""
     found: set[tuple[str, str]] = set()
     waiting = [Requirement(each) for each in requirements]
     while waiting:
@@ -34,8 +34,8 @@ def closure(requirements: Iterable[str]) -> set[str]:
         name = canonicalize_name(wanted.name)
         for extra in {"", *wanted.extras} - {extra for known, extra in found if known == name}:
             found.add((name, extra))
-            of_package = map(Requirement, metadata.requires(name) or [])
-            waiting += [each for each in of_package if each.marker is None or each.marker.evaluate({"extra": extra})]
+            dependencies = map(Requirement, metadata.requires(name) or [])
+            waiting += [each for each in dependencies if each.marker is None or each.marker.evaluate({"extra": extra})]
     return {name for name, _ in found}
 
 

@@ -1,4 +1,4 @@
-"""The official SDK in tests: its clean-up is waited for only so long, for what has to be true is the server's part."""
+"""The official SDK in tests. Its clean-up may hang, so tests wait only until the server has ended the session."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,10 @@ CLEAN_UP_SECONDS = 5
 
 @contextmanager
 def official_service(url: str, key: str) -> Iterator[tinker.ServiceClient]:
-    """A service client whose session has ended on the server afterwards.
+    """Yields a service client whose session has ended on the server afterwards.
 
-    Raises AssertionError, with what the SDK was still at, when the session did not end.
+    Raises:
+        AssertionError: the session did not end; lists the SDK's pending tasks.
     """
     service = tinker.ServiceClient(base_url=url, api_key=key)
     try:
@@ -27,11 +28,11 @@ def official_service(url: str, key: str) -> Iterator[tinker.ServiceClient]:
     finally:
         _close(service, url, key)
         with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-            gc.collect()  # of connections that the SDK leaves open, not in the midst of the next test
+            gc.collect()  # collects connections that the SDK leaves open now, not during the next test
 
 
 def _close(service: tinker.ServiceClient, url: str, key: str) -> None:
-    """A race in the SDK's clean-up may leave it waiting for a task of its own for ever."""
+    """A race in the SDK's clean-up may leave it waiting forever for one of its own tasks."""
     holder, closing = service.holder, service.close("success")
     session_id, deadline = holder.get_session_id(), time.monotonic() + CLOSE_SECONDS
     while time.monotonic() < deadline:

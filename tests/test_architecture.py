@@ -1,4 +1,4 @@
-"""The layout: which package and which folder may import which, and that the explicit package list is the tree."""
+"""Layering: which packages and folders may import which; and the package list equals the tree."""
 
 import ast
 import subprocess
@@ -13,13 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("client", "examples", "schemas", "server", "workers")
 
 # package -> the first-party packages that it may import
-ARROWS = {
+MAY_IMPORT = {
     "schemas": {"schemas"},
     "client": {"client", "schemas"},
     "workers": {"workers", "schemas"},
     "server": {"server", "schemas", "workers"},
 }
-# Folders, from the top: each imports only what stands below it, for type checkers as at run time.
+# Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
 cli serving routes openai runs sampling checkpoints features journal tenants replication http logs config files store
 text
@@ -38,13 +38,13 @@ FOLDERS = [
     *("client", "schemas/codec", "schemas"),
 ]
 
-# What of workers a process without torch may import: modules, and folders with all that is in them.
+# Modules and whole folders of workers that a process without torch may import.
 TORCH_FREE = {
     *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
     *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/model_cache"),
 }
 
-# Of workers, what is the same for every kind of model.
+# Modules of workers that are the same for every kind of model.
 CORE = (
     *(
         "batch/micro_batch",
@@ -71,7 +71,7 @@ def sources(package: str) -> Iterator[Path]:
 
 
 def first_party_imports(path: Path) -> Iterator[tuple[str, ...]]:
-    """Relative imports of a file as absolute dotted parts below the root package."""
+    """Yields a file's relative imports as absolute dotted parts below the root package."""
     package = path.relative_to(ROOT).parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -82,16 +82,16 @@ def first_party_imports(path: Path) -> Iterator[tuple[str, ...]]:
             yield from (base + module + (alias.name,) for alias in node.names)
 
 
-@pytest.mark.parametrize("package", ARROWS)
-def test_imports_follow_the_arrows(package: str) -> None:
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_import_only_what_they_may(package: str) -> None:
     for path in sources(package):
         for target in first_party_imports(path):
             if target[0] in PACKAGES:
-                assert target[0] in ARROWS[package], f"{path} imports {'.'.join(target)}"
+                assert target[0] in MAY_IMPORT[package], f"{path} imports {'.'.join(target)}"
 
 
 def modules_imported(path: Path) -> Iterator[Path]:
-    """The first-party files that a file's relative imports load."""
+    """Yields the first-party files that a file's relative imports load."""
     for target in first_party_imports(path):
         module = ROOT.joinpath(*target)
         if (file := module.with_suffix(".py")).is_file() or (file := module / "__init__.py").is_file():
@@ -99,7 +99,9 @@ def modules_imported(path: Path) -> Iterator[Path]:
 
 
 def imports_upward(folders: Sequence[str]) -> Iterator[str]:
-    """What folders import of those that stand above them. A folder may hold others, and import them or be imported."""
+    """Yields imports of folders above the importing one. A folder may contain others, and the two may import each
+    other.
+    """
     height = {folder: number for number, folder in enumerate(folders)}
     for folder in folders:
         for path in (ROOT / folder).glob("*.py"):
@@ -110,20 +112,20 @@ def imports_upward(folders: Sequence[str]) -> Iterator[str]:
                     yield f"{path} imports {file}"
 
 
-def test_folders_import_only_what_stands_below_them() -> None:
+def test_folders_import_only_folders_below_them() -> None:
     assert not list(imports_upward(FOLDERS))
     swapped = [*FOLDERS]
     server, runs = FOLDERS.index("server/sampling"), FOLDERS.index("server/runs")
     swapped[server], swapped[runs] = swapped[runs], swapped[server]
-    assert any("server/runs" in line for line in imports_upward(swapped)), "an arrow the other way is found"
+    assert any("server/runs" in line for line in imports_upward(swapped)), "an upward import must be found"
 
 
-def test_every_folder_stands_somewhere() -> None:
-    found = {path.parent.relative_to(ROOT).as_posix() for name in ARROWS for path in sources(name)}
+def test_every_folder_is_in_the_order() -> None:
+    found = {path.parent.relative_to(ROOT).as_posix() for name in MAY_IMPORT for path in sources(name)}
     assert found == set(FOLDERS)
 
 
-def test_server_reaches_only_the_torch_free_part_of_workers() -> None:
+def test_server_imports_only_torch_free_modules_of_workers() -> None:
     for path in sources("server"):
         for file in modules_imported(path):
             name = file.relative_to(ROOT).with_suffix("").as_posix()
@@ -133,7 +135,7 @@ def test_server_reaches_only_the_torch_free_part_of_workers() -> None:
 
 
 def words(path: Path) -> Iterator[str]:
-    """That a file's code consists of: names, attributes, modules, and strings that are a single word."""
+    """Yields names, attributes, modules and one-word strings of a file's code."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.Constant(value=str(word)):
@@ -144,19 +146,19 @@ def words(path: Path) -> Iterator[str]:
                 yield from word.split(".")
 
 
-def test_the_core_knows_no_kind_of_model_by_name() -> None:
-    """What runs passes, takes steps, moves and saves: kinds differ by what their Program says."""
+def test_core_modules_do_not_name_kinds_of_models() -> None:
+    """The core runs passes, takes steps, moves and saves; kinds differ only in their Program."""
     kinds = {path.stem for path in (ROOT / "workers" / "programs").glob("*.py")} - {"__init__"}
     kinds |= {"eagle3", "dflash"}
     assert {"policy", "critic"} <= kinds
     for path in [ROOT / "workers" / f"{name}.py" for name in CORE]:
         assert not kinds & {word.lower() for word in words(path)}, path
-    assert kinds & {word.lower() for word in words(ROOT / "workers" / "heads" / "values.py")}, (
-        "a head may, and is found"
+    assert kinds & {word.lower() for word in words(ROOT / "workers" / "heads" / "value_head.py")}, (
+        "names of kinds must be found"
     )
 
 
-def test_ray_is_imported_by_the_pools_alone() -> None:
+def test_ray_is_imported_only_by_its_pool() -> None:
     for package in PACKAGES:
         for path in sources(package):
             imported = {
@@ -178,27 +180,27 @@ def test_ray_is_imported_by_the_pools_alone() -> None:
         "trainhouse.server.cli.plan",
     ],
 )
-def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
+def test_server_and_client_do_not_load_torch_or_ray(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_command_line_loads_the_application_to_serve_alone() -> None:
+def test_command_line_loads_the_application_only_to_serve() -> None:
     code = "import sys, trainhouse.server.cli.commands; print([name for name in sys.modules if name in sys.argv])"
     parts = ["uvicorn", "trainhouse.server.serving.app", "trainhouse.server.serving.server_process"]
     done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_client_needs_only_the_bare_install() -> None:
-    """httpx, pydantic, numpy and protobuf: it works where nothing of the [server] extra can be imported."""
+def test_client_needs_only_the_bare_install() -> None:
+    """Only httpx, pydantic, numpy and protobuf: the client works without the packages of the [server] extra."""
     extra = ["fastapi", "ray", "sqlalchemy", "starlette", "tokenizers", "torch", "transformers", "uvicorn", "zstandard"]
     code = f"import sys; sys.modules.update(dict.fromkeys({extra})); import trainhouse; trainhouse.ServiceClient"
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
 
 
-def test_the_package_list_is_the_tree() -> None:
+def test_package_list_equals_the_tree() -> None:
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {"trainhouse"} | {
         ".".join(("trainhouse", *path.parent.relative_to(ROOT).parts))

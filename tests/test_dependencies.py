@@ -1,4 +1,4 @@
-"""What the packages import is declared, what is declared is used, and the lock names the releases of all of it."""
+"""Imported packages are declared, declared ones are used, and the lock names the releases of all of them."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from .lock import LOCK, ROOT, closure, declared, locked
 
-# extras whose packages a folder may import; where those of the bare install are missing it says so itself
+# Extras whose packages a folder may import.
 EXTRAS = {
     "schemas": ("", "server"),
     "client": ("", "server"),
@@ -22,7 +22,7 @@ EXTRAS = {
     "examples": ("", "demo", "dev"),
     "tests": ("", "server", "quantization", "postgres", "s3", "demo", "dev"),
 }
-# module -> the declared package that has it, or needs it anyway
+# module -> the declared package that contains or requires it
 BROUGHT = {
     "pydantic_core": "pydantic",
     "typing_extensions": "pydantic",
@@ -32,9 +32,9 @@ BROUGHT = {
     "requests": "moto",
     "packaging": "pytest",
 }
-# In environments of their own.
+# Installed in separate environments.
 ELSEWHERE = {"datasets", "trl", "vllm", "__main__"}
-# package -> what uses it without an import that is seen
+# package -> its user, if no import shows it
 USED_BY = {
     "fastapi-offline": "routes/pages.py reads its files",
     "httptools": "uvicorn's protocol for it, on which connections.py builds",
@@ -51,7 +51,7 @@ USED_BY = {
 
 
 def imports(package: str) -> Iterator[tuple[str, str]]:
-    """A file, and the top-level module of others that it imports."""
+    """Yields files with the third-party top-level modules that they import."""
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -74,25 +74,25 @@ def packages_of(module: str) -> set[str]:
 
 @cache
 def installed() -> Mapping[str, list[str]]:
-    """Packages by module."""
+    """Returns the distributions by module."""
     return metadata.packages_distributions()
 
 
 @pytest.mark.parametrize("package", EXTRAS)
-def test_what_is_imported_is_declared(package: str) -> None:
+def test_imported_packages_are_declared(package: str) -> None:
     may = names_of(*EXTRAS[package])
     assert not [(path, module) for path, module in imports(package) if not packages_of(module) & may]
 
 
-def test_what_is_declared_is_used() -> None:
+def test_declared_packages_are_used() -> None:
     used = {name for package in EXTRAS for _, module in imports(package) for name in packages_of(module)}
     everything = names_of(*declared())
     assert everything - used - set(USED_BY) == set()
     assert set(USED_BY) <= everything, "no longer declared"
 
 
-def test_what_a_client_cannot_do_without_comes_with_it() -> None:
-    """At the top of a file: what is imported below it is missed only there."""
+def test_client_imports_only_the_bare_install() -> None:
+    """Checks imports at the top of files; later ones are optional."""
     for package in ("client", "schemas"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.parse(path.read_text()).body:
@@ -101,8 +101,8 @@ def test_what_a_client_cannot_do_without_comes_with_it() -> None:
                     assert module in sys.stdlib_module_names or packages_of(module) & names_of(""), path
 
 
-def test_the_lock_names_what_is_installed_and_no_host() -> None:
-    """`make setup` installs what it says; after another requirement, `make lock` writes it anew."""
+def test_lock_equals_the_installed_releases() -> None:
+    """`make setup` installs the lock; `make lock` rewrites it after a requirement was added."""
     text = LOCK.read_text()
     assert text == locked(), "run make lock, or make setup where this environment is older"
     pins = [line for line in text.splitlines() if not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to run."""
+"""The README's commands and links work."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from .live import LiveServer
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 
-def test_the_client_loop_runs_as_printed_and_its_loss_falls(shared_server: LiveServer) -> None:
+def test_client_example_runs_and_its_loss_falls(shared_server: LiveServer) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.splitlines()) <= 14
     code = code.replace("http://127.0.0.1:8000", shared_server.url).replace(
@@ -25,7 +25,7 @@ def test_the_client_loop_runs_as_printed_and_its_loss_falls(shared_server: LiveS
     assert losses[-1] < losses[0]
 
 
-def test_every_make_target_and_file_the_readme_names_exists() -> None:
+def test_make_targets_and_linked_files_exist() -> None:
     root = Path(__file__).resolve().parent.parent
     targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`?make ([a-z][a-z-]*)", README)) - {"lint"} <= targets

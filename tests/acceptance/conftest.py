@@ -1,6 +1,6 @@
-"""What scripts end with where nothing goes wrong; and a place to collect what the official SDK leaves.
+"""Results of undisturbed training scripts, and a collection of what the official SDK leaves open.
 
-It never closes some of its connections: here nobody is blamed for them.
+The SDK never closes some of its connections; tests must not fail because of them.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import pytest
 from .crashing import Crashing, Trained, train
 
 Undisturbed = Callable[..., list[Trained]]
-"""By the number of steps, and what is trained (see training_script)."""
+"""Takes the number of steps, and what is trained (see training_script)."""
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +31,8 @@ def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="package", autouse=True)
-def _collect_what_the_sdk_left() -> Iterator[None]:
-    """As soon as these tests are over: a later test would be failed for whatever is collected while it runs."""
+def _collect_sdk_leftovers() -> Iterator[None]:
+    """Runs right after these tests; otherwise a later test would fail because of objects collected while it runs."""
     yield
     deadline = time.monotonic() + 10
     with warnings.catch_warnings():
@@ -45,5 +45,5 @@ def _collect_what_the_sdk_left() -> Iterator[None]:
 
 
 def _has_open_transports() -> bool:
-    # By type: isinstance would ask lazy proxies of other libraries, some of which warn.
+    # Not isinstance, which would trigger lazy proxies of other libraries, some of which warn.
     return any(issubclass(type(each), asyncio.Transport) for each in gc.get_objects())

@@ -1,4 +1,4 @@
-"""A server that tests kill, damage and starve while scripts train on it, and what the scripts have in the end."""
+"""A server that tests kill, damage and starve while scripts train on it, and the scripts' final results."""
 
 import json
 import os
@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 OPTIONS = {"snapshot_steps": 3}
 
 Faults = Mapping[int, Callable[[], None]]
-"""By the step of the first tenant that they follow."""
+"""Keys: the step of the first tenant after which the fault happens."""
 
 
 def free_port() -> int:
@@ -33,16 +33,16 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     pass
 
 
 @dataclass
 class Crashing:
-    """A server on one port that can be killed and started again, and so can its worker.
+    """A server on a fixed port that can be killed and restarted, and so can its worker.
 
-    options: as of `live_server`. state_dir: where its state is, if not in `directory` beside its log. module: what is
-    run. pids: of all servers so far.
+    options: of `live_server`. state_dir: relative to `directory`, which has the log. module: run with `python -m`.
+    pids: of all servers so far.
     """
 
     model: Path
@@ -75,20 +75,20 @@ class Crashing:
         return self._server.process.pid
 
     def signal_worker(self, number: signal.Signals) -> None:
-        """All its ranks, as soon as there are any: they may just have died."""
+        """Signals all its ranks, after waiting until there are some: they may have just died."""
         until(lambda: worker_pids(self.pid))
         for pid in worker_pids(self.pid):
-            with suppress(ProcessLookupError):  # one ends with the other
+            with suppress(ProcessLookupError):  # one rank's end may end the others
                 os.kill(pid, number)
 
     def signal_rank(self, number: signal.Signals) -> None:
-        """The last of them that was started, once there are several."""
+        """Signals the rank that started last, after waiting until there are several."""
         until(lambda: len(worker_pids(self.pid)) > 1)
-        with suppress(ProcessLookupError, ValueError):  # they have ended meanwhile
+        with suppress(ProcessLookupError, ValueError):  # the ranks have just ended
             os.kill(max(worker_pids(self.pid)), number)
 
-    def restart(self, meanwhile: Callable[[], None] = nothing) -> None:
-        """After kill -9; `meanwhile` is done while no server runs."""
+    def restart(self, meanwhile: Callable[[], None] = do_nothing) -> None:
+        """Kills the server with SIGKILL and starts it again; calls `meanwhile` in between."""
         self._server.process.kill()
         self._server.process.wait(20)
         self._stack.pop_all().close()
@@ -112,7 +112,7 @@ class Crashing:
 
 
 def worker_pids(server_pid: int) -> list[int]:
-    """Of the processes below it those that have torch loaded, but for the forkserver, its own child."""
+    """Returns the descendants that have torch loaded, except the forkserver, which is a direct child."""
     below = psutil.Process(server_pid).children(recursive=True)
     return [each.pid for each in below if _is_rank(each, server_pid)]
 
@@ -127,7 +127,7 @@ def _is_rank(process: psutil.Process, server_pid: int) -> bool:
 def until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, f"the condition was not met within {seconds} s"
         time.sleep(0.02)
 
 
@@ -147,7 +147,12 @@ def train(
     url: str | None = None,
     training: str = "lora",
 ) -> list[Trained]:
-    """Of each tenant. url: another way to the server. training: see training_script."""
+    """Runs the script, and returns the results of each tenant.
+
+    Args:
+        url: another address of the server.
+        training: see training_script.
+    """
     module = "trainhouse.tests.acceptance.training_script"
     arguments = [sys.executable, "-m", module, url or crashing.url, str(num_steps), package, training]
     by_line = {f"step {step}\n": fault for step, fault in faults.items()}
@@ -157,18 +162,18 @@ def train(
         try:
             for line in script.stdout:
                 lines.append(line)
-                by_line.get(line, nothing)()
+                by_line.get(line, do_nothing)()
         except BaseException:
             script.kill()
             raise
-    said = "".join(lines)
-    assert script.returncode == 0, said
-    assert set(by_line) <= set(lines), said
+    output = "".join(lines)
+    assert script.returncode == 0, output
+    assert set(by_line) <= set(lines), output
     return [_trained(crashing.state_dir, each) for each in json.loads(lines[-1])]
 
 
-def _trained(state_dir: Path, said: dict) -> Trained:
-    run_id = said["path"].removeprefix("tinker://").split("/")[0].replace(":", "_")
+def _trained(state_dir: Path, result: dict) -> Trained:
+    run_id = result["path"].removeprefix("tinker://").split("/")[0].replace(":", "_")
     (saved,) = (state_dir / "checkpoints" / run_id / "weights").glob("end.*")
     weights = {
         name: each
@@ -176,7 +181,7 @@ def _trained(state_dir: Path, said: dict) -> Trained:
         for path in saved.glob(f"{stem}*.safetensors")
         for name, each in load_file(path).items()
     }
-    return Trained(said["losses"], said["early"], said["late"], weights)
+    return Trained(result["losses"], result["early"], result["late"], weights)
 
 
 def assert_same(found: list[Trained], wanted: list[Trained]) -> None:

@@ -1,5 +1,7 @@
-"""`trainhouse serve`, its workers dying of each pass with a certain token, or a rank refusing another one alone; to be
-run with python -m."""
+"""`trainhouse serve` whose workers die of each pass with a certain token, or in which one rank refuses another token.
+
+Run with python -m.
+"""
 
 import os
 import sys
@@ -20,7 +22,7 @@ from trainhouse.workers.worker.worker import Worker
 
 POISONABLE = "trainhouse.tests.acceptance.poisonable"
 POISON, REFUSED = 501, 502
-"""Scripts use tokens below 500."""
+"""Training scripts use only tokens below 500."""
 
 
 class PoisonableWorker(Worker):
@@ -30,7 +32,7 @@ class PoisonableWorker(Worker):
         return super().run_pass(work)
 
     def _load(self, mesh: Mesh) -> None:
-        """The rank that has the token refuses it once the pass is under way, in which the others go on."""
+        """The rank that has the token refuses it during the pass, while the other ranks continue."""
         super()._load(mesh)
         run = self._base.shared_hidden_states
 

@@ -1,4 +1,4 @@
-"""Ten steps of full fine-tuning that every side does alike; what a naive loop and the outside judge make of them."""
+"""Ten steps of full fine-tuning that all sides make alike; a naive loop and TRL are independent references."""
 
 import json
 import subprocess
@@ -14,26 +14,26 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 JUDGE = Path(__file__).with_name("trl_judge.py")
 TOLERANCE = 1e-5
-"""Relative: of a loss to itself, of a matrix to its largest weight."""
+"""Relative; for a matrix, to its largest weight."""
 NUM_STEPS = 10
 ROWS = 4
-"""Of a step."""
+"""Rows of a step."""
 
 Batches = list[list[Datum]]
 
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: of each step, before it, the mean over its targets. weights: by their names in transformers' model."""
+    """losses: mean over the targets of each step, before the step. weights: by their names in transformers' model."""
 
     losses: list[float]
     weights: dict[str, Tensor]
 
 
 def random_batches(seed: int = 0) -> Batches:
-    """Rows of 5 to 40 tokens, of which about a third are no targets: each step has another number of them.
+    """Rows of 5 to 40 tokens; about a third are not targets, so that steps differ in their number of targets.
 
-    None is the tiny models' padding, 0: transformers' embedding never trains its row.
+    No token is the tiny models' padding, 0: transformers never trains its embedding row.
     """
     random = np.random.default_rng(seed)
     return [[_random_row(random) for _ in range(ROWS)] for _ in range(NUM_STEPS)]
@@ -47,7 +47,7 @@ def _random_row(random: np.random.Generator) -> Datum:
 
 
 def reference_steps(model_directory: Path, batches: Batches, adam: AdamParams) -> Trained:
-    """By a naive loop: a row at a time, never padded."""
+    """Trains with a naive loop: one row at a time, never padded."""
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     betas = (adam.beta1, adam.beta2)
     optimizer = torch.optim.AdamW(
@@ -76,14 +76,14 @@ def _summed_loss(model: PreTrainedModel, datum: Datum) -> Tensor:
 def judged_steps(
     python: str, model_directory: Path, batches: Batches, adam: AdamParams, directory: Path, **changes: Any
 ) -> Trained:
-    """By TRL, of which `python` has one. changes: of its SFTConfig, for what is to go wrong."""
+    """Trains with TRL in another Python. changes: of its SFTConfig, to provoke differences."""
     exercise = {
         "batches": [[_whole_row(datum) for datum in batch] for batch in batches],
         "adam": adam.model_dump(),
         "changes": changes,
     }
     (directory / "exercise.json").write_text(json.dumps(exercise))
-    # -I: nothing of the environment that this process is in.
+    # -I isolates it from this process's environment.
     command = [python, "-I", JUDGE, model_directory, directory / "exercise.json", directory]
     with (directory / "judge.log").open("wb") as log:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=200, check=False).returncode
@@ -93,15 +93,15 @@ def judged_steps(
 
 def _whole_row(datum: Datum) -> dict[str, list[int]]:
     targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
-    assert set(weights.tolist()) <= {0.0, 1.0}, f"weights {weights}: TRL knows tokens that count and ones that do not"
+    assert set(weights.tolist()) <= {0.0, 1.0}, f"weights {weights}: TRL supports only the weights 0 and 1"
     return {"tokens": [*datum.tokens.tolist(), int(targets[-1])], "weights": weights.astype(int).tolist()}
 
 
 def weights_of(model_directory: Path) -> dict[str, Tensor]:
-    """As transformers reads them: of all files there, whatever matrices are stored together. None may be missing."""
+    """Reads all weight files with transformers, and asserts that no weight is missing or unexpected."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, output_loading_info=True)
-    model, said = loaded
-    assert not any(said.values()), said
+    model, problems = loaded
+    assert not any(problems.values()), problems
     return model.state_dict()
 
 

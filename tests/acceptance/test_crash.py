@@ -1,4 +1,4 @@
-"""Training scripts go on while workers and the server are killed, and end as if nothing had happened."""
+"""Training scripts continue while workers and the server are killed, and end with the same results."""
 
 import random
 import time
@@ -13,8 +13,8 @@ from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, Faults, assert_same, train
 
 
-def striking(crashing: Crashing, faults: Mapping[int, str]) -> Faults:
-    """Each within a tenth of a second."""
+def delayed(crashing: Crashing, faults: Mapping[int, str]) -> Faults:
+    """Each fault happens within a tenth of a second after its step."""
     drawn = random.Random(str(faults))
 
     def strike(killed: str) -> None:
@@ -24,9 +24,11 @@ def striking(crashing: Crashing, faults: Mapping[int, str]) -> Faults:
     return {step: partial(strike, killed) for step, killed in faults.items()}
 
 
-def test_training_scripts_do_not_notice(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_training_scripts_survive_crashes_unchanged(
+    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     with Crashing(tiny_models["qwen3"], tmp_path).running() as crashing:
-        found = train(crashing, 9, striking(crashing, {2: "worker", 5: "both"}))
+        found = train(crashing, 9, delayed(crashing, {2: "worker", 5: "both"}))
         assert "the worker died" in crashing.log
     assert_same(found, undisturbed(9))
     with pytest.raises(AssertionError):
@@ -34,7 +36,7 @@ def test_training_scripts_do_not_notice(tiny_models: dict[str, Path], undisturbe
 
 
 def faults_of(num_steps: int, **numbers: int) -> dict[int, str]:
-    """So many of each, at steps drawn at random."""
+    """Draws the steps of so many faults of each kind."""
     kinds = [kind for kind, number in numbers.items() for _ in range(number)]
     steps = random.Random(0).sample(range(1, num_steps), len(kinds))
     return dict(zip(sorted(steps), kinds, strict=True))
@@ -43,23 +45,23 @@ def faults_of(num_steps: int, **numbers: int) -> dict[int, str]:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pool", ["local", "ray"])
-def test_thirteen_crashes_in_forty_steps(
+def test_thirteen_crashes_in_forty_steps_change_nothing(
     pool: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[pool]).running() as crashing:
-        found = train(crashing, 40, striking(crashing, faults_of(40, worker=5, server=5, both=3)))
+        found = train(crashing, 40, delayed(crashing, faults_of(40, worker=5, server=5, both=3)))
     assert_same(found, undisturbed(40))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("manner", ["local", "fsdp=2"])
-def test_a_model_with_weights_of_its_own_does_not_notice(
+def test_full_model_survives_crashes_unchanged(
     manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """Nor does the adapter beside it. Both sample what they sampled before."""
+    """An adapter trains on the same server; both sample the same before and after."""
     with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner]).running() as crashing:
-        faults = striking(crashing, faults_of(12, worker=2, server=2, both=1))
+        faults = delayed(crashing, faults_of(12, worker=2, server=2, both=1))
         found = train(crashing, 12, faults, "trainhouse", training="full")
         assert "the worker died" in crashing.log
     assert_same(found, undisturbed(12, "full"))
@@ -68,11 +70,11 @@ def test_a_model_with_weights_of_its_own_does_not_notice(
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_one_of_two_ranks_dies_now_and_then(
+def test_crashes_of_single_ranks_change_nothing(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """And all else does. Rounding, which is another than on one rank, grows tenfold every five steps."""
+    """Other crashes happen too. Rounding differs from one rank, and grows tenfold every five steps."""
     with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS["fsdp=2"]).running() as crashing:
-        found = train(crashing, 24, striking(crashing, faults_of(24, rank=4, worker=1, server=2, both=1)))
+        found = train(crashing, 24, delayed(crashing, faults_of(24, rank=4, worker=1, server=2, both=1)))
         assert "the worker died" in crashing.log
     assert_same(found, undisturbed(24))

@@ -1,4 +1,4 @@
-"""A policy and its draft learn and sample while workers and the server are killed, as if nothing had happened."""
+"""A policy and its draft train and sample while workers and the server are killed, with the same results."""
 
 import random
 import time
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
 
-from .crashing import Crashing, Faults, nothing
+from .crashing import Crashing, Faults, do_nothing
 from .training_script import MODEL
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
@@ -24,9 +24,10 @@ STRIKES = {1: "worker", 2: "server", 4: "both", 5: "server", 7: "worker"}
 
 
 @dataclass
-class Told:
-    """Of each step: the draft's loss of features that it captured, and of those of the policy's pass; and what was
-    sampled with the draft of then. feature_bytes: that are left in the end."""
+class Results:
+    """Results per step: the draft's losses on features captured by itself and by the policy, and samples with the
+    draft. feature_bytes: stored in the end.
+    """
 
     losses: list[list[float]] = field(default_factory=list)
     samples: list[list[list[int]]] = field(default_factory=list)
@@ -37,8 +38,8 @@ def texts() -> list[list[int]]:
     return np.random.default_rng(0).integers(5, 60, (4, 24)).tolist()
 
 
-def taught(service: ServiceClient, faults: Faults) -> Told:
-    told = Told()
+def trained(service: ServiceClient, faults: Faults) -> Results:
+    results = Results()
     policy = service.create_lora_training_client(MODEL, rank=4, seed=0)
     draft = service.create_draft_client(MODEL, "eagle3", seed=1)
     supervised = [Datum(text[:-1], {"target_tokens": text[1:], "weights": [1.0] * 23}) for text in texts()]
@@ -50,17 +51,19 @@ def taught(service: ServiceClient, faults: Faults) -> Told:
         policy.optim_step(ADAM)
         refs = output.result(120).feature_refs
         assert refs is not None
-        beside = [Datum(each.tokens, {}, feature_ref=ref) for each, ref in zip(supervised, refs, strict=True)]
-        passed = [draft.forward_backward(data, "eagle3") for data in (captured.result(120), beside)]
+        from_policy = [Datum(each.tokens, {}, feature_ref=ref) for each, ref in zip(supervised, refs, strict=True)]
+        passed = [draft.forward_backward(data, "eagle3") for data in (captured.result(120), from_policy)]
         stepped = draft.optim_step(ADAM)
-        faults.get(step, nothing)()
-        told.losses.append([each.result(120).metrics["loss:sum"] for each in passed])
+        faults.get(step, do_nothing)()
+        results.losses.append([each.result(120).metrics["loss:sum"] for each in passed])
         stepped.result(120)
-        told.samples.append(_sampled(service, path, _saved(draft, f"draft-{step}"), faults.get(100 + step, nothing)))
+        results.samples.append(
+            _sampled(service, path, _saved(draft, f"draft-{step}"), faults.get(100 + step, do_nothing))
+        )
     used = service.get_limits().feature_bytes
     assert used is not None
-    told.feature_bytes = int(used.used)
-    return told
+    results.feature_bytes = int(used.used)
+    return results
 
 
 def _saved(client: TrainingClient, name: str) -> str:
@@ -79,28 +82,28 @@ def _sampled(service: ServiceClient, path: str, draft_path: str, fault: Callable
     return [response.sequences[0].tokens.tolist() for response in responses]
 
 
-def striking(crashing: Crashing, strikes: Mapping[int, str]) -> Faults:
-    """Each within half a second: of a step's passes (see taught), and of the samples behind it."""
+def delayed(crashing: Crashing, strikes: Mapping[int, str]) -> Faults:
+    """Each strike happens within half a second: during a step's passes, and during the samples of the step before."""
     drawn = random.Random(0)
 
     def strike(killed: str) -> None:
         time.sleep(drawn.uniform(0, 0.5))
         crashing.strike(killed)
 
-    of_passes = {step: partial(strike, killed) for step, killed in strikes.items()}
-    return of_passes | {100 + step - 1: fault for step, fault in of_passes.items()}
+    pass_faults = {step: partial(strike, killed) for step, killed in strikes.items()}
+    return pass_faults | {100 + step - 1: fault for step, fault in pass_faults.items()}
 
 
-def test_drafts_do_not_notice(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_draft_training_survives_crashes_unchanged(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     found = []
     for name, strikes in (("undisturbed", {}), ("struck", STRIKES)):
         with (
             Crashing(tiny_models["qwen3"], tmp_path / name).running() as crashing,
             ServiceClient(crashing.url, "tml-draft") as service,
         ):
-            found.append(taught(service, striking(crashing, strikes)))
+            found.append(trained(service, delayed(crashing, strikes)))
     wanted, struck = found
     np.testing.assert_allclose(struck.losses, wanted.losses, rtol=TOLERANCE)
-    assert not np.allclose(wanted.losses[1:], wanted.losses[:-1], rtol=TOLERANCE), "it learns"
+    assert not np.allclose(wanted.losses[1:], wanted.losses[:-1], rtol=TOLERANCE), "the draft does not learn"
     assert struck.samples == wanted.samples
     assert struck.feature_bytes == wanted.feature_bytes == 0

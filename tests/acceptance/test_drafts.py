@@ -1,4 +1,4 @@
-"""A draft over HTTP: what training says of it holds when it guesses, also once its target has moved."""
+"""A draft over HTTP: training metrics predict the acceptance in sampling, also after its target has changed."""
 
 import html.entities
 import inspect
@@ -22,7 +22,7 @@ MODEL = "tiny/llama"
 NUM_GUESSES = 4
 PROMPT_TOKENS, TEXT_TOKENS, SAMPLED_TOKENS = 16, 144, 64
 NUM_HELD_OUT = 64
-# The draft is so much smaller that its guesses pay in nearly all samples: those in which they do not go on without.
+# The draft is much smaller, so that drafting pays off in nearly all samples; the others continue without it.
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 32}
 SMALL = {"intermediate_size": 64, "draft_vocab_size": 128}
 
@@ -38,20 +38,20 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]
 
 
 def texts(text: str) -> list[list[int]]:
-    """Cut up, in random order; a token for each ASCII character."""
+    """Cuts the text into pieces in random order; one token per ASCII character."""
     tokens = [3 + each for each in text.encode() if each < 128]
     pieces = [tokens[i : i + TEXT_TOKENS] for i in range(0, len(tokens) - TEXT_TOKENS, TEXT_TOKENS)]
     return [pieces[i] for i in np.random.default_rng(0).permutation(len(pieces))]
 
 
-# Of Python, which stays as it is while this repository grows: what it says of its language, and names of characters.
+# Texts of Python that do not change with this repository: its language reference, and names of characters.
 PROSE = texts("".join(topics[name] for name in sorted(topics)))
 NAMES = texts(inspect.getsource(html.entities))
 
 
 @dataclass
 class Training:
-    """Of the policy and its draft. path: of the policy's newest checkpoint, which the draft is aimed at."""
+    """path: of the policy's newest checkpoint, the draft's target."""
 
     service: ServiceClient
     policy: TrainingClient
@@ -59,14 +59,14 @@ class Training:
     num_saved: int = 0
 
     def saved(self, client: TrainingClient) -> str:
-        """After all that was asked of it before."""
+        """Saves after all earlier requests of the client."""
         self.num_saved += 1
         path = client.save_weights_for_sampler(f"step-{self.num_saved}").result(300).path
         assert path is not None
         return path
 
     def train_policy(self, data: Sequence[list[int]], num_steps: int) -> str:
-        """The path of what it is then."""
+        """Returns the path of the trained checkpoint."""
         for step in range(num_steps):
             batch = [supervised(data[i]) for i in self.random.integers(0, len(data), 16)]
             self.policy.forward_backward(batch, "cross_entropy")
@@ -85,18 +85,18 @@ class Training:
     def sampled(
         self,
         path: str,
-        of: Sequence[list[int]],
+        some_texts: Sequence[list[int]],
         temperature: float,
         seed: int,
         **draft: Any,
     ) -> "Sampled":
-        """Behind the beginnings of texts."""
+        """Continues the beginnings of texts."""
         sampler = self.service.create_sampling_client(model_path=path)
         params = [
             SamplingParams(max_tokens=SAMPLED_TOKENS, temperature=temperature, seed=seed + i, stop=[])
-            for i in range(len(of))
+            for i in range(len(some_texts))
         ]
-        prompts = [text[:PROMPT_TOKENS] for text in of]
+        prompts = [text[:PROMPT_TOKENS] for text in some_texts]
         futures = [sampler.sample(prompt, 1, each, **draft) for prompt, each in zip(prompts, params, strict=True)]
         responses = [future.result(120) for future in futures]
         found = [response.sequences[0].tokens.tolist() for response in responses]
@@ -104,18 +104,18 @@ class Training:
         counts = [response.guesses for response in responses if response.guesses is not None]
         return Sampled(sequences, counts)
 
-    def guessed(self, path: str, of: Sequence[list[int]], temperature: float, draft_path: str) -> "Sampled":
+    def guessed(self, path: str, some_texts: Sequence[list[int]], temperature: float, draft_path: str) -> "Sampled":
         drafted = {"draft_path": draft_path, "num_draft_tokens": NUM_GUESSES}
-        return self.sampled(path, of, temperature, 7000, **drafted)
+        return self.sampled(path, some_texts, temperature, 7000, **drafted)
 
-    def measured(self, path: str, of: Sequence[list[int]], draft_path: str) -> float:
-        """The acceptance length, at temperature 1."""
-        return self.guessed(path, of, 1.0, draft_path).acceptance_length
+    def measured(self, path: str, some_texts: Sequence[list[int]], draft_path: str) -> float:
+        """Returns the acceptance length at temperature 1."""
+        return self.guessed(path, some_texts, 1.0, draft_path).acceptance_length
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """guesses: of each sequence, where there are any."""
+    """guesses: of each sequence that used the draft."""
 
     sequences: list[list[int]]
     guesses: list[GuessCounts]
@@ -126,7 +126,7 @@ class Sampled:
 
     @property
     def guessed(self) -> list[list[int]]:
-        """As far as was guessed: behind a token that came with the prompt, tokens of passes and of guesses."""
+        """Sequences up to the last draft pass: the prompt, one token, and the tokens of passes and accepted guesses."""
         numbers = [PROMPT_TOKENS + 1 + each.passes + each.accepted for each in self.guesses]
         return [sequence[:number] for sequence, number in zip(self.sequences, numbers, strict=True)]
 
@@ -141,13 +141,13 @@ def answered(sequence: list[int]) -> Datum:
 
 
 def simulated(draft: TrainingClient, sequences: Sequence[list[int]], kind: str) -> tuple[float, float]:
-    """The acceptance length, and what a mean over all places alike would say."""
+    """Returns the acceptance length, and the estimate from a mean over all positions."""
     output = draft.forward([answered(each) for each in sequences], "eagle3", {"ttt_length": NUM_GUESSES}).result(60)
     survivals = [output.metrics[f"{kind}/{k}:mean"] for k in range(1, NUM_GUESSES + 1)]
     return output.metrics[f"acceptance_length/{kind}:mean"], 1 + sum(survivals)
 
 
-def test_a_draft_guesses_as_its_training_says_and_follows_its_target(service: ServiceClient) -> None:
+def test_training_metrics_predict_acceptance_and_draft_follows_its_target(service: ServiceClient) -> None:
     held_out, prose = PROSE[:NUM_HELD_OUT], PROSE[NUM_HELD_OUT:]
     training = Training(service, service.create_full_training_client(MODEL))
     path = training.train_policy(prose, 300)
@@ -155,34 +155,36 @@ def test_a_draft_guesses_as_its_training_says_and_follows_its_target(service: Se
     draft.build_vocab_map(prose)
     untrained = training.saved(draft)
     rollouts = training.sampled(path, prose[:300], 1.0, 0).sequences
-    told = {"sampled": 1.0, "greedy": 0.0}
-    held_out_rollouts = {kind: training.sampled(path, held_out, told[kind], seed=5000).sequences for kind in told}
-    before = {kind: simulated(draft, held_out_rollouts[kind], kind)[0] for kind in told}
+    temperatures = {"sampled": 1.0, "greedy": 0.0}
+    held_out_rollouts = {
+        kind: training.sampled(path, held_out, temperatures[kind], seed=5000).sequences for kind in temperatures
+    }
+    before = {kind: simulated(draft, held_out_rollouts[kind], kind)[0] for kind in temperatures}
     trained = training.train_draft(draft, rollouts, 150)
-    for kind, temperature in told.items():
+    for kind, temperature in temperatures.items():
         found = training.guessed(path, held_out, temperature, trained)
-        length, (after, of_all_places) = found.acceptance_length, simulated(draft, found.guessed, kind)
-        print(f"{kind}: simulated {before[kind]:.3f} -> {after:.3f} ({of_all_places:.3f}), measured {length:.3f}")
+        length, (after, all_positions) = found.acceptance_length, simulated(draft, found.guessed, kind)
+        print(f"{kind}: simulated {before[kind]:.3f} -> {after:.3f} ({all_positions:.3f}), measured {length:.3f}")
         assert before[kind] < 1.2 and after > 1.8
-        # Where nothing is drawn, guesses are those that a forward knows, but for a tie here or there.
+        # Greedy drafting matches the simulation, except for occasional ties.
         assert abs(length / after - 1) < (0.1 if temperature else 0.01)
-        assert temperature or abs(length / of_all_places - 1) > 0.02
+        assert temperature or abs(length / all_positions - 1) > 0.02
         assert training.guessed(path, held_out, temperature, untrained).acceptance_length < 0.7 * after
 
-    # The policy goes on, elsewhere.
+    # The policy continues on other data.
     held_out, names = NAMES[:NUM_HELD_OUT], NAMES[NUM_HELD_OUT:]
-    of_old = training.measured(path, held_out, trained)
+    old_length = training.measured(path, held_out, trained)
     path = training.train_policy(names, 50)
     stale = training.measured(path, held_out, trained)
     draft.set_target(path).result(60)
     moved = training.train_draft(draft, training.sampled(path, names[:200], 1.0, 0).sequences, 40)
     restored = training.measured(path, held_out, moved)
-    print(f"of the old target {of_old:.2f}, moved {stale:.2f}, restored {restored:.2f}")
-    assert stale < 0.85 * of_old and restored > 0.9 * of_old, (of_old, stale, restored)
+    print(f"of the old target {old_length:.2f}, moved {stale:.2f}, restored {restored:.2f}")
+    assert stale < 0.85 * old_length and restored > 0.9 * old_length, (old_length, stale, restored)
 
 
 @pytest.mark.parametrize(("parallel", "draft_parallel"), [("fsdp=2", "tp=2"), ("tp=2", None), ("sp=2", None)])
-def test_ranks_that_train_a_draft_together_guess_with_all_of_it(
+def test_sharded_draft_training_samples_with_the_whole_draft(
     tmp_path: Path, parallel: str, draft_parallel: str | None
 ) -> None:
     model = tiny_model("llama", tmp_path / "model", initializer_range=0.02, **SHAPE)

@@ -1,5 +1,6 @@
-"""Training scripts end as if nothing had happened: torn journals, damaged snapshots, a full disk, a hung worker, and an
-operation that kills its worker each time."""
+"""Training scripts end with the same results despite torn journals, damaged snapshots, a full disk, a hung worker, and
+an operation that kills its worker each time.
+"""
 
 import random
 import signal
@@ -41,7 +42,7 @@ def tear(state_dir: Path, how: str, drawn: random.Random) -> None:
 
 
 def damage_newest_snapshots(state_dir: Path, how: str, drawn: random.Random) -> None:
-    """Of each run that has two."""
+    """Damages the newest snapshot of each run that has two."""
     for snapshots in snapshots_of_runs(state_dir):
         if len(snapshots) > 1:
             DAMAGES[how](snapshots[-1], drawn)
@@ -82,7 +83,7 @@ def test_damaged_snapshots_change_nothing(crashing: Crashing, undisturbed: Undis
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["header", "body"])
-def test_damage_to_what_was_acknowledged_is_told_and_never_passed_over(part: str, crashing: Crashing) -> None:
+def test_damaged_acknowledged_operations_are_reported(part: str, crashing: Crashing) -> None:
     data = [Datum([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]})]
     with ServiceClient(crashing.url, "tml-damaged") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1)
@@ -107,7 +108,7 @@ def damage(segment: Path, part: str, seq_id: int) -> None:
 
 @dataclass
 class Bystander:
-    """Another tenant, who watches by plain REST what a server says whose disk is full."""
+    """Another tenant, who checks by plain REST how a server with a full disk answers."""
 
     url: str
 
@@ -125,13 +126,13 @@ class Bystander:
         return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": "tml-bystander"}, timeout=60)
 
     def submit(self, seq_id: int) -> httpx.Response:
-        """More than fits into what files have left of their last pages."""
+        """The body is larger than the space left in the last pages of files."""
         row = {"model_input": [5] * 900, "loss_fn_inputs": {"target_tokens": [6] * 900, "weights": [1.0] * 900}}
         body = {"model_id": self.model_id, "seq_id": seq_id, "data": [row] * 4, "loss_fn": "cross_entropy"}
         return self.post("forward_backward", body)
 
-    def looks_on(self) -> None:
-        """While the disk is full."""
+    def check_answers(self) -> None:
+        """Checks the answers while the disk is full."""
         refused = self.submit(2)
         assert refused.status_code == 503 and "free space" in refused.json()["detail"], refused.text
         known = self.post("retrieve_future", {"request_id": f"{self.model_id}:1"})
@@ -150,17 +151,17 @@ def on_a_small_disk(model: Path, directory: Path, manner: str = "local") -> Iter
 
 
 def fill_the_disk(crashing: Crashing, bystander: Bystander, seconds: float) -> None:
-    # A sampler that cannot be written fails, and says so: both tenants are to have theirs.
+    # Creating a sampler fails on a full disk, so wait until both tenants have theirs.
     until(lambda: len(list((crashing.state_dir / "ephemeral").iterdir())) >= 2)
     with filled(crashing.state_dir.parent) as keep_full:
         for duration in (2.0, seconds):
             keep_full(duration)
-            bystander.looks_on()
+            bystander.check_answers()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("manner", ["local", "fsdp=2"])
-def test_a_full_disk_is_waited_for(
+def test_scripts_wait_while_the_disk_is_full(
     manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with on_a_small_disk(tiny_models["qwen3"], tmp_path, manner) as crashing:
@@ -172,10 +173,10 @@ def test_a_full_disk_is_waited_for(
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_full_disks_and_deaths_change_nothing(
+def test_full_disks_and_crashes_change_nothing(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """The worker dies while the disk is full, and the server soon afterwards."""
+    """The worker dies while the disk is full, and the server soon after."""
     with on_a_small_disk(tiny_models["qwen3"], tmp_path) as crashing:
         bystander = Bystander(crashing.url)
 
@@ -183,7 +184,7 @@ def test_full_disks_and_deaths_change_nothing(
             with filled(crashing.state_dir.parent) as keep_full:
                 crashing.signal_worker(signal.SIGKILL)
                 keep_full(5)
-                bystander.looks_on()
+                bystander.check_answers()
             crashing.restart()
 
         faults: Faults = {
@@ -204,7 +205,7 @@ def test_full_disks_and_deaths_change_nothing(
 def test_a_hung_worker_is_replaced(
     manner: str, steps: tuple[int, ...], tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """Of several ranks one hangs, and the others wait for it."""
+    """If there are several ranks, one hangs and the others wait for it."""
     num_steps = MANY_STEPS if manner == "local" else STEPS
     crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner] | {"hang_seconds": 2})
     with crashing.running():
@@ -220,7 +221,7 @@ def test_a_hung_worker_is_replaced(
     ("strikes_before_restart", "manner", "token"),
     [*((strikes, "local", POISON) for strikes in range(3)), (0, "fsdp=2", POISON), (0, "fsdp=2", REFUSED)],
 )
-def test_a_poisoned_operation_fails_alone(
+def test_poison_operation_fails_alone(
     strikes_before_restart: int,
     manner: str,
     token: int,
@@ -228,24 +229,25 @@ def test_a_poisoned_operation_fails_alone(
     undisturbed: Undisturbed,
     tmp_path: Path,
 ) -> None:
-    """After three strikes, which are remembered over a restart of the server; of two ranks one dies each time, or
-    refuses it while the other waits, for seconds and not for hang_seconds."""
+    """Strikes survive a restart of the server. If there are two ranks, one dies each time, or refuses the operation
+    while the other waits, for seconds and not for hang_seconds.
+    """
     poison = [Datum([token] * 4, {"target_tokens": [5] * 4, "weights": [1.0] * 4})]
     crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner], module=POISONABLE)
     with crashing.running(), ServiceClient(crashing.url, "tml-poisoner") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1)
         doomed = []
 
-        def swallow() -> None:
+        def submit_poison() -> None:
             doomed.append(client.forward_backward(poison, "cross_entropy"))
             if strikes_before_restart:
                 until(lambda: num_strikes(crashing.state_dir) >= strikes_before_restart)
-                crashing.restart(assert_some_are_left)
+                crashing.restart(assert_strikes_are_left)
 
-        def assert_some_are_left() -> None:
+        def assert_strikes_are_left() -> None:
             assert strikes_before_restart <= num_strikes(crashing.state_dir) < 3
 
-        found = train(crashing, STEPS, {4: swallow})
+        found = train(crashing, STEPS, {4: submit_poison})
         with pytest.raises(RequestFailedError, match="died 3 times"):
             doomed[0].result(240)
         assert num_strikes(crashing.state_dir) == 3 and "it hung" not in crashing.log

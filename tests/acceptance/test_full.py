@@ -1,4 +1,4 @@
-"""The official SDK creates no full models, but goes on with them; their workers compute nothing."""
+"""The official SDK resumes full models, though it cannot create them; the workers are stubs."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -25,7 +25,7 @@ def server(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[LiveServer]
         yield running
 
 
-def test_the_official_sdk_goes_on_with_a_full_checkpoint(server: LiveServer) -> None:
+def test_official_sdk_resumes_a_full_checkpoint(server: LiveServer) -> None:
     with ServiceClient(server.url, KEY) as service:
         made = service.create_full_training_client(MODEL)
         saved = made.save_state("a").result(60).path
@@ -42,6 +42,6 @@ def test_the_official_sdk_goes_on_with_a_full_checkpoint(server: LiveServer) -> 
             again = training.save_state("again").result(60).path
             weights = rest.get_weights_info_by_tinker_path(again).result(60)
             assert (weights.is_lora, weights.lora_rank, weights.train_mlp) == (False, None, None)
-            told = rest.get_training_run(training.model_id).result(60)
-            assert (told.is_lora, told.lora_rank) == (False, None)
+            run = rest.get_training_run(training.model_id).result(60)
+            assert (run.is_lora, run.lora_rank) == (False, None)
         assert official.create_sampling_client(model_path=sampled).result(60).get_base_model() == MODEL

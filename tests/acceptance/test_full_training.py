@@ -1,6 +1,6 @@
-"""Full fine-tuning against an outside judge, TRL: `make test-trl`.
+"""Full fine-tuning compared with TRL, an independent reference: `make test-trl`.
 
-`judged` is what any side's ten steps are to agree with, by `assert_agree`: those of a naive loop, and of our server.
+A naive loop and our server must agree with `judged`, TRL's ten steps.
 """
 
 import os
@@ -19,15 +19,14 @@ from .ten_steps import TOLERANCE, Trained, assert_agree, judged_steps, random_ba
 
 pytestmark = pytest.mark.full
 
-# At the usual eps of 1e-8 an element whose gradient is rounding noise is moved by the noise: of the same loop with its
-# rows turned around, single elements came out 2e-4 of the largest weight apart.
+# At the usual eps of 1e-8, noise moves an element whose gradient is only rounding noise: the same loop with its rows
+# reversed moved single elements by 2e-4 of the largest weight.
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.1)
 KINDS = ("qwen3", "qwen3_tied", "qwen3_moe")
 
 
 @pytest.fixture(scope="session")
 def trl_python() -> str:
-    """The path of a Python that has TRL."""
     python = os.environ.get("TRAINHOUSE_TRL_PYTHON")
     if not python:
         pytest.skip("TRAINHOUSE_TRL_PYTHON names no Python that has TRL: make test-trl")
@@ -38,7 +37,7 @@ def trl_python() -> str:
 def judged(
     trl_python: str, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Trained]:
-    """By the kind of model: `random_batches()` with ADAM, by TRL."""
+    """Returns a function that trains a kind of model on `random_batches()` with ADAM by TRL."""
 
     @cache
     def trained(kind: str) -> Trained:
@@ -48,7 +47,7 @@ def judged(
     return trained
 
 
-def test_agreement_is_that_of_each_loss_and_each_weight(tiny_models: dict[str, Path]) -> None:
+def test_assert_agree_checks_each_loss_and_weight(tiny_models: dict[str, Path]) -> None:
     trained = reference_steps(tiny_models["qwen3"], random_batches()[:2], ADAM)
     for factor, agrees in ((1 + TOLERANCE / 2, True), (1 + 2 * TOLERANCE, False)):
         loss = replace(trained, losses=[trained.losses[0], trained.losses[1] * factor])
@@ -64,7 +63,7 @@ def test_agreement_is_that_of_each_loss_and_each_weight(tiny_models: dict[str, P
 def test_a_naive_loop_agrees_with_trl(
     kind: str, judged: Callable[[str], Trained], tiny_models: dict[str, Path]
 ) -> None:
-    """The controls are loops with one number of the optimizer or one sequence otherwise."""
+    """The controls change one hyperparameter or one target."""
     batches, ours = random_batches(), tiny_models[kind]
     assert_agree(reference_steps(ours, batches, ADAM), judged(kind))
     others = {"learning_rate": 1.001e-3, "beta1": 0.901, "beta2": 0.951, "eps": 1.01e-4, "weight_decay": 0.0}
@@ -112,7 +111,7 @@ def test_our_server_agrees_with_trl(
         ("qwen3", {"bf16": True}),
     ],
 )
-def test_trl_as_it_comes_disagrees(
+def test_trl_with_its_defaults_disagrees(
     kind: str,
     changes: dict[str, Any],
     trl_python: str,
@@ -120,7 +119,7 @@ def test_trl_as_it_comes_disagrees(
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """Each default of its that the judge turns off would be seen."""
+    """Each default that the reference turns off would show."""
     otherwise = judged_steps(trl_python, tiny_models[kind], random_batches(), ADAM, tmp_path, **changes)
     with pytest.raises(AssertionError):
         assert_agree(otherwise, judged(kind))

@@ -1,4 +1,4 @@
-"""Workers that another process keeps: servers come and go, are killed and replaced, and load no model for it."""
+"""`trainhouse workers`: servers are killed and replaced while the workers keep their loaded models."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def kill_ranks(workers: Workers) -> None:
 
 
 @pytest.mark.full
-def test_a_server_that_is_killed_finds_its_workers_as_they_were(
+def test_restarted_server_reuses_its_workers(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with (
@@ -74,7 +74,7 @@ def test_a_server_that_is_killed_finds_its_workers_as_they_were(
     ],
     ids=["fsdp=2", "a sampler", "a sampler of tp=2", "ray"],
 )
-def test_so_it_is_with_other_ranks_and_when_both_are_killed(
+def test_several_ranks_survive_crashes_of_servers_and_workers(
     made: dict[str, object], num_ranks: int, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with (
@@ -101,7 +101,7 @@ def test_so_it_is_with_other_ranks_and_when_both_are_killed(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_server_goes_on_when_its_workers_are_stopped_or_killed_and_started_again(
+def test_server_continues_after_its_workers_are_restarted(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
@@ -111,10 +111,10 @@ def test_a_server_goes_on_when_its_workers_are_stopped_or_killed_and_started_aga
 
         def replace(ending: signal.Signals) -> None:
             last = started[-1].process if started else first.process
-            of_last = worker_pids(last.pid)
+            last_ranks = worker_pids(last.pid)
             last.send_signal(ending)
             assert last.wait(30) == (0 if ending == signal.SIGTERM else -ending)
-            until(lambda: not any(psutil.pid_exists(pid) for pid in of_last), 15)
+            until(lambda: not any(psutil.pid_exists(pid) for pid in last_ranks), 15)
             until(lambda: f"no workers are running at {listen}" in crashing.log)
             manager = kept_workers(models, tmp_path / str(len(started)), listen)
             started.append(manager.__enter__())
@@ -131,10 +131,10 @@ def test_a_server_goes_on_when_its_workers_are_stopped_or_killed_and_started_aga
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_workers_that_come_back_with_another_layout_are_not_used(
+def test_workers_restarted_with_another_layout_are_not_used(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """Of as many ranks, which would answer what they are asked, with wrong numbers."""
+    """The other workers have as many ranks, and would answer with wrong numbers."""
     listen, models = f"127.0.0.1:{free_port()}", {MODEL: tiny_models["qwen3"]}
     with (
         kept_workers(models, tmp_path, listen, parallel="fsdp=2") as first,
@@ -142,7 +142,7 @@ def test_workers_that_come_back_with_another_layout_are_not_used(
         ExitStack() as later,
     ):
 
-        def come_back() -> None:
+        def restart_with_other_layout() -> None:
             first.process.kill()
             first.process.wait(30)
             with kept_workers(models, tmp_path / "otherwise", listen, parallel="tp=2") as other:
@@ -151,14 +151,12 @@ def test_workers_that_come_back_with_another_layout_are_not_used(
                 assert changed in other.log.read_text() and len(ranks(other)) == 2
             later.enter_context(kept_workers(models, tmp_path / "again", listen, parallel="fsdp=2"))
 
-        found = train(crashing, 15, {4: come_back})
+        found = train(crashing, 15, {4: restart_with_other_layout})
     assert_same(found, undisturbed(15))
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_while_a_server_attaches_is_replaced_for_the_next_one(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rank_that_hangs_during_attach_is_replaced(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     models = {MODEL: tiny_models["qwen3"]}
     with kept_workers(models, tmp_path) as workers:
         before, options = ranks(workers), {"hang_seconds": 0.5} | workers.options
@@ -172,7 +170,7 @@ def test_a_rank_that_hangs_while_a_server_attaches_is_replaced_for_the_next_one(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_a_server_that_takes_over_takes_the_workers_too(
+def test_takeover_includes_the_workers(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path, postgres_url: str
 ) -> None:
     state = {"database_url": postgres_url, "lease_seconds": LEASE_SECONDS}
@@ -198,13 +196,11 @@ def test_a_server_that_takes_over_takes_the_workers_too(
 
 
 ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
-"""Before a directory that is another one for what is run: as on a machine on which it is not mounted."""
+"""Prefix of DIRECTORY COMMAND: hides the directory from the command, as on a machine that has not mounted it."""
 
 
 @pytest.mark.full
-def test_workers_on_a_machine_without_the_state_directory_are_refused(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_workers_without_the_shared_state_directory_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     state_dir.mkdir()
     if subprocess.run([*ELSEWHERE, str(state_dir), "true"], capture_output=True).returncode:

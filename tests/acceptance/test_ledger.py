@@ -1,4 +1,4 @@
-"""Many clients through many faults: every operation is done once and answered once, and nothing leaks."""
+"""Many clients with many faults: every operation runs once and is answered once, and nothing leaks."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Usage:
-    """fds: of the server without its connections, which come and go with the clients."""
+    """fds: of the server, without its connections."""
 
     server_mib: float
     worker_mib: float
@@ -42,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Plan:
-    """num_operations: of each client. faults: so many of each kind, between these seconds."""
+    """num_operations: of each client. faults: number of each kind, between these seconds."""
 
     num_clients: int
     num_operations: int
@@ -70,7 +70,7 @@ def crashing(manner: str, tiny_models: dict[str, Path], tmp_path: Path) -> Itera
 
 @pytest.mark.full
 @pytest.mark.parametrize("manner", ["local", "fsdp=2"])
-def test_a_ledger_is_right_to_the_last_operation(manner: str, crashing: Crashing) -> None:
+def test_every_operation_runs_once_despite_faults(manner: str, crashing: Crashing) -> None:
     carry_out(crashing, SHORT_OF_RANKS if manner == "fsdp=2" else SHORT)
     once = [Planned("forward_backward", 3), Planned("optim_step", 3, 1)]
     check_carried_out(crashing, once)
@@ -80,35 +80,35 @@ def test_a_ledger_is_right_to_the_last_operation(manner: str, crashing: Crashing
 
 
 def check_carried_out(crashing: Crashing, plan: list[Planned]) -> None:
-    """By a client that nobody disturbs."""
+    """Runs the plan with an undisturbed client."""
     sentence = asyncio.run(weigh(crashing.url))
     check(asyncio.run(carried_out(crashing.url, plan)), sentence)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-def test_ten_thousand_operations_of_two_hundred_clients(crashing: Crashing) -> None:
+def test_ten_thousand_operations_leak_nothing(crashing: Crashing) -> None:
     samples = carry_out(crashing, LONG)
     for minute in range(int(samples[-1].at - samples[0].at) // 60):
         print(f"minute {minute}: {typical(samples, 60 * minute, 60 * minute + 60)}")
     first, rested, last = typical(samples, 0, 60), typical(samples, -240, -180), typical(samples, -60, 0)
-    # The same processes do the same work: the results of these operations stay in memory, 1 KiB each.
+    # The same processes; the results of these operations stay in memory, 1 KiB each.
     assert last.server_mib < rested.server_mib + 16
     assert last.worker_mib < rested.worker_mib + 16
-    # These are others: they have made all runs again at once, 100 MiB more for the allocator of a worker.
+    # Other processes, which have rebuilt all runs at once: 100 MiB more for the allocator of a worker.
     assert last.server_mib < first.server_mib + 64
     assert last.worker_mib < first.worker_mib + 200
-    # A segment more or less, files being written at that moment; threads that executors have begun.
+    # Some segments, files being written, and threads of executors.
     assert last.fds < first.fds + 16
     assert last.threads < first.threads + 16
-    # Of each run two snapshots of five files and one being written; of each process a few segments and logs.
+    # Per run two snapshots of five files and one being written; per process a few segments and logs.
     assert last.files < LONG.num_clients * 3 * 6 + 20 * len(crashing.pids)
-    # Results stay for a day: some 2 KiB each. A snapshot of a run has 0.1 MiB.
+    # Results are kept for a day: some 2 KiB each. A snapshot of a run has 0.1 MiB.
     assert last.file_mib < first.file_mib + 20 + LONG.num_clients * 3 * 0.1
 
 
 def carry_out(crashing: Crashing, plan: Plan) -> list["Sample"]:
-    """Prints what was done; raises AssertionError where the ledger is not as it should be."""
+    """Prints what was done. Raises AssertionError if the ledger is wrong."""
     sentence = asyncio.run(weigh(crashing.url))
     with proxy(crashing.url, WEATHER) as (url, made), sampled(crashing) as samples, struck(crashing, plan) as struck_at:
         began = time.monotonic()
@@ -179,7 +179,7 @@ def summary(clients: Sequence[LedgerClient], took: float, made: Counter[str], st
 
 
 def orphans(crashing: Crashing) -> list[int]:
-    """Processes of servers that are gone."""
+    """Returns processes whose server has ended."""
     gone = set(crashing.pids[:-1])
     return [pid for pid in psutil.pids() if session_of(pid) in gone]
 
@@ -191,12 +191,12 @@ def session_of(pid: int) -> int | None:
         return None
 
 
-# --- faults and figures on the way ---
+# --- faults and measurements during the work ---
 
 
 @contextmanager
-def beside(function) -> Iterator[None]:
-    """In a thread, with an event that tells it to end."""
+def in_thread(function) -> Iterator[None]:
+    """Runs the function in a thread, with an event that ends it."""
     over = threading.Event()
     thread = threading.Thread(target=function, args=(over,))
     thread.start()
@@ -209,7 +209,7 @@ def beside(function) -> Iterator[None]:
 
 @contextmanager
 def struck(crashing: Crashing, plan: Plan) -> Iterator[list[str]]:
-    """Yields what has been killed so far, and when."""
+    """Yields the list of kills so far, with their times."""
     drawn = random.Random(0)
     kinds = [kind for kind, times in plan.faults.items() for _ in range(times)]
     drawn.shuffle(kinds)
@@ -223,7 +223,7 @@ def struck(crashing: Crashing, plan: Plan) -> Iterator[list[str]]:
                 crashing.strike(kind)
                 struck_at.append(f"{kind} at {at:.1f} s")
 
-    with beside(strike):
+    with in_thread(strike):
         yield struck_at
 
 
@@ -235,7 +235,7 @@ class Sample:
 
 @contextmanager
 def sampled(crashing: Crashing) -> Iterator[list[Sample]]:
-    """Every second, where no process is just dying."""
+    """Samples every second, except while a process is dying."""
     samples: list[Sample] = []
 
     def sample(over: threading.Event) -> None:
@@ -243,7 +243,7 @@ def sampled(crashing: Crashing) -> Iterator[list[Sample]]:
             with contextlib.suppress(OSError, psutil.Error):
                 samples.append(Sample(time.monotonic(), usage(crashing)))
 
-    with beside(sample):
+    with in_thread(sample):
         yield samples
 
 
@@ -263,7 +263,7 @@ def usage(crashing: Crashing) -> Usage:
 
 
 def typical(samples: Sequence[Sample], begin: float, end: float) -> Usage:
-    """Medians; seconds from the first sample, or, up to 0, before the last."""
+    """Returns medians. Seconds count from the first sample, or, if negative, back from the last."""
     origin = samples[-1 if begin < 0 else 0].at
     chosen = [sample.usage for sample in samples if begin <= sample.at - origin <= end]
     return Usage(*(statistics.median(getattr(each, entry.name) for each in chosen) for entry in fields(Usage)))

@@ -1,4 +1,6 @@
-"""Tenants beyond their limits through the unmodified official SDK: slowed, never failed, and nobody else notices."""
+"""Tenants over their limits, with the unmodified official SDK: they are slowed, never failed, and others are
+unaffected.
+"""
 
 import re
 import time
@@ -42,7 +44,7 @@ def batch(num_datums: int = 8, num_tokens: int = 50) -> list[types.Datum]:
 
 
 def train(client: tinker.TrainingClient, num_steps: int) -> float:
-    """Pipelined: four chunks and a step each time. The loss after them."""
+    """Pipelines four chunks and a step each time, and returns the loss afterwards."""
     futures = []
     for _ in range(num_steps):
         futures += [client.forward_backward(batch(), "cross_entropy"), client.optim_step(ADAM)]
@@ -51,12 +53,12 @@ def train(client: tinker.TrainingClient, num_steps: int) -> float:
     return client.forward(batch(), "cross_entropy").result(120).metrics["loss:sum"]
 
 
-def put_off(server: LiveServer) -> list[tuple[str, str]]:
-    """(tenant, limit) of the lines in the server's log, one for each time that it began."""
+def throttled(server: LiveServer) -> list[tuple[str, str]]:
+    """Returns (tenant, limit) of the log lines about throttling, one each time that it begins."""
     return re.findall(r"requests of tenant (\S+) are throttled: .*--(tenant-[a-z-]+)", server.log.read_text())
 
 
-def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveServer) -> None:
+def test_only_the_tenant_over_its_limits_is_slowed(server: LiveServer) -> None:
     with (
         official_service(server.url, "tml-greedy") as greedy,
         official_service(server.url, "tml-modest") as modest,
@@ -70,8 +72,8 @@ def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveSer
         assert all(len(sample.result(60).sequences) == 1 for sample in samples)
         for _ in range(4):
             one_by_one.forward_backward(batch(2), "cross_entropy").result(60)
-        assert {limit for _, limit in put_off(server)} == {"tenant-queued-operations"}
-        assert len({tenant for tenant, _ in put_off(server)}) == 1, "the modest one was never put off"
+        assert {limit for _, limit in throttled(server)} == {"tenant-queued-operations"}
+        assert len({tenant for tenant, _ in throttled(server)}) == 1, "the modest tenant was throttled"
         same = modest.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
         for _ in range(4):
             for start in range(0, 8, 2):
@@ -82,8 +84,8 @@ def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveSer
 
 
 def test_tokens_per_minute_slow_training_down(server: LiveServer) -> None:
-    """Asked for at once are two minutes' tokens more than a burst holds, so a slow machine is put off, too."""
-    before, tokens, burst = set(put_off(server)), 600, TOKENS_PER_MINUTE
+    """The requests exceed the burst by two minutes' tokens, so that a slow machine is throttled, too."""
+    before, tokens, burst = set(throttled(server)), 600, TOKENS_PER_MINUTE
     with official_service(server.url, "tml-fast") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
         began = time.monotonic()
@@ -92,4 +94,4 @@ def test_tokens_per_minute_slow_training_down(server: LiveServer) -> None:
             future.result(120)
             # A pass is accepted unless those before it have used more than there was.
             assert number * tokens <= burst + TOKENS_PER_MINUTE * (time.monotonic() - began) / 60
-    assert "tenant-tokens-per-minute" in [limit for _, limit in set(put_off(server)) - before]
+    assert "tenant-tokens-per-minute" in [limit for _, limit in set(throttled(server)) - before]

@@ -1,4 +1,4 @@
-"""Samplers that share the weights of a full run have those of now again after a kill -9."""
+"""Samplers that share the weights of a full run have its current weights again after a kill -9."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def scored(sampler: SamplingClient) -> np.ndarray:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("manner", "struck"), STRUCK)
-def test_a_sampler_of_live_weights_has_them_again_after_a_crash(
+def test_live_sampler_has_the_current_weights_after_a_crash(
     manner: str, struck: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with (
@@ -41,16 +41,16 @@ def test_a_sampler_of_live_weights_has_them_again_after_a_crash(
         train(training, 2, seed=0)
         sampler = training.save_weights_and_get_sampling_client()
         saved = scored(sampler)
-        # Some of these are in a snapshot then, and some are not.
+        # Only some of these are in a snapshot.
         train(training, 3, seed=10)
         live = scored(sampler)
-        assert not np.allclose(live, saved, atol=1e-2), "the save is not what it is now"
+        assert not np.allclose(live, saved, atol=1e-2), "training has moved the weights"
         crashing.strike(struck)
-        # Nothing of the run is asked for: it is made again for its sampler.
+        # The sampler alone causes the run to be rebuilt.
         np.testing.assert_allclose(scored(sampler), live, atol=1e-4)
         train(training, 1, seed=20)
         moved = scored(sampler)
-        assert not np.allclose(moved, live, atol=1e-2), "it shares them"
+        assert not np.allclose(moved, live, atol=1e-2), "the sampler does not share the weights"
         crashing.strike("worker")
         drawn = sampler.sample(PROMPT, 2, SamplingParams(max_tokens=8, seed=5)).result(240)
         crashing.strike("worker")

@@ -1,4 +1,4 @@
-"""Tenants that share a server through the unmodified official SDK: mixed in its passes, apart in everything else."""
+"""Tenants share a server through the unmodified official SDK: their operations share passes, and nothing else."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ PASS_TOKENS = 512
 
 @pytest.fixture(scope="module", params=EACH_MANNER)
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
-    """Its passes are small, so that tenants share and large operations are split; adapters take turns on the slots."""
+    """Passes are small, so that tenants share them and large operations are split; adapters take turns on the slots."""
     options = {"pass_tokens": PASS_TOKENS, "micro_batch_tokens": 256, "adapter_slots": 4} | MANNERS[request.param]
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), **options) as running:
         yield running
@@ -42,7 +42,7 @@ Connect = Callable[[str], tinker.ServiceClient]
 
 @contextmanager
 def connections(server: LiveServer) -> Iterator[Connect]:
-    """The service of a tenant, by its key: any key is a tenant of its own on a server that has given out none."""
+    """Yields a function from a key to its tenant's service: any key is its own tenant if the server has issued none."""
     services: dict[str, tinker.ServiceClient] = {}
     with ExitStack() as stack:
 
@@ -62,7 +62,7 @@ def connect(server: LiveServer) -> Iterator[Connect]:
 
 @dataclass(frozen=True)
 class Job:
-    """What a tenant trains. advantage: of the policy losses; 0 = it trains on weights."""
+    """A job describes the training of a tenant."""
 
     name: str
     loss: LossFnType
@@ -120,7 +120,7 @@ def datum(tokens: Sequence[int], **inputs: np.ndarray) -> types.Datum:
 
 @dataclass
 class Training:
-    """A job under way: everything is sent before anything is awaited."""
+    """A job in progress: everything is sent before anything is awaited."""
 
     job: Job
     client: tinker.TrainingClient
@@ -129,7 +129,7 @@ class Training:
 
     def send_step(self) -> None:
         self.passes.append(self.client.forward_backward(self.job.data(), self.job.loss, self.job.config))
-        # Adam turns a gradient near zero into a whole step of its sign, which rounding decides, unless eps is above it.
+        # Unless eps is larger, Adam turns a gradient near zero into a full step of its sign, which rounding decides.
         adam = types.AdamParams(learning_rate=self.job.learning_rate, eps=1e-4)
         self.steps.append(self.client.optim_step(adam))
 
@@ -144,14 +144,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of every step the loss and the log-probabilities, and the final weights by name."""
+    """losses, logprobs: of every step. weights: final ones, by name."""
 
     losses: np.ndarray
     logprobs: np.ndarray
     weights: dict[str, np.ndarray]
 
     def difference(self, other: "Outcome") -> float:
-        """The largest of anything, relative where above 1."""
+        """Returns the largest difference, relative where values exceed 1."""
         assert self.weights.keys() == other.weights.keys()
         pairs = [(self.losses, other.losses), (self.logprobs, other.logprobs)]
         pairs += [(self.weights[name], other.weights[name]) for name in self.weights]
@@ -178,7 +178,7 @@ def train_alone(job: Job, service: tinker.ServiceClient) -> Outcome:
 
 @pytest.fixture(scope="module")
 def alone(connect: Connect) -> dict[str, Outcome]:
-    """What each job gives on a quiet server, one after the other."""
+    """Runs each job on a quiet server, one after the other."""
     return {job.name: train_alone(job, connect(job.name)) for job in JOBS}
 
 
@@ -191,21 +191,21 @@ def train_together(connect: Connect, before_each: Callable[[], None] = lambda: N
     return {training.job.name: training.outcome() for training in trainings}
 
 
-def test_ten_tenants_at_once_train_what_each_trains_alone(connect: Connect, alone: dict[str, Outcome]) -> None:
+def test_ten_tenants_together_train_as_alone(connect: Connect, alone: dict[str, Outcome]) -> None:
     together = train_together(connect)
     differences = {name: together[name].difference(alone[name]) for name in alone}
     assert max(differences.values()) < 1e-4, differences
 
 
 @pytest.mark.parametrize("job", [JOBS[0], JOBS[5]], ids=lambda job: job.name)
-def test_another_learning_rate_is_told_from_the_same(connect: Connect, alone: dict[str, Outcome], job: Job) -> None:
-    """What the tolerance above must see: three steps of one percent more."""
+def test_tolerance_detects_another_learning_rate(connect: Connect, alone: dict[str, Outcome], job: Job) -> None:
+    """The tolerance above must detect three steps of ten percent more."""
     other = train_alone(replace(job, learning_rate=1.1 * job.learning_rate), connect(job.name))
     assert other.difference(alone[job.name]) > 3e-4
 
 
 class Poison:
-    """A tenant that sends what must fail, between the operations of the others."""
+    """A tenant that sends operations that must fail, between those of the others."""
 
     def __init__(self, service: tinker.ServiceClient) -> None:
         self._clients = [service.create_lora_training_client(MODEL, rank=8, seed=2).result(60) for _ in range(4)]
@@ -228,26 +228,26 @@ class Poison:
         self.futures["loss"].append(self._clients[2].forward_backward(JOBS[0].data(), loss))
 
     def _diverge(self) -> None:
-        """The first step makes weights that no number can hold what they give; from then on every pass is NaN."""
+        """The first step makes weights whose outputs overflow; from then on every pass is NaN."""
         self.futures["diverged"].append(self._clients[3].forward_backward(JOBS[0].data(), "cross_entropy"))
         self._clients[3].optim_step(types.AdamParams(learning_rate=1e30))
 
 
-def test_a_tenant_that_sends_poison_sees_all_the_errors(connect: Connect, alone: dict[str, Outcome]) -> None:
+def test_only_the_poisoning_tenant_sees_errors(connect: Connect, alone: dict[str, Outcome]) -> None:
     poison = Poison(connect("poison"))
     together = train_together(connect, before_each=poison.send)
     differences = {name: together[name].difference(alone[name]) for name in alone}
     assert max(differences.values()) < 1e-4, differences
     errors = {kind: [error_of(future) for future in futures] for kind, futures in poison.futures.items()}
     assert min(map(len, errors.values())) >= 7
-    assert errors["diverged"].pop(0) == "", "the pass before the step that was too large"
+    assert errors["diverged"].pop(0) == "", "the pass before the large step succeeds"
     reasons = {"NaN": "advantages", "token": str(VOCAB + 88), "loss": "no_such_loss", "diverged": "NaN"}
     for kind, reason in reasons.items():
         assert all(reason in error for error in errors[kind]), errors[kind]
 
 
 def error_of(future: tinker.APIFuture) -> str:
-    """Empty when there was none."""
+    """Returns "" if there was no error."""
     try:
         future.result(60)
     except tinker.RequestFailedError as error:
@@ -259,12 +259,12 @@ FULL_PASS = Job("full pass", "cross_entropy", rank=8, lengths=(64,) * (PASS_TOKE
 
 
 def answered_meanwhile(flood: tinker.ServiceClient, modest: tinker.ServiceClient) -> int:
-    """How many operations of a flood of ten runs are answered while one run of `modest` gets four."""
+    """Returns how many operations of a flood of ten runs are answered while one run of `modest` gets four."""
     data, loss = FULL_PASS.data(), FULL_PASS.loss
     flooding = [FULL_PASS.create(flood) for _ in range(10)]
     one = FULL_PASS.create(modest)
     floods = [client.forward_backward(data, loss) for _ in range(6) for client in flooding]
-    one.forward(data, loss).result(60)  # in the midst of it
+    one.forward(data, loss).result(60)  # during the flood
     before = sum(future.future().done() for future in floods)
     own = [one.forward_backward(data, loss) for _ in range(4)]
     for future in own:
@@ -276,16 +276,16 @@ def answered_meanwhile(flood: tinker.ServiceClient, modest: tinker.ServiceClient
 
 
 @pytest.mark.full
-def test_a_tenant_with_ten_runs_gets_no_more_than_one_with_one(connect: Connect) -> None:
+def test_tenant_with_ten_runs_gets_no_more_than_one_with_one(connect: Connect) -> None:
     fair = answered_meanwhile(connect("flood"), connect("modest"))
     one_tenants = answered_meanwhile(connect("both"), connect("both"))
-    assert fair <= 12, "four of each, and what is answered while a poll is on its way"
-    assert one_tenants > 20, "runs of one tenant take turns: ten of the flood's for one of this one's"
+    assert fair <= 12, "four of each, and those answered during a poll"
+    assert one_tenants > 20, "runs of one tenant take turns: ten of the flood for one of this run"
 
 
 @pytest.mark.full
-def test_short_forwards_come_between_the_parts_of_a_large_batch(connect: Connect) -> None:
-    """They wait for passes, not for operations: several are answered within one operation of 300 sequences."""
+def test_short_forwards_run_between_parts_of_a_large_batch(connect: Connect) -> None:
+    """Forwards wait for passes, not for operations: several finish during one operation of 300 sequences."""
     large = replace(JOBS[0], lengths=(32,) * 300)
     short = replace(JOBS[0], lengths=(32,))
     streaming, calling = large.create(connect("streaming")), short.create(connect("calling"))
@@ -296,15 +296,13 @@ def test_short_forwards_come_between_the_parts_of_a_large_batch(connect: Connect
         calling.forward(short.data(), "cross_entropy").result(60)
         answered += not batches[1].done()
     assert answered >= 3
-    assert not batches[2].done(), "the batches were there to be waited for"
+    assert not batches[2].done(), "the batches ended too early to compare"
     batches[2].result(120)
 
 
 @pytest.mark.full
-def test_a_thousand_runs_on_sixteen_slots_train_as_if_each_had_its_own(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Ten tenants register a hundred runs each; those of the sample then come back from wherever they were moved to."""
+def test_thousand_runs_on_sixteen_slots_train_as_if_unpaged(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Ten tenants create a hundred runs each; the chosen ones are then reloaded from host memory or disk."""
     jobs = [replace(JOBS[0], name=f"tenant-{number % 10}", seed=number) for number in range(1000)]
     chosen = np.random.default_rng(0).choice(1000, 24, replace=False)
     models = {MODEL: tiny_models["qwen3"]}
@@ -327,7 +325,7 @@ def test_a_thousand_runs_on_sixteen_slots_train_as_if_each_had_its_own(
 
 
 def bytes_on_disk(server: LiveServer) -> int:
-    """Of the adapters: the file has no name, but the worker has it open."""
+    """Sums the adapters' page files, which are unlinked but open in the worker."""
     pages = f"{server.state_dir / 'pages'}/"
     processes = psutil.Process(server.process.pid).children(recursive=True)
     files = [file for process in processes for file in Path(f"/proc/{process.pid}/fd").iterdir()]

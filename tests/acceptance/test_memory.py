@@ -1,4 +1,4 @@
-"""A worker's resident memory at rest is about what it accounts for, whatever its passes were (benchmarks/memory.py)."""
+"""A worker's resident memory at rest is about what it accounts for, after any passes (benchmarks/memory.py)."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ from ..tiny import tiny_model
 WORK_SECONDS, REST_SECONDS = 10, 90
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to give memory back")
-def test_a_worker_at_rest_has_little_more_than_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has a call that returns memory")
+def test_resident_memory_at_rest_is_close_to_the_accounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     model = tiny_model("qwen3", tmp_path / "model", **SHAPE)
     setup = Setup(model, tmp_path, "local", rounds=1)

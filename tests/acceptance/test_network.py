@@ -1,4 +1,4 @@
-"""Training scripts end as if the network were good: the official SDK's and our client's."""
+"""Training scripts of the official SDK and our client end with the same results over a bad network."""
 
 import signal
 import threading
@@ -26,7 +26,7 @@ MIXED = Weather(delay_seconds=0.02, held=0.1, hold_seconds=0.2, cut=0.04, repeat
 
 @pytest.mark.full
 @pytest.mark.parametrize("package", PACKAGES)
-def test_in_bad_weather_nothing_is_lost_or_done_twice(package: str, server: Crashing, undisturbed: Undisturbed) -> None:
+def test_mixed_network_faults_lose_and_repeat_nothing(package: str, server: Crashing, undisturbed: Undisturbed) -> None:
     with proxy(server.url, MIXED) as (url, made):
         found = train(server, STEPS, {}, package, url)
     assert all(made[what] for what in ("held", "request cut", "answer cut", "repeated")), made
@@ -50,7 +50,9 @@ WEATHERS = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("name", WEATHERS)
-def test_each_weather(name: str, package: str, server: Crashing, undisturbed: Undisturbed) -> None:
+def test_each_network_fault_changes_nothing(
+    name: str, package: str, server: Crashing, undisturbed: Undisturbed
+) -> None:
     weather, expected = WEATHERS[name]
     with proxy(server.url, weather, seed=1) as (url, made):
         found = train(server, MANY_STEPS, {}, package, url)
@@ -62,17 +64,17 @@ def test_each_weather(name: str, package: str, server: Crashing, undisturbed: Un
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("package", PACKAGES)
-def test_behind_a_proxy_that_gives_up_after_a_minute_nobody_waits_for_longer(
+def test_polls_stay_below_a_proxy_timeout_of_a_minute(
     package: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """The worker stands still for longer than that: polls end before, and go on."""
+    """The worker is stopped for longer than a minute: polls end before, and are repeated."""
     crashing = Crashing(tiny_models["qwen3"], tmp_path, {"snapshot_steps": 3, "hang_seconds": 300})
     with crashing.running(), proxy(crashing.url, Weather(timeout_seconds=60.0)) as (url, made):
 
-        def stand_still() -> None:
+        def pause_worker() -> None:
             crashing.signal_worker(signal.SIGSTOP)
             threading.Timer(75, crashing.signal_worker, (signal.SIGCONT,)).start()
 
-        found = train(crashing, STEPS, {6: stand_still}, package, url)
+        found = train(crashing, STEPS, {6: pause_worker}, package, url)
     assert made["given up"] == 0, made
     assert_same(found, undisturbed(STEPS))

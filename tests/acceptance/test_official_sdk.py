@@ -87,7 +87,7 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 def train(client: tinker.TrainingClient, data: list[types.Datum], num_steps: int) -> list[float]:
-    """Pipelined: both submits of a step before either result."""
+    """Sends both requests of a step before waiting for either result."""
     losses = []
     for _ in range(num_steps):
         passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
@@ -106,12 +106,12 @@ def test_thirty_steps_on_a_fixed_batch_halve_the_loss(make_training) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_get_info_tells_the_adapter(make_training) -> None:
+def test_get_info_describes_the_adapter(make_training) -> None:
     info = make_training(rank=4).get_info()
     assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, MODEL)
 
 
-def test_many_pipelined_submits_equal_steps_taken_one_by_one(make_training) -> None:
+def test_pipelined_steps_equal_steps_one_by_one(make_training) -> None:
     ahead, one_by_one = make_training(), make_training()
     futures = []
     for _ in range(6):
@@ -123,8 +123,8 @@ def test_many_pipelined_submits_equal_steps_taken_one_by_one(make_training) -> N
     assert pipelined == train(one_by_one, batch(), 6)
 
 
-def test_a_chunked_batch_gives_the_update_of_its_parts(make_training) -> None:
-    """The server tells the SDK to send three datums a chunk: ten datums go out as four concurrent requests."""
+def test_chunked_batch_gives_the_update_of_its_parts(make_training) -> None:
+    """The server's chunk size is three datums: ten datums are sent as four concurrent requests."""
     chunked, by_hand = make_training(), make_training()
     data = batch(10)
     whole = chunked.forward_backward(data, "cross_entropy").result(60)
@@ -160,10 +160,10 @@ def test_resume_from_a_saved_state_gives_identical_next_losses(service: tinker.S
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_an_adapter_of_peft_is_trained_on_and_sampled(
+def test_imported_peft_adapter_trains_and_samples(
     service: tinker.ServiceClient, server: LiveServer, make_training, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """rsLoRA's, and of another alpha than new models have."""
+    """The adapter uses rsLoRA, and another alpha than new models."""
     base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
     config = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "down_proj"])
     tuned = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
@@ -202,7 +202,7 @@ def test_load_state_into_the_live_model_discards_pending_gradients(make_training
     assert train(client, batch(), 3) == expected
 
 
-def test_save_state_leaves_pending_gradients_where_they_are(make_training) -> None:
+def test_save_state_keeps_pending_gradients(make_training) -> None:
     saved, plain = make_training(), make_training()
     for client in (saved, plain):
         client.forward_backward(batch(), "cross_entropy").result(60)
@@ -214,7 +214,7 @@ def test_save_state_leaves_pending_gradients_where_they_are(make_training) -> No
 
 
 def test_sampler_logprobs_equal_the_trainers(make_training) -> None:
-    """One copy of the weights: the sampler's log-probabilities are the trainer's to 1e-4 in float32."""
+    """Sampler and trainer share the weights, so log-probabilities agree to 1e-4 in float32."""
     client = make_training()
     train(client, batch(), 8)
     sampler = client.save_weights_and_get_sampling_client().result(60)
@@ -269,9 +269,7 @@ def test_prompt_and_topk_logprobs(service: tinker.ServiceClient) -> None:
     assert [None if row is None else len(row) for row in response.topk_prompt_logprobs] == [None, 3, 3, 3]
 
 
-def test_named_sampler_weights_are_those_of_the_time_they_were_saved(
-    service: tinker.ServiceClient, make_training
-) -> None:
+def test_named_sampler_weights_do_not_change_after_saving(service: tinker.ServiceClient, make_training) -> None:
     client = make_training()
     train(client, batch(), 3)
     path = client.save_weights_for_sampler("snapshot").result(60).path
@@ -326,7 +324,7 @@ def test_two_dimensional_targets_dense_and_sparse_agree(make_training) -> None:
     assert losses[0] == pytest.approx(losses[2] / 2, rel=1e-5)
 
 
-def test_bad_data_fails_its_future_and_nothing_else(make_training) -> None:
+def test_bad_data_fails_only_its_future(make_training) -> None:
     client = make_training()
     bad = client.forward_backward([datum([5, 6, VOCAB + 7])], "cross_entropy")
     with pytest.raises(tinker.RequestFailedError, match=str(VOCAB + 7)):
@@ -371,7 +369,7 @@ def test_another_tenant_sees_and_loads_nothing(server: LiveServer, make_training
             stranger.create_training_client_from_state(path).result(60)
 
 
-def test_stable_reinforce_takes_its_logprobs_from_what_the_sampler_recorded(make_training) -> None:
+def test_stable_reinforce_uses_logprobs_recorded_by_the_sampler(make_training) -> None:
     client = make_training()
     prompt = [7, 8, 9, 10]
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result(60)
@@ -399,7 +397,7 @@ def test_stable_reinforce_takes_its_logprobs_from_what_the_sampler_recorded(make
         client.forward_backward([with_provenance("nobody:sample:0:0")], "stable_reinforce").result(60)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
 def test_external_weights_download_as_a_peft_adapter(
     rest: tinker.RestClient, make_training, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -423,10 +421,10 @@ def download(rest: tinker.RestClient, path: str, directory: Path) -> list[str]:
     return sorted(urls)
 
 
-def test_an_export_is_encrypted_to_age_recipients(
+def test_export_is_encrypted_to_age_recipients(
     service: tinker.ServiceClient, rest: tinker.RestClient, make_training, tmp_path: Path
 ) -> None:
-    """The steps of the cookbook's `weights.download`, which exports a training checkpoint so."""
+    """These are the steps of the cookbook's `weights.download` for a training checkpoint."""
     source = make_training()
     train(source, batch(), 2)
     client = service.create_training_client_from_state(source.save_state("saved").result(60).path).result(60)
@@ -448,28 +446,28 @@ def test_an_export_is_encrypted_to_age_recipients(
     rest.delete_checkpoint_from_tinker_path(path).result(60)
 
 
-def test_an_age_recipient_that_is_none_is_refused_by_its_text(make_training) -> None:
+def test_invalid_age_recipient_is_refused(make_training) -> None:
     client = make_training()
     with pytest.raises(tinker.RequestFailedError, match=r"'age1nobody' is not an age public key"):
         client.save_weights_external("never", age_encryption_recipients=["age1nobody"]).result(60)
     assert train(client, batch(), 1)
 
 
-# What loggers write themselves: of the cookbook, Weights & Biases, TensorBoard, MLflow and transformers' Trainer.
-NAMES_OF_LOGGERS = {
+# Names that loggers use: the cookbook, Weights & Biases, TensorBoard, MLflow and transformers' Trainer.
+LOGGER_NAMES = {
     *("step", "epoch", "progress", "time", "timestamp", "runtime", "wall_time", "global_step", "loss", "grad_norm"),
     *("lr", "learning_rate", "num_sequences", "num_tokens", "num_loss_tokens", "_step", "_runtime", "_timestamp"),
 }
 
 
-def test_metrics_take_no_name_that_loggers_own(make_training) -> None:
+def test_metrics_do_not_use_names_of_loggers(make_training) -> None:
     client = make_training()
     passed = client.forward_backward(batch(), "cross_entropy").result(60).metrics
     for clip in (0.0, 1e-9):
         client.forward_backward(batch(), "cross_entropy").result(60)
         adam = types.AdamParams(learning_rate=1e-3, grad_clip_norm=clip)
         metrics = client.optim_step(adam).result(60).metrics
-        assert metrics is not None and not NAMES_OF_LOGGERS & {*passed, *metrics}
+        assert metrics is not None and not LOGGER_NAMES & {*passed, *metrics}
         assert metrics["unclipped_grad_l2:mean"] > 1e-2 and metrics["grad_clipped:mean"] == (clip > 0)
 
 
@@ -511,8 +509,8 @@ def test_samples_polled_together_in_one_request(tiny_models: dict[str, Path], tm
             sampler.sample(types.ModelInput.from_ints([5]), 1, stop_string).result(60)
 
 
-def test_a_waiting_future_polls_quietly_until_its_gap_is_filled(make_training) -> None:
-    """Nothing answers early: a result that is not there yet is waited for, not failed."""
+def test_result_that_is_not_ready_is_waited_for(make_training) -> None:
+    """A result that is not ready is waited for, not failed."""
     client = make_training()
     future = client.forward_backward(batch(64), "cross_entropy")
     started = time.monotonic()

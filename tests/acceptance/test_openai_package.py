@@ -1,4 +1,4 @@
-"""The unmodified `openai` package against a live server: whatever it can ask for here, and how it is refused."""
+"""The unmodified `openai` package against a live server: all supported requests, and refusals."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ def connect_async(server: LiveServer) -> openai.AsyncOpenAI:
 
 
 def native_sample(server: LiveServer, prompt: Sequence[int], **fields: Any) -> Any:
-    """The first sequence, by our own API."""
+    """Samples one prompt through our own API."""
     params = {"max_tokens": 12, "seed": 5, "stop": []} | fields.pop("sampling_params", {})
     body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]}, "sampling_params": params}
     headers = {"X-API-Key": KEY, "Prefer": "wait=40"}
@@ -93,7 +93,7 @@ def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
 # Completions
 
 
-def test_a_text_is_continued_as_our_own_api_does(
+def test_completion_equals_our_own_api(
     server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     prompt = tokenizer.encode("the model is")
@@ -117,7 +117,7 @@ def test_a_text_is_continued_as_our_own_api_does(
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) <= len(prompt)
 
 
-def test_logprobs_name_the_likeliest_the_sampled_and_their_places(client: openai.OpenAI) -> None:
+def test_logprobs_contain_likeliest_and_sampled_tokens_with_offsets(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="the model is", max_tokens=30, seed=5, logprobs=3)
     (choice,) = answer.choices
     assert choice.logprobs is not None
@@ -137,7 +137,7 @@ def test_logprobs_name_the_likeliest_the_sampled_and_their_places(client: openai
     ]
 
 
-def test_echo_scores_the_prompt_as_our_own_api_does(
+def test_echo_scores_the_prompt_like_our_own_api(
     server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     text = "the model of 😀 is here"
@@ -167,10 +167,10 @@ def test_echo_scores_the_prompt_as_our_own_api_does(
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
 
 
-def test_a_stream_that_echoes_and_samples_nothing_tells_of_no_sample(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": ["the model", "is here"], "n": 2, "max_tokens": 0, "echo": True}
-    asked |= {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
-    *chunks, last = client.completions.create(**asked)
+def test_echo_stream_without_sampling_has_only_the_prompts(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": ["the model", "is here"], "n": 2, "max_tokens": 0, "echo": True}
+    fields |= {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
+    *chunks, last = client.completions.create(**fields)
     parts = [part for chunk in chunks for part in chunk.choices]
     texts = ["".join(part.text for part in parts if part.index == index) for index in range(4)]
     assert texts == ["the model", "the model", "is here", "is here"]
@@ -178,7 +178,7 @@ def test_a_stream_that_echoes_and_samples_nothing_tells_of_no_sample(client: ope
     assert last.usage is not None and last.usage.completion_tokens == 0
 
 
-def test_without_max_tokens_a_completion_ends_with_the_context(client: openai.OpenAI) -> None:
+def test_completion_without_max_tokens_ends_with_the_context(client: openai.OpenAI) -> None:
     for length, num_sampled in ((1000, 16), (1020, 4)):
         answer = client.completions.create(
             model=MODEL, prompt=[5] * length, extra_body={"ignore_eos": True, "return_token_ids": True}
@@ -227,7 +227,7 @@ def test_stop_strings_are_not_in_the_text(client: openai.OpenAI) -> None:
     pytest.fail("the sample has no text to stop at: take another seed")
 
 
-def test_the_end_token_ends_the_text_and_is_not_in_it(
+def test_stop_token_ends_the_text_and_is_not_in_it(
     server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     free = native_sample(server, tokenizer.encode("the"), sampling_params={"max_tokens": 40})["sequences"][0]["tokens"]
@@ -242,24 +242,24 @@ def test_the_end_token_ends_the_text_and_is_not_in_it(
         assert answer.usage is not None and answer.usage.completion_tokens == cut + 1
 
 
-def test_sampling_parameters_are_those_of_our_own_api(
+def test_sampling_parameters_work_as_in_our_own_api(
     server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.5, "top_p": 0.4}, {"top_k": 2}, {"top_k": -1}]
-    asked += [{"min_p": 0.5}, {"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
-    asked += [{"logit_bias": {"97": 100.0}}]
-    for params in asked:
+    fields: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.5, "top_p": 0.4}, {"top_k": 2}, {"top_k": -1}]
+    fields += [{"min_p": 0.5}, {"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
+    fields += [{"logit_bias": {"97": 100.0}}]
+    for params in fields:
         native = native_sample(server, tokenizer.encode("the"), sampling_params=params)["sequences"][0]["tokens"]
         body = {"ignore_eos": True, "return_token_ids": True} | params
         answer = client.completions.create(model=MODEL, prompt="the", max_tokens=12, seed=5, extra_body=body)
         assert answer.choices[0].token_ids == native  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_min_tokens_come_whatever_would_stop_them(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "the", "max_tokens": 40, "seed": 9}
-    asked["extra_body"] = {"min_tokens": 30}
-    free = client.completions.create(**asked).choices[0].text
-    answer = client.completions.create(**asked, stop=free[0])
+def test_min_tokens_override_stop_strings(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "the", "max_tokens": 40, "seed": 9}
+    fields["extra_body"] = {"min_tokens": 30}
+    free = client.completions.create(**fields).choices[0].text
+    answer = client.completions.create(**fields, stop=free[0])
     assert answer.usage is not None and answer.usage.completion_tokens >= 30
     assert free.startswith(answer.choices[0].text) and len(answer.choices[0].text) > 10
 
@@ -267,7 +267,7 @@ def test_min_tokens_come_whatever_would_stop_them(client: openai.OpenAI) -> None
 # Chats
 
 
-def test_a_chat_is_the_templates_prompt_and_its_answer(
+def test_chat_uses_the_template_and_returns_its_answer(
     server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     messages: list[Any] = [
@@ -324,14 +324,14 @@ def check_answer(answer: ChatCompletion, native: Any, text: str) -> None:
         assert first.logprob >= second.logprob and first.logprob >= one.logprob - 1e-4
 
 
-def test_without_max_tokens_a_chat_goes_on_until_the_context_ends(client: openai.OpenAI) -> None:
+def test_chat_without_max_tokens_ends_with_the_context(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=2, extra_body={"ignore_eos": True})
     assert answer.usage is not None and answer.usage.total_tokens == 1024
     assert answer.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_answer_conforms_to_its_schema(client: openai.OpenAI, seed: int) -> None:
+def test_answer_conforms_to_its_schema(client: openai.OpenAI, seed: int) -> None:
     schema = {
         "type": "object",
         "properties": {"sea": {"enum": ["calm", "rough"]}, "wet": {"type": "boolean"}},
@@ -354,11 +354,11 @@ def test_an_answer_conforms_to_its_schema(client: openai.OpenAI, seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_streamed_chat_is_the_whole_one_in_pieces(client: openai.OpenAI, seed: int) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 3, "seed": seed, "max_tokens": 120}
-    asked |= {"logprobs": True, "top_logprobs": 1, "extra_body": {"return_token_ids": True}}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+def test_streamed_chat_equals_the_whole_answer(client: openai.OpenAI, seed: int) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 3, "seed": seed, "max_tokens": 120}
+    fields |= {"logprobs": True, "top_logprobs": 1, "extra_body": {"return_token_ids": True}}
+    whole = client.chat.completions.create(**fields)
+    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
     assert all(chunk.usage is None and chunk.object == "chat.completion.chunk" for chunk in chunks[:-1])
     for choice in whole.choices:
@@ -367,28 +367,28 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client: openai.OpenAI, seed:
         assert "".join(part.delta.content or "" for part in parts) == choice.message.content
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
         assert choice.logprobs is not None
-        told = [one for part in parts for one in (part.logprobs.content if part.logprobs else None) or []]
-        assert [(one.token, one.logprob) for one in told] == [
+        streamed = [one for part in parts for one in (part.logprobs.content if part.logprobs else None) or []]
+        assert [(one.token, one.logprob) for one in streamed] == [
             (one.token, pytest.approx(one.logprob, abs=1e-5)) for one in choice.logprobs.content or []
         ]
         assert [token for part in parts for token in part.token_ids] == choice.token_ids  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_stream_comes_while_it_is_sampled(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "the", "n": 16, "max_tokens": 900, "seed": 1}
+def test_stream_arrives_during_sampling(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "the", "n": 16, "max_tokens": 900, "seed": 1}
     started = time.monotonic()
-    times = [time.monotonic() - started for _ in client.completions.create(**asked, stream=True, timeout=60)]
+    times = [time.monotonic() - started for _ in client.completions.create(**fields, stream=True, timeout=60)]
     assert len(times) > 50 and times[0] < times[-1] / 3
 
 
-async def test_the_async_client_streams_many_at_once_and_seeds_repeat(server: LiveServer) -> None:
+async def test_async_client_streams_concurrently_and_seeds_repeat(server: LiveServer) -> None:
     async with connect_async(server) as client:
 
         async def streamed(seed: int) -> str:
-            asked = client.chat.completions.create(
+            fields = client.chat.completions.create(
                 model=MODEL, messages=HELLO, seed=seed, max_tokens=60, stream=True, temperature=0.9
             )
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in await asked])
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in await fields])
 
         async def whole(seed: int) -> str:
             answer = await client.chat.completions.create(
@@ -396,7 +396,7 @@ async def test_the_async_client_streams_many_at_once_and_seeds_repeat(server: Li
             )
             return answer.choices[0].message.content or ""
 
-        together = await asyncio.gather(*(asked(seed) for seed in range(6) for asked in (streamed, whole)))
+        together = await asyncio.gather(*(fields(seed) for seed in range(6) for fields in (streamed, whole)))
         alone = [await whole(seed) for seed in range(6)]
     assert together[::2] == together[1::2] == alone
     assert len(set(alone)) == 6
@@ -404,14 +404,14 @@ async def test_the_async_client_streams_many_at_once_and_seeds_repeat(server: Li
 
 async def test_without_a_seed_answers_differ(server: LiveServer) -> None:
     async with connect_async(server) as client:
-        asked = [client.completions.create(model=MODEL, prompt="the", max_tokens=20) for _ in range(4)]
-        assert len({answer.choices[0].text for answer in await asyncio.gather(*asked)}) == 4
+        fields = [client.completions.create(model=MODEL, prompt="the", max_tokens=20) for _ in range(4)]
+        assert len({answer.choices[0].text for answer in await asyncio.gather(*fields)}) == 4
 
 
 # Models
 
 
-def test_checkpoints_and_sampling_sessions_are_models_of_their_tenant(
+def test_checkpoints_and_samplers_are_models_of_their_tenant(
     server: LiveServer, client: openai.OpenAI, service: ServiceClient, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     training = service.create_lora_training_client(MODEL, rank=8)
@@ -424,14 +424,14 @@ def test_checkpoints_and_sampling_sessions_are_models_of_their_tenant(
     assert path is not None
     sampler = training.save_weights_and_get_sampling_client()
     native = sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=10, temperature=0.0)).result().sequences[0]
-    asked: dict[str, Any] = {"prompt": tokens[:3], "max_tokens": 10, "temperature": 0, "logprobs": 1}
-    trained = client.completions.create(model=path, **asked).choices[0]
+    fields: dict[str, Any] = {"prompt": tokens[:3], "max_tokens": 10, "temperature": 0, "logprobs": 1}
+    trained = client.completions.create(model=path, **fields).choices[0]
     assert trained.text == text_of(tokenizer, list(native.tokens)) == tokenizer.decode(tokens[3:13])
     assert trained.logprobs is not None
     assert trained.logprobs.token_logprobs == pytest.approx(list(native.logprobs), abs=1e-3)
-    base = client.completions.create(model=MODEL, **asked).choices[0]
+    base = client.completions.create(model=MODEL, **fields).choices[0]
     assert base.text != trained.text
-    live = client.completions.create(model=sampler.sampler_id, **asked).choices[0]
+    live = client.completions.create(model=sampler.sampler_id, **fields).choices[0]
     assert live.text == trained.text
     check_models(server, client, [path, sampler.sampler_id])
 
@@ -489,7 +489,7 @@ def check_models(server: LiveServer, client: openai.OpenAI, names: Sequence[str]
         ({"prompt": ""}, None),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: dict, param: str | None) -> None:
+def test_bad_completion_requests_name_the_parameter(client: openai.OpenAI, fields: dict, param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="the", extra_body=fields)
     assert refused.value.param == param and refused.value.type == "invalid_request_error"
@@ -519,13 +519,13 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
         ({"audio": {"voice": "x"}}, "audio"),
     ],
 )
-def test_what_a_chat_cannot_have_is_refused_by_name(client: openai.OpenAI, fields: dict, param: str | None) -> None:
+def test_bad_chat_requests_name_the_parameter(client: openai.OpenAI, fields: dict, param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=fields)
     assert refused.value.param == param
 
 
-def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
+def test_fields_with_no_effect_are_accepted(client: openai.OpenAI) -> None:
     nothing = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None}
     nothing |= {"user": "ann", "top_k": 0, "min_tokens": 0, "seed": None, "stop": None}
     assert client.completions.create(model=MODEL, prompt="the", max_tokens=1, extra_body=nothing).choices
@@ -533,7 +533,7 @@ def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1, extra_body=nothing).choices
 
 
-def test_a_wrong_key_model_or_place_raises_the_packages_own_errors(server: LiveServer, client: openai.OpenAI) -> None:
+def test_wrong_key_model_or_path_raises_the_packages_errors(server: LiveServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError) as refused, connect(server, "sk-wrong") as stranger:
         stranger.completions.create(model=MODEL, prompt="the")
     assert refused.value.code == "invalid_api_key"
@@ -550,13 +550,13 @@ def test_a_wrong_key_model_or_place_raises_the_packages_own_errors(server: LiveS
 
 
 @pytest.mark.full
-def test_a_request_beyond_a_limit_is_put_off(model: Path, tmp_path: Path) -> None:
+def test_request_over_a_limit_is_throttled(model: Path, tmp_path: Path) -> None:
     with live_server({MODEL: model}, tmp_path, tenant_queued_operations=1) as server, connect(server) as client:
-        asked: dict[str, Any] = {"model": MODEL, "prompt": "the", "max_tokens": 900}
-        stream = client.completions.create(**asked, n=1000, stream=True)
+        fields: dict[str, Any] = {"model": MODEL, "prompt": "the", "max_tokens": 900}
+        stream = client.completions.create(**fields, n=1000, stream=True)
         next(iter(stream))
         with pytest.raises(openai.RateLimitError) as refused:
-            client.completions.create(**asked)
+            client.completions.create(**fields)
         assert float(refused.value.response.headers["retry-after"]) >= 1
         assert "tenant-queued-operations" in str(refused.value) and refused.value.code == "rate_limit_exceeded"
         stream.close()
@@ -567,10 +567,10 @@ def test_a_request_beyond_a_limit_is_put_off(model: Path, tmp_path: Path) -> Non
                 return
             except openai.RateLimitError:
                 time.sleep(0.1)
-        pytest.fail("the stream that was closed still counts")
+        pytest.fail("the closed stream still counts")
 
 
-def test_a_stream_whose_session_ends_breaks_off_with_an_error(client: openai.OpenAI, server: LiveServer) -> None:
+def test_stream_ends_with_an_error_when_its_session_ends(client: openai.OpenAI, server: LiveServer) -> None:
     with ServiceClient(server.url, KEY) as service:
         sampler = service.create_sampling_client(base_model=MODEL)
         stream = client.completions.create(model=sampler.sampler_id, prompt="the", n=64, max_tokens=900, stream=True)
@@ -587,19 +587,19 @@ def test_a_stream_whose_session_ends_breaks_off_with_an_error(client: openai.Ope
         client.completions.create(model=sampler.sampler_id, prompt="the")
 
 
-def test_what_was_computed_before_is_told_of(client: openai.OpenAI, server: LiveServer) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "a prompt that nobody sent before " * 20, "max_tokens": 2}
+def test_cached_tokens_are_reported_only_to_their_tenant(client: openai.OpenAI, server: LiveServer) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "a prompt that no one sent before " * 20, "max_tokens": 2}
     for repeated in (False, True):
-        usage = client.completions.create(**asked).usage
+        usage = client.completions.create(**fields).usage
         assert usage is not None and usage.prompt_tokens_details is not None
         assert bool(usage.prompt_tokens_details.cached_tokens) == repeated
     with connect(server, "tml-somebody-else") as other:
-        usage = other.completions.create(**asked).usage
+        usage = other.completions.create(**fields).usage
     assert usage is not None and usage.prompt_tokens_details is not None
-    assert not usage.prompt_tokens_details.cached_tokens, "what others have sent is not told"
+    assert not usage.prompt_tokens_details.cached_tokens, "prompts of other tenants are not revealed"
 
 
-def test_the_documented_example_runs(server: LiveServer) -> None:
+def test_documented_examples_run(server: LiveServer) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text()
     for language, command in (("python", [sys.executable, "-c"]), ("sh", ["bash", "-ec"])):
         (code,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)

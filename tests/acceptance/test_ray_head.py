@@ -1,4 +1,4 @@
-"""A run trains on one node of a Ray cluster, and goes on when the head on another node is lost and made again."""
+"""A run trains on one node of a Ray cluster, and continues after the head on another node is lost and replaced."""
 
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def training(url: str, seed: int) -> Iterator["Training"]:
 
 
 class Training:
-    """A run of steps, on the same data as any other."""
+    """A run that trains on the same data as any other."""
 
     def __init__(self, client: TrainingClient) -> None:
         self._client = client
@@ -54,11 +54,13 @@ def workers(node: psutil.Process) -> list[psutil.Process]:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("back", ["at once", "when the cluster has given up"])
-def test_a_run_goes_on_when_the_head_is_lost_and_made_again(
+@pytest.mark.parametrize("back", ["at once", "after the cluster has given up"])
+def test_run_continues_after_the_head_is_replaced(
     back: str, nodes: RayNodes, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "10")  # instead of a minute, then Ray gives up
+    monkeypatch.setenv(
+        "RAY_gcs_rpc_server_reconnect_timeout_s", "10"
+    )  # Ray gives up after this time; the default is a minute
     head, node = nodes.start_head(num_cpus=0), nodes.start_node(num_cpus=1)
     options = {"pool": "ray", "ray_address": nodes.address, "snapshot_steps": 3}
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **options) as server:
@@ -70,7 +72,7 @@ def test_a_run_goes_on_when_the_head_is_lost_and_made_again(
             assert workers(node) == [worker]
             if back == "at once":
                 nodes.start_head(num_cpus=0)
-            node.wait(MOST_SECONDS)  # Ray's nodes outlive no head for long
+            node.wait(MOST_SECONDS)  # Ray's nodes end soon after their head
             if back != "at once":
                 until(lambda: "cannot be reached" in server.log.read_text(), MOST_SECONDS)
                 nodes.start_head(num_cpus=0)
@@ -86,7 +88,7 @@ def test_a_run_goes_on_when_the_head_is_lost_and_made_again(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_ranks_of_one_model_on_two_nodes_go_on_when_one_of_these_is_lost(
+def test_ranks_on_two_nodes_continue_after_one_node_is_lost(
     nodes: RayNodes, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     nodes.start_head(num_cpus=0)

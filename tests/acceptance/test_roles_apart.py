@@ -1,4 +1,4 @@
-"""Critics and references in groups of their own: kill -9 of one group's worker is nothing to the runs of the others."""
+"""Critics and references in separate rank groups: kill -9 of one group's worker does not affect the others' runs."""
 
 import os
 import re
@@ -23,7 +23,7 @@ ROLES = ("policy", "critic", "reference")
 
 
 class Runs:
-    """One of each role, by plain REST."""
+    """Holds one run of each role, by plain REST."""
 
     def __init__(self, server: LiveServer) -> None:
         self._client = Client(server)
@@ -33,12 +33,12 @@ class Runs:
 
     def create(self, role: str) -> str:
         lora = {"rank": 4, "seed": 7}
-        of_role = {"model_seq_id": self._num_created, "base_model": MODEL, "lora_config": lora, "model_role": role}
+        body = {"model_seq_id": self._num_created, "base_model": MODEL, "lora_config": lora, "model_role": role}
         self._num_created += 1
-        return self._client.post("create_model", self._session | of_role)["model_id"]
+        return self._client.post("create_model", self._session | body)["model_id"]
 
     def move(self, server: LiveServer) -> None:
-        """To another server, where they are, too."""
+        """Uses another server that has the same runs."""
         self._client = Client(server)
 
     def scored(self, role: str) -> np.ndarray:
@@ -56,7 +56,7 @@ class Runs:
         return losses
 
     def move_reference(self) -> None:
-        """To the policy as it is now."""
+        """Loads the policy's current weights into the reference."""
         path = self._client.post("save_weights", {"model_id": self.ids["policy"], "path": "now"})["path"]
         assert self._client.post("load_weights", {"model_id": self.ids["reference"], "path": path})["path"] == path
 
@@ -67,17 +67,17 @@ class Runs:
 
 
 def states(server: LiveServer) -> str:
-    """Of the base model."""
+    """Returns the state of the base model."""
     return httpx.get(f"{server.url}/api/v1/readyz").json()["base_models"][MODEL]
 
 
 def pid_of(server: LiveServer, role: str) -> int:
-    """As the server told when it began last."""
+    """Returns the process id from the role's last "ready" line in the log."""
     return int(re.findall(rf"{MODEL} \({role}\) ready in .*process (\d+)", server.log.read_text())[-1])
 
 
 @pytest.mark.full
-def test_a_dead_worker_of_references_is_nothing_to_policies_and_critics(
+def test_crash_of_the_reference_worker_does_not_affect_other_roles(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **APART) as server, ThreadPoolExecutor(2) as threads:
@@ -89,14 +89,14 @@ def test_a_dead_worker_of_references_is_nothing_to_policies_and_critics(
         training = {role: threads.submit(runs.train, role, 40) for role in ("policy", "critic")}
         os.kill(pid_of(server, "reference"), signal.SIGKILL)
         until(lambda: states(server) == "restarting")
-        assert not any(each.done() for each in training.values()), "they trained meanwhile"
+        assert not any(each.done() for each in training.values()), "the training ended too early"
         np.testing.assert_allclose(runs.scored("reference"), before, rtol=1e-5)
         assert states(server) == "up"
         found = {role: each.result() for role, each in training.items()}
         assert others < set(worker_pids(server.process.pid))
         again = re.findall(r"(\S+) is rebuilt", server.log.read_text())
         assert again == [runs.ids["reference"]]
-        # As if nothing had happened, and two steps further would show.
+        # Undisturbed; an offset of two steps would show.
         undisturbed = runs.train("policy", 42, runs.create("policy"))
         assert found["policy"] == pytest.approx(undisturbed[2:], rel=1e-5)
         assert found["policy"] != pytest.approx(undisturbed[:40], rel=1e-3)
@@ -104,7 +104,7 @@ def test_a_dead_worker_of_references_is_nothing_to_policies_and_critics(
 
 
 @pytest.mark.full
-def test_workers_that_are_kept_have_the_groups_too(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_kept_workers_support_role_groups(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     models, state_dir = {MODEL: tiny_models["qwen3"]}, tmp_path / "state"
     with kept_workers(models, tmp_path, **APART) as workers:
         ranks = sorted(worker_pids(workers.process.pid))

@@ -1,4 +1,4 @@
-"""The official SDK against servers whose sampling happens elsewhere: in workers that only sample, and in vLLM."""
+"""The official SDK against servers that sample in separate workers, or in vLLM."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ MODEL = "tiny/qwen3"
 PROMPT = [7, 8, 9, 10]
 
 
-# Of training, and of the samplers.
+# Layouts of training and of the samplers.
 FSDP_AND_TP = {"parallel": "fsdp=2", "sampler_workers": 1, "sampler_parallel": "tp=2"}
 
 
@@ -34,8 +34,9 @@ FSDP_AND_TP = {"parallel": "fsdp=2", "sampler_workers": 1, "sampler_parallel": "
     ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Training under each layout, once with samplers of another one. A head of 32, for vLLM's attention on CPUs knows
-    none of 16."""
+    """Covers each layout of training, and once a different layout of samplers. Uses head_dim 32, because vLLM's CPU
+    attention does not support 16.
+    """
     model = tiny_model("qwen3", tmp_path_factory.mktemp("model"), head_dim=32)
     save_byte_tokenizer(model)
     if request.param == "vllm":
@@ -59,7 +60,7 @@ def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return service.create_lora_training_client(MODEL, rank=8, seed=1).result(60)
 
 
-def test_samples_of_trained_weights_are_scored_as_by_the_trainer(training: tinker.TrainingClient) -> None:
+def test_sample_logprobs_equal_the_trainers(training: tinker.TrainingClient) -> None:
     train(training, batch(), 8)
     sampler = training.save_weights_and_get_sampling_client().result(60)
     params = types.SamplingParams(max_tokens=12, temperature=0.9, seed=3, stop=[])
@@ -72,7 +73,7 @@ def test_samples_of_trained_weights_are_scored_as_by_the_trainer(training: tinke
         np.testing.assert_allclose(trainer, sequence.logprobs, atol=1e-3)
 
 
-def test_a_sampler_keeps_its_weights_and_the_next_one_has_the_new_ones(training: tinker.TrainingClient) -> None:
+def test_samplers_keep_their_weights_and_new_ones_have_new_weights(training: tinker.TrainingClient) -> None:
     prompt = types.ModelInput.from_ints([*PROMPT, 11, 12, 13])
     earlier = training.save_weights_and_get_sampling_client().result(60)
     before = earlier.compute_logprobs(prompt).result(60)
@@ -85,7 +86,7 @@ def test_a_sampler_keeps_its_weights_and_the_next_one_has_the_new_ones(training:
     np.testing.assert_allclose(np.asarray(after[1:], dtype=np.float64), forward, atol=1e-3)
 
 
-def test_named_weights_and_the_base_are_sampled_with_a_seed(
+def test_seeds_repeat_for_named_weights_and_the_base(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:
     path = training.save_weights_for_sampler("kept").result(60).path
@@ -107,7 +108,7 @@ def test_named_weights_and_the_base_are_sampled_with_a_seed(
     assert drawn[0] != drawn[1]
 
 
-def test_sampling_and_training_at_the_same_time(training: tinker.TrainingClient) -> None:
+def test_sampling_and_training_run_at_the_same_time(training: tinker.TrainingClient) -> None:
     sampler = training.save_weights_and_get_sampling_client().result(60)
     params = types.SamplingParams(max_tokens=200, seed=5, stop=[])
     sampling = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Five hundred samples in flight through the official SDK where the cache holds thirty; a fifth is given up."""
+"""Five hundred samples in flight through the official SDK with a cache for thirty; a fifth of them is abandoned."""
 
 import asyncio
 import socket
@@ -27,12 +27,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-# Of one token: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
+# 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 NUM_REQUESTS, NUM_THAT_FIT = 500, 30
-# At some moment the server has at least these: the first may have ended when the last come.
+# Expected peak of running samples: the first may have ended when the last arrive.
 NUM_UNDER_WAY = 200
-# Of those that are given up. To the end, they would take a minute.
+# Length of abandoned samples, which would run for a minute.
 ENDLESS = 600
 
 
@@ -43,7 +43,7 @@ def anyio_backend() -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """patience: seconds after which it is given up, if it is. cancels: whether by cancelling it, or by a timeout."""
+    """patience: seconds after which it is abandoned, or None. cancels: by cancelling it, not by a timeout."""
 
     prompt: list[int]
     max_tokens: int
@@ -51,7 +51,7 @@ class Request:
     cancels: bool = False
 
     async def sampled(self, sampler: tinker.SamplingClient) -> types.SampleResponse | None:
-        """None when it was given up."""
+        """Returns None if it was abandoned."""
         params = types.SamplingParams(max_tokens=self.max_tokens, temperature=1.0, stop=[])
         answer = sampler.sample(types.ModelInput.from_ints(self.prompt), 1, params)
         if self.patience is None:
@@ -68,7 +68,7 @@ class Request:
 
 
 def requests() -> list[Request]:
-    """Prompts of 4 to 120 tokens and 2 to 60 new ones, at equal steps of the logarithm; every fifth is given up."""
+    """Prompts of 4 to 120 tokens and 2 to 60 new ones, in equal logarithmic steps; every fifth is abandoned."""
     random = np.random.default_rng(3)
     prompts = random.permutation(np.geomspace(4, 120, NUM_REQUESTS).astype(int))
     lengths = random.permutation(np.geomspace(2, 60, NUM_REQUESTS).astype(int))
@@ -97,14 +97,14 @@ def budget_of(made: list[Request]) -> int:
 
 @dataclass
 class Watched:
-    """What is seen of the worker while the requests run."""
+    """Peaks observed in the worker while the requests run."""
 
     dispatch: WorkerDispatch
     most_bytes: int = 0
     most_under_way: int = 0
 
     async def watch(self, answered: asyncio.Event) -> None:
-        """Until all are answered and nothing is under way any more."""
+        """Watches until all are answered and nothing is running."""
         while True:
             self.most_bytes = max(self.most_bytes, (await self.dispatch.memory())[MODEL]["kv_cache"])
             status = self.dispatch.status(MODEL)
@@ -116,7 +116,7 @@ class Watched:
 
 @asynccontextmanager
 async def served(model: Path, state_dir: Path, **options: object) -> AsyncIterator[tuple[str, WorkerDispatch]]:
-    """A server in this process, whose worker can be asked for its memory; its URL."""
+    """Runs a server in this process; yields its URL, and the dispatch, which reports the worker's memory."""
     config = server_config(model, state_dir, **options)
     listener = socket.create_server(("127.0.0.1", 0))
     async with started_dispatch(config) as dispatch:
@@ -135,7 +135,7 @@ async def served(model: Path, state_dir: Path, **options: object) -> AsyncIterat
 
 
 @pytest.mark.parametrize(("polling", "layout"), [("each", "single"), ("together", "single"), ("each", "tp=2")])
-async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
+async def test_kept_requests_complete_within_the_memory_budget(
     tiny_models: dict[str, Path], tmp_path: Path, polling: str, layout: str
 ) -> None:
     made = requests()
@@ -144,7 +144,7 @@ async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
     async with served(tiny_models["qwen3"], tmp_path, **options) as (url, dispatch):
         watched, answered = Watched(dispatch), asyncio.Event()
         watching = asyncio.create_task(watched.watch(answered))
-        # The SDK waits for a session without letting others run: the server's loop is not for it.
+        # The SDK blocks while it creates a session, so it must not run in the server's loop.
         responses = await asyncio.to_thread(sample_all, url, made)
         answered.set()
         async with asyncio.timeout(60):
@@ -153,7 +153,7 @@ async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
         if each.patience is None:
             assert response is not None
             assert [len(sequence.tokens) for sequence in response.sequences] == [each.max_tokens]
-    # The first of them may have ended.
+    # The first of the abandoned ones may have ended.
     assert responses.count(None) > 0.8 * NUM_REQUESTS / 5
     assert watched.most_under_way >= NUM_UNDER_WAY
     assert budget / 2 < watched.most_bytes <= budget

@@ -1,4 +1,4 @@
-"""The official SDK and our client with keys that may only do what they need."""
+"""The official SDK and our client with keys of minimal scopes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def key_with(server: Served, scopes: str, capsys: pytest.CaptureFixture[str]) ->
     return capsys.readouterr().out.strip()
 
 
-def test_the_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "train,sample,read", capsys)
     with official_service(server.url, key) as service:
         training = service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
@@ -54,7 +54,7 @@ def test_the_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: 
     rest.holder.close()
 
 
-def test_the_sdk_samples_with_a_key_that_only_samples(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sdk_samples_with_a_sample_only_key(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "sample", capsys)
     with official_service(server.url, key) as service:
         sampler = service.create_sampling_client(base_model=MODEL).result(60)
@@ -64,7 +64,7 @@ def test_the_sdk_samples_with_a_key_that_only_samples(server: Served, capsys: py
             service.create_lora_training_client(MODEL, rank=4).result(60)
 
 
-def test_our_client_lists_with_a_key_that_only_reads(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_client_lists_with_a_read_only_key(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     with trainhouse.ServiceClient(server.url, key_with(server, "read", capsys)) as service:
         assert service.get_server_capabilities()
         with pytest.raises(Exception, match="needs train or sample"):

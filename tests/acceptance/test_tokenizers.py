@@ -1,4 +1,4 @@
-"""`get_tokenizer()` of the official SDK, on what is served under which name, without a network."""
+"""`get_tokenizer()` of the official SDK for models served under various names, without a network."""
 
 import json
 import os
@@ -31,14 +31,14 @@ with tinker.ServiceClient(base_url=url, api_key=key) as service:
 
 @pytest.fixture
 def model(tiny_models: dict[str, Path], tmp_path: Path) -> Path:
-    """One with a tokenizer, whose directory has more than two slashes."""
+    """A model with a tokenizer, in a path with more than two slashes."""
     directory = shutil.copytree(tiny_models["llama"], tmp_path / "models" / "chat")
     save_byte_tokenizer(directory)
     return directory
 
 
 def cache_of_the_hub(model: Path, home: Path) -> None:
-    """As it is once somebody on the client's machine has loaded the model by its hub id."""
+    """Writes the hub cache of a client's machine that has loaded the model by its hub id."""
     commit = "0" * 40
     root = home / "hub" / f"models--{HUB_ID.replace('/', '--')}"
     shutil.copytree(model, root / "snapshots" / commit, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -47,7 +47,7 @@ def cache_of_the_hub(model: Path, home: Path) -> None:
 
 
 def tokens(url: str, key: str, names: Sequence[str], home: Path) -> list[str]:
-    """What the tokenizers of the SDK's two clients of each name make of a text; "none" of one that is not found."""
+    """Returns the tokens of a text from both SDK clients of each name; "none" if no tokenizer is found."""
     environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
     command = [sys.executable, "-c", PROGRAM, url, key, *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
@@ -55,21 +55,21 @@ def tokens(url: str, key: str, names: Sequence[str], home: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_hub_id_and_a_directory_are_names_that_sdk_clients_resolve(model: Path, tmp_path: Path) -> None:
+def test_sdk_clients_resolve_hub_ids_and_directories(model: Path, tmp_path: Path) -> None:
     cache_of_the_hub(model, tmp_path / "hf")
     with live_server({HUB_ID: model, str(model): model, "chat": model}, tmp_path / "state") as server:
         found = tokens(server.url, KEY, (HUB_ID, str(model), "chat"), tmp_path / "hf")
         log = server.log.read_text()
     assert len(json.loads(found[0])) == 3
-    assert found == [found[0]] * 5 + ["none"], "a name alone is what sampling clients have"
+    assert found == [found[0]] * 5 + ["none"], "sampling clients have only the name"
     (warning,) = [line for line in log.splitlines() if "is not a hub id" in line]
     assert " chat is not a hub id" in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
 
 
-def test_clients_of_other_machines_hear_the_hub_id_that_the_files_name(
+def test_remote_clients_get_the_hub_id_from_the_config(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server that listens beyond loopback tells nobody its directories."""
+    """A server that listens beyond loopback does not reveal its directories."""
     cache_of_the_hub(model, tmp_path / "hf")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"_name_or_path": HUB_ID}))

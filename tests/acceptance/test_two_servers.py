@@ -1,4 +1,4 @@
-"""Two servers on one PostgreSQL and one state directory: scripts ask the one that hands on, and the other is lost."""
+"""Two servers on one PostgreSQL and one state directory: scripts call the standby, and the leader is lost."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ LEASE_SECONDS = 2.0
 
 @dataclass
 class Pair:
-    """first: has the lease in the beginning."""
+    """first: initially holds the lease."""
 
     first: Crashing
     second: Crashing
@@ -30,11 +30,11 @@ class Pair:
         return self.first, self.second
 
     def stop_first(self, seconds: float) -> threading.Timer:
-        """As a machine that sleeps, or a hypervisor that moves it, does."""
+        """Suspends it, like a sleeping machine or a hypervisor that migrates it."""
         os.kill(self.first.pid, signal.SIGSTOP)
-        going_on = threading.Timer(seconds, os.kill, (self.first.pid, signal.SIGCONT))
-        going_on.start()
-        return going_on
+        resume = threading.Timer(seconds, os.kill, (self.first.pid, signal.SIGCONT))
+        resume.start()
+        return resume
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def refused_in(log: str) -> bool:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("num_steps", "manner"), [(15, "local"), (40, "ray"), (15, "fsdp=2")], ids=str)
-def test_the_other_server_goes_on_when_the_one_that_works_is_killed(
+def test_standby_takes_over_when_the_leader_is_killed(
     num_steps: int,
     manner: str,
     tiny_models: dict[str, Path],
@@ -83,7 +83,7 @@ def test_the_other_server_goes_on_when_the_one_that_works_is_killed(
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_server_that_sleeps_through_its_lease_does_no_harm(
+def test_suspended_leader_does_no_harm_after_its_lease(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path, postgres_url: str
 ) -> None:
     with pair(tiny_models["qwen3"], tmp_path, postgres_url) as servers:
@@ -91,7 +91,7 @@ def test_a_server_that_sleeps_through_its_lease_does_no_harm(
         until(lambda: readiness(servers.first) == readiness(servers.first) | {"holder": servers.second.url})
         assert refused_in(servers.first.log) and "taking over, with epoch 2" in servers.second.log
         assert live_state(servers.second) == ["live-2"]
-        # It takes its turn again.
+        # The first server can take over again.
         again = train(
             servers.first, 15, {5: lambda: os.kill(servers.second.pid, signal.SIGTERM)}, url=servers.first.url
         )

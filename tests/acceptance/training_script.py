@@ -1,8 +1,8 @@
-"""A user's training script: two tenants train at once in pipelined steps, and sample their weights on the way.
+"""A user's training script: two tenants train at once in pipelined steps, and sample their weights during training.
 
-python -m trainhouse.tests.acceptance.training_script URL STEPS PACKAGE TRAINING: by the package tinker (the official
-SDK) or trainhouse (our client). TRAINING: "lora", or "full" = the first tenant has all weights trained. Says "step N"
-after each of the first tenant, in the end the results of both as JSON.
+python -m trainhouse.tests.acceptance.training_script URL STEPS PACKAGE TRAINING. PACKAGE: tinker (the official SDK) or
+trainhouse (our client). TRAINING: "lora", or "full" for full fine-tuning by the first tenant. Prints "step N" after
+each step of the first tenant, and finally the results of both as JSON.
 """
 
 import importlib
@@ -17,13 +17,13 @@ import numpy as np
 
 MODEL = "tiny/qwen3"
 SEEDS = (1, 2)
-"""Of the tenants."""
+"""One per tenant."""
 ROW = 12
 AHEAD = 2
 
 
 def main(url: str, num_steps: int, package: str, training: str) -> None:
-    # At a fault all tenants are at the same step: none may be at its end, however long another one paused.
+    # Keeps the tenants at the same step, so that faults hit all of them.
     in_step = Barrier(len(SEEDS))
     with ThreadPoolExecutor(len(SEEDS)) as tenants:
         module = importlib.import_module(package)
@@ -39,9 +39,9 @@ def train(package: Any, url: str, seed: int, num_steps: int, in_step: Barrier, t
     adam = package.AdamParams(learning_rate=1e-2 if training == "lora" else 1e-3)
     with package.ServiceClient(base_url=url, api_key=f"tml-tenant{seed}") as service:
         if training == "full":
-            client = made(service.create_full_training_client(MODEL))
+            client = resolved(service.create_full_training_client(MODEL))
         else:
-            client = made(service.create_lora_training_client(MODEL, rank=4, seed=seed))
+            client = resolved(service.create_lora_training_client(MODEL, rank=4, seed=seed))
         losses, pending, sampler, early = [], [], None, []
         for step in range(num_steps):
             in_step.wait(240)
@@ -52,15 +52,15 @@ def train(package: Any, url: str, seed: int, num_steps: int, in_step: Barrier, t
             if seed == SEEDS[0]:
                 print(f"step {step}", flush=True)
             if step == num_steps // 3:
-                sampler = made(client.save_weights_and_get_sampling_client())
+                sampler = resolved(client.save_weights_and_get_sampling_client())
                 early = sample(package, sampler)
         losses += [loss_of(*each) for each in pending]
         path = client.save_state("end").result(120).path
         return {"losses": losses, "early": early, "late": sample(package, sampler), "path": path}
 
 
-def made(client: Any) -> Any:
-    """The SDK answers with futures where our client waits."""
+def resolved(client: Any) -> Any:
+    """Waits for the SDK's future; our client returns the object itself."""
     return client.result(240) if hasattr(client, "result") else client
 
 
@@ -77,7 +77,7 @@ def loss_of(forward_backward: Any, optim_step: Any) -> float:
 
 
 def sample(package: Any, sampler: Any) -> list[float]:
-    """Log-probabilities of two samples."""
+    """Returns log-probabilities of two samples."""
     params = package.SamplingParams(max_tokens=8, seed=5, temperature=1.0)
     response = sampler.sample(package.ModelInput.from_ints([5, 6, 7]), 2, params).result(240)
     return [float(logprob) for sequence in response.sequences for logprob in sequence.logprobs]

@@ -1,8 +1,8 @@
-"""The outside judge of full fine-tuning: its steps by TRL's SFTTrainer, in a process and an environment of its own.
+"""Reference for full fine-tuning: the same steps by TRL's SFTTrainer, in its own process and environment.
 
-PYTHON trl_judge.py MODEL EXERCISE OUTPUT: PYTHON has TRL and nothing of ours, MODEL is a Hugging Face directory,
-EXERCISE a file that `ten_steps.judged_steps` writes. Leaves OUTPUT/losses.json, a number for each step, and the weights
-in OUTPUT/model.
+PYTHON trl_judge.py MODEL EXERCISE OUTPUT: PYTHON has TRL and none of our packages, MODEL is a Hugging Face directory,
+EXERCISE a file that `ten_steps.judged_steps` writes. Writes OUTPUT/losses.json, a number for each step, and the weights
+to OUTPUT/model.
 """
 
 import json
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from trl import SFTConfig, SFTTrainer
 
 MICRO_BATCH = 2
-"""Rows of a forward, padded to the longer: a step of more accumulates gradients."""
+"""Rows of a forward, padded to the longer one; larger steps accumulate gradients."""
 NO_TARGET = -100
 
 
@@ -29,7 +29,7 @@ def main(model_directory: str, exercise_file: str, output: Path) -> None:
         args=SFTConfig(**(config(exercise["batches"], output) | exercise["changes"])),
         train_dataset=Dataset.from_list([row(each) for batch in exercise["batches"] for each in batch]),
         processing_class=padding(),
-        # Trainer's own would leave the norms out of weight decay.
+        # Trainer's default excludes the norms from weight decay.
         optimizers=(adamw(model, exercise["adam"]), None),
     )
     trainer.train()
@@ -40,9 +40,9 @@ def main(model_directory: str, exercise_file: str, output: Path) -> None:
 
 
 def config(batches: list[list[Any]], output: Path) -> dict[str, Any]:
-    """What differs from the arithmetic of plain AdamW on the mean over a step's targets is turned off."""
+    """Turns off everything that differs from plain AdamW on the mean over a step's targets."""
     (rows_of_a_step,) = {len(batch) for batch in batches}
-    assert rows_of_a_step % MICRO_BATCH == 0, f"{rows_of_a_step} rows in a step: it takes a multiple of {MICRO_BATCH}"
+    assert rows_of_a_step % MICRO_BATCH == 0, f"{rows_of_a_step} rows in a step: use a multiple of {MICRO_BATCH}"
     return {
         "output_dir": str(output),
         "per_device_train_batch_size": MICRO_BATCH,
@@ -66,14 +66,14 @@ def config(batches: list[list[Any]], output: Path) -> dict[str, Any]:
 
 
 def row(sequence: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Labels lie at their tokens: it is the trainer that shifts them."""
+    """Labels are at their own tokens: the trainer shifts them."""
     tokens, weights = sequence["tokens"], sequence["weights"]
     labels = [token if weight else NO_TARGET for token, weight in zip(tokens, [0, *weights], strict=True)]
     return {"input_ids": tokens, "labels": labels}
 
 
 def padding() -> PreTrainedTokenizerFast:
-    """A tokenizer with nothing but that: texts there are none."""
+    """Returns a tokenizer that only pads; there are no texts."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0})), pad_token="<pad>")
 
 

@@ -57,7 +57,7 @@ class RecordingOperations:
             raise self.failing[seq_id]
         return Result(json.dumps({"seq_id": seq_id}).encode())
 
-    async def repeat(self, run: RunRecord, operation: Any, seq_id: int) -> None:
+    async def replay(self, run: RunRecord, operation: Any, seq_id: int) -> None:
         await self.perform(run, operation, seq_id)
 
     async def stored_record(self, run: RunRecord) -> RunRecord:
@@ -66,7 +66,7 @@ class RecordingOperations:
     async def discard(self, run: RunRecord) -> None:
         self.performed.append("discard")
 
-    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> None:
+    async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:
         self.performed.append("make")
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
@@ -163,7 +163,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
         snapshots = SnapshotStore(tmp_path / "snapshots", sync=False)
         stack.push_async_callback(futures.close)
 
-        async def make(
+        async def create_in_workers(
             gap_seconds: float = 330.0,
             hold: bool = False,
             number: int = 0,

@@ -25,17 +25,17 @@ class LogprobHead:
         self._base = base
         self.chunk_rows = chunk_rows
 
-    def one_of(self, number: int) -> "LogprobHead":
+    def split_budget(self, number: int) -> "LogprobHead":
         """Returns one of `number` concurrent heads. Together they hold as many logits as a single one."""
         part = copy(self)
         part.chunk_rows = max(1, self.chunk_rows // number)
         return part
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Holds the whole unembedding. Outside the context, each rank may keep only a part of it."""
         return self._base.whole_unembedding()
 
-    def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_LogprobPass":
+    def start_pass(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_LogprobPass":
         """Starts a pass whose scores are the log-probabilities of the targets."""
         return _LogprobPass(self, hidden, segments, targets)
 

@@ -18,13 +18,13 @@ class ValueHead:
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         """Ignores chunk_rows, which limits heads that need as much memory as logits do."""
 
-    def one_of(self, number: int) -> "ValueHead":
+    def split_budget(self, number: int) -> "ValueHead":
         return self
 
-    def in_use(self) -> AbstractContextManager[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_ValuePass":
+    def start_pass(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_ValuePass":
         """Starts a pass. Each row has one score, which does not depend on its target; further columns are 0."""
         return _ValuePass(hidden, segments, targets)
 

@@ -288,11 +288,11 @@ class _ExpertMlp(torch.autograd.Function):
         torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=gate)
         del active, grad_active, grad_hidden
         if of_gate_up is not None:
-            pairs.groups.add_outer([of_gate_up], features, pairs.gathered(x))
+            pairs.groups.add_outer([of_gate_up], features, pairs.gather(x))
         wants_x = ctx.needs_input_grad[0]
         grad_rows = pairs.groups.times(features, dequantized(ctx.experts.gate_up_proj)) if wants_x else None
         if terms is not None:
-            terms.gate_up_backward(features, pairs.gathered(x), grad_rows)
+            terms.gate_up_backward(features, pairs.gather(x), grad_rows)
         return pairs.gather_backward(grad_rows) if grad_rows is not None else None, None, None, None, None
 
 

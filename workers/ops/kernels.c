@@ -213,7 +213,7 @@ static inline void see(struct query *query, const float *keys, const float *valu
  * share their first shared[group] tokens, which are read from the slot of the group's first row. Returns 0, or 1 if out
  * of memory.
  */
-int attend_once(float *out, const float *query, int64_t query_stride, const float *key, int64_t key_stride,
+int decode_attention(float *out, const float *query, int64_t query_stride, const float *key, int64_t key_stride,
                 const float *value, int64_t value_stride, float *keys, float *values, const int64_t *slots,
                 const int64_t *lengths, const int64_t *order, const int64_t *bounds, const int64_t *shared,
                 int64_t groups, int64_t heads, int64_t kv_heads, int64_t size, int64_t capacity, int64_t window,

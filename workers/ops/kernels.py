@@ -28,7 +28,7 @@ _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2],
     "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 3],
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
-    "attend_once": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 7, *[_SIZE] * 6, _FLOAT, _INT],
+    "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 7, *[_SIZE] * 6, _FLOAT, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
 }
 

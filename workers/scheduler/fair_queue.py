@@ -41,7 +41,7 @@ class PassLimits:
 
     def is_short(self, work: PassWorkItem) -> bool:
         """True if the operation should run in the very next pass."""
-        if work.begun:
+        if work.has_begun:
             return False
         return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
 

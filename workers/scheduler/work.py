@@ -71,7 +71,7 @@ class PassWorkItem(WorkItem[ForwardBackwardRequest]):
         self.tokens = max(1, sum(self.lengths))
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         return self.num_taken > 0
 
     @property

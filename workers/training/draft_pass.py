@@ -137,7 +137,7 @@ class DraftPassRunner:
             lengths = [sum(lesson.num_tokens for lesson in of_micro_batch) for of_micro_batch in of_all]
             inside = self._exchange_features(inside, is_of_all, draft.groups, deal, lengths)
         told = _TargetOutputs(self._head, inside, self._mask(draft.shape.mask_token))
-        with self._head.in_use():
+        with self._head.gathered():
             for taken, known in deal.own():
                 lesson, task = taken.lesson, tasks[taken.lesson.task]
                 if task.capture_directory is not None:

@@ -323,7 +323,7 @@ class PassRunner:
             if gradients:
                 model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
         run = self._micro_batch_function(tasks, models, gradients, needed)
-        heads = {name: head.one_of(len(lanes)) for name, head in self._heads.items()}
+        heads = {name: head.split_budget(len(lanes)) for name, head in self._heads.items()}
         is_alone = not self._mesh.has_forward_collectives
         try:
             with self._models.with_weights_of(models, gradients):

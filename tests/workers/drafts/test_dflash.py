@@ -1,4 +1,4 @@
-"""DFlash training over packed sequences equals one block at a time: a draft is trained on what it does when drafting."""
+"""DFlash training over packed sequences equals one block at a time: training matches drafting."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A worker that attends with its share of a row's tokens, and loads no model."""
+"""A worker that runs attention on its share of a row's tokens, without a model."""
 
 from dataclasses import dataclass
 
@@ -45,7 +45,7 @@ class AttendingWorker(Worker):
         self._mesh = mesh
 
     def attend(self, case: Attending) -> list[np.ndarray]:
-        """Of all tokens: the result without gradients and with, and the gradients of query, key and value."""
+        """Returns, for all tokens, the output without and with gradients, and the gradients of query, key and value."""
         sp = self._mesh.along("sp")
         split = SequenceSplit.of(sp.size, case.heads, case.kv_heads)
         share = TokenShard(sum(case.lengths), self._mesh, ring=split.ring)

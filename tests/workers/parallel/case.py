@@ -1,4 +1,4 @@
-"""Case: a layout, what is chosen beside it, and the tiny model that it is tried on."""
+"""Case: a layout, further options, and the tiny model that it runs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
 from ...tiny import tiny_model
 
-# Query and key/value heads that two ranks cannot share out, with one rank along tp, or with two.
+# Numbers of query and key/value heads that do not divide by two ranks, with one or two ranks along tp.
 HEADS: dict[str, dict[str, object]] = {
     "6x3": {"num_attention_heads": 6, "num_key_value_heads": 3}
     | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
@@ -48,18 +48,18 @@ class Case:
 
     @property
     def units(self) -> list[list[ShardedUnit]]:
-        """What each of the two layers has."""
+        """Returns the sharded units of each of the two layers."""
         of_kinds: dict[str, list[ShardedUnit]] = {"qwen3_moe": ["experts"] * 2, "mixtral": ["experts"] * 2}
         of_kinds["qwen3_moe_mixed"] = ["mlp", "experts"]
         return [["self_attn", features] for features in of_kinds.get(self.kind, ["mlp"] * 2)]
 
     @property
     def knobs(self) -> dict[str, object]:
-        of_drafts = ParallelSpec.parse(self.draft) if self.draft else None
+        draft_parallel_spec = ParallelSpec.parse(self.draft) if self.draft else None
         return {
             "tp_activations": self.tp_activations,
             "zero_stage": self.zero_stage,
-            "draft_parallel": of_drafts,
+            "draft_parallel": draft_parallel_spec,
         }
 
     @property

@@ -1,4 +1,4 @@
-"""A worker that tells what each rank has sampled, and whose ranks can be made to guess otherwise, or for themselves."""
+"""A worker that records what each rank sampled, and whose ranks can be made to draft differently or decide alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,14 +30,14 @@ class GuessingWorker(WatchedWorker):
 
         def counted_same(integers: Tensor) -> Tensor:
             own = integers.clone()
-            told = same(integers)
-            self._num_overruled += int((told != own).sum())
-            return told
+            agreed = same(integers)
+            self._num_overruled += int((agreed != own).sum())
+            return agreed
 
         def counted_verified(own: Sequence[VerifyResult]) -> list[VerifyResult]:
-            told = verified(own)
-            self._num_overruled += sum(mine != theirs for mine, theirs in zip(own, told, strict=True))
-            return told
+            agreed = verified(own)
+            self._num_overruled += sum(mine != theirs for mine, theirs in zip(own, agreed, strict=True))
+            return agreed
 
         vars(self._together).update(from_leader=counted_same, agree_on_verified=counted_verified)
 
@@ -49,34 +49,34 @@ class GuessingWorker(WatchedWorker):
         return result
 
     def sampled(self) -> dict[str, list[list[int]]]:
-        """By job, the tokens of its samples as this rank has them, since it was last asked."""
+        """Returns this rank's sampled tokens by job, since the last call."""
         found, self._sampled = self._sampled, {}
         return found
 
     def num_overruled(self) -> int:
-        """How many guesses and decisions of this rank were others than the first's, since it was last asked."""
+        """Returns how often this rank's draft tokens and decisions differed from the leader's, since the last call."""
         number, self._num_overruled = self._num_overruled, 0
         return number
 
     def disturb(self, rank: int, draft_id: str) -> None:
-        """From now on that rank's draft has other weights. They count as changed on all, which find nothing kept."""
+        """Changes the weights of that rank's draft. All ranks treat them as changed, so nothing cached is used."""
         with self._models.resident([draft_id], FORWARD_VECTORS) as (draft,):
             noise = torch.randn(draft.weights.shape, generator=torch.Generator().manual_seed(1))
             draft.weights.add_(noise, alpha=float(self._mesh.rank == rank))
 
     def decide_alone(self, decision: str) -> None:
-        """From now on each rank takes its own answers of this method of RankSync; "" = of none."""
+        """Makes each rank use its own result of this method of RankSync; "" restores the exchange."""
         for name in ("from_leader", "agree_on_verified"):
             own = getattr(RankSync, name).__get__(self._together) if name != decision else _own
             setattr(self._together, name, own)
 
     def break_guessing(self, rank: int, error: str) -> None:
-        """From now on one of ERRORS where that rank's drafts are to guess."""
+        """Makes that rank's drafts raise one of ERRORS."""
         if self._mesh.rank == rank:
             self._of_base._speculation.propose = mock.Mock(side_effect=ERRORS[error])
 
     def know(self, texts: Mapping[str, Sequence[int]]) -> None:
-        """From now on drafts guess the tokens of these, by job; prompts are among them. Of none: by themselves."""
+        """Makes drafts propose these tokens, by job; they include the prompts. Empty: drafts propose their own."""
 
         def perfect(draft: Any, rows: list[Any], num: int, table: Any) -> list[DraftTokens]:
             found = as_drawn(draft, rows, num, table)

@@ -1,4 +1,4 @@
-"""LiveBytes: how many bytes of tensors are alive, counted at each operation, and the most there were."""
+"""LiveBytes counts the bytes of live tensors after each operation, and keeps the peak."""
 
 from typing import Any
 
@@ -9,13 +9,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Of tensors made inside, not of views of others; it may be entered again. peak: the most since `restart`. What
-    kernels take for themselves is not seen."""
+    """Counts tensors made inside it, not views of others; it may be entered again. Internal memory of kernels is not
+    seen.
+
+    peak: the most bytes since `restart`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        # By address, which a later storage may have again: bytes, 0 of what was there before.
+        # By address, which a later storage may reuse. Storages from outside count 0 bytes.
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -26,7 +29,6 @@ class LiveBytes(TorchDispatchMode):
         return results
 
     def count(self) -> int:
-        """Those that are alive now."""
         self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
         return sum(num_bytes for _, num_bytes in self._seen.values())
 

@@ -26,7 +26,7 @@ ACCOUNTING = "trainhouse.tests.workers.parallel.measuring_worker:AccountingWorke
 
 @dataclass
 class Measured:
-    """The ranks of a layout, called from tests that are not asynchronous."""
+    """The ranks of a layout, called from synchronous tests."""
 
     runner: asyncio.Runner
     pool: LocalPool
@@ -60,7 +60,7 @@ def _datum(random: np.random.Generator, length: int) -> Datum:
 def measured(
     model: Path, spec: ParallelSpec, training: TrainingConfig = LORA, worker: str = MEASURING, **knobs: Any
 ) -> Iterator[Measured]:
-    """With a run, after its first pass, which makes what is made once."""
+    """Creates a run and makes its first pass, so that one-time allocations are done."""
     config = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, parallel=spec, **knobs)
     configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
     with asyncio.Runner() as runner:

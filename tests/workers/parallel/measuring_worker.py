@@ -1,4 +1,4 @@
-"""Workers that tell what they hold, and count what is alive during a pass."""
+"""Workers that report what they hold, and count live bytes during a pass."""
 
 from trainhouse.schemas.models import TrainingConfig
 from trainhouse.workers.protocol.calls import AdapterWeights, Failure, OptimizerStep, Pass, RunInfo, RunSpec
@@ -17,11 +17,11 @@ class MeasuringWorker(Worker):
         return answers
 
     def peak(self) -> int:
-        """Bytes of tensors that the last pass made."""
+        """Returns the bytes of tensors that the last pass made."""
         return self._peak
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by name, as the rank keeps them."""
+        """Returns the rank's shapes of parameters, by name."""
         named = self._base.model.named_parameters()
         # Adapted layers hold the weight that they have from the model.
         return {name: tuple(parameter.shape) for name, parameter in named}
@@ -31,7 +31,7 @@ class MeasuringWorker(Worker):
 
 
 class AccountingWorker(Worker):
-    """Counts what runs have made, in whichever call."""
+    """Counts the live bytes that runs allocated in any call."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._live = LiveBytes()
@@ -59,5 +59,5 @@ class AccountingWorker(Worker):
         return self._live.count()
 
     def peak(self) -> int:
-        """At most during the last pass or export."""
+        """Returns the peak of the last pass or export."""
         return self._live.peak

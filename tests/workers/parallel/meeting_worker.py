@@ -1,4 +1,4 @@
-"""A worker that meets the others, and has no model. Child processes import it by name."""
+"""A worker without a model that only connects to the others. Child processes import it by name."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ class MeetingWorker:
         return self._mesh.across().all_reduce(torch.tensor([value])).item()
 
     def listening(self) -> list[list[str]]:
-        """By rank, the addresses on which it does."""
+        """Returns the listening addresses of each rank."""
         return self._mesh.all_gather_object(_listening_addresses())
 
 
@@ -56,7 +56,7 @@ def _listening_addresses() -> list[str]:
 
 
 def _target(file: Path) -> str:
-    """That which lists them is gone by then."""
+    """The descriptor that lists the directory is closed by then."""
     try:
         return os.readlink(file)
     except OSError:
@@ -64,7 +64,7 @@ def _target(file: Path) -> str:
 
 
 def _address_in(words: str) -> str:
-    """As Linux writes it: words of 32 bits, each with its last byte first."""
+    """Parses Linux's form: 32-bit words in little-endian order."""
     whole = b"".join(bytes.fromhex(words[start : start + 8])[::-1] for start in range(0, len(words), 8))
     if whole.startswith(bytes(10) + b"\xff\xff"):
         whole = whole[12:]

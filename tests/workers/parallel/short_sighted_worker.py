@@ -1,4 +1,4 @@
-"""A worker whose drafts see nothing behind the tokens from which a rank goes on."""
+"""A worker whose drafts see nothing after the tokens of their own rank."""
 
 import torch
 from torch import Tensor

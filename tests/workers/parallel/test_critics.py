@@ -1,4 +1,4 @@
-"""A critic beside a policy, under layouts as on one rank."""
+"""A critic and a policy learn under each layout as on one rank."""
 
 from pathlib import Path
 
@@ -39,10 +39,10 @@ def valued(seed: int, *lengths: int) -> ForwardBackwardRequest:
 
 
 class Trained:
-    """Two steps of both, two accumulations each; what they told, and the critic as it was saved."""
+    """Two steps of both with two accumulations each: their losses and values, and the saved critic."""
 
     def __init__(self, where: Layout, training: TrainingConfig) -> None:
-        """training: of the critic."""
+        """training: config of the critic."""
         where.call("create_run", RunSpec("critic", training, "critic"))
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=2)))
         self.losses: list[float] = []
@@ -70,7 +70,7 @@ def test_a_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path]
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [Case("fsdp=2"), Case("fsdp=2", "qwen3_tied"), Case("fsdp=2,sp=2")], ids=str)
-def test_so_does_one_with_weights_of_its_own(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_full_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     check(case, FullConfig(seed=1), tiny_models, tmp_path)
 
 
@@ -84,7 +84,7 @@ def check(case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tm
         names = {name.removeprefix("base_model.model.") for name in ours.weights}
         assert {"score.weight", "score.bias"} <= names
         assert largest_error([ours.weights], [theirs.weights]) <= (1e-4 if isinstance(training, LoraConfig) else 1e-3)
-        # What was saved under one goes on under the other.
+        # Each resumes from the other's checkpoint.
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "critic", str(directory), True)
         (one,), (other,) = (where.run_pass(valued(3, 21, 6)) for where in (alone, many))
@@ -93,7 +93,7 @@ def check(case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tm
         assert not close([one.metrics["loss:sum"]], [ours.losses[0]])
 
 
-def test_the_output_head_is_gathered_for_policies_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_output_head_is_gathered_only_for_policies(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with layout(tiny_models["qwen3"], ParallelSpec.parse("fsdp=2"), tmp_path) as where:
         where.call("create_run", RunSpec("critic", LoraConfig(rank=4), "critic"))
         where.call("create_run", RunSpec("a", LoraConfig(rank=4)))

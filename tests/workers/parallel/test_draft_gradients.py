@@ -1,4 +1,4 @@
-"""Gradients of drafts: the same however ranks, micro-batches and packing share out the work."""
+"""Gradients of drafts do not depend on how ranks, micro-batches and packing divide the work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .short_sighted_worker import SHORT_SIGHTED
 from .test_drafts import ALGORITHMS, SHAPES, guessed
 from .training import ADAM, Layout, close, layout, supervised
 
-# A long sequence among short ones, and one that leaves other ranks without any. By seed.
+# By seed: a long sequence among short ones, and a single one, which leaves other ranks without data.
 BATCHES = {0: (9, 30, 4, 17, 2), 1: (11,)}
 TOLERANCE = 1e-6
 
@@ -64,7 +64,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Gradient:
-    """of_sum: by matrix, of the summed losses. denominator: what "mean" divides it by. losses: of each token."""
+    """of_sum: gradient of the summed losses, by matrix. denominator: divisor for "mean". losses: of each token."""
 
     of_sum: Mapping[str, np.ndarray]
     denominator: float
@@ -76,7 +76,7 @@ class Gradient:
 
 
 def difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> float:
-    """Its norm over all matrices, relative to that of theirs."""
+    """Returns the norm of the difference over all matrices, relative to the norm of `theirs`."""
     assert ours.keys() == theirs.keys()
     between = [ours[name].astype(np.float64) - each for name, each in theirs.items()]
     return _norm(between) / _norm(list(theirs.values()))
@@ -87,7 +87,7 @@ def _norm(matrices: Sequence[np.ndarray]) -> float:
 
 
 def gradient(where: Layout, algorithm: Algorithm, seeds: Sequence[int] = tuple(BATCHES)) -> Gradient:
-    """Of a draft that has just been made, over these batches."""
+    """Returns the gradient of a new draft over these batches."""
     where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm]), "draft"))
     found = window(where, algorithm, seeds)
     where.call("drop_run", "draft")
@@ -107,7 +107,7 @@ def window(where: Layout, algorithm: Algorithm, seeds: Sequence[int]) -> Gradien
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def test_gradients_of_drafts_are_those_of_one_rank(
+def test_draft_gradients_equal_those_of_one_rank(
     case: tuple[Case, int], algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     how, tokens = case
@@ -125,9 +125,7 @@ def test_gradients_of_drafts_are_those_of_one_rank(
         assert difference(means, wanted.mean) > 1e-2
 
 
-def test_who_does_not_know_what_is_behind_its_stretch_has_other_gradients(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_ignoring_the_tokens_of_the_next_rank_changes_gradients(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model, case = tiny_models["qwen3"], Case("sp=2")
     with (
         layout(model, SINGLE, tmp_path) as alone,
@@ -138,10 +136,8 @@ def test_who_does_not_know_what_is_behind_its_stretch_has_other_gradients(
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [Case("sp=2"), Case("fsdp=2", draft="tp=2")], ids=str)
-def test_ranks_that_compute_guesses_again_have_the_same_gradients(
-    case: Case, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Among what runs once more are exchanges."""
+def test_recompute_gives_the_same_gradients(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The recomputation includes exchanges."""
     model, recompute = tiny_models["qwen3"], case.knobs | {"activations": "recompute"}
     with (
         layout(model, case.parallel, tmp_path, **case.knobs) as keeps,
@@ -153,12 +149,12 @@ def test_ranks_that_compute_guesses_again_have_the_same_gradients(
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [Case("tp=2"), Case("sp=2")], ids=str)
-def test_a_draft_of_some_words_learns_what_a_policy_says(
+def test_pruned_draft_learns_from_a_policy_as_on_one_rank(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its target has an output head of its own."""
-    words = np.sort(np.random.default_rng(4).permutation(512)[:100]).astype(np.int64)
-    draft = DraftConfig(algorithm="eagle3", seed=1, draft_vocab_size=len(words))
+    """The target has a trained output head."""
+    token_ids = np.sort(np.random.default_rng(4).permutation(512)[:100]).astype(np.int64)
+    draft = DraftConfig(algorithm="eagle3", seed=1, draft_vocab_size=len(token_ids))
     with (
         layout(tiny_models["qwen3"], SINGLE, tmp_path) as alone,
         layout(tiny_models["qwen3"], case.parallel, tmp_path / "many", **case.knobs) as many,
@@ -168,14 +164,14 @@ def test_a_draft_of_some_words_learns_what_a_policy_says(
             alone.run_pass(supervised("policy", seed, 20, 20))
             alone.call("apply_steps", (OptimizerStep("policy", ADAM),))
         target = str(alone.saved("policy"))
-        of_base, found = [], []
+        base_gradients, found = [], []
         for where in (alone, many):
             where.call("create_run", RunSpec("draft", draft, "draft"))
-            where.call("set_vocabulary", "draft", words)
-            of_base.append(window(where, "eagle3", [0]))
+            where.call("set_vocabulary", "draft", token_ids)
+            base_gradients.append(window(where, "eagle3", [0]))
             where.call("clear_gradients", "draft")
             where.call("set_target", "draft", target)
             found.append(window(where, "eagle3", [0]))
         assert difference(found[1].mean, found[0].mean) <= TOLERANCE
-        assert difference(of_base[1].mean, of_base[0].mean) <= TOLERANCE
-        assert difference(of_base[1].mean, found[0].mean) > 1e-2
+        assert difference(base_gradients[1].mean, base_gradients[0].mean) <= TOLERANCE
+        assert difference(base_gradients[1].mean, found[0].mean) > 1e-2

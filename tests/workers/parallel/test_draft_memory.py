@@ -1,4 +1,4 @@
-"""What drafts take on ranks that share out their gradients and moments."""
+"""Memory of drafts on ranks that shard their gradients and moments."""
 
 from pathlib import Path
 
@@ -15,8 +15,7 @@ from .training import ADAM, Layout, layout
 
 
 class Bytes:
-    """Of a draft on each rank, as a number of each of its parameters takes: when it is new, with gradients that wait
-    for their step, and behind two steps."""
+    """Bytes per parameter of a draft on each rank: when new, with pending gradients, and after two steps."""
 
     def __init__(self, where: Layout, algorithm: str) -> None:
         self.num_parameters = where.call(
@@ -28,7 +27,7 @@ class Bytes:
         where.call("apply_steps", (OptimizerStep("draft", ADAM),))
         self._learn(where, algorithm)
         where.call("apply_steps", (OptimizerStep("draft", ADAM),))
-        self.behind_steps = self._now(where)
+        self.after_steps = self._now(where)
 
     def _learn(self, where: Layout, algorithm: str) -> None:
         (output,) = where.run_pass(guessed(algorithm, 0, 12, 12))
@@ -42,35 +41,35 @@ class Bytes:
     "spec", ["tp=2", *(pytest.param(spec, marks=pytest.mark.full) for spec in ("fsdp=2", "sp=2,tp=2"))]
 )
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_gradients_and_moments_are_shared_out_and_weights_are_whole(
+def test_gradients_and_moments_are_sharded_and_weights_are_whole(
     algorithm: str, spec: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     parallel, near = ParallelSpec.parse(spec), lambda number: pytest.approx(number, rel=0.02)
     with layout(tiny_models["qwen3"], SINGLE, tmp_path) as alone:
-        of_one = Bytes(alone, algorithm)
-    assert of_one.new == [near(4)] and of_one.with_gradients == [near(8)]
-    # Gradients that were consumed are memory for the next ones.
-    assert of_one.behind_steps == [near(16)]
+        one_rank = Bytes(alone, algorithm)
+    assert one_rank.new == [near(4)] and one_rank.with_gradients == [near(8)]
+    # The buffers of consumed gradients stay allocated for the next ones.
+    assert one_rank.after_steps == [near(16)]
     with layout(tiny_models["qwen3"], parallel, tmp_path) as many:
-        of_many = Bytes(many, algorithm)
+        many_ranks = Bytes(many, algorithm)
     num = parallel.num_ranks
-    assert of_many.new == num * [near(4)]
-    assert of_many.with_gradients == num * [near(4 + 4 / num)]
-    assert of_many.behind_steps == num * [near(4 + 8 / num)]
-    assert of_many.behind_steps != num * [near(4 + 8)]
+    assert many_ranks.new == num * [near(4)]
+    assert many_ranks.with_gradients == num * [near(4 + 4 / num)]
+    assert many_ranks.after_steps == num * [near(4 + 8 / num)]
+    assert many_ranks.after_steps != num * [near(4 + 8)]
 
 
 @pytest.mark.full
-def test_beside_weights_in_bfloat16_their_masters_are_float32(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_bfloat16_weights_have_float32_masters(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     case = Case("tp=2")
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, dtype="bfloat16") as many:
         found = Bytes(many, "eagle3")
     near = pytest.approx(4 + 2 + 8 / 2, rel=0.02)
-    assert found.behind_steps == [near, near]
+    assert found.after_steps == [near, near]
 
 
-def test_ranks_along_tp_have_parts_of_weights(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """Beside a target that they gather, and which has whole ones."""
+def test_tp_ranks_hold_parts_of_the_weights(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The target is gathered and has whole weights."""
     case = Case("fsdp=2", draft="tp=2")
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as many:
         found = Bytes(many, "dflash")
@@ -78,5 +77,5 @@ def test_ranks_along_tp_have_parts_of_weights(tiny_models: dict[str, Path], tmp_
             OperationError, match="tp=2 of this server cannot divide a draft's gate_proj evenly: it has 33"
         ):
             many.call("create_run", RunSpec("odd", DraftConfig(algorithm="dflash", intermediate_size=33), "draft"))
-    # All but fc and norms.
+    # fc and norms are not split.
     assert found.new == 2 * [pytest.approx(4 * 0.6, abs=0.4)]

@@ -1,4 +1,4 @@
-"""Samples that drafts guess, under every layout: those of one rank, the same on all ranks that decode together."""
+"""Sampling with drafts under every layout equals one rank, and agrees on all ranks that decode together."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Alone:
-    """One rank, what it has saved by the names of drafts and of the adapter, and what it has sampled by temperature."""
+    """One rank, the directory of its saved drafts and adapter, and its samples by temperature."""
 
     where: Layout
     directory: Path
@@ -68,7 +68,7 @@ def many(case: Case, alone: Alone, tiny_models: dict[str, Path]) -> Iterator[Lay
 
 
 def save_all(where: Layout, directory: Path) -> None:
-    """Drafts as they begin, and an adapter that has learned."""
+    """Saves new drafts, and a trained adapter."""
     for draft_id, algorithm in DRAFTS.items():
         where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=3), "draft"))
         save(where, "draft", directory / draft_id)
@@ -92,8 +92,7 @@ def load_all(where: Layout, directory: Path) -> None:
 
 
 def jobs_at(temperature: float) -> list[SampleJob]:
-    """Of the base and of the adapter, by each draft and by none, that outgrow their slots and are several of a
-    prompt."""
+    """Jobs of the base and the adapter with each draft and none; they outgrow their slots, and some draw 2 samples."""
     random = np.random.default_rng(0)
     return [
         replace(
@@ -122,7 +121,7 @@ def tokens_of(found: Mapping[str, SampleResponse]) -> dict[str, list[list[int]]]
 
 
 def guessed(found: Mapping[str, SampleResponse]) -> set[str]:
-    """By which drafts."""
+    """Returns the drafts that proposed tokens."""
     return {job_id.split()[0] for job_id, each in found.items() if each.guesses is not None}
 
 
@@ -132,9 +131,9 @@ def teams_of(where: Layout) -> list[list[int]]:
 
 
 def forget(where: Layout) -> None:
-    """What ranks have kept to tell."""
-    for told in ("sampled", "num_overruled"):
-        where.answers(told)
+    """Clears the ranks' records."""
+    for record in ("sampled", "num_overruled"):
+        where.answers(record)
 
 
 def sampled_on_teams(where: Layout) -> list[list[dict[str, list[list[int]]]]]:
@@ -143,10 +142,8 @@ def sampled_on_teams(where: Layout) -> list[list[dict[str, list[list[int]]]]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_what_ranks_draw_with_drafts_is_what_one_draws_on_all_that_decode_together(
-    alone: Alone, many: Layout, temperature: float
-) -> None:
-    """And as much of what is guessed is right: the drafts are told the same."""
+def test_drafted_samples_equal_one_rank_and_agree_within_teams(alone: Alone, many: Layout, temperature: float) -> None:
+    """The drafts see the same features, so as many draft tokens are accepted."""
     wanted = alone.samples[temperature]
     forget(many)
     found = drawn(many, temperature)
@@ -157,14 +154,14 @@ def test_what_ranks_draw_with_drafts_is_what_one_draws_on_all_that_decode_togeth
     assert guessed(found) == {*DRAFTS}
     whole: dict[str, list[list[int]]] = {}
     for team in sampled_on_teams(many):
-        assert all(of_rank == team[0] for of_rank in team)
-        assert team[0], "all teams have some"
+        assert all(rank_samples == team[0] for rank_samples in team)
+        assert team[0], "every team has samples"
         whole |= team[0]
     assert whole == tokens_of(found)
-    assert many.answers("num_overruled") == [0] * many.spec.num_ranks, "not in the last bit is one another"
+    assert many.answers("num_overruled") == [0] * many.spec.num_ranks, "all ranks agree to the last bit"
 
 
-def test_at_temperature_0_tokens_are_those_without_a_draft(many: Layout) -> None:
+def test_greedy_tokens_equal_those_without_a_draft(many: Layout) -> None:
     jobs = jobs_at(0.0)
     plain = sampled(many, *(replace(each, draft_id=None) for each in jobs))
     assert tokens_of(plain) == tokens_of(drawn(many, 0.0))
@@ -172,7 +169,7 @@ def test_at_temperature_0_tokens_are_those_without_a_draft(many: Layout) -> None
 
 
 @pytest.mark.parametrize("draft_id", DRAFTS)
-def test_a_prompt_that_was_run_before_is_not_run_again_on_any_rank(alone: Alone, many: Layout, draft_id: str) -> None:
+def test_repeated_prompts_hit_the_cache_on_every_rank(alone: Alone, many: Layout, draft_id: str) -> None:
     prompt = np.random.default_rng(9).integers(3, 500, 70)
     one = job("one", prompt, temperature=0.9, max_tokens=20, draft_id=draft_id, num_draft_tokens=3)
     forget(many)
@@ -183,7 +180,7 @@ def test_a_prompt_that_was_run_before_is_not_run_again_on_any_rank(alone: Alone,
     assert many.answers("num_overruled") == [0] * many.spec.num_ranks
 
 
-def test_a_draft_that_is_right_all_the_time_gives_all_its_guesses_and_a_token_more(alone: Alone, many: Layout) -> None:
+def test_perfect_draft_has_all_tokens_accepted_plus_one(alone: Alone, many: Layout) -> None:
     num, prompt = 3, [5, 6, 7, 8]
     wanted = job("text", prompt, temperature=0.0, max_tokens=4 * (num + 1) + 1)
     text = tokens_of(sampled(alone.where, wanted))["text"][0]
@@ -197,9 +194,7 @@ def test_a_draft_that_is_right_all_the_time_gives_all_its_guesses_and_a_token_mo
         assert (answer.guesses.passes, answer.guesses.acceptance_length) == (4, num + 1)
 
 
-def test_a_rank_that_cannot_have_a_draft_has_those_that_decode_with_it_go_on_without(
-    alone: Alone, many: Layout
-) -> None:
+def test_team_decodes_without_a_draft_that_one_rank_lacks(alone: Alone, many: Layout) -> None:
     wanted = tokens_of(alone.samples[0.0])
     last = many.spec.num_ranks - 1
     for rank, lacked, rest in ((last, ["chain"], {"block"}), (0, ["block"], {"chain"}), (last, [*DRAFTS], set())):
@@ -216,7 +211,7 @@ def test_a_rank_that_cannot_have_a_draft_has_those_that_decode_with_it_go_on_wit
     assert guessed(drawn(many, 0.0)) == {*DRAFTS}
 
 
-def test_a_draft_that_one_rank_cannot_read_comes_to_none(alone: Alone, many: Layout) -> None:
+def test_draft_that_one_rank_cannot_read_is_loaded_on_none(alone: Alone, many: Layout) -> None:
     for rank in (0, many.spec.num_ranks - 1):
         with pytest.raises(OperationError):
             many.call("call_unreadable", rank, "load_draft", "other", str(alone.directory / "chain"))
@@ -224,10 +219,8 @@ def test_a_draft_that_one_rank_cannot_read_comes_to_none(alone: Alone, many: Lay
     assert not guessed(sampled(many, *jobs))
 
 
-def test_where_a_draft_has_other_numbers_on_one_rank_the_first_of_those_that_decode_together_decides(
-    alone: Alone, many: Layout
-) -> None:
-    """Of ranks that decode each for itself, tokens drawn hang on their own draft."""
+def test_leader_rank_decides_if_draft_weights_differ(alone: Alone, many: Layout) -> None:
+    """On ranks that decode independently, sampled tokens depend on their own draft."""
     last = many.spec.num_ranks - 1
     decodes_alone = teams_of(many)[-1] == [last]
     for draft_id in DRAFTS:
@@ -235,14 +228,14 @@ def test_where_a_draft_has_other_numbers_on_one_rank_the_first_of_those_that_dec
     forget(many)
     found = drawn(many, 0.9)
     assert (tokens_of(found) != tokens_of(alone.samples[0.9])) == decodes_alone
-    assert all(of_rank == team[0] for team in sampled_on_teams(many) for of_rank in team)
+    assert all(rank_samples == team[0] for team in sampled_on_teams(many) for rank_samples in team)
     assert (many.answers("num_overruled")[last] > 10) != decodes_alone
     load_all(many, alone.directory)
 
 
 @pytest.mark.full
-def test_ranks_that_decide_each_for_itself_are_found(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """Where they draw other guesses their tokens part; where they keep another number of them, one waits for good."""
+def test_ranks_that_decide_independently_diverge_or_hang(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Different draft tokens give different samples; different accepted lengths leave one rank waiting forever."""
     jobs = [each for each in jobs_at(0.9) if each.draft_id == "chain"]
     with layout(tiny_models["qwen3"], TP, tmp_path, GUESSING, hang_seconds=10) as where:
         save_all(where, tmp_path)
@@ -258,8 +251,8 @@ def test_ranks_that_decide_each_for_itself_are_found(tiny_models: dict[str, Path
 
 
 @pytest.mark.full
-def test_trouble_of_one_rank_that_guesses_leaves_nobody_waiting(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """The others are in the midst of a pass: all end, and the dispatch starts them anew."""
+def test_error_while_drafting_on_one_rank_ends_all_ranks(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The others are in the middle of a pass: all ranks end, and the dispatch restarts them."""
     with layout(tiny_models["qwen3"], TP, tmp_path, GUESSING) as where:
         save_all(where, tmp_path)
         load_all(where, tmp_path)

@@ -1,4 +1,4 @@
-"""Drafts of ranks that have data of their own, as on one rank."""
+"""Drafts on ranks with their own data learn as on one rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ SHORT: dict[Case, Algorithm] = {
     Case("sp=2"): "eagle3",
     Case("fsdp=2", draft="tp=2"): "dflash",
 }
-"""What takes part in a short run, of one algorithm each; gradients of both are compared by test_draft_gradients."""
+"""Cases of a short test run, with one algorithm each; test_draft_gradients compares gradients of both."""
 CASES = (
     *SHORT,
     *(Case(spec) for spec in ("replicas=2", "sp=2,tp=2", "fsdp=2,tp=2", "fsdp=2,sp=2")),
@@ -49,21 +49,21 @@ def guessed(algorithm: Algorithm, seed: int, *lengths: int) -> ForwardBackwardRe
 
 
 class Trained:
-    """Two steps, two accumulations each; what they told, and the draft as it was saved."""
+    """Two steps with two accumulations each: sums and norms, and the saved draft."""
 
     def __init__(self, where: Layout, algorithm: Algorithm) -> None:
         where.call(
             "create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm]), "draft")
         )
-        self.told: list[float] = []
+        self.results: list[float] = []
         for step in range(2):
             for seed, lengths in ((step, (9, 30, 4, 17)), (step + 7, (11,))):
                 (output,) = where.run_pass(guessed(algorithm, seed, *lengths))
                 assert isinstance(output, ForwardBackwardOutput), output
-                self.told += [value for name, value in output.metrics.items() if name.endswith(":sum")]
+                self.results += [value for name, value in output.metrics.items() if name.endswith(":sum")]
             (metrics,) = where.call("apply_steps", (OptimizerStep("draft", ADAM, "mean"),))
             assert isinstance(metrics, dict), metrics
-            self.told.append(metrics["unclipped_grad_l2:mean"])
+            self.results.append(metrics["unclipped_grad_l2:mean"])
         self.directory = where.saved("draft")
         paths = self.directory.glob("model*.safetensors")
         self.weights = {name: each for path in paths for name, each in load_file(path).items()}
@@ -84,8 +84,8 @@ def test_a_draft_learns_as_on_one_rank(
     model = case.model(tiny_models, tmp_path)
     with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
         theirs, ours = Trained(alone, algorithm), Trained(many, algorithm)
-        assert close(ours.told, theirs.told)
-        assert not close(ours.told, [1.001 * each for each in theirs.told])
+        assert close(ours.results, theirs.results)
+        assert not close(ours.results, [1.001 * each for each in theirs.results])
         assert ours.weights.keys() == theirs.weights.keys()
         assert largest_error([ours.weights], [theirs.weights]) <= 1e-3
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
@@ -94,15 +94,15 @@ def test_a_draft_learns_as_on_one_rank(
         snapshots = [where.snapshot("draft") for where in (many, alone)]
         for where, directory in zip((alone, many), snapshots, strict=True):
             where.call("load_run", "draft", str(directory), True)
-        told = [went_on(where, algorithm) for where in (alone, many)]
-        assert close(told[1], told[0])
+        results = [step_and_pass(where, algorithm) for where in (alone, many)]
+        assert close(results[1], results[0])
         alone.call("load_run", "draft", str(ours.directory), False)
         alone.run_pass(guessed(algorithm, 3, 21, 6))
-        assert not close(went_on(alone, algorithm), told[0])
+        assert not close(step_and_pass(alone, algorithm), results[0])
 
 
-def went_on(where: Layout, algorithm: Algorithm) -> list[float]:
-    """A step of the gradients that wait, and a pass."""
+def step_and_pass(where: Layout, algorithm: Algorithm) -> list[float]:
+    """Takes a step with the pending gradients, then makes a pass."""
     (metrics,) = where.call("apply_steps", (OptimizerStep("draft", ADAM, "mean"),))
     assert isinstance(metrics, dict), metrics
     (output,) = where.run_pass(guessed(algorithm, 4, 8, 13))
@@ -111,9 +111,7 @@ def went_on(where: Layout, algorithm: Algorithm) -> list[float]:
 
 
 @pytest.mark.full
-def test_what_guesses_samples_is_whole_on_ranks_that_train_parts_of_it(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_ranks_that_train_parts_of_a_draft_sample_with_all_of_it(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     case = Case("fsdp=2", draft="tp=2")
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
         where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))

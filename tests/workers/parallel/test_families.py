@@ -1,6 +1,6 @@
-"""A matrix over families of models: each trains, is exported and samples as transformers and PEFT do, or is refused.
+"""A matrix over model families: each trains, exports and samples as transformers and PEFT do, or is refused.
 
-The reference is PEFT on transformers' own model, in one process, with what a rank has exported, by autograd.
+The reference is PEFT on transformers' own model, in one process, with a rank's exported adapter, by autograd.
 """
 
 import warnings
@@ -69,17 +69,17 @@ def test_a_family_trains_and_samples_as_transformers_does(
     wanted = peft_gradients(tuned, NUM_EXPERTS, linears)
     assert close(output.metrics["loss:sum"], loss.item())
     assert all(
-        np.abs(each["logprobs"] - of_row).max() < TOLERANCE
-        for each, of_row in zip(output.loss_fn_outputs, logprobs, strict=True)
+        np.abs(each["logprobs"] - row_logprobs).max() < TOLERANCE
+        for each, row_logprobs in zip(output.loss_fn_outputs, logprobs, strict=True)
     )
     assert gradients.keys() == wanted.keys()
-    assert not [name for name, of_ours in gradients.items() if not close(of_ours, wanted[name])]
+    assert not [name for name, our_gradient in gradients.items() if not close(our_gradient, wanted[name])]
     for job in jobs:
         assert_sampled(tuned, job.prompt, samples[job.job_id])
 
-    # What these bounds would not let pass: another thousandth of a loss or gradient, an adapter a thousandth off.
+    # These bounds detect a change of a thousandth in a loss, gradient or adapter.
     assert not close(1.001 * output.metrics["loss:sum"], loss.item())
-    assert not [name for name, of_ours in gradients.items() if close(1.001 * of_ours, wanted[name])]
+    assert not [name for name, our_gradient in gradients.items() if close(1.001 * our_gradient, wanted[name])]
     with torch.no_grad():
         for parameter in peft_parameters(tuned).values():
             parameter.mul_(1.003)
@@ -87,7 +87,7 @@ def test_a_family_trains_and_samples_as_transformers_does(
 
 
 def trained(where: Layout) -> Path:
-    """Of two steps, so that neither factor is zero."""
+    """Takes two steps, so that neither factor is zero."""
     where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11)))
     for seed in (1, 2):
         (output,) = where.run_pass(supervised("a", seed, 12, 25))
@@ -104,25 +104,25 @@ def in_peft(model: Path, exported: Path) -> PeftModel:
 
 
 def loss_of(model: PeftModel, data: Sequence[Datum]) -> tuple[Tensor, list[np.ndarray]]:
-    """The weighted sum of what the targets' log-probabilities lack, and these."""
+    """Returns the weighted sum of negative log-probabilities of the targets, and the log-probabilities."""
     loss, logprobs = torch.zeros(()), []
     for datum in data:
         targets, weights = (torch.from_numpy(datum.loss_fn_inputs[name]) for name in ("target_tokens", "weights"))
-        of_row = log_softmax(model, datum.tokens).gather(1, targets.long()[:, None])[:, 0]
-        loss = loss - (weights * of_row).sum()
-        logprobs.append(of_row.detach().numpy())
+        row_logprobs = log_softmax(model, datum.tokens).gather(1, targets.long()[:, None])[:, 0]
+        loss = loss - (weights * row_logprobs).sum()
+        logprobs.append(row_logprobs.detach().numpy())
     return loss, logprobs
 
 
 def log_softmax(model: PeftModel, tokens: np.ndarray) -> Tensor:
-    """[tokens, vocab]"""
+    """Returns [tokens, vocab]."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     return model(input_ids=ids).logits[0].log_softmax(-1)
 
 
 @torch.no_grad()
 def assert_sampled(model: PeftModel, prompt: np.ndarray, found: Any) -> None:
-    """Each token the likeliest of a forward pass over all before it, with its log-probability there."""
+    """Asserts that each token is the likeliest of a forward pass over all before it, with its log-probability."""
     assert isinstance(found, SampleResponse), found
     (sequence,) = found.sequences
     whole = np.concatenate([prompt, sequence.tokens])
@@ -135,13 +135,13 @@ def assert_sampled(model: PeftModel, prompt: np.ndarray, found: Any) -> None:
 
 
 def close(ours: Any, theirs: Any) -> bool:
-    """To the largest number of them."""
+    """Compares relative to the largest value of `theirs`."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     return bool(np.abs(ours - theirs).max() <= TOLERANCE * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("kind", BY_TRANSFORMERS)
-def test_a_family_without_layers_of_ours_is_refused_other_layouts(kind: str, tiny_models: Mapping[str, Path]) -> None:
+def test_families_without_our_layers_support_only_replicas(kind: str, tiny_models: Mapping[str, Path]) -> None:
     model = read_model(ServedModel("m", str(tiny_models[kind])))
     for spec in ("tp=2", "sp=2", "fsdp=2", "ep=2"):
         with pytest.raises(ValueError, match=f"{spec}: {kind} models such as m support only replicas"):
@@ -149,7 +149,7 @@ def test_a_family_without_layers_of_ours_is_refused_other_layouts(kind: str, tin
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_family_with_other_arithmetic_is_refused_before_it_is_loaded(kind: str, tmp_path: Path) -> None:
+def test_unsupported_families_are_refused_before_loading(kind: str, tmp_path: Path) -> None:
     served = ServedModel("m", str(tiny_model(kind, tmp_path)))
     reason = f"models with {REFUSED[kind]} are not supported"
     for spec in ("single", "tp=2", "ep=2"):

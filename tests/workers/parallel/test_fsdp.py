@@ -1,10 +1,10 @@
-"""The memory that layers are gathered into; that what they compute stays right is test_layouts.py's."""
+"""The buffers that FSDP layers are gathered into; test_layouts.py checks what they compute."""
 
 import torch
 from trainhouse.workers.models.fsdp import GatherBuffers
 
 
-def test_what_a_layer_gives_back_is_taken_by_the_next_of_its_size() -> None:
+def test_released_buffers_are_reused_for_the_same_size() -> None:
     buffers, like = GatherBuffers(), torch.zeros(3, dtype=torch.bfloat16)
     one, other = buffers.take(like, 8), buffers.take(like, 8)
     assert one.dtype == like.dtype and one.shape == other.shape == (8,)
@@ -17,7 +17,7 @@ def test_what_a_layer_gives_back_is_taken_by_the_next_of_its_size() -> None:
     assert buffers.take(like, 8) is other
 
 
-def test_two_are_kept_at_most_and_none_after_a_pass() -> None:
+def test_at_most_two_buffers_are_kept_and_none_after_clear() -> None:
     buffers, like = GatherBuffers(), torch.zeros(1)
     first, second, third = (buffers.take(like, 4) for _ in range(3))
     for each in (first, second, third):

@@ -1,4 +1,4 @@
-"""Models with weights of their own under layouts, as on one rank."""
+"""Full fine-tuning under layouts gives the same as on one rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ CASES = [
 
 
 class Trained:
-    """Three steps of two accumulations each; what they told, every gradient, and what was saved."""
+    """Three steps with two accumulations each: losses and norms, every gradient, the saved files and samples."""
 
     def __init__(self, where: Layout) -> None:
         where.call("create_run", RunSpec("full", FullConfig(seed=1)))
@@ -79,7 +79,7 @@ def tensors(directory: Path, stem: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_weights_are_trained_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_full_model_trains_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = case.model(tiny_models, tmp_path)
     with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
         theirs, ours = Trained(alone), Trained(many)
@@ -90,7 +90,7 @@ def test_all_weights_are_trained_as_on_one_rank(case: Case, tiny_models: dict[st
         for one, other in zip(ours.samples, theirs.samples, strict=True):
             assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
             np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
-        # What was saved under one goes on under the other, and transformers loads it.
+        # Each resumes from the other's checkpoint, and transformers loads it.
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "full", str(directory), True)
         assert close([loss_of(alone, 3, 21, 6)], [loss_of(many, 3, 21, 6)])
@@ -116,10 +116,8 @@ EXPORTED = [
 
 
 @pytest.mark.parametrize("case", EXPORTED, ids=str)
-def test_what_leaves_the_ranks_is_put_together_on_the_first_alone(
-    case: Case, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """From a run, and from what it has saved; the control is the run before its step."""
+def test_exports_are_assembled_only_on_the_first_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Exports a run, and reads its checkpoint; the control is the run before its step."""
     model, exported = case.model(tiny_models, tmp_path), []
     with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, ACCOUNTING) as many:
         for where in (alone, many):
@@ -128,11 +126,11 @@ def test_what_leaves_the_ranks_is_put_together_on_the_first_alone(
             wanted = alone.call("export_adapter", "full").weights
             before = many.answers("alive")
             found, *others = many.answers("export_adapter", "full")
-            taken = [peak - alive for peak, alive in zip(many.answers("peak"), before, strict=True)]
+            allocated = [peak - alive for peak, alive in zip(many.answers("peak"), before, strict=True)]
             assert others == [None] * len(others) and error(found.weights, wanted) <= 1e-4
-            assert max(taken[1:]) < 0.01 * wanted.nbytes
+            assert max(allocated[1:]) < 0.01 * wanted.nbytes
             has_all = many.spec.fsdp == many.spec.ep == many.spec.tp == 1
-            assert has_all or taken[0] >= wanted.nbytes
+            assert has_all or allocated[0] >= wanted.nbytes
             exported.append(found.weights)
             for where in (alone, many):
                 loss_of(where, 1, 9, 30)
@@ -147,8 +145,8 @@ def test_what_leaves_the_ranks_is_put_together_on_the_first_alone(
 
 
 @pytest.mark.parametrize("padding", [3, 300])
-def test_the_row_of_padding_is_trained_on_no_rank(padding: int, tmp_path: Path) -> None:
-    """Of 512 rows each rank has a half, and of all tokens some stand in it."""
+def test_padding_row_is_not_trained_on_any_rank(padding: int, tmp_path: Path) -> None:
+    """Each rank has half of the 512 rows, and the data use tokens of both halves."""
     model, gradients = tiny_model("qwen3", tmp_path / "model", pad_token_id=padding), []
     datum = some_data(1, 64)[0]
     datum.tokens[:4] = 3, 300, 3, 300
@@ -158,12 +156,12 @@ def test_the_row_of_padding_is_trained_on_no_rank(padding: int, tmp_path: Path) 
             where.run_pass(ForwardBackwardRequest("full", 1, (datum,), "cross_entropy"))
             gradients.append(tensors(where.snapshot("full"), "window"))
     assert largest_error(gradients[1:], gradients[:1]) <= 1e-4
-    of_rows = np.abs(gradients[1]["model.embed_tokens.weight"]).max(1)
-    assert of_rows[padding] == 0 and of_rows[303 - padding] > 0
+    row_gradients = np.abs(gradients[1]["model.embed_tokens.weight"]).max(1)
+    assert row_gradients[padding] == 0 and row_gradients[303 - padding] > 0
 
 
-def test_a_model_that_is_gone_while_it_samples_holds_up_no_rank(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """One rank alone had its job."""
+def test_deleting_a_model_while_it_samples_blocks_no_rank(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Only one rank had the job."""
     with layout(tiny_models["qwen3"], ParallelSpec.parse("fsdp=2"), tmp_path) as where:
         where.call("create_run", RunSpec("full", FullConfig()))
         where.call("copy_adapter", "full", "sampler")
@@ -177,7 +175,7 @@ def test_a_model_that_is_gone_while_it_samples_holds_up_no_rank(tiny_models: dic
         assert isinstance(answer, SampleResponse)
 
 
-def test_a_snapshot_that_fails_leaves_the_gradients_what_they_are(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_failed_snapshot_does_not_change_the_gradients(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     spec, norms = ParallelSpec.parse("replicas=2"), []
     with layout(tiny_models["qwen3"], spec, tmp_path, WATCHED) as where:
         for fails in (False, True):

@@ -1,4 +1,4 @@
-"""What a plan says of full fine-tuning is what ranks have."""
+"""The planner's memory estimate for full fine-tuning equals what ranks use."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,17 +35,17 @@ def near(planned: float, found: float, within: float = 0.1) -> bool:
     return (1 - within) * found < planned < (1 + within) * found
 
 
-def stepped(where: Measured) -> None:
+def take_step(where: Measured) -> None:
     where.of_each("apply_steps", (OptimizerStep("run", AdamParams()),))
 
 
 def held(where: Measured) -> int:
-    """By the rank that has most of what the run has made."""
+    """Returns the most live bytes of any rank."""
     return max(where.of_each("alive"))
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_its_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
+def test_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))
     assert worker._models.build(FULL).vector_size == full_size(shape, SINGLE) >= num_parameters(shape)
@@ -60,7 +60,7 @@ LAYOUTS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
-def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, tiny_models: dict[str, Path]) -> None:
+def test_ranks_hold_the_planned_parts(kind: str, layout: str, tiny_models: dict[str, Path]) -> None:
     shape, spec = shape_at(tiny_models[kind]), ParallelSpec.parse(layout)
     with measured(tiny_models[kind], spec) as where:
         assert where.of_each("model_size", FULL) == [full_size(shape, spec)] * spec.num_ranks
@@ -68,25 +68,25 @@ def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, tiny_mode
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_takes_what_is_planned(dtype: str, tiny_models: dict[str, Path]) -> None:
+def test_trainable_memory_is_as_planned(dtype: str, tiny_models: dict[str, Path]) -> None:
     planned = estimate(shape_at(tiny_models["qwen3"]), SINGLE, replace(LOAD, dtype=dtype)).trainable
     with measured(tiny_models["qwen3"], SINGLE, FULL, dtype=dtype) as where:
-        stepped(where)
+        take_step(where)
         for _ in range(2):  # a window, and the gradients of an operation
             where.pass_over(LENGTH, LENGTH)
         assert [each["full_models_on_device"] for each in where.of_each("memory")] == [planned.total]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_tied", marks=pytest.mark.full)])
-def test_of_a_large_vocabulary_each_rank_has_its_part(kind: str, tmp_path: Path) -> None:
+def test_fsdp_ranks_share_a_large_vocabulary(kind: str, tmp_path: Path) -> None:
     model, held_by = tiny_model(kind, tmp_path, vocab_size=1 << 14), {}
     for layout in ("single", "fsdp=2"):
         with measured(model, ParallelSpec.parse(layout), FULL) as where:
-            stepped(where)
+            take_step(where)
             found = where.of_each("memory")
         held_by[layout] = [each["base_weights"] + each["full_models_on_device"] for each in found]
     (alone,) = held_by["single"]
-    assert all(0.49 * alone < of_rank < 0.51 * alone for of_rank in held_by["fsdp=2"]), held_by
+    assert all(0.49 * alone < rank_bytes < 0.51 * alone for rank_bytes in held_by["fsdp=2"]), held_by
 
 
 # Kind, layout, dtype and states of the optimizer.
@@ -102,18 +102,18 @@ RANKS = [
 
 
 @pytest.mark.parametrize(("kind", "layout", "dtype", "states"), RANKS)
-def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, states: Any, tmp_path: Path) -> None:
+def test_memory_of_a_rank_is_as_planned(kind: str, layout: str, dtype: str, states: Any, tmp_path: Path) -> None:
     model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
     planned = estimate(shape_at(model), spec, replace(LOAD, dtype=dtype, optimizer_states=states))
     learned = planned.trainable
-    of_window = learned.weights + learned.gradients // 2 + learned.copies
+    window_bytes = learned.weights + learned.gradients // 2 + learned.copies
     knobs = KNOBS | {"dtype": dtype, "optimizer_states": states}
     with measured(model, spec, FULL, ACCOUNTING, **knobs) as where:
-        assert near(of_window, held(where))
-        assert not near(of_window - learned.gradients // 2, held(where))
-        stepped(where)
-        assert near(of_window + learned.optimizer, held(where))
-        assert not near(of_window, held(where))
+        assert near(window_bytes, held(where))
+        assert not near(window_bytes - learned.gradients // 2, held(where))
+        take_step(where)
+        assert near(window_bytes + learned.optimizer, held(where))
+        assert not near(window_bytes, held(where))
         where.pass_over(LENGTH, LENGTH)
         found = where.peak(LENGTH, LENGTH) + max(each["base_weights"] for each in where.of_each("memory"))
     print(f"| {kind} | {layout} | {dtype}, states {states} | {found / 1e6:.1f} | {planned.total / 1e6:.1f} |")
@@ -125,7 +125,7 @@ def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, states: 
         assert not near(planned.total - forgotten, found, within=0.05)
 
 
-def test_its_activations_grow_with_the_tokens_as_planned(tmp_path: Path) -> None:
+def test_activations_grow_with_tokens_as_planned(tmp_path: Path) -> None:
     check_growth(scaled_model("qwen3", tmp_path), "float32", {})
 
 
@@ -148,7 +148,7 @@ def test_activations_of_all_families_grow_as_planned(
 def check_growth(model: Path, dtype: str, knobs: dict[str, Any]) -> None:
     shape, load = shape_at(model), replace(LOAD, dtype=dtype, **knobs)
     with measured(model, SINGLE, FULL, dtype=dtype, **KNOBS, **knobs) as where:
-        where.pass_over(LENGTH, LENGTH)  # which makes the gradients that later operations use again
+        where.pass_over(LENGTH, LENGTH)  # allocates the gradients that later operations reuse
         found, planned = growth(where, shape, load, 512, 1536)
     print(f"| {', '.join((shape.model_type, dtype, *knobs.values()))} | {found:.0f} | {planned:.0f} |")
     assert near(planned, found)
@@ -156,16 +156,16 @@ def check_growth(model: Path, dtype: str, knobs: dict[str, Any]) -> None:
         assert not near(planned * (shape.num_layers - 1) / shape.num_layers, found)
 
 
-# What follows from the numbers
+# Consequences of the estimate
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_parameter_takes_24_bytes_with_that_of_the_base(dtype: str) -> None:
+def test_a_parameter_takes_24_bytes_including_the_base(dtype: str) -> None:
     load = replace(LOAD, dtype=dtype)
     assert load.number_bytes + bytes_per_number(load).total == 24
 
 
-def test_ranks_have_parts_of_every_vector() -> None:
+def test_ranks_hold_parts_of_every_vector() -> None:
     shape, load = public("Qwen3-30B-A3B"), LOAD
     alone = estimate(shape, SINGLE, load).trainable
     for layout in ("tp=2", "ep=2", "fsdp=2"):
@@ -181,18 +181,18 @@ def parts(own: TrainableBytes, whole: TrainableBytes) -> list[float]:
     return [getattr(own, name) / getattr(whole, name) for name in names]
 
 
-def test_layers_that_are_gathered_have_gradients_of_two() -> None:
+def test_gathered_layers_need_gradients_of_two_layers() -> None:
     shape, spec = public("Llama-3.1-8B"), ParallelSpec(fsdp=4)
-    of_layer = sum(each.size // each.count for each in parameters(shape, spec) if each.is_of_layers and each.fsdp > 1)
+    layer_size = sum(each.size // each.count for each in parameters(shape, spec) if each.is_of_layers and each.fsdp > 1)
     planned = estimate(shape, spec, replace(LOAD, longest=65536))
-    assert planned.gathered_gradients == 2 * 4 * of_layer
+    assert planned.gathered_gradients == 2 * 4 * layer_size
     assert planned.work == planned.activations.total + 2 * planned.gathered + planned.gathered_gradients
     assert estimate(shape, spec, replace(LOAD, training="lora")).gathered_gradients == 0
     assert estimate(shape, ParallelSpec(tp=4), LOAD).gathered_gradients == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_is_gathered_beside_the_last_layer(tied: bool) -> None:
+def test_head_is_gathered_together_with_the_last_layer(tied: bool) -> None:
     shape, spec = replace(public("Llama-3.1-8B"), tied_embeddings=tied), ParallelSpec(fsdp=4)
     planned, size = estimate(shape, spec, LOAD), shape.vocab * shape.hidden
     assert planned.gathered_head == (2 + 4 + 1) * size
@@ -203,7 +203,7 @@ def test_the_head_is_gathered_beside_the_last_layer(tied: bool) -> None:
     assert estimate(shape, ParallelSpec(tp=4), LOAD).gathered_head == 0
 
 
-def test_one_matrix_is_put_together_at_a_time_to_be_saved() -> None:
+def test_saving_assembles_one_matrix_at_a_time() -> None:
     shape = public("Llama-3.1-8B")
     of_vocabulary, of_features = shape.vocab * shape.hidden, shape.intermediate * shape.hidden
     for layout, numbers in (("fsdp=4", 2 * of_vocabulary), ("tp=4", 2 * of_features), ("replicas=2", 0)):
@@ -212,14 +212,14 @@ def test_one_matrix_is_put_together_at_a_time_to_be_saved() -> None:
     assert estimate(shape, ParallelSpec(fsdp=4), replace(LOAD, training="lora")).saving == 0
 
 
-def test_passes_keep_no_more_than_with_adapters_but_the_embedding() -> None:
+def test_full_passes_keep_only_the_embedding_more_than_lora() -> None:
     shape = public("Llama-3.1-8B")
     full, lora = (activations(shape, SINGLE, replace(LOAD, training=each, lora_rank=1)) for each in ("full", "lora"))
-    of_state = (2 * shape.hidden + 4) * LOAD.tokens
-    assert 0.9 * of_state < full.kept - lora.kept < of_state
+    state_bytes = (2 * shape.hidden + 4) * LOAD.tokens
+    assert 0.9 * state_bytes < full.kept - lora.kept < state_bytes
 
 
-def test_the_smallest_layout_is_chosen_for_it() -> None:
+def test_smallest_layout_that_fits_is_chosen() -> None:
     shape, device = public("Llama-3.1-8B"), 80 * 10**9
     loads = [replace(LOAD, training=each, adapter_slots=1) for each in ("full", "lora")]
     full, lora = (smallest_layout(shape, load, device) for load in loads)

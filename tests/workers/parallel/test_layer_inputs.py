@@ -1,4 +1,4 @@
-"""A pass that keeps the inputs of layers alone gives, to the last bit, what one gives that keeps everything."""
+"""Keeping only layer inputs gives bit for bit the same as keeping all activations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
 
 @dataclass
 class Trained:
-    """exchanges: by kind, of a micro-batch and layer."""
+    """exchanges: by kind, per micro-batch and layer."""
 
     numbers: Numbers
     forward_only: np.ndarray
@@ -68,7 +68,7 @@ def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
 
 
 def forward_only(where: Layout) -> np.ndarray:
-    """Log-probabilities of the first batch of the training, by its first weights' successors."""
+    """Returns log-probabilities of the first training batch under the trained weights."""
     (output,) = where.run_pass(supervised("a", 0, 9, 30, 17, 4, 12, forward_only=True))
     assert isinstance(output, ForwardBackwardOutput), output
     return np.concatenate([each["logprobs"] for each in output.loss_fn_outputs])
@@ -87,15 +87,15 @@ def all_of(numbers: Numbers) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("way", ["recompute", "offload"])
-def test_numbers_are_the_same_to_the_last_bit(way: str, by_way: dict[str, Trained]) -> None:
+def test_results_are_bit_identical(way: str, by_way: dict[str, Trained]) -> None:
     kept, other = all_of(by_way["keep"].numbers), all_of(by_way[way].numbers)
     assert len(kept) == len(other) > 20
     assert all(map(np.array_equal, kept, other))
     assert np.array_equal(by_way["keep"].forward_only, by_way[way].forward_only)
 
 
-def test_another_rounding_would_show(case: Case, tmp_path: Path) -> None:
-    """Were a layer run once as where no gradient is wanted, by kernels that round otherwise."""
+def test_different_rounding_would_show(case: Case, tmp_path: Path) -> None:
+    """Runs without gradients use kernels that round differently."""
     if case.spec != "single":
         return
     model = tiny_model(case.kind, tmp_path / "model")
@@ -108,7 +108,7 @@ def test_another_rounding_would_show(case: Case, tmp_path: Path) -> None:
         assert not np.array_equal(forward_only(where), with_gradients)
 
 
-def test_layers_run_once_more_and_so_do_their_exchanges(case: Case, by_way: dict[str, Trained]) -> None:
+def test_recomputed_layers_repeat_their_exchanges(case: Case, by_way: dict[str, Trained]) -> None:
     spec = ParallelSpec.parse(case.spec)
     more = dict.fromkeys(by_way["keep"].exchanges, 0)
     if spec.tp > 1:
@@ -119,14 +119,14 @@ def test_layers_run_once_more_and_so_do_their_exchanges(case: Case, by_way: dict
     elif spec.sp > 1:
         more["all_to_all"] += 4
     if spec.ep > 1:
-        more["all_to_all"] += 3  # how many tokens come; they, and what comes of them
-    # Along fsdp a layer's weights are there for its way back in any case.
+        more["all_to_all"] += 3  # token counts; the tokens, and their outputs
+    # With fsdp a layer's weights are gathered for the backward in any case.
     for way in ("recompute", "offload"):
         found = by_way[way].exchanges
         assert {kind: found[kind] - by_way["keep"].exchanges[kind] for kind in found} == pytest.approx(more)
 
 
-def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
+def test_models_run_by_transformers_are_refused(tmp_path: Path) -> None:
     model = tiny_model("llama", tmp_path, hidden_act="gelu")
     BaseModel(WorkerConfig(ServedModel("m", str(model))))
     with pytest.raises(ValueError, match="leave out --activations recompute"):
@@ -134,7 +134,7 @@ def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", [None, HostOffload(torch.device("cpu"))])
-def test_inputs_come_back_in_the_other_order(host: HostOffload | None) -> None:
+def test_inputs_are_returned_in_reverse_order(host: HostOffload | None) -> None:
     inputs, states = LayerInputs(host, lambda: pytest.fail("nothing runs")), torch.arange(12.0).view(4, 3)
     for number, state in enumerate(states):
         inputs.keep(number, state)
@@ -145,7 +145,7 @@ def test_inputs_come_back_in_the_other_order(host: HostOffload | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_gets_back_what_it_gave() -> None:
+def test_gpu_gets_offloaded_inputs_back() -> None:
     inputs = LayerInputs(HostOffload(torch.device("cuda")), lambda: pytest.fail("nothing runs"))
     states = torch.randn(8, 1 << 20, device="cuda")
     for number, state in enumerate(states):

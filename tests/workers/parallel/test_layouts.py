@@ -1,4 +1,4 @@
-"""Under every layout a model trains and samples as on one rank. With `pytest -s` it prints how nearly."""
+"""Every layout trains and samples as one rank does. `pytest -s` prints the differences."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -84,7 +84,7 @@ REPLICATED = (
         )
     ),
 )
-OF_FAMILIES = (
+FAMILIES = (
     *(
         Case(spec, kind)
         for kind in ("phi3", "mistral")
@@ -95,12 +95,12 @@ OF_FAMILIES = (
     Case("tp=2", "olmo2", "whole"),
     *(Case(spec, kind) for kind in ("mixtral", "qwen3_moe_mixed") for spec in ("tp=2", "fsdp=2,ep=2", "ep=2,tp=2")),
 )
-CASES = [*CORE, *REPLICATED, *(pytest.param(case, marks=pytest.mark.full) for case in (*MORE, *OF_FAMILIES))]
+CASES = [*CORE, *REPLICATED, *(pytest.param(case, marks=pytest.mark.full) for case in (*MORE, *FAMILIES))]
 
 
 @dataclass
 class Row:
-    """Of the table: how far a layout is from one rank, relative to the largest number, and what it exchanges."""
+    """A row of the printed table: relative errors of a layout against one rank, and its exchanges."""
 
     case: Case
     loss: float | None = None
@@ -144,7 +144,7 @@ def model(case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
-    """One rank, and what it told."""
+    """One rank, and its training results."""
     with layout(model, SINGLE, tmp_path_factory.mktemp("alone"), WATCHED) as where:
         yield where, train(where)
 
@@ -155,9 +155,7 @@ def many(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield where, train(where)
 
 
-def test_losses_gradients_and_weights_are_those_of_one_rank(
-    alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers], row: Row
-) -> None:
+def test_training_equals_one_rank(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers], row: Row) -> None:
     (_, theirs), (_, ours) = alone, many
     row.loss = max(error(ours.losses, theirs.losses), error(ours.norms, theirs.norms))
     row.gradient = largest_error(ours.gradients, theirs.gradients)
@@ -168,19 +166,19 @@ def test_losses_gradients_and_weights_are_those_of_one_rank(
     assert distance(ours.logprobs, [1.001 * logprobs for logprobs in theirs.logprobs]) > TOLERANCE
 
 
-def test_at_learning_rate_0_everything_repeats_bit_for_bit(
-    alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
-) -> None:
+def test_learning_rate_0_repeats_bit_for_bit(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]) -> None:
     for where, _ in (alone, many):
         where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
-        first, second, third, fourth, fifth = (told_before_a_step(where, rate) for rate in (1e-2, 0.0, 0.0, 1e-2, 0.0))
+        first, second, third, fourth, fifth = (
+            results_before_a_step(where, rate) for rate in (1e-2, 0.0, 0.0, 1e-2, 0.0)
+        )
         where.call("drop_run", "new")
         assert second == third == fourth
         assert first[0] != second[0] and fourth[0] != fifth[0]
 
 
-def told_before_a_step(where: Layout, learning_rate: float) -> list[bytes]:
-    """By a pass over the same batch each time: the loss, then log-probabilities and the gradient's norm."""
+def results_before_a_step(where: Layout, learning_rate: float) -> list[bytes]:
+    """Makes a pass over the same batch, then a step; returns the loss, log-probabilities and gradient norm."""
     (output,) = where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
     assert isinstance(output, ForwardBackwardOutput)
     (metrics,) = where.call(
@@ -193,7 +191,7 @@ def told_before_a_step(where: Layout, learning_rate: float) -> list[bytes]:
     ]
 
 
-def test_what_one_rank_saved_goes_on_under_the_layout_and_back(
+def test_checkpoints_resume_under_the_layout_and_on_one_rank(
     alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
 ) -> None:
     for saving in (alone[0], many[0]):
@@ -205,7 +203,7 @@ def test_what_one_rank_saved_goes_on_under_the_layout_and_back(
         assert not close(next_losses(saving), uninterrupted)
 
 
-def test_gradients_of_a_snapshot_go_on_under_the_layout_and_back(
+def test_snapshot_gradients_resume_under_the_layout_and_on_one_rank(
     alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
 ) -> None:
     norms = []
@@ -225,28 +223,28 @@ def test_gradients_of_a_snapshot_go_on_under_the_layout_and_back(
 PROMPTS = (5, 23, 40)
 
 
-def test_samples_are_those_of_one_rank(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers], row: Row) -> None:
+def test_samples_equal_one_rank(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers], row: Row) -> None:
     directory = alone[0].saved("a")
     theirs, ours = (samples(where, directory) for where, _ in (alone, many))
     row.greedy = "same" if tokens_of(ours) == tokens_of(theirs) else "other"
     assert row.greedy == "same", (tokens_of(ours), tokens_of(theirs))
     assert distance(logprobs_of(ours), logprobs_of(theirs)) <= TOLERANCE
-    # Were the adapter left out, that would show.
-    of_base, of_adapter = ours[: len(PROMPTS)], ours[len(PROMPTS) :]
-    assert tokens_of(of_base) != tokens_of(of_adapter)
-    for base, adapted in zip(logprobs_of(of_base), logprobs_of(of_adapter), strict=True):
+    # Leaving out the adapter would show.
+    base_samples, adapter_samples = ours[: len(PROMPTS)], ours[len(PROMPTS) :]
+    assert tokens_of(base_samples) != tokens_of(adapter_samples)
+    for base, adapted in zip(logprobs_of(base_samples), logprobs_of(adapter_samples), strict=True):
         num = min(len(base), len(adapted))
         assert distance([base[:num]], [adapted[:num]]) > TOLERANCE
 
 
 def samples(where: Layout, directory: Path) -> list[SampleResponse]:
-    """Of the base for each prompt, then of the adapter that lies there."""
+    """Samples the base for each prompt, then the adapter saved in `directory`."""
     where.call("load_adapter", "s", str(directory))
     jobs = [greedy(f"{adapter_id}-{length}", adapter_id, length) for adapter_id in (None, "s") for length in PROMPTS]
     answers = where.sample(*jobs)
-    told = [answer for job in jobs if isinstance(answer := answers[job.job_id], SampleResponse)]
-    assert len(told) == len(jobs), answers
-    return told
+    found = [answer for job in jobs if isinstance(answer := answers[job.job_id], SampleResponse)]
+    assert len(found) == len(jobs), answers
+    return found
 
 
 def tokens_of(answers: list[SampleResponse]) -> list[list[int]]:
@@ -254,13 +252,13 @@ def tokens_of(answers: list[SampleResponse]) -> list[list[int]]:
 
 
 def logprobs_of(answers: list[SampleResponse]) -> list[Sequence[float]]:
-    """Of each sample, and of its prompt but for the first token."""
+    """Returns, for each sample, its log-probabilities and those of its prompt without the first token."""
     return [each for answer in answers for each in (answer.sequences[0].logprobs, answer.prompt_logprobs[1:])]
 
 
 @dataclass
-class Stepped:
-    """By one step of a new run: the norm of its gradient before it is clipped, its weights and what they give."""
+class StepResult:
+    """Results of one step of a new run: the gradient norm before clipping, the weights and their log-probabilities."""
 
     norm: float
     weights: dict[str, np.ndarray]
@@ -268,7 +266,7 @@ class Stepped:
 
 
 @pytest.mark.parametrize("rule", ["sum", "mean", "own"])
-def test_gradients_that_are_averaged_or_not_exchanged_would_be_found(
+def test_averaged_or_unexchanged_gradients_would_show(
     rule: str, alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
 ) -> None:
     theirs, ours = one_step(alone[0], "sum"), one_step(many[0], rule)
@@ -280,11 +278,11 @@ def test_gradients_that_are_averaged_or_not_exchanged_would_be_found(
     assert {name: found > TOLERANCE for name, found in errors.items()} == dict.fromkeys(errors, rule != "sum"), errors
 
 
-def one_step(where: Layout, rule: str) -> Stepped:
+def one_step(where: Layout, rule: str) -> StepResult:
     where.call("follow", rule)
     where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
     where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
-    # So small that it is not clipped: clipped, the mean may do what the sum does.
+    # Scaled down to avoid clipping, which would make the mean equal the sum.
     (metrics,) = where.call("apply_steps", (OptimizerStep("new", ADAM, 0.001),))
     assert not metrics["grad_clipped:mean"], metrics
     (output,) = where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12, forward_only=True))
@@ -292,17 +290,17 @@ def one_step(where: Layout, rule: str) -> Stepped:
     weights = load_file(where.saved("new") / "adapter_model.safetensors")
     where.call("drop_run", "new")
     where.call("follow", "sum")
-    return Stepped(metrics["unclipped_grad_l2:mean"], weights, [each["logprobs"] for each in output.loss_fn_outputs])
+    return StepResult(metrics["unclipped_grad_l2:mean"], weights, [each["logprobs"] for each in output.loss_fn_outputs])
 
 
 BATCHES = ((1,), (3,), (40,), (2, 1), (1, 1, 1), (60, 1, 1, 1, 1), (7, 30, 2, 19, 5, 11, 3, 24, 1))
 
 
 @pytest.mark.parametrize("most_tokens", [16, 4096])
-def test_batches_of_any_size_come_back_in_their_order_from_as_many_micro_batches_on_every_rank(
+def test_batches_of_any_size_keep_order_and_use_equal_micro_batch_counts(
     most_tokens: int, alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
 ) -> None:
-    """A single datum on four ranks among them."""
+    """The batches include a single datum on four ranks."""
     for where, _ in (alone, many):
         where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
         where.call("cut_micro_batches", most_tokens)
@@ -316,7 +314,7 @@ def test_batches_of_any_size_come_back_in_their_order_from_as_many_micro_batches
             assert [len(row) for row in rows] == list(lengths)
             assert distance([each["logprobs"] for each in ours.loss_fn_outputs], rows) <= TOLERANCE
             assert close([ours.metrics["loss:sum"]], [theirs.metrics["loss:sum"]])
-            # Rows that change places, and one that is counted twice, would be found.
+            # Swapped rows, or one counted twice, would show.
             alike = [pair for pair in combinations(rows, 2) if len(pair[0]) == len(pair[1])]
             assert all(distance([one], [other]) > TOLERANCE for one, other in alike)
             losses = [loss_of(datum, row) for datum, row in zip(request.data, rows, strict=True)]
@@ -334,42 +332,44 @@ def loss_of(datum: Datum, logprobs: np.ndarray) -> float:
     return -float(datum.loss_fn_inputs["weights"] @ logprobs)
 
 
-def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_once_a_step(
+def test_exchanges_are_as_expected_and_gradients_are_reduced_once_per_step(
     case: Case, many: tuple[Layout, Numbers], row: Row
 ) -> None:
-    """Of one micro-batch: were a layer run past its exchanges, or gradients added up at each pass, this would show."""
+    """Running a layer without its exchanges, or reducing gradients at each pass, would show."""
     where, _ = many
     before = Counter(where.call("num_collectives"))
     for seed in (1, 2):
         where.run_pass(supervised("a", seed, 8, 8, 8, 8))
     passed = Counter(where.call("num_collectives"))
     where.call("apply_steps", (OptimizerStep("a", ADAM),))
-    of_passes, of_step = passed - before, Counter(where.call("num_collectives")) - passed
-    wanted = of_pass(case, where)
-    row.exchanges = f"{of_passes.total() + of_step.total()}/{2 * wanted.total() + of_a_step(case).total()}"
-    assert of_passes == wanted + wanted
-    assert of_step == of_a_step(case)
+    pass_exchanges, step_exchanges = passed - before, Counter(where.call("num_collectives")) - passed
+    wanted = expected_in_pass(case, where)
+    row.exchanges = (
+        f"{pass_exchanges.total() + step_exchanges.total()}/{2 * wanted.total() + expected_in_step(case).total()}"
+    )
+    assert pass_exchanges == wanted + wanted
+    assert step_exchanges == expected_in_step(case)
 
 
-def of_pass(case: Case, where: Layout) -> Counter[str]:
-    """Exchanges of a micro-batch, forward and backward."""
+def expected_in_pass(case: Case, where: Layout) -> Counter[str]:
+    """Returns the exchanges of a micro-batch, forward and backward."""
     layers, spec = 2, where.spec
     wanted: Counter[str] = Counter()
     for unit in (unit for units in case.units for unit in units):
         if spec.ep_size_of(unit) > 1:
-            # How many tokens come; they, and what comes of them; and the tokens once more for adapters of the experts.
+            # Token counts; the tokens and their outputs; and the tokens again for adapters of the experts.
             wanted["all_to_all"] += 1 + 2 * 2 + 1
         if spec.tp > 1 and where.shards_activations:
             wanted["all_gather"] += 2
         if spec.tp_size_of(unit) > 1:
             wanted["reduce_scatter" if where.shards_activations else "all_reduce"] += 2
     if spec.fsdp > 1:
-        # Before each layer, forward and backward, but for the last one, which stays; or all of them stay. And the head.
+        # Each layer, forward and backward, except the last one, which stays (ZeRO-2: all stay). And the head.
         wanted["all_gather"] += (layers if case.zero_stage == "2" else 2 * layers - 1) + 1
-        # How many tokens each rank looks up where; they, and their rows.
+        # Token counts of embedding lookups; the tokens, and their rows.
         wanted["all_to_all"] += 1 + 2
     if case.split.ulysses > 1:
-        wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and what comes of them
+        wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and the output
     if (ring := case.split.ring) > 1:
         wanted["pass_on"] += (2 * (ring - 1) + ring) * layers  # keys and values, forth and back, with their gradients
     if spec.tp > 1 and not where.shards_activations:
@@ -381,18 +381,18 @@ def of_pass(case: Case, where: Layout) -> Counter[str]:
     return wanted
 
 
-def of_a_step(case: Case) -> Counter[str]:
-    # Matrices that all ranks have alike, that tp shares out, that ep does, and both: of each, parts along ep and tp.
+def expected_in_step(case: Case) -> Counter[str]:
+    # Matrices by how they are split along (ep, tp): replicated, by tp, by ep, and by both.
     spec = case.parallel
     parts = {(1, 1)}
     for unit in (unit for units in case.units for unit in units):
         parts |= {(spec.ep_size_of(unit), 1), (spec.ep_size_of(unit), spec.tp_size_of(unit))}
-    of_regions = sum(prod(each) < spec.num_ranks for each in parts)  # what every rank has for itself needs none
-    of_norms = len(parts) - 1
-    return Counter(all_reduce=of_regions + of_norms)
+    num_regions = sum(prod(each) < spec.num_ranks for each in parts)  # matrices split over all ranks need no exchange
+    num_norms = len(parts) - 1
+    return Counter(all_reduce=num_regions + num_norms)
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[Layout, Numbers]) -> None:
+def test_bad_operation_fails_on_all_ranks_and_others_succeed(many: tuple[Layout, Numbers]) -> None:
     where, _ = many
     bad = supervised("a", 1, 9, 8)
     bad.data[1].loss_fn_inputs["target_tokens"][3] = 10**6
@@ -407,7 +407,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[L
     where.call("clear_gradients", "a")
 
 
-def test_what_cannot_be_written_is_told_and_nothing_else_is_lost(many: tuple[Layout, Numbers], tmp_path: Path) -> None:
+def test_failed_save_is_reported_and_loses_nothing(many: tuple[Layout, Numbers], tmp_path: Path) -> None:
     where, _ = many
     with pytest.raises(WorkerError, match="is_missing"):
         where.call("save_run", "a", str(tmp_path / "is_missing"), True)
@@ -425,10 +425,10 @@ TROUBLE = (
 
 
 @pytest.mark.parametrize(("case", "trouble"), TROUBLE, ids=str)
-def test_trouble_in_the_pass_of_one_rank_is_trouble_of_all_and_nobody_goes_on_waiting(
+def test_error_in_a_pass_of_one_rank_fails_or_ends_all_ranks(
     case: Case, trouble: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Where others wait for it in the midst of a layer, all end: the dispatch starts them anew."""
+    """If other ranks wait in the middle of a layer, all ranks end, and the dispatch restarts them."""
     spec = case.parallel
     with layout(tiny_models[case.kind], spec, tmp_path, WATCHED) as where:
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3)))

@@ -1,4 +1,4 @@
-"""Where ranks meet, and on which addresses they listen."""
+"""Ranks connect at a rendezvous, and listen only on the expected addresses."""
 
 import asyncio
 import socket
@@ -19,7 +19,7 @@ beyond_loopback = pytest.mark.skipif(own_host() == LOOPBACK, reason="this machin
 
 @beyond_loopback
 @pytest.mark.parametrize("host", [LOOPBACK, own_host()])
-def test_ranks_meet_at_one_address_alone(host: str) -> None:
+def test_rendezvous_listens_on_one_address_only(host: str) -> None:
     meeting = Rendezvous.open(host, SECONDS)
     port = int(meeting.address.rpartition(":")[2])
     assert meeting.address == f"{host}:{port}"
@@ -34,7 +34,7 @@ def test_ranks_meet_at_one_address_alone(host: str) -> None:
 
 @beyond_loopback
 @pytest.mark.parametrize("is_local", [True, False])
-def test_ranks_listen_where_they_reach_each_other(is_local: bool) -> None:
+def test_ranks_listen_only_on_the_expected_host(is_local: bool) -> None:
     configs = tuple(MeetingConfig(SPEC, rank, is_local) for rank in range(SPEC.num_ranks))
     asyncio.run(
         check_listening(Ranks(LocalPool(PoolSpec(MEETING, configs)), SPEC), LOOPBACK if is_local else own_host())
@@ -51,6 +51,6 @@ async def check_listening(ranks: Ranks, host: str) -> None:
         await ranks.close()
 
 
-def test_interfaces_have_their_addresses() -> None:
+def test_interface_is_found_by_its_address() -> None:
     assert interface_of(LOOPBACK) in ("lo", "lo0")
     assert interface_of("192.0.2.77") is None

@@ -1,4 +1,4 @@
-"""Ranks that leave their devices between any two calls compute as those that stay, bit by bit."""
+"""Ranks that offload to host memory before every call compute bit for bit the same."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,24 +32,24 @@ CASES = [
 
 
 class Moving(Layout):
-    """They leave before each call. stayed: what was on a device then all the same."""
+    """Offloads before each call. stayed: bytes that were still on a device afterwards."""
 
     stayed = 0
     num_moves = 0
 
     def call(self, method: str, *arguments: object) -> Any:
-        self._leave()
+        self._offload()
         return super().call(method, *arguments)
 
     def run_parts(self, *parts: OperationPart) -> list[Any]:
-        self._leave()
+        self._offload()
         return super().run_parts(*parts)
 
     def run_slice(self, joining: tuple[SampleJob, ...] = (), milliseconds: float = 5.0) -> SliceResult:
-        self._leave()
+        self._offload()
         return super().run_slice(joining, milliseconds)
 
-    def _leave(self) -> None:
+    def _offload(self) -> None:
         self.answers("offload")
         self.num_moves += 1
         kinds = ("base_weights", "kv_cache")
@@ -76,7 +76,7 @@ def both(case: Case, learn: Any, tiny_models: dict[str, Path], tmp_path: Path) -
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_adapters_learn_the_same(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_train_the_same(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     def learn(where: Layout) -> Numbers:
         return train(where, num_steps=2)
 
@@ -86,7 +86,7 @@ def test_adapters_learn_the_same(case: Case, tiny_models: dict[str, Path], tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_full_models_learn_and_draw_the_same(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_full_models_train_and_sample_the_same(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     staying, moving = both(case, Trained, tiny_models, tmp_path)
     assert same([staying.losses, staying.gradients, staying.weights], [moving.losses, moving.gradients, moving.weights])
     for one, other in zip(staying.samples, moving.samples, strict=True):
@@ -95,37 +95,37 @@ def test_full_models_learn_and_draw_the_same(case: Case, tiny_models: dict[str, 
 
 
 @pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
-def test_where_one_rank_cannot_move_none_does(parallel: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_rank_moves_if_one_cannot(parallel: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with layout(tiny_models["qwen3"], ParallelSpec.parse(parallel), tmp_path, WATCHED) as where:
         where.call("create_run", RunSpec("a", LoraConfig(rank=4)))
         expected = where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
 
-        def there() -> list[bool]:
+        def on_device() -> list[bool]:
             return [memory["base_weights_on_device"] > 0 for memory in where.answers("memory")]
 
         where.call("break_offload", 1, "write")
         with pytest.raises(OperationError, match="the base model cannot leave the device: input/output error"):
             where.call("offload")
-        assert there() == [True, True]
+        assert on_device() == [True, True]
         where.call("break_offload", 0, "read")
         where.call("break_offload", 1, "write", False)
         with pytest.raises(OperationError, match="the base model"):
             where.call("offload")
-        assert there() == [False, True]
+        assert on_device() == [False, True]
         where.call("break_offload", 1, "")
         assert len(where.run_pass(supervised("a", 1, 9, 30, forward_only=True))) == 1
-        assert there() == [True, True]
+        assert on_device() == [True, True]
         where.call("offload")
-        assert there() == [False, False]
+        assert on_device() == [False, False]
         where.call("break_offload", 1, "read")
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
             where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
-        assert there() == [True, False]
+        assert on_device() == [True, False]
         where.call("offload")
-        assert there() == [False, False]
+        assert on_device() == [False, False]
         where.call("break_offload", 1, "")
         found = where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
-        assert there() == [True, True]
+        assert on_device() == [True, True]
         for one, other in zip(found, expected, strict=True):
             assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
             assert same([dict(each) for each in one.loss_fn_outputs], [dict(each) for each in other.loss_fn_outputs])

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank fails on all, at once, and nobody waits for it; what takes one long is waited for."""
+"""An error on one rank fails on all at once, and no rank waits for it; a slow rank is waited for."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,12 +41,12 @@ def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_one_rank_has_lost_fails_what_needs_it_and_nothing_else(
+def test_state_lost_on_one_rank_fails_only_its_run(
     spec: str, undisturbed: list[float], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     knobs = {"adapter_slots": 2, "host_adapter_bytes": 0, "page_directory": str(tmp_path / "pages")}
     with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED, **knobs) as where:
-        for run_id in ("a", "b", "c", "d"):  # the first two are on disk then
+        for run_id in ("a", "b", "c", "d"):  # moves the first two to disk
             where.call("create_run", RunSpec(run_id, LORA))
         losses, saved = next_losses(where, "d"), where.saved("c")
         where.call("lose_pages", 1)
@@ -60,7 +60,7 @@ def test_what_one_rank_has_lost_fails_what_needs_it_and_nothing_else(
 
 
 @pytest.mark.parametrize(("spec", "rank"), CASES)
-def test_an_adapter_that_one_rank_has_no_memory_for_is_on_none(
+def test_adapter_without_memory_on_one_rank_is_created_on_none(
     spec: str, rank: int, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED) as where:
@@ -80,7 +80,7 @@ def test_an_adapter_that_one_rank_has_no_memory_for_is_on_none(
 
 
 @pytest.mark.parametrize(("spec", "rank"), CASES)
-def test_a_sampler_that_one_rank_has_no_memory_to_renew_stays_as_it_was(
+def test_sampler_is_unchanged_if_one_rank_cannot_replace_it(
     spec: str, rank: int, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED) as where:
@@ -99,12 +99,10 @@ def test_a_sampler_that_one_rank_has_no_memory_to_renew_stays_as_it_was(
 
 
 def numbers_of_adapters(where: Layout) -> set[int]:
-    """Of all ranks."""
     return {memory["num_adapters_on_device"] for memory in where.answers("memory")}
 
 
 def has_everywhere(where: Layout, adapter_id: str, weights: AdapterWeights) -> bool:
-    """On all ranks."""
     return all(np.array_equal(each.weights, weights.weights) for each in where.answers("export_adapter", adapter_id))
 
 
@@ -132,12 +130,12 @@ def assert_run_a_is_lost(where: Layout, directory: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("spec", ["tp=2", "fsdp=2"])
-def test_ranks_wait_for_one_that_works_for_long(spec: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """Longer than hang_seconds, as a call may that has more time: see Patience."""
+def test_ranks_wait_for_a_slow_rank(spec: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The pass takes longer than hang_seconds, as calls with a larger timeout may: see CallTimeouts."""
     with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path, WATCHED, hang_seconds=5.0) as where:
-        where.hang_seconds = 60.0  # of the calls
+        where.hang_seconds = 60.0  # for the calls
         where.call("create_run", RunSpec("a", LORA))
         where.call("be_late", 0, 7.0)
         (output,) = where.run_pass(supervised("a", 1, 9, 8))
         assert isinstance(output, ForwardBackwardOutput)
-        assert where.call("shortest_timeout") > 100 * 24 * 3600, "torch's own is half an hour"
+        assert where.call("shortest_timeout") > 100 * 24 * 3600, "torch's default of half an hour is in force"

@@ -1,4 +1,4 @@
-"""A base in 4 bits under layouts, as on one rank: blocks of numbers with one scale end where ranks' parts do."""
+"""A 4-bit base under layouts trains as on one rank: quantization blocks end at the boundaries of the ranks' parts."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 
 @pytest.mark.parametrize(
     ("spec", "kind"), [("tp=2", "qwen3"), ("sp=2", "qwen3"), ("replicas=2", "qwen3"), ("ep=2,tp=2", "qwen3_moe")]
 )
-def test_a_base_in_four_bits_trains_as_on_one_rank(spec: str, kind: str, tmp_path: Path) -> None:
+def test_4_bit_base_trains_as_on_one_rank(spec: str, kind: str, tmp_path: Path) -> None:
     shape = {name: size for name, size in SHAPE.items() if kind == "qwen3_moe" or not name.startswith("moe")}
     model = tiny_model(kind, tmp_path / "model", **shape)
     with (

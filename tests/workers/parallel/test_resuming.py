@@ -1,4 +1,4 @@
-"""What was saved under any layout goes on under any other, and is the same file."""
+"""Checkpoints of any layout resume under any other, and are the same files."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -15,11 +15,11 @@ from .case import Case
 from .training import ADAM, Layout, close, distance, largest_error, layout, next_losses, supervised, train
 
 LAYOUTS = ("single", "replicas=2", "fsdp=2", "replicas=2,fsdp=2", "tp=2", "fsdp=2,tp=2", "sp=2", "sp=2,tp=2")
-OF_EXPERTS = ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2")
+EXPERT_LAYOUTS = ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2")
 
 
 def cases(kind: str, specs: Sequence[str], heads: str = "4x2") -> tuple[Case, ...]:
-    """Each layout, and tp=2 with activations that are whole as well."""
+    """Returns each layout, and tp=2 with whole activations as well."""
     whole = [Case("tp=2", kind, "whole", heads)] if "tp=2" in specs else []
     return (*(Case(spec, kind, heads=heads) for spec in specs), *whole)
 
@@ -27,11 +27,11 @@ def cases(kind: str, specs: Sequence[str], heads: str = "4x2") -> tuple[Case, ..
 CORE = (Case("fsdp=2", "qwen3_tied"), Case("tp=2", "qwen3_tied"))
 FULL = {
     **{kind: cases(kind, LAYOUTS) for kind in ("qwen3", "qwen3_tied")},
-    **{kind: cases(kind, LAYOUTS + OF_EXPERTS) for kind in ("qwen3_moe", "qwen3_moe_mixed")},
-    # Rings: here of two teams along sp=4, and of two ranks beside tp; there, where tp is impossible, wherever sp=2.
-    "qwen3_moe-6x2": cases("qwen3_moe", (*LAYOUTS, *OF_EXPERTS, "sp=4"), "6x2"),
+    **{kind: cases(kind, LAYOUTS + EXPERT_LAYOUTS) for kind in ("qwen3_moe", "qwen3_moe_mixed")},
+    # 6x2: rings between two teams along sp=4, and of two ranks with tp. 6x3: tp is impossible; rings wherever sp=2.
+    "qwen3_moe-6x2": cases("qwen3_moe", (*LAYOUTS, *EXPERT_LAYOUTS, "sp=4"), "6x2"),
     "qwen3_moe-6x3": cases(
-        "qwen3_moe", (*(spec for spec in LAYOUTS + OF_EXPERTS if "tp" not in spec), "ep=2,sp=2"), "6x3"
+        "qwen3_moe", (*(spec for spec in LAYOUTS + EXPERT_LAYOUTS if "tp" not in spec), "ep=2,sp=2"), "6x3"
     ),
 }
 MATRICES = [
@@ -39,15 +39,15 @@ MATRICES = [
     *(pytest.param(cases, id=name, marks=[pytest.mark.full, pytest.mark.timeout(900)]) for name, cases in FULL.items()),
 ]
 TOLERANCE = 1e-4
-# Of weights that two steps of at most 0.01 each have moved.
+# For weights that two steps moved by at most 0.01 each.
 SAME = 1e-6
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Of one layout. run: run "a". snapshot: run "b", in the midst of a window.
+    """Files of one layout. run: checkpoint of run "a". snapshot: of run "b", in the middle of a window.
 
-    losses, window: what came next without an interruption.
+    losses, window: the next results without an interruption.
     """
 
     case: Case
@@ -80,7 +80,7 @@ def trained(case: Case, where: Layout) -> Saved:
 
 
 def rest_of_window(where: Layout) -> list[float]:
-    """Of run "b": the loss of another batch, the gradient's norm with it, and the loss after the step."""
+    """Returns, for run "b", the loss of another batch, the gradient's norm with it, and the loss after the step."""
     numbers = []
     for seed in (4, 5):
         (output,) = where.run_pass(supervised("b", seed, 21, 2))
@@ -90,18 +90,18 @@ def rest_of_window(where: Layout) -> list[float]:
     return numbers
 
 
-def test_what_one_layout_saved_goes_on_under_each(matrix: list[Saved]) -> None:
+def test_checkpoints_of_each_layout_resume_under_each(matrix: list[Saved]) -> None:
     for saved in matrix:
         for each in matrix:
             each.where.call("load_run", "a", str(saved.run), True)
             assert close(next_losses(each.where), saved.losses, TOLERANCE), f"{saved.case} -> {each.case}"
-        # What this bound would not let pass: two steps more, or an optimizer that begins anew.
+        # This bound detects two more steps, or a reset optimizer.
         assert not close(next_losses(saved.where), saved.losses, TOLERANCE)
         saved.where.call("load_run", "a", str(saved.run), False)
         assert not close(next_losses(saved.where), saved.losses, TOLERANCE)
 
 
-def test_a_window_that_one_layout_had_begun_is_ended_under_each(matrix: list[Saved]) -> None:
+def test_started_windows_of_each_layout_are_completed_under_each(matrix: list[Saved]) -> None:
     for saved in matrix:
         for each in matrix:
             each.where.call("load_run", "b", str(saved.snapshot), True)
@@ -111,7 +111,7 @@ def test_a_window_that_one_layout_had_begun_is_ended_under_each(matrix: list[Sav
         assert not close(rest_of_window(saved.where), saved.window, TOLERANCE)
 
 
-def test_adapters_that_were_trained_alike_are_exported_alike(matrix: list[Saved]) -> None:
+def test_same_training_exports_the_same_adapter(matrix: list[Saved]) -> None:
     first, *others = (files_of(saved.run) for saved in matrix)
     for saved, files in zip(matrix[1:], others, strict=True):
         for name, matrices in files.items():
@@ -122,12 +122,12 @@ def test_adapters_that_were_trained_alike_are_exported_alike(matrix: list[Saved]
     assert furthest(another, first["adapter_model"]) > SAME
 
 
-def test_what_one_layout_saved_each_saves_again_bit_for_bit(matrix: list[Saved]) -> None:
-    (wanted, words), weights = contents(matrix[0].run), None
+def test_each_layout_saves_a_loaded_checkpoint_bit_for_bit(matrix: list[Saved]) -> None:
+    (wanted, texts), weights = contents(matrix[0].run), None
     for each in matrix:
         each.where.call("load_run", "a", str(matrix[0].run), True)
-        found, own_words = contents(each.where.saved("a"))
-        assert own_words == words
+        found, own_texts = contents(each.where.saved("a"))
+        assert own_texts == texts
         assert found.keys() == wanted.keys()
         for name, values in found.items():
             assert values.tobytes() == wanted[name].tobytes(), f"{name} under {each.case}"
@@ -141,7 +141,7 @@ def files_of(directory: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def contents(directory: Path) -> tuple[dict[str, np.ndarray], Sequence[str]]:
-    """All tensors by file and name, and the texts beside them."""
+    """Returns all tensors by file and name, and the texts of the JSON files."""
     files = {
         f"{name}/{key}": values for name, matrices in files_of(directory).items() for key, values in matrices.items()
     }

@@ -1,4 +1,4 @@
-"""Attention with keys and values that go around a ring is attention of one rank, in values and gradients."""
+"""Ring attention equals attention of one rank, in values and gradients."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def on_ranks(request: pytest.FixtureRequest) -> Iterator[Attends]:
 
 
 def exact(case: Attending, tensors: list[Tensor] | None = None) -> list[Tensor]:
-    """By one softmax in float64: the result twice, and the gradients of query, key and value.
+    """Computes one softmax in float64: the result twice, and the gradients of query, key and value.
 
     tensors: those of another case.
     """
@@ -90,20 +90,20 @@ def are_close(ours: list[np.ndarray], theirs: list[Tensor], tolerance: float) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_by_a_ring_is_that_of_one_rank(name: str, on_ranks: Attends) -> None:
+def test_ring_attention_equals_one_rank(name: str, on_ranks: Attends) -> None:
     case = CASES[name]
     found, tolerance = on_ranks(case), 1e-5 if case.dtype == torch.float32 else 2e-2
     assert are_close(found, exact(case), tolerance) == [True] * 5
-    # What the bounds would not let pass: a window of another size, or sequences that see each other.
+    # The bounds detect another window size, or sequences that see each other.
     num_tokens, others = sum(case.lengths), [replace(case, window=4)]
     if case.window != 1:
         others.append(replace(case, lengths=(num_tokens - 1, 1)))
     for other in others if num_tokens > 1 else ():
-        of_out, _, *of_gradients = are_close(found, exact(other, case.tensors()), tolerance)
-        assert not (of_out or any(of_gradients)), other
+        out_is_close, _, *gradients_are_close = are_close(found, exact(other, case.tensors()), tolerance)
+        assert not (out_is_close or any(gradients_are_close)), other
 
 
-# What one rank tells of it
+# On one rank
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def test_attention_by_a_ring_is_that_of_one_rank(name: str, on_ranks: Attends) -
         (2, 6, 3, (1, 2)), (4, 6, 2, (2, 2)), (16, 8, 1, (8, 2)), (64, 32, 8, (32, 2)), (12, 8, 4, (4, 3)),
     ],
 )  # fmt: skip
-def test_heads_are_shared_out_as_far_as_they_go(sp: int, heads: int, kv_heads: int, split: tuple[int, int]) -> None:
+def test_heads_are_split_before_a_ring_is_used(sp: int, heads: int, kv_heads: int, split: tuple[int, int]) -> None:
     assert SequenceSplit.of(sp, heads, kv_heads) == SequenceSplit(*split)
 
 
 class _Place(Team):
-    """Of one rank among others, with whom it exchanges nothing."""
+    """One rank of a team that exchanges nothing."""
 
     def __init__(self, index: int, size: int) -> None:
         super().__init__(tuple(range(size)), index, None, Mesh().call_counts)
 
 
 @pytest.mark.parametrize("ring", [2, 3, 8])
-def test_every_pair_of_a_query_and_a_key_is_met_once_and_work_is_even(ring: int) -> None:
+def test_each_query_meets_each_key_once_and_work_is_even(ring: int) -> None:
     lengths = (*UNEVEN, 200)
     packing, starts = Packing(pack_lengths(list(lengths))), np.cumsum([0, *lengths])
     met, work = np.zeros((sum(lengths), sum(lengths)), int), []
@@ -146,29 +146,31 @@ def test_every_pair_of_a_query_and_a_key_is_met_once_and_work_is_even(ring: int)
         sees[start:stop, start:stop] = np.tril(np.ones((stop - start, stop - start), int))
     assert np.array_equal(met, sees)
     assert max(work) < 1.1 * min(work)
-    # Neighbouring tokens instead: the last of them see most.
+    # With contiguous shares the last one would have most of the work.
     parts = [sees[rows].sum() for rows in np.array_split(np.arange(len(sees)), ring)]
     assert max(parts) > 1.1 * min(parts)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, 4), (4, 30), (7, 7), (20, 40), (40, 50)])
 @pytest.mark.parametrize("rows", [slice(0, 30), slice(2, 32, 3), slice(10, 20, 1), slice(5, 5, 2)])
-def test_overlap_is_what_lies_within(rows: slice, start: int, stop: int) -> None:
+def test_overlap_selects_the_rows_in_range(rows: slice, start: int, stop: int) -> None:
     places = np.arange(60)[rows]
     assert num_rows(rows) == len(places)
     inside = places[overlap(rows, start, stop)]
     assert np.array_equal(inside, places[(places >= start) & (places < stop)])
 
 
-def test_stripes_come_back_in_order() -> None:
+def test_joined_stripes_are_in_order() -> None:
     share = TokenShard(10, Mesh())
     assert share.tokens == slice(0, 10, 1) and share.joined(torch.arange(10)).tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("most_scores", [1, 1 << 10, 1 << 22])
-def test_chunks_are_the_whole(window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a kernel of torch's would do it."""
+def test_chunked_attention_equals_the_whole(
+    window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's fused kernel is turned off."""
     from trainhouse.workers.ops import partial_attention as attention_parts
 
     monkeypatch.setattr(attention_parts, "MAX_SCORES", most_scores)
@@ -186,7 +188,7 @@ def test_chunks_are_the_whole(window: int | None, most_scores: int, monkeypatch:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_on_a_gpu_are_those_of_the_cpu(window: int | None, dtype: torch.dtype) -> None:
+def test_gpu_attention_equals_cpu(window: int | None, dtype: torch.dtype) -> None:
     case = Attending(UNEVEN, heads=4, kv_heads=2, window=window, dtype=dtype)
     kind = AttentionKind(0, HEAD_DIM**-0.5, window)
     both: list[list[Tensor]] = []

@@ -1,4 +1,4 @@
-"""Stored features on several ranks: written by one, read by any."""
+"""Stored features on several ranks: one rank writes them, any rank reads them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from .training import ADAM, Layout, close, layout
 from .watched_worker import WATCHED
 
 LENGTHS = (9, 30, 4, 17, 11, 11)
-# Ranks with data of their own, and such as share out tokens.
+# Ranks with their own data; CASES adds ranks that split tokens.
 APART = [Case("fsdp=2"), pytest.param(Case("replicas=2"), marks=pytest.mark.full)]
 CASES = [
     *APART,
@@ -33,12 +33,12 @@ CASES = [
 ]
 
 
-def created(where: Layout, algorithm: Algorithm) -> None:
+def create_draft(where: Layout, algorithm: Algorithm) -> None:
     where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm]), "draft"))
 
 
 def referring(where: Layout, request: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
-    """The same of captured features."""
+    """Captures features of the data, and returns the request with references to them."""
     directory.mkdir(exist_ok=True)
     place = FeatureLocation(str(directory), captures=True)
     (output,) = where.run_pass(
@@ -64,14 +64,14 @@ def refs_of(request: ForwardBackwardRequest) -> list[str | None]:
 
 
 def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
-    """What a pass tells, and the norm of its gradient; a step of no length leaves the draft as it is."""
+    """Returns losses and gradient norm of a pass; a step with learning rate 0 leaves the draft unchanged."""
     (output,) = where.run_pass(request)
     assert isinstance(output, ForwardBackwardOutput), output
     step = OptimizerStep("draft", ADAM.model_copy(update={"learning_rate": 0.0}), "mean")
-    (stepped,) = where.call("apply_steps", (step,))
-    assert isinstance(stepped, dict), stepped
+    (metrics,) = where.call("apply_steps", (step,))
+    assert isinstance(metrics, dict), metrics
     losses = np.concatenate([each["losses"] for each in output.loss_fn_outputs]).tolist()
-    return [*losses, output.metrics["loss:sum"], stepped["unclipped_grad_l2:mean"]]
+    return [*losses, output.metrics["loss:sum"], metrics["unclipped_grad_l2:mean"]]
 
 
 def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
@@ -82,18 +82,18 @@ def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_features_of_any_rank_are_those_of_all(
+def test_features_of_any_rank_serve_all_ranks(
     case: Case, algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model, online = case.model(tiny_models, tmp_path), guessed(algorithm, 1, *LENGTHS)
     with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
         for where in (alone, many):
-            created(where, algorithm)
+            create_draft(where, algorithm)
         offline = referring(many, online, tmp_path / "features")
         wanted = learned(many, online)
         assert learned(many, offline) == wanted, "bit for bit"
-        assert close(wanted, learned(alone, offline)), "of another layout"
-        # In these the data are with other ranks than when they were captured, or some refer to nothing.
+        assert close(wanted, learned(alone, offline)), "captured under another layout"
+        # The data are on other ranks than at capture, or some have no reference.
         for numbers in ([5, 0, 3], [1], [4, 2, 1, 0, 3, 5]):
             for is_stored in (lambda number: True, lambda number: number % 2 == 0, lambda number: number == 1):
                 data = tuple((offline if is_stored(number) else online).data[number] for number in numbers)
@@ -117,21 +117,21 @@ SHARED = [
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_what_one_of_the_ranks_of_a_sequence_does_not_find_all_of_them_run(
+def test_features_missing_on_one_rank_are_recomputed_by_its_team(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Files may be deleted between two ranks' looks at them, and directories look different from other machines."""
+    """Files may be deleted between two ranks' lookups, and machines may see different directories."""
     model, online = case.model(tiny_models, tmp_path), guessed("eagle3", 1, *LENGTHS)
     everything, last = range(len(LENGTHS)), case.parallel.num_ranks - 1
     with layout(model, case.parallel, tmp_path, WATCHED, **case.knobs) as where:
-        created(where, "eagle3")
+        create_draft(where, "eagle3")
         offline = referring(where, online, tmp_path / "features")
         wanted = learned(where, offline)
         for missed in ({0: everything}, {last: everything}, {0: (1, 2), last: (0, 2)}):
             where.call("miss_features", missed)
             where.call("num_micro_batches")
             assert close(learned(where, offline), wanted)
-            assert where.call("num_micro_batches") > 0, "by all of them"
+            assert where.call("num_micro_batches") > 0, "all ranks run it"
             assert refs_of(referring(where, online, tmp_path / "features")) == refs_of(offline), "captured again"
         where.call("miss_features", {})
         where.call("num_micro_batches")
@@ -140,13 +140,13 @@ def test_what_one_of_the_ranks_of_a_sequence_does_not_find_all_of_them_run(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_capture_and_a_forward_share_a_pass(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_capture_and_forward_share_a_pass(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model, request = case.model(tiny_models, tmp_path), replace(guessed("eagle3", 1, *LENGTHS), forward_only=True)
     (tmp_path / "features").mkdir()
     place = FeatureLocation(str(tmp_path / "features"), captures=True)
     capture = replace(request, seq_id=2, loss_fn="capture", loss_fn_config={}, features=place)
     with layout(model, case.parallel, tmp_path, **case.knobs) as where:
-        created(where, "eagle3")
+        create_draft(where, "eagle3")
         (alone,) = where.run_pass(request)
         found, captured = where.run_pass(request, capture)
         assert isinstance(alone, ForwardBackwardOutput) and isinstance(captured, ForwardBackwardOutput)
@@ -157,7 +157,7 @@ def test_a_capture_and_a_forward_share_a_pass(case: Case, tiny_models: dict[str,
 
 
 LORA, FULL = LoraConfig(rank=4, seed=11), FullConfig()
-BESIDE = [
+CAPTURE_CASES = [
     (Case("fsdp=2"), FULL),
     (Case("tp=2"), LORA),
     (Case("sp=2"), LORA),
@@ -175,17 +175,17 @@ BESIDE = [
 ]
 
 
-class Beside:
-    """A policy, which has learned, and a draft that is aimed at it."""
+class Pair:
+    """A trained policy, and a draft whose target it is."""
 
     def __init__(self, where: Layout, training: TrainingConfig) -> None:
         self.where, self.online = where, guessed("eagle3", 1, *LENGTHS)
-        created(where, "eagle3")
+        create_draft(where, "eagle3")
         where.call("create_run", RunSpec("policy", training))
         inputs = [{"target_tokens": np.roll(datum.tokens, -1), **datum.loss_fn_inputs} for datum in self.online.data]
         data = tuple(replace(datum, loss_fn_inputs=each) for datum, each in zip(self.online.data, inputs, strict=True))
         self.asked = ForwardBackwardRequest("policy", 1, data, "cross_entropy")
-        for _ in range(2):  # its weights are no longer the base model's
+        for _ in range(2):  # moves the weights away from the base model's
             where.run_pass(self.asked)
             self.step()
         where.call("set_target", "draft", str(where.saved("policy")))
@@ -203,61 +203,65 @@ def contents(directory: Path) -> dict[str, dict[str, np.ndarray]]:
     return {path.name: load_file(path) for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize(("case", "training"), BESIDE, ids=lambda value: getattr(value, "training", None) or str(value))
-def test_what_a_policys_ranks_put_aside_their_draft_learns_from(
+@pytest.mark.parametrize(
+    ("case", "training"), CAPTURE_CASES, ids=lambda value: getattr(value, "training", None) or str(value)
+)
+def test_draft_learns_from_features_captured_by_its_policy(
     case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Lora or full: as of the draft's own capture, whatever ranks share out."""
-    beside, captured = tmp_path / "features", tmp_path / "captured"
-    beside.mkdir()
+    """The features equal the draft's own capture, for LoRA and full training under each layout."""
+    directory, captured = tmp_path / "features", tmp_path / "captured"
+    directory.mkdir()
     with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.knobs) as where:
-        pair = Beside(where, training)
-        (output,) = where.run_pass(pair.capturing(beside))
+        pair = Pair(where, training)
+        (output,) = where.run_pass(pair.capturing(directory))
         assert isinstance(output, ForwardBackwardOutput), output
         referring(where, pair.online, captured)
-        found, wanted = contents(beside), contents(captured)
-        assert found.keys() == wanted.keys() and len(found) == len(LENGTHS), "of the same target, each once"
+        found, wanted = contents(directory), contents(captured)
+        assert found.keys() == wanted.keys() and len(found) == len(LENGTHS), "the same target, each sequence once"
         for name, features in wanted.items():
             assert features.keys() == found[name].keys() == {"captured", "hidden_state"}
             for each, values in features.items():
                 assert close(found[name][each], values, 1e-5)
-                assert not close(np.roll(found[name][each], 1, axis=0), values, 1e-3), "tells tokens apart"
-        offline = with_addresses(pair.online, output, beside)
+                assert not close(np.roll(found[name][each], 1, axis=0), values, 1e-3), (
+                    "rows of other tokens must differ"
+                )
+        offline = with_addresses(pair.online, output, directory)
         losses = learned(where, pair.online)
         assert close(learned(where, offline), losses) and not close(losses, [1.001 * each for each in losses])
-        (failure,) = where.run_pass(with_addresses(guessed("eagle3", 2, *LENGTHS), output, beside))
-        assert isinstance(failure, Failure) and "of other tokens" in failure.message
+        (failure,) = where.run_pass(with_addresses(guessed("eagle3", 2, *LENGTHS), output, directory))
+        assert isinstance(failure, Failure) and "from other tokens" in failure.message
         pair.step()
-        (output,) = where.run_pass(pair.capturing(beside))
+        (output,) = where.run_pass(pair.capturing(directory))
         assert isinstance(output, ForwardBackwardOutput), output
-        (failure,) = where.run_pass(with_addresses(pair.online, output, beside))
-        assert isinstance(failure, Failure) and "of features of target" in failure.message, "it has learned since"
+        (failure,) = where.run_pass(with_addresses(pair.online, output, directory))
+        assert isinstance(failure, Failure) and "captured from target" in failure.message, (
+            "the policy was trained since"
+        )
 
 
 @pytest.mark.parametrize("case", [Case("tp=2"), pytest.param(Case("sp=2,tp=2"), marks=pytest.mark.full)], ids=str)
-def test_one_of_the_ranks_that_run_a_sequence_writes_it(
-    case: Case, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_only_one_rank_of_a_team_writes_features(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "captured").mkdir()
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
-        pair = Beside(where, LORA)
+        pair = Pair(where, LORA)
         captures = FeatureLocation(str(tmp_path / "captured"), captures=True)
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=captures)
         share = DataShare(range(len(LENGTHS)), len(LENGTHS))
         for request in (pair.capturing(tmp_path), capture):
-            told = where.answers("run_pass", Pass((OperationPart(where._new_operation(), request, shared=share),)))
-            by_rank = [sum(FEATURES in each for each in output.outputs.values()) for (output,) in told]
+            answers = where.answers("run_pass", Pass((OperationPart(where._new_operation(), request, shared=share),)))
+            by_rank = [sum(FEATURES in each for each in output.outputs.values()) for (output,) in answers]
             assert by_rank == [len(LENGTHS), *[0] * (case.parallel.num_ranks - 1)]
 
 
 @pytest.mark.parametrize(
     "case", [Case("tp=2"), *(pytest.param(Case(spec), marks=pytest.mark.full) for spec in ("fsdp=2", "sp=2"))], ids=str
 )
-def test_what_one_rank_cannot_write_harms_nothing_of_the_policy(
+def test_failed_feature_writes_do_not_affect_the_policy(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
-        pair = Beside(where, LORA)
+        pair = Pair(where, LORA)
         (wanted,) = where.run_pass(pair.asked)
         assert isinstance(wanted, ForwardBackwardOutput)
         where.call("clear_gradients", "policy")
@@ -269,4 +273,4 @@ def test_what_one_rank_cannot_write_harms_nothing_of_the_policy(
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=place)
         (failure,) = where.run_pass(capture)
         assert isinstance(failure, Failure) and f"cannot be written to {tmp_path / 'none'}" in failure.message
-        assert isinstance(where.run_pass(pair.asked)[0], ForwardBackwardOutput), "nobody waits"
+        assert isinstance(where.run_pass(pair.asked)[0], ForwardBackwardOutput), "no rank is stuck"

@@ -1,4 +1,4 @@
-"""A base model under a layout, in processes of its own, and a training on it whose every number is kept."""
+"""A base model under a layout in its own processes, and a training on it that records every number."""
 
 import asyncio
 import time
@@ -31,14 +31,14 @@ from trainhouse.workers.scheduler.ranks import Ranks
 
 WORKER = "trainhouse.workers.worker.worker:Worker"
 RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}
-# Beside an eps of almost nothing a step is the gradient's sign, also where that gradient is rounding alone.
+# With a tiny eps a step is the gradient's sign, even where the gradient is only rounding noise.
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0, eps=1e-2)
 HANG_SECONDS = 60.0
 
 
 @dataclass
 class Numbers:
-    """What a training told: by name, arrays. gradients, weights: by name of the matrix."""
+    """Results of a training. gradients, weights: by name of the matrix, per step and run."""
 
     losses: list[float] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Numbers:
 
 
 class Layout:
-    """The ranks of one layout, called from tests that are not asynchronous."""
+    """The ranks of one layout, called from synchronous tests."""
 
     def __init__(self, runner: asyncio.Runner, ranks: Ranks, config: WorkerConfig, scratch: Path) -> None:
         self.ranks, self.spec = ranks, config.parallel
@@ -63,7 +63,7 @@ class Layout:
         return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=self.hang_seconds))
 
     def answers(self, method: str, *arguments: object) -> list[Any]:
-        """Of all ranks."""
+        """Calls all ranks, and returns all their answers."""
         return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=self.hang_seconds))
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
@@ -127,7 +127,7 @@ def layout(
 
 
 def error(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray) -> float:
-    """The largest, relative to the largest of theirs."""
+    """Returns the largest error, relative to the largest value of `theirs`."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     return float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), np.finfo(np.float64).tiny))
 
@@ -137,13 +137,13 @@ def close(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarr
 
 
 def distance(ours: Sequence[Sequence[float] | np.ndarray], theirs: Sequence[Sequence[float] | np.ndarray]) -> float:
-    """The largest between any two numbers, in the units of both; they have the same lengths."""
+    """Returns the largest absolute difference; both have the same shapes."""
     assert [np.shape(mine) for mine in ours] == [np.shape(other) for other in theirs]
     return max(float(np.abs(np.subtract(mine, other)).max()) for mine, other in zip(ours, theirs, strict=True))
 
 
 def largest_error(ours: Sequence[Mapping[str, np.ndarray]], theirs: Sequence[Mapping[str, np.ndarray]]) -> float:
-    """Of any matrix; they have the same names and shapes."""
+    """Returns the largest error of any matrix; both have the same names and shapes."""
     assert [named.keys() for named in ours] == [named.keys() for named in theirs]
     pairs = [(mine[name], other[name]) for mine, other in zip(ours, theirs, strict=True) for name in mine]
     assert all(one.shape == other.shape for one, other in pairs)
@@ -183,7 +183,7 @@ def reinforced(run_id: str, seed: int, *lengths: int, loss_fn: str = "ppo") -> F
 
 
 def train(where: Layout, num_steps: int = 3) -> Numbers:
-    """Both runs, two accumulations of uneven batches before each step; one batch has a single datum."""
+    """Trains both runs, with two accumulations of uneven batches before each step; one batch has a single datum."""
     numbers = Numbers()
     for run_id, lora in RUNS.items():
         where.call("create_run", RunSpec(run_id, lora))
@@ -205,7 +205,7 @@ def train(where: Layout, num_steps: int = 3) -> Numbers:
 
 
 def next_losses(where: Layout, run_id: str = "a") -> list[float]:
-    """Of two more steps."""
+    """Returns the losses of two more steps."""
     losses = []
     for step in (7, 8):
         (output,) = where.run_pass(supervised(run_id, step, 9, 30, 17))

@@ -1,4 +1,4 @@
-"""A worker that counts its micro-batches, and does on demand what ranks of a layout must not."""
+"""A worker that counts its micro-batches, and simulates faults on single ranks."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def _left_alone(adapters: Sequence[Adapter], mesh: Mesh) -> None:
     pass
 
 
-# What becomes of the gradients of all ranks at a step.
+# How the ranks' gradients are combined at a step.
 RULES = {"sum": all_reduce_gradients, "mean": _averaged, "own": _left_alone}
 
 ERRORS = {
@@ -70,26 +70,26 @@ class WatchedWorker(Worker):
             return super().apply_steps(steps)
 
     def follow(self, rule: str) -> None:
-        """One of RULES, from now on."""
+        """Uses one of RULES from now on."""
         self._rule = rule
 
     def fail(self, rank: int, error: str) -> None:
-        """From now on one of ERRORS in each pass of that rank; "" = none."""
+        """Raises one of ERRORS in each pass of that rank from now on; "" stops it."""
         self._error = error if self._mesh.rank == rank else ""
 
     def be_late(self, rank: int, seconds: float) -> None:
-        """From now on, at each micro-batch of that rank."""
+        """Delays each micro-batch of that rank from now on."""
         if self._mesh.rank == rank:
             self._seconds_late = seconds
 
     def shortest_timeout(self) -> float:
-        """Of exchanges with other ranks, in seconds."""
+        """Returns the shortest timeout of exchanges with other ranks, in seconds."""
         groups = [team._group for team in self._mesh._teams.values() if team._group is not None]
         backends = [group._get_backend(torch.device("cpu")) for group in [*groups, self._mesh._words]]
         return min(backend.options._timeout.total_seconds() for backend in backends)
 
     def lose_pages(self, rank: int) -> None:
-        """Of adapters: those that are on disk there now."""
+        """Makes the adapters that are on disk of that rank unreadable."""
         if self._mesh.rank != rank:
             return
         residency = self._models.adapters._residency
@@ -103,8 +103,9 @@ class WatchedWorker(Worker):
         residency._pages.read = read_others
 
     def break_offload(self, rank: int, call: str, heals: bool = True) -> None:
-        """From now on that rank cannot "read" or "write" what the base has off the device; "" = it can. heals: whether
-        all ranks can do what they could not before."""
+        """Makes that rank fail to "read" or "write" the offloaded base from now on; "" repairs it. heals: all ranks are
+        repaired first.
+        """
         rank_memory._RETRY_SECONDS = (0.0,)
         pages = self._memory._weights._pages
         for name in ("read", "write") if heals else ():
@@ -113,7 +114,7 @@ class WatchedWorker(Worker):
             setattr(pages, call, mock.Mock(side_effect=OSError("input/output error")))
 
     def call_unreadable(self, rank: int, method: str, *arguments: object) -> object:
-        """Calls the verb where that rank cannot read what is saved."""
+        """Calls the method while that rank cannot read saved files."""
         call = partial(getattr(self, method), *arguments)
         if self._mesh.rank != rank:
             return call()
@@ -121,7 +122,7 @@ class WatchedWorker(Worker):
             return call()
 
     def call_without_memory(self, rank: int, method: str, *arguments: object) -> object:
-        """Calls the verb where that rank has no memory for a new adapter."""
+        """Calls the method while that rank has no memory for a new adapter."""
         call = partial(getattr(self, method), *arguments)
         if self._mesh.rank != rank:
             return call()
@@ -129,7 +130,7 @@ class WatchedWorker(Worker):
             return call()
 
     def lack(self, rank: int, *model_ids: str) -> None:
-        """From now on that rank cannot have these on its device."""
+        """Makes that rank unable to bring these models to its device."""
         vars(self._models).pop("resident", None)
         if self._mesh.rank != rank:
             return
@@ -143,28 +144,28 @@ class WatchedWorker(Worker):
         self._models.resident = others
 
     def snapshot_without_memory(self, run_id: str, directory: str) -> None:
-        """Begins one where no rank has memory for what it would write."""
+        """Begins a snapshot while no rank has memory for its contents."""
         with mock.patch.object(TrainedState, "with_window", side_effect=ERRORS["out of memory"]):
             self.begin_snapshot(1, run_id, directory)
 
     def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """From now on ranks do not find what is stored of these rows of theirs, by rank."""
-        guessing = self._passes._guessing
-        vars(guessing).pop("stored", None)
-        find, missed = guessing.stored, rows.get(self._mesh.rank, ())
+        """Makes ranks miss the stored features of these rows, by rank."""
+        draft_runner = self._passes._guessing
+        vars(draft_runner).pop("stored", None)
+        find, missed = draft_runner.stored, rows.get(self._mesh.rank, ())
 
         def others(
             request: ForwardBackwardRequest, place: FeatureLocation, numbers: Sequence[int]
         ) -> dict[int, CapturedFeatures]:
             return {row: each for row, each in find(request, place, numbers).items() if row not in missed}
 
-        guessing.stored = others
+        draft_runner.stored = others
 
     def cut_micro_batches(self, most_tokens: int) -> None:
-        """From now on none has more tokens, unless a single sequence has."""
+        """Limits micro-batches to this many tokens, except for longer single sequences."""
         self._passes._token_budget = most_tokens
 
     def num_micro_batches(self) -> int:
-        """That were run since the last time it was asked."""
+        """Returns the number since the last call."""
         number, self._num_micro_batches = self._num_micro_batches, 0
         return number

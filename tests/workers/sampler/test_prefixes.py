@@ -54,13 +54,13 @@ def test_prompts_with_a_common_prefix_share_it(adapted: Adapted) -> None:
         assert_same(found[one.job_id], answer(new_sampler(adapted), one))
 
 
-def test_prefixes_are_not_shared_between_owners(adapted: Adapted) -> None:
+def test_prefixes_are_not_shared_between_tenants(adapted: Adapted) -> None:
     sampler, tokens = new_sampler(adapted), prompt(100)
 
-    def hits(owner: str) -> int:
-        return answer(sampler, replace(job("a", tokens, None), tenant_id=owner)).prompt_cache_hit_tokens
+    def hits(tenant_id: str) -> int:
+        return answer(sampler, replace(job("a", tokens, None), tenant_id=tenant_id)).prompt_cache_hit_tokens
 
-    assert [hits(owner) for owner in ("one", "other", "one", "other", "")] == [0, 0, 96, 96, 0]
+    assert [hits(tenant_id) for tenant_id in ("one", "other", "one", "other", "")] == [0, 0, 96, 96, 0]
 
 
 def test_a_prefix_is_valid_only_for_its_weights(adapted: Adapted) -> None:

@@ -168,11 +168,11 @@ def test_logprobs_equal_those_of_the_trainers_forward(
 def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Returns the sampled tokens' log-probabilities by a forward of the run."""
     config = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu")
-    program = PassRunner(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
+    pass_runner = PassRunner(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
     whole = np.concatenate([tokens, new])
     targets = {"target_tokens": whole[1:].astype(np.int64), "weights": np.ones(len(whole) - 1, np.float32)}
     forward = ForwardBackwardRequest("one", 1, (Datum(whole[:-1], targets),), "cross_entropy", forward_only=True)
-    (output,) = program.run_pass((OperationPart(0, forward),))
+    (output,) = pass_runner.run_pass((OperationPart(0, forward),))
     assert isinstance(output, ForwardBackwardOutput)
     return output.loss_fn_outputs[0]["logprobs"][len(tokens) - 1 :]
 

@@ -383,7 +383,7 @@ def test_drafting_stops_when_it_does_not_pay(target: Target) -> None:
 def test_drafting_pays_less_among_many_samples(target: Target) -> None:
     """Applies only to samples whose seed the server drew; those with a requested seed behave as if alone.
 
-    Statistics of a draft carry over to its owner's later samples.
+    Statistics of a draft carry over to the tenant's later samples.
     """
     prompts = [target.rollouts[i % 12][:5] for i in range(30)]
     jobs = [job(str(i), each, temperature=0.0, max_tokens=35) for i, each in enumerate(prompts)]
@@ -400,7 +400,7 @@ def test_drafting_pays_less_among_many_samples(target: Target) -> None:
     assert max(passes(*requested)) > 8 and max(passes(replace(drawn[0], tenant_id="alone"))) > 8
     random = [replace(each, seed_is_drawn=True, tenant_id="alice") for each in with_draft(jobs, "random", 2)]
     assert max(passes(*random[:8])) <= 2 and passes(random[8]) == [1]
-    assert passes(replace(random[9], tenant_id="bob")) == [8], "other owners' samples do not count"
+    assert passes(replace(random[9], tenant_id="bob")) == [8], "other tenants' samples do not count"
     assert passes(*with_draft(jobs, "random", 2)[:8]) == [8] * 8
 
 

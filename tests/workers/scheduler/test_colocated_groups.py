@@ -46,7 +46,7 @@ async def groups_on_device(dispatch: WorkerDispatch) -> set[str]:
     return {name for name, own in memory.items() if any(own[kind] for kind in kinds)}
 
 
-def max_processes_on_device(directory: Path) -> int:
+def most_on_device(directory: Path) -> int:
     """Returns the most processes that were on the device at a time, by their own logs."""
     stays_by_process = [device_intervals(log) for log in directory.glob("*.log")]
     assert len(stays_by_process) >= 3 and all(stays_by_process)
@@ -129,7 +129,7 @@ def test_roles_that_all_have_work_make_progress_together(
             assert num_changes > 4, order
 
     run(check())
-    assert (max_processes_on_device(tmp_path) == 1) == take_turns
+    assert (most_on_device(tmp_path) == 1) == take_turns
 
 
 async def sample_tokens(dispatch: WorkerDispatch, number: int, adapter_id: str | None = None) -> list[int]:
@@ -155,7 +155,7 @@ def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str
                     found.append(await sample_tokens(dispatch, number, "sampler"))
                     found.append((await score(dispatch, "reference")).tolist())
                 results.append(found)
-            assert (max_processes_on_device(directory) == 1) == take_turns
+            assert (most_on_device(directory) == 1) == take_turns
         staying, moving = results
         assert staying == moving
 

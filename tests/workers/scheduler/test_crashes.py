@@ -1,4 +1,4 @@
-"""Tests what a worker's crash reports to each call: that its work was lost, and whether it was alone in the fatal call."""
+"""Tests what calls learn from a worker's crash: that work was lost, and whether it was alone in the fatal call."""
 
 import asyncio
 import os
@@ -405,7 +405,7 @@ def test_long_suspects_do_not_hold_up_other_suspects() -> None:
 
 
 def test_later_requests_are_never_suspected() -> None:
-    """They are not held up either, and finding the poison request takes no more crashes than without them."""
+    """Later requests are not held up either, and do not add crashes before the poison request is found."""
 
     async def check() -> None:
         async with recording_dispatch() as dispatch:
@@ -415,8 +415,8 @@ def test_later_requests_are_never_suspected() -> None:
 
             async def submit_more() -> None:
                 for number in count():
-                    alone = later[f"later {number}"] = []
-                    await retry_sample(dispatch, job(f"later {number}", 3), alone)
+                    flags = later[f"later {number}"] = []
+                    await retry_sample(dispatch, job(f"later {number}", 3), flags)
 
             await wait_for_crashes(alone.values())
             submitting = asyncio.create_task(submit_more())
@@ -442,7 +442,7 @@ def test_each_of_several_poison_requests_is_found() -> None:
                     await retry_sample(dispatch, job(name, 30), alone[name])
 
             await asyncio.gather(*map(sample, alone))
-            assert {name for name, alone in alone.items() if sum(alone)} == culprits
+            assert {name for name, flags in alone.items() if sum(flags)} == culprits
             assert dispatch._groups["tiny"].num_deaths <= len(culprits) * (MOST_STRIKES + 3)
 
     run(check())

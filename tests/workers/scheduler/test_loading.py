@@ -1,4 +1,4 @@
-"""Tests that a model whose process is killed while it loads is loaded again, and that the final error names the cause."""
+"""Tests that a model whose process is killed while it loads is loaded again, and the last error names the cause."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""A rank that leaves its device: all comes back, bit-equal, when it is needed, and nothing stays behind."""
+"""Tests a rank that leaves its device: everything is reloaded bit-equal when it is needed, and nothing is lost."""
 
 import errno
 import os
@@ -34,12 +34,12 @@ DEVICES = [
 KINDS = ["llama", "qwen3", "qwen3_moe", "gemma3"]
 
 
-def a_worker(directory: Path, device: str = "cpu", **knobs: Any) -> Worker:
+def new_worker(directory: Path, device: str = "cpu", **knobs: Any) -> Worker:
     return Worker(WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs))
 
 
 def with_runs(worker: Worker) -> Worker:
-    """One of each kind, with gradients."""
+    """Creates a LoRA run and a full run, with gradients, and returns the worker."""
     worker.create_run(RunSpec("lora", LoraConfig(rank=4, seed=1)))
     worker.create_run(RunSpec("full", FullConfig(seed=2)))
     for run_id in ("lora", "full"):
@@ -47,7 +47,7 @@ def with_runs(worker: Worker) -> Worker:
     return worker
 
 
-def numbers(output: ForwardBackwardOutput) -> list[Any]:
+def comparable(output: ForwardBackwardOutput) -> list[Any]:
     return [output.metrics, [each["logprobs"].tolist() for each in output.loss_fn_outputs]]
 
 
@@ -55,14 +55,14 @@ def tokens_and_logprobs(response: SampleResponse) -> list[Any]:
     return [(each.tokens.tolist(), np.asarray(each.logprobs).tolist()) for each in response.sequences]
 
 
-# Each verb, and what is to be on the device behind it: the base's weights, and the sampler's cache.
+# Each verb, and whether it must leave the base's weights and the sampler's cache on the device.
 VERBS: list[tuple[str, Callable[[Worker], Any], tuple[bool, bool]]] = [
-    ("forward_backward", lambda worker: numbers(run(worker, supervised("lora", some_data(2)))[0]), (True, False)),
+    ("forward_backward", lambda worker: comparable(run(worker, supervised("lora", some_data(2)))[0]), (True, False)),
     ("optim_step", lambda worker: stepped(worker, "lora"), (False, False)),
     ("optim_step of a full model", lambda worker: stepped(worker, "full"), (False, False)),
     (
         "forward of a full model",
-        lambda worker: numbers(run(worker, supervised("full", some_data(3)))[0]),
+        lambda worker: comparable(run(worker, supervised("full", some_data(3)))[0]),
         (True, False),
     ),
     ("export", lambda worker: worker.export_adapter("full").weights.tolist(), (False, False)),
@@ -82,9 +82,9 @@ def sampled(worker: Worker, adapter_id: str | None) -> list[Any]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_verb_brings_back_what_it_needs(kind: str, device: str, tmp_path: Path) -> None:
+def test_every_verb_reloads_what_it_needs(kind: str, device: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path / "base")
-    moving, staying = with_runs(a_worker(directory, device)), with_runs(a_worker(directory, device))
+    moving, staying = with_runs(new_worker(directory, device)), with_runs(new_worker(directory, device))
     for name, act, wanted in VERBS:
         moving.offload()
         memory = moving.memory()
@@ -100,9 +100,9 @@ def test_every_verb_brings_back_what_it_needs(kind: str, device: str, tmp_path: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_samples_go_on_in_the_middle(device: str, tmp_path: Path) -> None:
+def test_samples_continue_across_offloads(device: str, tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
-    moving, staying = with_runs(a_worker(directory, device)), with_runs(a_worker(directory, device))
+    moving, staying = with_runs(new_worker(directory, device)), with_runs(new_worker(directory, device))
     jobs = [
         job(f"{adapter_id} {number}", [*range(3, 40 + number)], adapter_id, num_samples=2, max_tokens=20)
         for adapter_id in (None, "lora", "full")
@@ -124,27 +124,27 @@ def test_samples_go_on_in_the_middle(device: str, tmp_path: Path) -> None:
     assert len(held) > 15 and max(held) > 0
 
 
-def test_the_memory_is_given_to_others_and_ten_switches_take_no_more(tmp_path: Path) -> None:
-    """Of the process: its anonymous memory, by the kernel's count."""
+def test_offloading_frees_memory_and_repeating_it_takes_no_more(tmp_path: Path) -> None:
+    """Measures the anonymous memory of the process."""
     directory = tiny_model("llama", tmp_path / "base", vocab_size=40_000, hidden_size=256)
-    worker = with_runs(a_worker(directory))
+    worker = with_runs(new_worker(directory))
     base = worker.memory()["base_weights"]
     assert base > 40_000_000
-    there, away = [], []
+    loaded, offloaded = [], []
     for step in range(12):
         for run_id in ("lora", "full"):
             stepped(worker, run_id)
             run(worker, supervised(run_id, some_data(step)))
-        there.append(_resident_bytes())
+        loaded.append(_resident_bytes())
         worker.offload()
-        away.append(_resident_bytes())
-    there, away = there[2:], away[2:]  # before the first time the weights were in a mapped file
-    assert min(there) - max(away) > 0.9 * base
-    assert max(away) - min(away) < 0.5 * base and max(there) - min(there) < 0.5 * base
+        offloaded.append(_resident_bytes())
+    loaded, offloaded = loaded[2:], offloaded[2:]  # at first, the weights are in a mapped file
+    assert min(loaded) - max(offloaded) > 0.9 * base
+    assert max(offloaded) - min(offloaded) < 0.5 * base and max(loaded) - min(loaded) < 0.5 * base
     worker.clear_gradients("full")
     worker.offload()
-    of_full = 3 * base  # weights, and what the optimizer keeps
-    assert min(away) - _resident_bytes() > 0.9 * of_full
+    full_bytes = 3 * base  # weights and moments
+    assert min(offloaded) - _resident_bytes() > 0.9 * full_bytes
 
 
 def _resident_bytes() -> int:
@@ -152,25 +152,25 @@ def _resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def broken(call: str, monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
-    """From the call of this number on it fails; what is returned grows with each."""
-    works, calls = getattr(os, call), []
+def fail_from_call(call: str, monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
+    """Makes a function of `os` fail from its `number`-th call on; returns a list that grows with each call."""
+    working, calls = getattr(os, call), []
 
-    def break_down(*arguments: Any) -> int:
+    def failing(*arguments: Any) -> int:
         calls.append(1)
         if len(calls) >= number:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return works(*arguments)
+        return working(*arguments)
 
-    monkeypatch.setattr(os, call, break_down)
+    monkeypatch.setattr(os, call, failing)
     return calls
 
 
-def test_what_has_no_room_elsewhere_stays_and_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_offload_everything_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
-    worker, staying = with_runs(a_worker(directory)), with_runs(a_worker(directory))
+    worker, staying = with_runs(new_worker(directory)), with_runs(new_worker(directory))
     with monkeypatch.context() as patch:
-        broken("pwrite", patch, 2)
+        fail_from_call("pwrite", patch, 2)
         with pytest.raises(OperationError, match=r"cannot leave the device: .*Input/output error"):
             worker.offload()
     memory = worker.memory()
@@ -181,51 +181,49 @@ def test_what_has_no_room_elsewhere_stays_and_works(tmp_path: Path, monkeypatch:
     assert worker.memory()["base_weights_on_device"] == 0
 
 
-def test_what_cannot_come_back_stays_away_and_comes_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failed_reload_the_next_call_reloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
-    worker, staying = with_runs(a_worker(directory)), with_runs(a_worker(directory))
+    worker, staying = with_runs(new_worker(directory)), with_runs(new_worker(directory))
     monkeypatch.setattr(rank_memory, "_RETRY_SECONDS", (0.0, 0.0))
     first = job("job", [*range(3, 60)], "lora", max_tokens=9)
     for each in (worker, staying):
         each.sample_slice(SamplingSlice((first,), (), 0.0))
     worker.offload()
     with monkeypatch.context() as patch:
-        calls = broken("preadv", patch, 2)
+        calls = fail_from_call("preadv", patch, 2)
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device") as raised:
             worker.run_pass(Pass((OperationPart(0, supervised("lora", some_data(2))),)))
         assert len(calls) > 3 and raised.value.category == "server"
         assert worker.memory()["base_weights_on_device"] == 0
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
             worker.sample_slice(SamplingSlice((), (), 0.0))
-    # The caller has failed all jobs then: nothing goes on for nobody, and holds room.
+    # The caller has failed all jobs by now, so none of them continues or holds memory.
     assert worker.memory()["kv_cache"] == 0 and not answers(worker.sample_slice)
     staying.sample_slice(SamplingSlice((), ("job",), 0.0))
     for name, act, _ in VERBS:
         assert act(worker) == act(staying), name
 
 
-def test_it_is_tried_again_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = with_runs(a_worker(tiny_model("qwen3", tmp_path / "base")))
+def test_a_reload_is_retried_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = with_runs(new_worker(tiny_model("qwen3", tmp_path / "base")))
     worker.offload()
-    works = os.preadv
+    working = os.preadv
 
-    def broken_for_now(*arguments: Any) -> int:
-        if threading.current_thread() is threading.main_thread() and not has_room:
-            has_room.append(1)
+    def fail_once(*arguments: Any) -> int:
+        if threading.current_thread() is threading.main_thread() and not failures:
+            failures.append(1)
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        return works(*arguments)
+        return working(*arguments)
 
-    has_room: list[int] = []
+    failures: list[int] = []
     monkeypatch.setattr(rank_memory, "_RETRY_SECONDS", (0.0,))
-    monkeypatch.setattr(os, "preadv", broken_for_now)
+    monkeypatch.setattr(os, "preadv", fail_once)
     run(worker, supervised("lora", some_data(2)))
-    assert has_room
+    assert failures
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_views_stay_valid_whoever_has_them(device: str) -> None:
+def test_views_of_offloaded_tensors_stay_valid(device: str) -> None:
     whole = torch.randn(50, 40, device=device)
     views: Sequence[Tensor] = [whole[10:20].t(), whole.flatten()[7:], whole[:, 3]]
     expected = [each.clone() for each in (whole, *views)]
@@ -235,12 +233,12 @@ def test_views_stay_valid_whoever_has_them(device: str) -> None:
         assert frozen.num_offloaded_bytes == whole.nbytes and whole.untyped_storage().nbytes() == 0
         frozen.reload()
         assert all(torch.equal(one, other) for one, other in zip((whole, *views), expected, strict=True))
-    assert frozen.moved_bytes == 4 * whole.nbytes  # it is copied once, and read three times
+    assert frozen.moved_bytes == 4 * whole.nbytes  # copied once, and read three times
 
 
-def test_an_optimizer_that_was_cleared_elsewhere_does_not_come_back(tmp_path: Path) -> None:
-    """Of a run that has ended, whose weights samplers go on with."""
-    worker = with_runs(a_worker(tiny_model("qwen3", tmp_path / "base"), full_sampling="inflight"))
+def test_an_optimizer_cleared_while_offloaded_is_not_reloaded(tmp_path: Path) -> None:
+    """The run has ended, but samplers still use its weights."""
+    worker = with_runs(new_worker(tiny_model("qwen3", tmp_path / "base"), full_sampling="inflight"))
     stepped(worker, "full")
     worker.copy_adapter("full", "sampler")
     expected = sampled(worker, "sampler")
@@ -251,7 +249,7 @@ def test_an_optimizer_that_was_cleared_elsewhere_does_not_come_back(tmp_path: Pa
     assert memory["full_models"] == 4 * worker._models.get("sampler").vector_size
 
 
-def test_what_changes_is_copied_each_time() -> None:
+def test_changing_tensors_are_copied_each_time() -> None:
     tensor = torch.zeros(3000)
     changing = Offload("cache", torch.device("cpu"))
     for value in range(3):
@@ -263,6 +261,6 @@ def test_what_changes_is_copied_each_time() -> None:
     tensor.fill_(5)
     changing.offload([tensor])
     changing.reload()
-    changing.offload([tensor])  # nobody has used it
+    changing.offload([tensor])  # unused since the reload
     changing.reload()
     assert (tensor == 5).all() and changing.moved_bytes == 9 * tensor.nbytes

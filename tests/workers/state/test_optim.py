@@ -1,4 +1,4 @@
-"""The optimizer step against torch's AdamW, and the windows that it refuses."""
+"""Tests the optimizer step against torch's AdamW, and the windows that it refuses."""
 
 from pathlib import Path
 from typing import Literal
@@ -123,7 +123,7 @@ def test_a_lora_step_equals_peft_and_torch(tiny_models: dict[str, Path]) -> None
     assert relative_error(adapter.weights, before) > 1e-3
 
 
-def test_a_step_answers_its_metrics_and_consumes_the_window(adapter: Adapter) -> None:
+def test_a_step_returns_its_metrics_and_consumes_the_window(adapter: Adapter) -> None:
     accumulate(adapter, random_gradient(adapter), num_tokens=5, loss=2.0)
     accumulate(adapter, random_gradient(adapter), num_tokens=3, loss=0.5)
     norm = float(2 * random_gradient(adapter).norm())
@@ -135,7 +135,7 @@ def test_a_step_answers_its_metrics_and_consumes_the_window(adapter: Adapter) ->
 
 
 @pytest.mark.parametrize("max_norm, clipped", [(0.0, 0.0), (1e9, 0.0), (1e-3, 1.0)])
-def test_clipped_says_whether_it_was(adapter: Adapter, max_norm: float, clipped: float) -> None:
+def test_grad_clipped_reports_whether_gradients_were_clipped(adapter: Adapter, max_norm: float, clipped: float) -> None:
     accumulate(adapter, random_gradient(adapter))
     assert apply_step(adapter, step(grad_clip_norm=max_norm))["grad_clipped:mean"] == clipped
 
@@ -161,7 +161,7 @@ def test_the_gradient_scale_multiplies_the_sum(
 
 
 @pytest.mark.parametrize("scale, reason", [("mean", "summed weights"), (float("nan"), "nan is not a finite number")])
-def test_an_unusable_gradient_scale_leaves_the_window(
+def test_an_unusable_gradient_scale_keeps_the_window(
     adapter: Adapter, scale: float | Literal["mean"], reason: str
 ) -> None:
     accumulate(adapter, random_gradient(adapter), weight_sum=0.0)
@@ -223,11 +223,11 @@ MIXED = [
 ]
 
 
-def learned(adapter: Adapter) -> list[torch.Tensor]:
+def trained_vectors(adapter: Adapter) -> list[torch.Tensor]:
     return [adapter.weights.clone(), adapter.exp_avg.clone(), adapter.exp_avg_sq.clone()]
 
 
-def test_a_step_is_bit_identical_whoever_else_steps_in_the_same_call(tiny_models: dict[str, Path]) -> None:
+def test_a_step_is_bit_identical_alone_and_in_a_batch(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     alone = [adapted.create(f"alone-{i}", rank=rank) for i, rank in enumerate((4, 8, 2, 4, 16))]
     together = [copy_adapter(adapted.adapters, f"alone-{i}", f"together-{i}") for i in range(len(alone))]
@@ -238,11 +238,11 @@ def test_a_step_is_bit_identical_whoever_else_steps_in_the_same_call(tiny_models
         assert answers == [apply_step(adapter, step) for adapter, step in zip(alone, MIXED, strict=True)]
         assert [answer["grad_clipped:mean"] for answer in answers if isinstance(answer, dict)] == [0, 1, 0, 0, 0]
     for one, other in zip(alone, together, strict=True):
-        assert all(map(torch.equal, learned(one), learned(other)))
+        assert all(map(torch.equal, trained_vectors(one), trained_vectors(other)))
     assert not torch.equal(together[0].exp_avg, together[3].exp_avg)
 
 
-def test_a_refused_step_leaves_the_others_of_its_call_right(tiny_models: dict[str, Path]) -> None:
+def test_a_refused_step_does_not_affect_others_of_its_call(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     adapters = [adapted.create(name) for name in ("empty", "good", "overflow", "lost", "also good")]
     empty, good, overflow, lost, also_good = adapters
@@ -262,7 +262,7 @@ def test_a_refused_step_leaves_the_others_of_its_call_right(tiny_models: dict[st
         assert adapter.num_steps == 0 and not adapter.exp_avg.any()
 
 
-def test_a_bfloat16_base_sees_the_weights_of_the_step(tiny_models: dict[str, Path]) -> None:
+def test_a_bfloat16_base_uses_the_weights_of_the_step(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"], dtype="bfloat16")
     adapter = adapted.create("run")
     name = adapter.targets[0].name
@@ -284,7 +284,7 @@ def test_a_windows_first_operation_is_not_copied(adapter: Adapter) -> None:
     assert adapter.accumulator.data_ptr() == place
 
 
-def test_without_memory_for_the_optimizer_a_step_fails_alone_and_its_gradients_stay(
+def test_a_step_without_memory_fails_alone_and_keeps_its_gradients(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted = Adapted(tiny_models["llama"])
@@ -306,8 +306,8 @@ def test_without_memory_for_the_optimizer_a_step_fails_alone_and_its_gradients_s
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_steps_on_cuda_are_those_on_the_cpu(tiny_models: dict[str, Path]) -> None:
-    learned_on = {}
+def test_steps_on_cuda_equal_those_on_the_cpu(tiny_models: dict[str, Path]) -> None:
+    vectors_on = {}
     for device in ("cpu", "cuda"):
         base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device=device))
         registry = AdapterRegistry(base, 8)
@@ -316,7 +316,7 @@ def test_steps_on_cuda_are_those_on_the_cpu(tiny_models: dict[str, Path]) -> Non
             for adapter in adapters:
                 accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)
             assert all(isinstance(answer, dict) for answer in apply_steps(adapters, MIXED))
-        learned_on[device] = [vector.cpu() for adapter in adapters for vector in learned(adapter)]
-    for found, wanted in zip(learned_on["cuda"], learned_on["cpu"], strict=True):
+        vectors_on[device] = [vector.cpu() for adapter in adapters for vector in trained_vectors(adapter)]
+    for found, wanted in zip(vectors_on["cuda"], vectors_on["cpu"], strict=True):
         assert relative_error(found, wanted) < 1e-5
-    assert relative_error(learned_on["cuda"][0], learned_on["cpu"][6]) > 1e-3
+    assert relative_error(vectors_on["cuda"][0], vectors_on["cpu"][6]) > 1e-3

@@ -1,4 +1,4 @@
-"""Adapters that give way to others: from the device to host memory to disk and back, bit-equal."""
+"""Tests that adapters move from the device to host memory to disk and back, bit-equal."""
 
 import errno
 import logging
@@ -43,11 +43,11 @@ def config(directory: Path, device: str = "cpu", **knobs: object) -> WorkerConfi
     return WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs)  # pyright: ignore[reportArgumentType]
 
 
-def adapters_of(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> AdapterRegistry:
-    """Room for so many adapters that have taken steps on the device and in host memory, each."""
+def new_registry(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> AdapterRegistry:
+    """Returns a registry with room for this many trained adapters on the device and in host memory."""
     base = BaseModel(config(directory, device))
     size = AdapterRegistry(base, 64).build(LORA).weights.nbytes
-    # Wrapped a second time, the base has no targets left.
+    # A base can be wrapped only once.
     base = BaseModel(config(directory, device))
     return AdapterRegistry(base, 64, Residency(base.device, slots, 3 * size * host_adapters))
 
@@ -66,7 +66,7 @@ def train(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
 
 
 def state(adapters: AdapterRegistry, adapter_id: str) -> tuple[object, ...]:
-    """All that must survive, in a form that compares bit by bit."""
+    """Returns all that must survive, in a form that compares bit by bit."""
     with adapters.resident([adapter_id]) as (adapter,):
         vectors = {name: vector.cpu().numpy().tobytes() for name, vector in adapter.live_vectors().items()}
         return vectors, adapter.num_steps, adapter.window
@@ -86,9 +86,9 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adapters_come_back_from_disk_bit_equal(device: str, tiny_models: dict[str, Path]) -> None:
-    paged = adapters_of(tiny_models["llama"], slots=1, host_adapters=1, device=device)
-    unpaged = adapters_of(tiny_models["llama"], slots=9, host_adapters=0, device=device)
+def test_adapters_are_reloaded_from_disk_bit_equal(device: str, tiny_models: dict[str, Path]) -> None:
+    paged = new_registry(tiny_models["llama"], slots=1, host_adapters=1, device=device)
+    unpaged = new_registry(tiny_models["llama"], slots=9, host_adapters=0, device=device)
     for i in range(6):
         for adapters in (paged, unpaged):
             create_adapter(adapters, f"run-{i}", LORA.model_copy(update={"seed": i}))
@@ -103,28 +103,28 @@ def test_adapters_come_back_from_disk_bit_equal(device: str, tiny_models: dict[s
 
 
 @contextmanager
-def all_of(adapters: AdapterRegistry, adapter_id: str) -> Iterator[Adapter]:
+def resident(adapters: AdapterRegistry, adapter_id: str) -> Iterator[Adapter]:
     with adapters.resident([adapter_id]) as (adapter,):
         yield adapter
 
 
 def begin_and_commit(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
-    with all_of(adapters, adapter_id) as adapter:
+    with resident(adapters, adapter_id) as adapter:
         accumulate(adapter, seed)
 
 
 def clear(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
-    with all_of(adapters, adapter_id) as adapter:
+    with resident(adapters, adapter_id) as adapter:
         adapter.clear_window()
 
 
-def forget_moments(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
-    with all_of(adapters, adapter_id) as adapter:
+def clear_moments(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
+    with resident(adapters, adapter_id) as adapter:
         adapter.clear_optimizer()
 
 
 def scale(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
-    with all_of(adapters, adapter_id) as adapter:
+    with resident(adapters, adapter_id) as adapter:
         adapter.pairs[adapter.targets[0].name].a.mul_(1 + 1 / (seed + 2))
 
 
@@ -132,26 +132,24 @@ def copy(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
     copy_adapter(adapters, adapter_id, f"run-{seed % 8}")
 
 
-def renew(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+def recreate(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
     adapters.drop(adapter_id)
     create_adapter(adapters, adapter_id, LORA.model_copy(update={"seed": seed}))
 
 
-def look(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
+def read_state(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
     state(adapters, adapter_id)
 
 
 ACTIONS: list[Callable[[AdapterRegistry, str, int], None]] = [
-    train, begin_and_commit, clear, forget_moments, scale, copy, renew, look, look,
+    train, begin_and_commit, clear, clear_moments, scale, copy, recreate, read_state, read_state,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_whatever_is_done_with_them_paged_adapters_are_those_that_never_moved(
-    device: str, tiny_models: dict[str, Path]
-) -> None:
-    paged = adapters_of(tiny_models["llama"], slots=2, host_adapters=2, device=device)
-    unpaged = adapters_of(tiny_models["llama"], slots=8, host_adapters=0, device=device)
+def test_paged_adapters_equal_unpaged_ones_after_random_actions(device: str, tiny_models: dict[str, Path]) -> None:
+    paged = new_registry(tiny_models["llama"], slots=2, host_adapters=2, device=device)
+    unpaged = new_registry(tiny_models["llama"], slots=8, host_adapters=0, device=device)
     draw = random.Random(4)
     for i in range(8):
         for adapters in (paged, unpaged):
@@ -176,7 +174,7 @@ def test_a_few_adapters_never_touch_the_disk(tiny_models: dict[str, Path], monke
 
 
 def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, Path]) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     for adapter_id in ("window", "open", "idle"):
         create_adapter(adapters, adapter_id, LORA)
     begin_and_commit(adapters, "window", 1)
@@ -195,8 +193,8 @@ def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, 
         assert kept.window.losses == {"loss": 1.0}
 
 
-def test_only_what_was_learned_is_paged(tiny_models: dict[str, Path]) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+def test_only_trained_state_is_paged(tiny_models: dict[str, Path]) -> None:
+    adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     size = create_adapter(adapters, "fresh", LORA).weights.nbytes
     create_adapter(adapters, "trained", LORA)
     assert adapters.memory()["adapters_on_disk"] == size
@@ -209,7 +207,7 @@ def test_only_what_was_learned_is_paged(tiny_models: dict[str, Path]) -> None:
 def test_an_unchanged_adapter_is_not_written_again(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     for adapter_id in ("one", "other"):
         create_adapter(adapters, adapter_id, LORA)
     state(adapters, "one")
@@ -225,8 +223,8 @@ def test_an_unchanged_adapter_is_not_written_again(
     assert len(written) == 1
 
 
-def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+def test_a_dropped_adapter_frees_its_page(tiny_models: dict[str, Path]) -> None:
+    adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     for i in range(5):
         create_adapter(adapters, f"run-{i}", LORA)
     assert adapters.memory()["adapters_on_disk"] > 0
@@ -235,8 +233,8 @@ def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> 
     assert {value for name, value in adapters.memory().items() if "moved" not in name} == {0}
 
 
-def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=9)
+def test_an_adapter_off_the_device_cannot_be_used(tiny_models: dict[str, Path]) -> None:
+    adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=9)
     first, _second = (create_adapter(adapters, adapter_id, LORA) for adapter_id in ("first", "second"))
     with pytest.raises(AssertionError, match="the model is on host"):
         _ = first.weights
@@ -251,8 +249,8 @@ def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]
         pass
 
 
-def test_held_adapters_do_not_give_way_to_others_that_are_brought_meanwhile(tiny_models: dict[str, Path]) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=2, host_adapters=0)
+def test_adapters_in_use_are_not_offloaded_for_others(tiny_models: dict[str, Path]) -> None:
+    adapters = new_registry(tiny_models["llama"], slots=2, host_adapters=0)
     for i in range(4):
         create_adapter(adapters, f"run-{i}", LORA)
     with adapters.resident(["run-0"]) as (held,):
@@ -261,7 +259,7 @@ def test_held_adapters_do_not_give_way_to_others_that_are_brought_meanwhile(tiny
                 assert held.place == other.place == "device"
 
 
-def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, Path]) -> None:
+def test_a_bfloat16_base_uses_the_reloaded_weights(tiny_models: dict[str, Path]) -> None:
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device="cpu", dtype="bfloat16"))
     adapters = AdapterRegistry(base, 64, Residency(CPU, slots=1, host_bytes=0))
     for adapter_id in ("one", "other"):
@@ -278,7 +276,7 @@ def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, 
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may have more than a block."""
+    """Limits files of this process to one block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
@@ -287,10 +285,10 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_the_disk_has_no_room_for_stays_in_memory(
+def test_adapters_stay_in_memory_when_the_disk_is_full(
     tiny_models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
+    adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     with full_disk(), caplog.at_level(logging.WARNING):
         for i in range(3):
             create_adapter(adapters, f"run-{i}", LORA)
@@ -312,7 +310,7 @@ def test_a_page_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, t
         Worker(config(tiny_models["llama"], page_directory=str(tmp_path / "file" / "pages")))
 
 
-def test_pages_of_any_size_keep_their_content_in_a_file_that_does_not_grow_without_end() -> None:
+def test_pages_keep_their_content_and_the_file_stays_bounded() -> None:
     pages, draw = PageFile(None), random.Random(1)
     kept: dict[int, tuple[FilePage, list[Tensor]]] = {}
     most_bytes = most_end = 0
@@ -333,16 +331,16 @@ def test_pages_of_any_size_keep_their_content_in_a_file_that_does_not_grow_witho
     assert pages.write([torch.ones(1)]).offset == 0
 
 
-def test_more_jobs_adapters_than_slots_take_turns_and_sample_the_same(tiny_models: dict[str, Path]) -> None:
+def test_jobs_of_more_adapters_than_slots_sample_the_same(tiny_models: dict[str, Path]) -> None:
     answers = []
     for slots in (2, 64):
         worker = Worker(config(tiny_models["qwen3"], adapter_slots=slots, host_adapter_bytes=0))
         for i in range(5):
             worker.create_run(RunSpec(f"run-{i}", LORA.model_copy(update={"seed": i})))
-            assert isinstance(stepped(worker, [f"run-{i}"])[0], dict)
+            assert isinstance(train_step(worker, [f"run-{i}"])[0], dict)
             worker.copy_adapter(f"run-{i}", f"sampler-{i}")
         jobs = [sample_job(i, adapter_id) for i, adapter_id in enumerate([*(f"sampler-{i}" for i in range(5)), None])]
-        answers.append(finished(worker, [*jobs, sample_job(6, "sampler-1")]))
+        answers.append(run_jobs(worker, [*jobs, sample_job(6, "sampler-1")]))
     few, all_at_once = answers
     assert few == all_at_once
     assert len({tuple(tokens) for tokens in few.values()}) == 7
@@ -353,8 +351,8 @@ def sample_job(number: int, adapter_id: str | None) -> SampleJob:
     return SampleJob(f"job-{number}", adapter_id, np.arange(3, 9, dtype=np.int32), params, (), ())
 
 
-def finished(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
-    """The tokens by job, sampled in slices of one iteration."""
+def run_jobs(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
+    """Samples in slices of one iteration and returns the tokens of each job."""
     result = worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     found = dict(result.finished)
     for _ in range(200):
@@ -366,8 +364,8 @@ def finished(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
     return {job_id: response.sequences[0].tokens.tolist() for job_id, response in sorted(found.items())}
 
 
-def stepped(worker: Worker, run_ids: list[str]) -> tuple[dict[str, float] | Failure, ...]:
-    """One training step of each run, all in one pass."""
+def train_step(worker: Worker, run_ids: list[str]) -> tuple[dict[str, float] | Failure, ...]:
+    """Trains each run for one step, all in one pass."""
     run_pass(worker, run_ids)
     return worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams(learning_rate=1e-2)) for run_id in run_ids))
 
@@ -401,7 +399,7 @@ def test_steps_of_more_runs_than_slots_are_applied(tiny_models: dict[str, Path])
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError("no room")], ids=repr)
-def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
+def test_an_adapter_that_cannot_be_reloaded_fails_only_its_run(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def broken_disk(*_: object) -> int:
@@ -418,26 +416,26 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
     assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
     assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
     assert f"a model's trained state cannot be brought back from disk: {error}" in answers[1].message
-    assert isinstance(stepped(worker, ["run-0"])[0], dict)
+    assert isinstance(train_step(worker, ["run-0"])[0], dict)
 
 
 def cut_off_page(adapters: AdapterRegistry, adapter_id: str) -> None:
-    """The file ends before it; the pages of others are whole."""
+    """Truncates the file before the adapter's page; other pages stay whole."""
     residency = adapters._residency
     page = residency._saved[adapters.get(adapter_id)].page
     assert adapters.get(adapter_id).place == "disk" and page.stop == residency._pages._size
     os.ftruncate(residency._pages._file, page.offset)
 
 
-def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_models: dict[str, Path]) -> None:
+def test_an_adapter_that_cannot_be_reloaded_fails_only_its_samples(tiny_models: dict[str, Path]) -> None:
     worker = Worker(config(tiny_models["llama"], adapter_slots=2, host_adapter_bytes=0))
     for i in range(4):
         worker.create_run(RunSpec(f"run-{i}", LORA.model_copy(update={"seed": i})))
     for run_id in ("run-1", "run-2", "run-3", "run-0"):
-        stepped(worker, [run_id])
+        train_step(worker, [run_id])
     jobs = [sample_job(i, adapter_id) for i, adapter_id in enumerate(["run-0", "run-1", None, "run-2"])]
-    expected = finished(worker, jobs)
-    # Both adapters of samples under way leave the device, and one does not come back.
+    expected = run_jobs(worker, jobs)
+    # Both adapters of running samples leave the device, and one cannot be reloaded.
     worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     for run_id in ("run-2", "run-3"):
         state(worker._models, run_id)
@@ -447,14 +445,14 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_model
     for failure in result.finished.values():
         assert isinstance(failure, Failure) and failure.category == "server", failure
         assert "a model's trained state cannot be brought back from disk: the page file ends" in failure.message
-    assert finished(worker, []) == {job_id: tokens for job_id, tokens in expected.items() if job_id != "job-0"}
+    assert run_jobs(worker, []) == {job_id: tokens for job_id, tokens in expected.items() if job_id != "job-0"}
 
 
 NUM_RUNS, NUM_SLOTS = 1000, 16
 
 
 @pytest.mark.full
-def test_a_thousand_runs_on_sixteen_slots_train_as_if_there_were_room_for_all(tiny_models: dict[str, Path]) -> None:
+def test_a_thousand_runs_on_sixteen_slots_train_as_without_paging(tiny_models: dict[str, Path]) -> None:
     unpaged = Worker(config(tiny_models["llama"], adapter_slots=NUM_RUNS))
     unpaged.create_run(RunSpec("run-0", LORA))
     page_bytes = 3 * unpaged.memory()["adapters"]
@@ -469,10 +467,10 @@ def test_a_thousand_runs_on_sixteen_slots_train_as_if_there_were_room_for_all(ti
         unpaged.create_run(RunSpec(run_id, LORA))
     for _ in range(2):
         for turn in turns:
-            answers = stepped(paged, turn)
+            answers = train_step(paged, turn)
             assert all(isinstance(answer, dict) for answer in answers), answers
             if turn in compared:
-                assert answers == stepped(unpaged, turn)
+                assert answers == train_step(unpaged, turn)
     memory = paged.memory()
     assert [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")] == [NUM_SLOTS, 100, 884]
     assert memory["adapters_on_host"] == 100 * page_bytes and memory["adapters_on_disk"] >= 884 * page_bytes

@@ -1,4 +1,4 @@
-"""Critics against transformers' model with a linear head on its last hidden states, by autograd."""
+"""Tests critics against transformers' model with a linear head on its last hidden states, by autograd."""
 
 import json
 import time
@@ -67,19 +67,19 @@ def some_policy_data(seed: int) -> tuple[Datum, ...]:
     return tuple(Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:]}) for row in rows)
 
 
-def of_values(run_id: str, data: Sequence[Datum], forward_only: bool = False) -> ForwardBackwardRequest:
+def value_request(run_id: str, data: Sequence[Datum], forward_only: bool = False) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(run_id, 1, tuple(data), "value_mse", forward_only=forward_only)
 
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
-    """In one pass."""
+    """Runs all requests in one pass."""
     answers = worker.run_pass(Pass(tuple(OperationPart(number, request) for number, request in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
-def in_transformers(directory: Path, adapter: Adapter, scratch: Path) -> PeftModel:
-    """As PEFT reads what the critic is saved as."""
+def load_in_peft(directory: Path, adapter: Adapter, scratch: Path) -> PeftModel:
+    """Saves the critic and loads it with PEFT."""
     save(TrainedState.without_gradients(adapter, Mesh(), optimizer=False), scratch, base_name="tiny")
     with warnings.catch_warnings():
         quieten_peft()
@@ -99,10 +99,10 @@ def close(found: np.ndarray | Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0))
 
 
-def test_values_and_gradients_are_those_of_transformers(worker: Worker, directory: Path, tmp_path: Path) -> None:
+def test_values_and_gradients_equal_those_of_transformers(worker: Worker, directory: Path, tmp_path: Path) -> None:
     adapter, data = worker._models.get("critic"), some_values(1)
-    (output,) = run(worker, of_values("critic", data))
-    model = in_transformers(directory, adapter, tmp_path)
+    (output,) = run(worker, value_request("critic", data))
+    model = load_in_peft(directory, adapter, tmp_path)
     values = [model(input_ids=torch.from_numpy(datum.tokens)[None].long()).logits[0, :, 0] for datum in data]
     loss = torch.stack([plain_loss(datum, each) for datum, each in zip(data, values, strict=True)]).sum()
     loss.backward()
@@ -119,11 +119,11 @@ def test_values_and_gradients_are_those_of_transformers(worker: Worker, director
         assert not close(gradients[name], 1.01 * parameter.grad + 1e-4), name
 
 
-def test_a_critic_and_a_policy_in_one_pass_are_as_apart(worker: Worker) -> None:
+def test_critics_and_a_policy_in_one_pass_equal_each_alone(worker: Worker) -> None:
     requests = (
-        of_values("critic", some_values(2)),
+        value_request("critic", some_values(2)),
         ForwardBackwardRequest("policy", 1, some_policy_data(3), "cross_entropy"),
-        of_values("other", some_values(4, (6, 22))),
+        value_request("other", some_values(4, (6, 22))),
     )
     together = run(worker, *requests)
     gradients = {each.model_id: worker._models.get(each.model_id).accumulator.clone() for each in requests}
@@ -140,7 +140,7 @@ def test_a_critic_and_a_policy_in_one_pass_are_as_apart(worker: Worker) -> None:
 
 def test_without_old_values_nothing_is_clipped(worker: Worker) -> None:
     whole = some_values(5)
-    (output,) = run(worker, of_values("critic", some_values(5, old_values=None)))
+    (output,) = run(worker, value_request("critic", some_values(5, old_values=None)))
     values = [torch.from_numpy(each["values"]) for each in output.loss_fn_outputs]
     expected = sum(
         float(
@@ -154,27 +154,26 @@ def test_without_old_values_nothing_is_clipped(worker: Worker) -> None:
     )
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=TOLERANCE)
     assert output.metrics["clip_fraction:mean"] == 0
-    (clipped,) = run(worker, of_values("critic", whole))
+    (clipped,) = run(worker, value_request("critic", whole))
     assert clipped.metrics["clip_fraction:mean"] > 0 and clipped.metrics["loss:sum"] > output.metrics["loss:sum"]
 
 
 def test_values_near_the_old_ones_are_not_clipped_by_an_ulp(worker: Worker) -> None:
     data = some_values(7)
-    (output,) = run(worker, of_values("critic", data, forward_only=True))
+    (output,) = run(worker, value_request("critic", data, forward_only=True))
     near = [
         replace(datum, loss_fn_inputs=datum.loss_fn_inputs | {"old_values": each["values"] + shift})
         for datum, each in zip(data, output.loss_fn_outputs, strict=True)
         for shift in np.linspace(-0.15, 0.15, 9, dtype=np.float32)
     ]
-    (output,) = run(worker, of_values("critic", near, forward_only=True))
+    (output,) = run(worker, value_request("critic", near, forward_only=True))
     assert output.metrics["clip_fraction:mean"] == 0
-    (output,) = run(worker, replace(of_values("critic", near, forward_only=True), loss_fn_config={"clip": 0.05}))
+    (output,) = run(worker, replace(value_request("critic", near, forward_only=True), loss_fn_config={"clip": 0.05}))
     assert output.metrics["clip_fraction:mean"] > 0
 
 
-def test_a_critic_s_window_outlives_a_snapshot(worker: Worker, tmp_path: Path) -> None:
-    """What waits for a step, its head's gradients among it."""
-    run(worker, of_values("critic", some_values(8)))
+def test_a_snapshot_keeps_a_critics_pending_gradients(worker: Worker, tmp_path: Path) -> None:
+    run(worker, value_request("critic", some_values(8)))
     waiting = worker._models.get("critic").accumulator.clone()
     assert waiting.any()
     worker.begin_snapshot(1, "critic", str(tmp_path))
@@ -182,12 +181,12 @@ def test_a_critic_s_window_outlives_a_snapshot(worker: Worker, tmp_path: Path) -
     while not (ended := worker.ended_snapshots()):
         assert time.monotonic() < deadline
     assert ended == {1: None}
-    run(worker, of_values("critic", some_values(9)))
+    run(worker, value_request("critic", some_values(9)))
     worker.load_run("critic", str(tmp_path), True)
     assert torch.equal(worker._models.get("critic").accumulator, waiting)
 
 
-def test_a_checkpoint_that_names_no_role_is_a_policy_s(worker: Worker, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_role_is_a_policy(worker: Worker, tmp_path: Path) -> None:
     worker.save_run("policy", str(tmp_path), True)
     file = tmp_path / "trainhouse.json"
     described = json.loads(file.read_text())
@@ -201,7 +200,7 @@ def test_a_checkpoint_that_names_no_role_is_a_policy_s(worker: Worker, tmp_path:
         worker.load_run("policy", str(tmp_path), True)
 
 
-def test_critics_and_references_give_samplers_nothing(worker: Worker) -> None:
+def test_critics_and_references_cannot_be_sampled(worker: Worker) -> None:
     worker.create_run(RunSpec("reference", LoraConfig(rank=4, seed=0), "reference"))
     for run_id in ("critic", "reference"):
         for verb in (worker.export_adapter, partial(worker.copy_adapter, adapter_id="s")):
@@ -210,29 +209,29 @@ def test_critics_and_references_give_samplers_nothing(worker: Worker) -> None:
     worker.copy_adapter("policy", "s")
 
 
-def test_the_names_of_roles_are_those_of_programs() -> None:
+def test_every_role_has_a_program_and_every_loss_its_scores() -> None:
     assert set(get_args(Role)) == {program.role for program in PROGRAMS.values()}
     assert all(loss.scores == program.scores for program in PROGRAMS.values() for loss in program.losses.values())
 
 
-def test_what_a_kind_does_not_take_is_refused_by_name(worker: Worker) -> None:
+def test_requests_for_another_kind_of_model_are_refused(worker: Worker) -> None:
     data, tokens = some_values(6), some_policy_data(6)
     worker.create_run(RunSpec("reference", LoraConfig(rank=4, seed=0), "reference"))
     wrong = {
         "loss_fn 'cross_entropy' is for another kind of model: this one takes value_mse": replace(
-            of_values("critic", data), loss_fn="cross_entropy"
+            value_request("critic", data), loss_fn="cross_entropy"
         ),
-        "loss_fn 'value_mse' is for another kind of model: this one takes cross_entropy": of_values("policy", data),
-        "it reads returns and optionally weights, old_values": of_values("critic", tokens),
+        "loss_fn 'value_mse' is for another kind of model: this one takes cross_entropy": value_request("policy", data),
+        "it reads returns and optionally weights, old_values": value_request("critic", tokens),
         "a reference is not trained": ForwardBackwardRequest("reference", 1, tokens, "cross_entropy"),
     }
     answers = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(wrong.values()))))
     for answer in answers:
         assert isinstance(answer, Failure), answer
     assert all(reason in answer.message for reason, answer in zip(wrong, answers, strict=True)), answers
-    negative = replace(of_values("critic", data), loss_fn_config={"clip": -1.0})
+    negative = replace(value_request("critic", data), loss_fn_config={"clip": -1.0})
     (answer,) = worker.run_pass(Pass((OperationPart(8, negative),)))
     assert isinstance(answer, Failure) and "clip is -1.0: it is a distance" in answer.message
     broken = [replace(data[0], loss_fn_inputs=data[0].loss_fn_inputs | {"old_values": np.full(9, np.nan, np.float32)})]
-    (answer,) = worker.run_pass(Pass((OperationPart(9, of_values("critic", broken)),)))
+    (answer,) = worker.run_pass(Pass((OperationPart(9, value_request("critic", broken)),)))
     assert isinstance(answer, Failure) and "old_values is nan at position 0: it must be finite" in answer.message

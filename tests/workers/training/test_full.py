@@ -1,4 +1,4 @@
-"""Full fine-tuning against transformers and torch.optim.AdamW: every gradient, and the weights after steps."""
+"""Tests full fine-tuning against transformers and torch.optim.AdamW: every gradient, and the weights after steps."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, TINY_SHAPE, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
-from .test_critic import of_values, plain_loss, some_values
+from .test_critic import plain_loss, some_values, value_request
 
 LENGTHS = (9, 30, 4, 17)
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -55,7 +55,7 @@ def supervised(run_id: str, data: Sequence[Datum], forward_only: bool = False) -
 
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
-    """In one pass."""
+    """Runs all requests in one pass."""
     answers = worker.run_pass(Pass(tuple(OperationPart(number, request) for number, request in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
@@ -81,7 +81,7 @@ def a_worker(directory: Path, **knobs: Any) -> Worker:
 
 
 class Reference:
-    """transformers' model, trained by autograd."""
+    """The same model in transformers, trained by autograd."""
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -124,7 +124,7 @@ MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in (*MORE_KINDS, *FA
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
-def test_every_gradient_and_three_steps_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path)
     worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory)
     worker.create_run(RunSpec("full", FullConfig()))
@@ -141,15 +141,15 @@ def test_every_gradient_and_three_steps_are_those_of_transformers(kind: str, tmp
         stepped(worker, "full")
         reference.step()
     for name, weights in views(worker, "full").items():
-        # A step of Adam is as large as the sign of a gradient says, however small that is.
+        # Adam's step depends on a gradient's sign, not its size, so tiny gradients amplify rounding.
         assert relative_error(weights, reference.parameters()[name]) < 1e-3, name
-    # What the others have is untouched.
+    # The shared base is untouched.
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, weights in worker._base.own_parameters().items():
         assert torch.equal(weights, dict(loaded.named_parameters())[name].detach()), name
 
 
-def test_tolerances_are_worth_something(tmp_path: Path) -> None:
+def test_a_one_percent_error_exceeds_the_tolerance(tmp_path: Path) -> None:
     directory = tiny_model("qwen3_moe", tmp_path)
     worker, reference = a_worker(directory), Reference(directory)
     worker.create_run(RunSpec("full", FullConfig()))
@@ -159,11 +159,11 @@ def test_tolerances_are_worth_something(tmp_path: Path) -> None:
     scale = max(float(each.abs().max()) for each in gradients.values())
     for name, gradient in views(worker, "full", "accumulator").items():
         assert float((1.01 * gradient - gradients[name]).abs().max()) > TOLERANCE * float(gradient.abs().max()), name
-        assert float(gradient.abs().max()) > 10 * TOLERANCE * scale, f"{name} has no gradient to speak of"
+        assert float(gradient.abs().max()) > 10 * TOLERANCE * scale, f"{name} has too small a gradient for this test"
 
 
 @pytest.mark.parametrize("kind", (*KINDS, "mixtral", "phi3"))
-def test_what_is_saved_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
+def test_transformers_loads_a_saved_model(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path / "base")
     worker = a_worker(directory)
     worker.create_run(RunSpec("full", FullConfig()))
@@ -175,13 +175,13 @@ def test_what_is_saved_is_what_transformers_loads(kind: str, tmp_path: Path) -> 
     assert loaded.dtype == torch.float32
     for name, weights in views(worker, "full").items():
         assert torch.equal(weights, dict(loaded.named_parameters())[name].detach()), name
-    # The names of the files' tensors are those that Hugging Face has published.
+    # Tensors have the names of the published model files.
     loaded.save_pretrained(tmp_path / "theirs")
     names = [{*load_file(each / "model.safetensors")} for each in (saved, tmp_path / "theirs", directory)]
     assert names[0] == names[1] == names[2]
 
 
-def test_a_saved_one_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_a_saved_run_resumes_as_if_uninterrupted(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3_tied", tmp_path / "base"))
     worker.create_run(RunSpec("full", FullConfig()))
     trained(worker, "full", 2)
@@ -203,10 +203,12 @@ def test_a_saved_one_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
             run(worker, supervised("full", some_data(50)))
         stepped(worker, "full")
         losses.append(trained(worker, "full", 2, first=9))
-    assert losses[0] == losses[1] == losses[2] and losses[0] != losses[3], "an optimizer of its own shows"
+    assert losses[0] == losses[1] == losses[2] and losses[0] != losses[3], (
+        "loading without the optimizer must make a difference"
+    )
 
 
-def test_a_full_one_beside_adapters_is_as_each_alone(tmp_path: Path) -> None:
+def test_full_models_and_adapters_in_one_pass_equal_each_alone(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path)
     together, alone, without_full = a_worker(directory), a_worker(directory), a_worker(directory)
     specs = [RunSpec("full", FullConfig()), RunSpec("other", FullConfig()), RunSpec("lora", LoraConfig(rank=4, seed=1))]
@@ -230,11 +232,11 @@ def test_a_full_one_beside_adapters_is_as_each_alone(tmp_path: Path) -> None:
     outputs = run(together, *(supervised(spec.run_id, some_data(7)) for spec in specs))
     losses = [output.metrics["loss:sum"] for output in outputs]
     assert len(set(losses)) == 3
-    (of_base,) = run(without_full, supervised("lora", some_data(7)))
-    assert losses[2] == pytest.approx(of_base.metrics["loss:sum"], rel=TOLERANCE)
+    (by_base,) = run(without_full, supervised("lora", some_data(7)))
+    assert losses[2] == pytest.approx(by_base.metrics["loss:sum"], rel=TOLERANCE)
 
 
-def test_a_failed_operation_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_operation_leaves_no_gradients(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path))
     worker.create_run(RunSpec("full", FullConfig()))
     run(worker, supervised("full", some_data(1)))
@@ -244,18 +246,18 @@ def test_a_failed_operation_leaves_nothing(tmp_path: Path) -> None:
     (answer,) = worker.run_pass(Pass((OperationPart(7, supervised("full", bad)),)))
     assert isinstance(answer, Failure) and "not finite" in answer.message, answer
     assert torch.equal(worker._models.get("full").accumulator, before)
-    # The base is as it was, and takes no gradients.
+    # The base takes no gradients.
     assert not any(each.requires_grad or each.grad is not None for each in worker._base.model.parameters())
 
 
-def test_more_than_there_may_be_are_refused(tmp_path: Path) -> None:
+def test_more_full_models_than_allowed_are_refused(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path), max_full_models=2)
     worker.create_run(RunSpec("one", FullConfig()))
     worker.copy_adapter("one", "sampler")
     worker.copy_adapter("one", "sampler")
     with pytest.raises(OperationError, match=r"there are 2 models .* with a higher --max-full-models"):
         worker.copy_adapter("one", "other")
-    # How many runs there are is not for the worker to say: one that is made again finds its place.
+    # The worker does not limit runs, so that a run can always be recreated.
     worker.create_run(RunSpec("two", FullConfig()))
     worker.drop_adapter("sampler")
     with pytest.raises(OperationError, match=r"there are 2 models .* with a higher --max-full-models"):
@@ -280,7 +282,7 @@ def sampled(worker: Worker, *adapter_ids: str | None) -> list[SampleResponse]:
     return [finished[f"job-{number}"] for number in range(len(joining))]
 
 
-def test_samples_are_of_the_weights_that_are_asked_for(tmp_path: Path) -> None:
+def test_samples_use_the_requested_weights(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     worker = a_worker(directory)
     worker.create_run(RunSpec("full", FullConfig()))
@@ -308,8 +310,8 @@ def test_samples_are_of_the_weights_that_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("either_way")
-def test_models_that_sample_in_turn_leave_each_others_samples_alone(tmp_path: Path) -> None:
-    """They share the cache: when one's sample ends or grows, another one's may move there."""
+def test_models_that_sample_in_turn_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """The models share the cache: when a sample of one ends or grows, another model's sample may move there."""
     worker = a_worker(tiny_model("qwen3", tmp_path))
     worker.create_run(RunSpec("full", FullConfig()))
     for step in range(2):
@@ -335,7 +337,7 @@ def test_models_that_sample_in_turn_leave_each_others_samples_alone(tmp_path: Pa
         np.testing.assert_array_equal(found, alone[each.adapter_id][: len(found)], each.job_id)
 
 
-def test_a_full_critic_is_transformers_token_classifier(tmp_path: Path) -> None:
+def test_a_full_critic_equals_transformers_token_classifier(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     worker, data = a_worker(directory), some_values(1)
     worker.create_run(RunSpec("critic", FullConfig(seed=3), "critic"))
@@ -343,7 +345,7 @@ def test_a_full_critic_is_transformers_token_classifier(tmp_path: Path) -> None:
     saved.mkdir()
     worker.save_run("critic", str(saved), optimizer=False)
     model: Any = AutoModelForTokenClassification.from_pretrained(saved).eval()
-    (output,) = run(worker, of_values("critic", data))
+    (output,) = run(worker, value_request("critic", data))
     values = [model(input_ids=torch.from_numpy(datum.tokens)[None].long()).logits[0, :, 0] for datum in data]
     for found, wanted in zip(output.loss_fn_outputs, values, strict=True):
         np.testing.assert_allclose(found["values"], wanted.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE)
@@ -358,7 +360,7 @@ def test_a_full_critic_is_transformers_token_classifier(tmp_path: Path) -> None:
         worker.copy_adapter("critic", "sampler")
 
 
-def test_a_reference_becomes_what_a_full_policy_has_saved(tmp_path: Path) -> None:
+def test_a_reference_loads_a_full_policys_checkpoint(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
     worker.create_run(RunSpec("policy", FullConfig()))
     worker.create_run(RunSpec("reference", LoraConfig(rank=1, seed=0, train_mlp=False), "reference"))
@@ -406,7 +408,7 @@ def test_a_checkpoint_of_another_kind_is_refused(case: str, tmp_path: Path) -> N
     assert torch.equal(worker._models.get("full").weights, before)
 
 
-def test_samples_in_flight_are_of_the_newest_weights(tmp_path: Path) -> None:
+def test_inflight_samplers_use_the_newest_weights(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path), max_full_models=1, full_sampling="inflight")
     worker.create_run(RunSpec("full", FullConfig()))
     worker.copy_adapter("full", "one")
@@ -423,7 +425,7 @@ def test_samples_in_flight_are_of_the_newest_weights(tmp_path: Path) -> None:
     assert worker.memory()["full_models"] == 0
 
 
-def test_those_that_wait_on_disk_go_on_bit_equal(tmp_path: Path) -> None:
+def test_models_paged_to_disk_continue_bit_equal(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     paged = a_worker(directory, full_slots=1, host_adapter_bytes=1, page_directory=str(tmp_path / "pages"))
     unpaged = a_worker(directory, full_slots=9)
@@ -449,16 +451,16 @@ def test_those_that_wait_on_disk_go_on_bit_equal(tmp_path: Path) -> None:
     ]
 
 
-def on_device(worker: Worker) -> float:
-    """Of models with weights of their own: vectors of all parameters."""
+def vectors_on_device(worker: Worker) -> float:
+    """Returns the full models' memory on the device, in vectors of all parameters."""
     memory = worker.memory()
     size = 4 * worker._models.get("one").vector_size
     assert (memory["full_models_on_device"] + memory["full_models_on_host"]) % size == 0
     return memory["full_models_on_device"] / size
 
 
-def test_each_verb_brings_back_what_it_needs_and_nothing_else(tmp_path: Path) -> None:
-    """Vectors on the device behind each verb of one model, while another one has the device in between."""
+def test_each_verb_reloads_only_what_it_needs(tmp_path: Path) -> None:
+    """Counts vectors on the device after each verb of one model; between verbs, another model uses the device."""
     directory = tiny_model("qwen3", tmp_path / "base")
     worker, undisturbed = a_worker(directory, full_slots=1), a_worker(directory)
     saved = [tmp_path / name for name in ("state", "weights")]
@@ -478,7 +480,7 @@ def test_each_verb_brings_back_what_it_needs_and_nothing_else(tmp_path: Path) ->
         ("optim_step", lambda each: stepped(each, "one"), weights + gradients + moments),
         ("sample", lambda each: sampled(each, "one"), weights),
         ("forward_backward", lambda each: backward(each, 2), weights + gradients),
-        ("forward beside gradients", lambda each: run(each, supervised("one", some_data(1), True)), weights),
+        ("forward with gradients", lambda each: run(each, supervised("one", some_data(1), True)), weights),
         ("export", lambda each: each.export_adapter("one"), weights),
         ("a second forward_backward", lambda each: backward(each, 3), weights + 2 * gradients),
         ("optim_step", lambda each: stepped(each, "one"), weights + gradients + moments),
@@ -487,14 +489,14 @@ def test_each_verb_brings_back_what_it_needs_and_nothing_else(tmp_path: Path) ->
     ]
     for verb, act, num_vectors in table:
         run(worker, supervised("other", some_data(9), True))
-        assert on_device(worker) == weights, "that of the other one"
+        assert vectors_on_device(worker) == weights, "only the other model's weights"
         act(worker)
-        assert on_device(worker) == num_vectors, verb
-    # What is there needs not come again: sampling right behind a step leaves the optimizer where it is.
-    stepped_again = [backward, lambda each, _: stepped(each, "one"), lambda each, _: sampled(each, "one")]
-    for act in stepped_again:
+        assert vectors_on_device(worker) == num_vectors, verb
+    # Sampling right after a step leaves the optimizer on the device, because no other model needs the room.
+    second_step = [backward, lambda each, _: stepped(each, "one"), lambda each, _: sampled(each, "one")]
+    for act in second_step:
         act(worker, 4)
-    assert on_device(worker) == weights + gradients + moments
+    assert vectors_on_device(worker) == weights + gradients + moments
     for _, act, _ in table[:9]:
         act(undisturbed)
     backward(undisturbed, 4), stepped(undisturbed, "one")
@@ -544,7 +546,7 @@ def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
     assert trained(worker, "one", 1, first=4)
 
 
-def test_states_of_eight_bits_train_nearly_as_those_of_float32(tmp_path: Path) -> None:
+def test_8bit_optimizer_states_train_nearly_like_float32(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     ours, theirs = a_worker(directory, optimizer_states="8bit"), a_worker(directory)
     for worker in (ours, theirs):
@@ -560,11 +562,11 @@ def test_states_of_eight_bits_train_nearly_as_those_of_float32(tmp_path: Path) -
         assert 0 < relative_error(one.in_float32(name), other.in_float32(name)) < 0.05, name
     size = one.vector_size
     assert one.exp_avg.nbytes == one.exp_avg_sq.nbytes == size + 4 * -(-size // 256)
-    # The base, weights, gradients (one vector, two while an operation runs), and two moments.
+    # Weights, gradients and two 8-bit moments.
     assert ours.memory()["full_models"] == 4 * 2 * size + 2 * one.exp_avg.nbytes
 
 
-def test_states_of_eight_bits_are_saved_paged_and_snapshotted_as_they_are(tmp_path: Path) -> None:
+def test_8bit_optimizer_states_survive_saving_paging_and_snapshots(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     knobs = {"optimizer_states": "8bit", "full_slots": 1, "host_adapter_bytes": 1}
     worker = a_worker(directory, **knobs)
@@ -583,14 +585,14 @@ def test_states_of_eight_bits_are_saved_paged_and_snapshotted_as_they_are(tmp_pa
         worker.load_run("full", str(tmp_path / name), True)
         losses.append(trained(worker, "full", 3, first=5))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
-    # In files they are what they stand for, which other servers go on with.
+    # Files hold the moments in float32, so that a server without 8-bit states can load them.
     plain = a_worker(directory)
     plain.create_run(RunSpec("full", FullConfig()))
     plain.load_run("full", str(tmp_path / "saved"), True)
     assert trained(plain, "full", 3, first=5) == pytest.approx(losses[0], rel=1e-3)
 
 
-def test_samplers_take_turns_where_not_all_have_room(tmp_path: Path) -> None:
+def test_samplers_of_more_models_than_slots_take_turns(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     worker = a_worker(directory, full_slots=1)
     worker.create_run(RunSpec("full", FullConfig()))
@@ -601,7 +603,7 @@ def test_samplers_take_turns_where_not_all_have_room(tmp_path: Path) -> None:
     alone = [sampled(worker, each)[0].sequences[0].tokens.tolist() for each in (*ids, None)]
     together = [each.sequences[0].tokens.tolist() for each in sampled(worker, *ids, None)]
     assert together == alone and len({tuple(tokens) for tokens in alone}) > 2
-    # One that is cancelled before its turn is not answered, and one whose weights are gone is told so.
+    # A job cancelled before its turn gets no answer, and one whose weights are gone fails with the reason.
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=1)
     jobs = [SampleJob(each, each, np.arange(3, 9, dtype=np.int32), params, (), ()) for each in ids]
     result = worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
@@ -617,8 +619,8 @@ def test_samplers_take_turns_where_not_all_have_room(tmp_path: Path) -> None:
     assert isinstance(gone, Failure) and "is gone" in gone.message
 
 
-def test_a_sample_that_ends_leaves_those_of_other_weights_their_keys(tmp_path: Path) -> None:
-    """Slots of one cache: the last one moves into a hole, and the next request gets what it has left."""
+def test_an_ended_sample_does_not_disturb_samples_of_other_weights(tmp_path: Path) -> None:
+    """When a sample ends, the last slot of the cache moves into the hole, and the next request gets the freed slot."""
     worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
     worker.create_run(RunSpec("full", FullConfig(seed=1)))
     trained(worker, "full", 1)
@@ -638,7 +640,7 @@ def test_a_sample_that_ends_leaves_those_of_other_weights_their_keys(tmp_path: P
         np.testing.assert_allclose(each.logprobs, wanted.logprobs, atol=1e-4)
 
 
-def test_what_shares_a_runs_weights_does_not_change_them(tmp_path: Path) -> None:
+def test_overwriting_a_sampler_does_not_change_the_runs_weights(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path / "base"), full_sampling="inflight")
     worker.create_run(RunSpec("full", FullConfig()))
     (tmp_path / "early").mkdir()
@@ -655,7 +657,7 @@ def test_what_shares_a_runs_weights_does_not_change_them(tmp_path: Path) -> None
     assert not torch.equal(worker._models.get("sampler").weights, before)
 
 
-def test_a_checkpoint_that_comes_in_part_refuses_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_loaded_checkpoint_refuses_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
     worker.create_run(RunSpec("full", FullConfig()))
     trained(worker, "full", 1)
@@ -679,7 +681,7 @@ def test_a_checkpoint_that_comes_in_part_refuses_the_next_step(tmp_path: Path, m
     assert trained(worker, "full", 1, first=1)
 
 
-def test_a_model_with_more_to_save_than_weights_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_buffers_to_save_is_refused(tmp_path: Path) -> None:
     shape = {name: size for name, size in TINY_SHAPE.items() if name != "tie_word_embeddings"}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Operations of many runs in one pass: each is as if it ran alone, whatever goes wrong with another."""
+"""Tests that operations of many runs in one pass behave as if each ran alone, even if another one fails."""
 
 import re
 import sys
@@ -29,7 +29,7 @@ GRADIENT_TOLERANCE = 5e-6
 
 @dataclass(frozen=True)
 class Tenant:
-    """A run with its adapter, and the operation that it has in the pass."""
+    """A run with its adapter and its operation in the pass."""
 
     lora: LoraConfig
     loss_name: str
@@ -52,7 +52,7 @@ TENANTS = {
     "i": Tenant(LoraConfig(rank=8), "gspo", (18, 5), forward_only=True),
     "j": Tenant(LoraConfig(rank=4, alpha=64), "cross_entropy", (5, 22), forward_only=True),
 }
-"""Eight runs with gradients: seven losses, four ranks, all kinds of targets, several alphas; and two forward."""
+"""Eight runs with gradients (seven losses, four ranks, all kinds of targets, several alphas), and two forward-only."""
 
 
 def requests() -> dict[str, ForwardBackwardRequest]:
@@ -85,7 +85,7 @@ def some_datum(loss_name: str, length: int, random: np.random.Generator) -> Datu
 
 @dataclass(frozen=True)
 class Result:
-    """logprobs: of all data. gradient: what the accumulator holds, None for a forward."""
+    """An operation's result: log-probabilities of all data, and the accumulated gradient (None for a forward)."""
 
     logprobs: np.ndarray
     metrics: Mapping[str, float]
@@ -93,11 +93,14 @@ class Result:
 
 
 Results = Mapping[str, Result | Failure]
-"""By run."""
+"""Results by run."""
 
 
-class House:
-    """A worker with the tenants' runs, and one more, "bad". is_dense: no token's expert depends on its neighbours."""
+class TenantRuns:
+    """A worker with the tenants' runs and one more, "bad".
+
+    is_dense: the model has no experts, whose batches would depend on other tokens.
+    """
 
     def __init__(self, directory: Path, **knobs: int) -> None:
         self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1, **knobs))
@@ -107,7 +110,7 @@ class House:
         self.add("bad", LoraConfig(rank=4))
 
     def add(self, run_id: str, lora: LoraConfig) -> None:
-        """With weights as after some training: B is not zero."""
+        """Creates a run with weights as after some training: B is not zero."""
         self.worker.create_run(RunSpec(run_id, lora))
         generator = torch.Generator().manual_seed(ord(run_id[0]))
         self.weights(run_id).normal_(std=0.05, generator=generator)
@@ -117,7 +120,7 @@ class House:
 
     @contextmanager
     def bad_weights(self, place: int | slice, value: float) -> Iterator[None]:
-        """Inside, weights of "bad" have this value."""
+        """Gives weights of "bad" this value while the context is open."""
         weights = self.weights("bad")
         healthy = weights.clone()
         weights[place] = value
@@ -129,7 +132,7 @@ class House:
         return self.worker._models.get(run_id).accumulator
 
     def run(self, *requests: ForwardBackwardRequest) -> dict[str, Result | Failure]:
-        """In one pass, after which only "bad" has accumulated anything."""
+        """Runs all requests in one pass, then clears the gradients of all runs but "bad"."""
         answers = self.worker.run_pass(Pass(tuple(OperationPart(i, request) for i, request in enumerate(requests))))
         results = {}
         for request, answer in zip(requests, answers, strict=True):
@@ -150,14 +153,14 @@ class House:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
-def house(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> House:
-    return House(tiny_models[request.param])
+def tenant_runs(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> TenantRuns:
+    return TenantRuns(tiny_models[request.param])
 
 
 @pytest.fixture(scope="module")
-def alone(house: House) -> Results:
-    """Each operation in a pass of its own."""
-    return {run_id: house.run(request)[run_id] for run_id, request in requests().items()}
+def alone(tenant_runs: TenantRuns) -> Results:
+    """Runs each operation in a separate pass."""
+    return {run_id: tenant_runs.run(request)[run_id] for run_id, request in requests().items()}
 
 
 def assert_same(found: Results, expected: Results) -> None:
@@ -166,8 +169,10 @@ def assert_same(found: Results, expected: Results) -> None:
 
 
 def assert_same_result(one: Result | Failure, other: Result | Failure) -> None:
-    """As a rule bit for bit; what float32 rounds otherwise in other batch shapes was measured below 2e-7 of the
-    log-probabilities and, of a gradient whose terms cancel out, 1.4e-6."""
+    """Allows for the rounding of other batch shapes.
+
+    It was measured below 2e-7 of the log-probabilities, and 1.4e-6 of a gradient whose terms cancel out.
+    """
     assert isinstance(one, Result) and isinstance(other, Result), (one, other)
     np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-6)
     assert one.metrics == pytest.approx(other.metrics, rel=1e-6, abs=1e-6)
@@ -176,23 +181,24 @@ def assert_same_result(one: Result | Failure, other: Result | Failure) -> None:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, by the largest element."""
+    """Returns the largest difference, relative to the largest element."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("knobs", [{}, {"micro_batch_tokens": 64, "head_chunk_tokens": 16}, {"adapter_slots": 3}])
-def test_each_operation_of_a_mixed_pass_is_as_it_is_alone(knobs: dict[str, int], house: House, alone: Results) -> None:
-    """Outputs, metrics, and gradients, for which 1e-5 is asked."""
-    program = house.worker._passes
+def test_each_operation_of_a_mixed_pass_equals_itself_alone(
+    knobs: dict[str, int], tenant_runs: TenantRuns, alone: Results
+) -> None:
+    program = tenant_runs.worker._passes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_token_budget", knobs.get("micro_batch_tokens", 4096))
         patch.setattr(program._heads["logprobs"], "chunk_rows", knobs.get("head_chunk_tokens", 512))
         patch.setattr(program, "_most_runs", knobs.get("adapter_slots", 64))
-        assert_same(house.run(*requests().values()), alone)
+        assert_same(tenant_runs.run(*requests().values()), alone)
 
 
-def test_a_segment_one_token_off_is_told(house: House, alone: Results) -> None:
-    """The negative control of the comparison: the last token of one run gets its neighbour's adapter."""
+def test_a_segment_off_by_one_token_is_detected(tenant_runs: TenantRuns, alone: Results) -> None:
+    """The control of the comparison: the last token of one run gets its neighbour's adapter."""
     segments_of = runner._segments
 
     def shifted(*arguments: Any) -> list[Segment]:
@@ -201,7 +207,7 @@ def test_a_segment_one_token_off_is_told(house: House, alone: Results) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "_segments", shifted)
-        mixed = house.run(*(request for request in requests().values() if not request.forward_only))
+        mixed = tenant_runs.run(*(request for request in requests().values() if not request.forward_only))
     errors = {run_id: relative_error(gradient_of(mixed[run_id]), gradient_of(alone[run_id])) for run_id in mixed}
     assert sorted(errors.values())[-2] > 1e-3
     assert sorted(errors.values())[-3] < GRADIENT_TOLERANCE
@@ -256,8 +262,8 @@ def allocates_too_much(logprobs: Tensor, inputs: Mapping[str, Tensor], config: M
 
 
 BROKEN_LOSSES = {
-    "an error that nobody foresaw": (explodes, "ArithmeticError: boom"),
-    "want of memory": (
+    "an unexpected error": (explodes, "ArithmeticError: boom"),
+    "out of memory": (
         allocates_too_much,
         "out of memory: a micro-batch of 12 tokens .*is 4096; datum 0 alone has 12.*cpu has .* free",
     ),
@@ -273,47 +279,49 @@ BAD_WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data_fail_their_operation_alone(case: str, house: House, alone: Results) -> None:
+def test_bad_data_fail_only_their_operation(case: str, tenant_runs: TenantRuns, alone: Results) -> None:
     bad, message = BAD_DATA[case]
-    assert_fails_alone(house, alone, bad, message, "user")
+    assert_fails_alone(tenant_runs, alone, bad, message, "user")
 
 
 @pytest.mark.parametrize("case", BROKEN_LOSSES)
-def test_what_no_check_foresees_fails_its_operation_alone(
-    case: str, house: House, alone: Results, monkeypatch: pytest.MonkeyPatch
+def test_unexpected_errors_fail_only_their_operation(
+    case: str, tenant_runs: TenantRuns, alone: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, message = BROKEN_LOSSES[case]
     monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["cross_entropy"], function=function))
-    assert_fails_alone(house, alone, replace(bad_request(), loss_fn="broken"), message, "server")
+    assert_fails_alone(tenant_runs, alone, replace(bad_request(), loss_fn="broken"), message, "server")
 
 
-def assert_fails_alone(house: House, alone: Results, bad: ForwardBackwardRequest, message: str, category: str) -> None:
-    """The others are as alone; its run keeps its weights and gradients, and does not step over the gap."""
-    house.worker.run_pass(Pass((OperationPart(0, bad_request()),)))
-    weights, accumulated = house.weights("bad").clone(), house.accumulator("bad").clone()
+def assert_fails_alone(
+    tenant_runs: TenantRuns, alone: Results, bad: ForwardBackwardRequest, message: str, category: str
+) -> None:
+    """Asserts that only the bad operation fails; its run keeps weights and gradients, and refuses the next step."""
+    tenant_runs.worker.run_pass(Pass((OperationPart(0, bad_request()),)))
+    weights, accumulated = tenant_runs.weights("bad").clone(), tenant_runs.accumulator("bad").clone()
     good = list(requests().values())
-    found = house.run(*good[:4], bad, *good[4:])
+    found = tenant_runs.run(*good[:4], bad, *good[4:])
     failure = found["bad"]
     assert isinstance(failure, Failure)
     assert re.search(message, failure.message), failure.message
     assert failure.category == category
     assert_same(found, alone)
-    assert torch.equal(house.accumulator("bad"), accumulated)
-    step = house.step("bad")
+    assert torch.equal(tenant_runs.accumulator("bad"), accumulated)
+    step = tenant_runs.step("bad")
     assert isinstance(step, Failure)
     assert failure.message in step.message
-    assert torch.equal(house.weights("bad"), weights)
+    assert torch.equal(tenant_runs.weights("bad"), weights)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("case", BAD_WEIGHTS)
-def test_weights_that_diverged_fail_their_run_alone(
-    case: str, forward_only: bool, house: House, alone: Results
+def test_diverged_weights_fail_only_their_run(
+    case: str, forward_only: bool, tenant_runs: TenantRuns, alone: Results
 ) -> None:
-    with house.bad_weights(*BAD_WEIGHTS[case]):
+    with tenant_runs.bad_weights(*BAD_WEIGHTS[case]):
         bad = replace(bad_request(), forward_only=forward_only)
-        found = house.run(*requests().values(), bad)
-        step = house.step("bad")
+        found = tenant_runs.run(*requests().values(), bad)
+        step = tenant_runs.step("bad")
     failure = found["bad"]
     assert isinstance(failure, Failure)
     assert failure.category == "user"
@@ -324,25 +332,25 @@ def test_weights_that_diverged_fail_their_run_alone(
 
 @pytest.mark.parametrize("repeated", [1, 4, 20])
 @pytest.mark.parametrize("case", BAD_WEIGHTS)
-def test_no_kernel_carries_anything_from_run_to_run(
-    case: str, repeated: int, house: House, monkeypatch: pytest.MonkeyPatch
+def test_no_kernel_leaks_values_between_runs(
+    case: str, repeated: int, tenant_runs: TenantRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unchecked, such weights go through all of them; the other runs do not see by a bit who is beside them.
+    """Without the check, such weights pass through all kernels; the other runs' results must not change by a bit.
 
-    repeated: so many times the data, for products are made in other ways for other numbers of rows.
+    repeated: multiplies the data, because kernels differ by the number of rows.
     """
-    monkeypatch.setattr(house.worker._passes, "_is_finite", lambda adapter: True)
+    monkeypatch.setattr(tenant_runs.worker._passes, "_is_finite", lambda adapter: True)
     *good, bad = (replace(each, data=each.data * repeated) for each in [*requests().values(), bad_request()])
-    beside_healthy = house.run(*good[:4], bad, *good[4:])
-    assert isinstance(beside_healthy["bad"], Result)
-    with house.bad_weights(*BAD_WEIGHTS[case]):
-        found = house.run(*good[:4], bad, *good[4:])
-    house.worker.clear_gradients("bad")
+    with_healthy = tenant_runs.run(*good[:4], bad, *good[4:])
+    assert isinstance(with_healthy["bad"], Result)
+    with tenant_runs.bad_weights(*BAD_WEIGHTS[case]):
+        found = tenant_runs.run(*good[:4], bad, *good[4:])
+    tenant_runs.worker.clear_gradients("bad")
     assert isinstance(found["bad"], Failure)
-    if house.is_dense:
-        assert_equal(found, beside_healthy)
+    if tenant_runs.is_dense:
+        assert_equal(found, with_healthy)
     else:
-        assert_same(found, beside_healthy)
+        assert_same(found, with_healthy)
 
 
 def assert_equal(found: Results, expected: Results) -> None:
@@ -354,21 +362,21 @@ def assert_equal(found: Results, expected: Results) -> None:
         assert other.gradient is None or torch.equal(gradient_of(one), other.gradient)
 
 
-def test_a_failed_neighbour_keeps_nobody_from_stepping(house: House) -> None:
+def test_a_failed_operation_does_not_block_other_runs_steps(tenant_runs: TenantRuns) -> None:
     bad, _ = BAD_DATA["a loss that overflows"]
-    before = {run_id: house.weights(run_id).clone() for run_id in TENANTS}
+    before = {run_id: tenant_runs.weights(run_id).clone() for run_id in TENANTS}
     parts = [OperationPart(i, request) for i, request in enumerate([bad, *requests().values()])]
-    house.worker.run_pass(Pass(tuple(parts)))
+    tenant_runs.worker.run_pass(Pass(tuple(parts)))
     trained = [run_id for run_id, tenant in TENANTS.items() if not tenant.forward_only]
-    metrics = house.worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams()) for run_id in [*trained, "bad"]))
+    metrics = tenant_runs.worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams()) for run_id in [*trained, "bad"]))
     assert [isinstance(each, Failure) for each in metrics] == [False] * len(trained) + [True]
     for run_id, weights in before.items():
-        assert torch.equal(house.weights(run_id), weights) == (run_id not in trained)
-        house.weights(run_id).copy_(weights)
+        assert torch.equal(tenant_runs.weights(run_id), weights) == (run_id not in trained)
+        tenant_runs.weights(run_id).copy_(weights)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_the_base_stays_frozen_and_a_forward_keeps_no_graph(forward_only: bool, house: House) -> None:
+def test_the_base_stays_frozen_and_a_forward_keeps_no_graph(forward_only: bool, tenant_runs: TenantRuns) -> None:
     chosen = [request for request in requests().values() if request.forward_only == forward_only]
     saved: list[Tensor] = []
 
@@ -377,9 +385,9 @@ def test_the_base_stays_frozen_and_a_forward_keeps_no_graph(forward_only: bool, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        house.run(*chosen)
+        tenant_runs.run(*chosen)
     assert bool(saved) == (not forward_only)
-    parameters = list(house.worker._base.model.parameters())
+    parameters = list(tenant_runs.worker._base.model.parameters())
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in parameters)
 
 
@@ -389,32 +397,30 @@ def takes_a_megabyte_a_row(logprobs: Tensor, inputs: Mapping[str, Tensor], confi
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
-def test_for_want_of_memory_a_pass_is_split_and_what_fits_in_smaller_pieces_is_done(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_runs_out_of_memory_is_split(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LOSSES, "hungry", replace(LOSSES["cross_entropy"], function=takes_a_megabyte_a_row))
-    house = House(tiny_models["llama"], head_chunk_tokens=4096)
+    tenant_runs = TenantRuns(tiny_models["llama"], head_chunk_tokens=4096)
     random = np.random.default_rng(0)
     lengths = {"a": [50] * 24, "b": [8], "c": [1000]}
     hungry = [
         ForwardBackwardRequest(run_id, 1, tuple(some_datum("cross_entropy", n, random) for n in own), "hungry")
         for run_id, own in lengths.items()
     ]
-    hidden_states, sizes = house.worker._base.hidden_states, []
+    hidden_states, sizes = tenant_runs.worker._base.hidden_states, []
 
     def recorded(tokens: Tensor, *others: Any, **options: Any) -> Tensor:
         sizes.append(len(tokens))
         return hidden_states(tokens, *others, **options)
 
-    monkeypatch.setattr(house.worker._base, "hidden_states", recorded)
+    monkeypatch.setattr(tenant_runs.worker._base, "hidden_states", recorded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(footprint, "available_bytes", lambda: 800_000_000)
-        # Freed memory of earlier tests, which lies in pieces, would take of it.
+        # Earlier tests' freed memory is fragmented and would count as used.
         patch.setattr(memory, "_trimmed_bytes", lambda: 0)
-        found = house.run(*hungry)
+        found = tenant_runs.run(*hungry)
     assert isinstance(found["a"], Result) and isinstance(found["b"], Result)
     failure = found["c"]
     assert isinstance(failure, Failure)
     assert re.search("micro-batch of 1000 tokens does not fit .*cpu has 800 MB", failure.message)
     assert sizes == [2208, 1000, 1200, 600, 600, 8]
-    assert_same_result(found["a"], house.run(replace(hungry[0], loss_fn="cross_entropy"))["a"])
+    assert_same_result(found["a"], tenant_runs.run(replace(hungry[0], loss_fn="cross_entropy"))["a"])

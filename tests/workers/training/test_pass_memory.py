@@ -1,4 +1,4 @@
-"""The peak memory of a pass is in proportion to the tokens of a micro-batch, whatever the vocabulary."""
+"""Tests that the peak memory of a pass is proportional to the tokens of a micro-batch, for any vocabulary."""
 
 from pathlib import Path
 
@@ -17,20 +17,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logits(model: Path, tmp_path: Path) -> None:
+def test_peak_memory_is_linear_in_the_micro_batch_and_far_below_the_logits(model: Path, tmp_path: Path) -> None:
     sizes, knobs = (2048, 4096, 8192), {"micro_batch_tokens": 4096, "head_chunk_tokens": 64}
     # The least of three, because the allocator sometimes keeps more.
     tries = [growths(model, tmp_path, VOCAB, sizes, **knobs) for _ in range(3)]
     two, four, eight = map(min, *tries)
     assert four < 4096 * LOGIT_BYTES / 2
-    # 1/2 on a line, give or take what the allocator keeps; 1/4 if memory grew with the square.
+    # Linear growth gives 1/2, up to what the allocator keeps; quadratic growth would give 1/4.
     assert 0.35 < two / four < 0.65
-    # Seen: 1.24 to 1.31; it would be 2 if the first one were still there.
-    assert eight < 1.5 * four, "two micro-batches, one after the other"
+    # Measured: 1.24 to 1.31; it would be 2 if the first micro-batch were still held.
+    assert eight < 1.5 * four, "the first of two micro-batches was still held"
 
 
 @pytest.mark.full
-def test_a_head_that_takes_all_rows_at_once_shows_in_the_peak(model: Path, tmp_path: Path) -> None:
-    """The control: the measure above would see a [tokens, vocabulary] tensor."""
+def test_a_head_without_chunks_raises_the_peak(model: Path, tmp_path: Path) -> None:
+    """The control: the measurement above would notice a [tokens, vocabulary] tensor."""
     [peak] = growths(model, tmp_path, VOCAB, [2048], head_chunk_tokens=2048)
     assert peak > 2048 * LOGIT_BYTES

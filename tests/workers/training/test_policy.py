@@ -1,4 +1,4 @@
-"""Passes of policies: sums whatever the split, all or nothing, and plain transformers as the reference."""
+"""Tests passes of policies: the same sums for any split, all or nothing, and equality with plain transformers."""
 
 import weakref
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ LENGTHS = (5, 30, 5, 12, 1, 17)
 
 
 class Bench:
-    """A program over a tiny model, with one run's adapter whose B is not zero."""
+    """A tiny model with one run's adapter, whose B is not zero."""
 
     def __init__(self, directory: Path, **knobs: int | str) -> None:
         self.config = WorkerConfig(ServedModel("tiny", str(directory)), **knobs)
@@ -43,15 +43,15 @@ class Bench:
         adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
         return adapter
 
-    def program(self, **knobs: int) -> PassRunner:
+    def pass_runner(self, **knobs: int) -> PassRunner:
         models = ModelRegistry(self.base, self.adapters)
         return PassRunner(self.base, models, ModelLimits(512, 1024), replace(self.config, **knobs))
 
     def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
-        """What the requests accumulate."""
+        """Returns the gradient that the requests accumulate."""
         self.adapter.clear_window()
         for request in requests:
-            succeeded(run(self.program(**knobs), request))
+            expect_output(run(self.pass_runner(**knobs), request))
         return self.adapter.accumulator.clone()
 
 
@@ -66,18 +66,18 @@ def bench(module_bench: Bench) -> Iterator[Bench]:
     module_bench.adapter.clear_window()
 
 
-def run(program: PassRunner, request: ForwardBackwardRequest) -> PartAnswer:
-    """In a pass of its own."""
-    (answer,) = program.run_pass((OperationPart(0, request),))
+def run(pass_runner: PassRunner, request: ForwardBackwardRequest) -> PartAnswer:
+    """Runs the request alone in a pass."""
+    (answer,) = pass_runner.run_pass((OperationPart(0, request),))
     return answer
 
 
-def succeeded(result: PartAnswer) -> ForwardBackwardOutput:
+def expect_output(result: PartAnswer) -> ForwardBackwardOutput:
     assert isinstance(result, ForwardBackwardOutput), result
     return result
 
 
-def failed(result: PartAnswer) -> Failure:
+def expect_failure(result: PartAnswer) -> Failure:
     assert isinstance(result, Failure)
     return result
 
@@ -110,7 +110,7 @@ def with_inputs(datum: Datum, **inputs: np.ndarray) -> Datum:
 
 
 def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
-    """Float32 sums in another order: measured below 6e-7 of the norm on these sizes."""
+    """Allows for float32 sums in another order, measured below 6e-7 of the norm at these sizes."""
     assert float((found - expected).norm() / expected.norm()) < 5e-6
 
 
@@ -143,17 +143,17 @@ def reference_logprobs(directory: Path, datum: Datum) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_loss_is_that_of_plain_transformers(kind: str, tiny_models: dict[str, Path]) -> None:
+def test_the_first_loss_equals_that_of_transformers(kind: str, tiny_models: dict[str, Path]) -> None:
     bench = Bench(tiny_models[kind])
     bench.adapter.initialize()
     data = some_data("cross_entropy")
-    output = succeeded(run(bench.program(micro_batch_tokens=40, head_chunk_tokens=8), request(data)))
+    output = expect_output(run(bench.pass_runner(micro_batch_tokens=40, head_chunk_tokens=8), request(data)))
     references = [reference_logprobs(tiny_models[kind], datum) for datum in data]
     for outputs, reference in zip(output.loss_fn_outputs, references, strict=True):
         np.testing.assert_allclose(outputs["logprobs"], reference.numpy(), rtol=1e-5, atol=1e-5)
     weights = torch.cat([torch.from_numpy(datum.loss_fn_inputs["weights"]) for datum in data])
     losses = -weights * torch.cat(references)
-    # Weights of both signs cancel out, so the rounding is that of a sum of sizes.
+    # Weights of both signs cancel out, so rounding is relative to the sum of absolute values.
     rounding = 1e-7 * float(losses.abs().sum())
     assert output.metrics["loss:sum"] == pytest.approx(float(losses.sum()), abs=rounding)
     assert output.metrics["loss:sum"] != pytest.approx(float(losses.sum()) + 10 * rounding, abs=rounding)
@@ -166,7 +166,7 @@ def test_at_learning_rate_zero_ten_passes_are_bit_identical(bench: Bench) -> Non
     gradients, outputs = [], []
     for _ in range(10):
         bench.adapter.clear_window()
-        outputs.append(succeeded(run(bench.program(micro_batch_tokens=40), request(data, "ppo"))))
+        outputs.append(expect_output(run(bench.pass_runner(micro_batch_tokens=40), request(data, "ppo"))))
         gradients.append(bench.adapter.accumulator.clone())
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     assert all(output.metrics == outputs[0].metrics for output in outputs)
@@ -177,7 +177,7 @@ def test_at_learning_rate_zero_ten_passes_are_bit_identical(bench: Bench) -> Non
 
 def test_every_metric_has_one_colon_and_means_are_over_counted_positions(bench: Bench) -> None:
     data = some_data("ppo")
-    metrics = succeeded(run(bench.program(head_chunk_tokens=7), request(data, "ppo"))).metrics
+    metrics = expect_output(run(bench.pass_runner(head_chunk_tokens=7), request(data, "ppo"))).metrics
     assert set(metrics) == {"loss:sum", "num_tokens:sum", "kl:mean", "clip_fraction:mean"}
     counted = sum(int(np.count_nonzero(datum.loss_fn_inputs["advantages"])) for datum in data)
     assert metrics["num_tokens:sum"] == counted
@@ -187,9 +187,9 @@ def test_every_metric_has_one_colon_and_means_are_over_counted_positions(bench: 
 
 def test_forward_only_gives_the_outputs_and_leaves_the_gradients(bench: Bench) -> None:
     data = some_data("cross_entropy")
-    trained = succeeded(run(bench.program(), request(data)))
+    trained = expect_output(run(bench.pass_runner(), request(data)))
     accumulated, operations = bench.adapter.accumulator.clone(), bench.adapter.window.num_operations
-    output = succeeded(run(bench.program(), request(data, forward_only=True)))
+    output = expect_output(run(bench.pass_runner(), request(data, forward_only=True)))
     assert output.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
     assert torch.equal(bench.adapter.accumulator, accumulated)
     assert bench.adapter.window.num_operations == operations
@@ -199,8 +199,8 @@ def test_loss_weight_scales_the_loss_and_the_gradient(bench: Bench) -> None:
     data = some_data("ppo")
     gradient = bench.gradient(request(data, "ppo"))
     assert_same_gradient(bench.gradient(request(data, "ppo", loss_weight=0.25)), 0.25 * gradient)
-    whole = succeeded(run(bench.program(), request(data, "ppo"))).metrics["loss:sum"]
-    quarter = succeeded(run(bench.program(), request(data, "ppo", loss_weight=0.25))).metrics["loss:sum"]
+    whole = expect_output(run(bench.pass_runner(), request(data, "ppo"))).metrics["loss:sum"]
+    quarter = expect_output(run(bench.pass_runner(), request(data, "ppo", loss_weight=0.25))).metrics["loss:sum"]
     assert quarter == pytest.approx(0.25 * whole)
 
 
@@ -222,12 +222,12 @@ FAILURES = {
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_an_operation_that_fails_contributes_nothing(case: str, bench: Bench) -> None:
-    """It fails after other micro-batches of its own have succeeded."""
+    """The operation fails after others of its micro-batches have succeeded."""
     inputs, fragments = FAILURES[case]
     good = some_data("cross_entropy", (30, 20, 12))
     bad = (*good[:2], with_inputs(good[2], **inputs))
     before = bench.gradient(request(good))
-    failure = failed(run(bench.program(micro_batch_tokens=30), request(bad)))
+    failure = expect_failure(run(bench.pass_runner(micro_batch_tokens=30), request(bad)))
     assert failure.category == "user"
     assert all(fragment in failure.message for fragment in fragments), failure.message
     assert torch.equal(bench.adapter.accumulator, before)
@@ -236,9 +236,9 @@ def test_an_operation_that_fails_contributes_nothing(case: str, bench: Bench) ->
     assert torch.equal(bench.gradient(request(good)), before)
 
 
-def test_a_failed_forward_leaves_the_window_whole(bench: Bench) -> None:
+def test_a_failed_forward_does_not_refuse_the_window(bench: Bench) -> None:
     bad = with_inputs(some_data("cross_entropy", (3,))[0], weights=np.array([1.0, np.nan, 1.0]))
-    failed(run(bench.program(), request((bad,), forward_only=True)))
+    expect_failure(run(bench.pass_runner(), request((bad,), forward_only=True)))
     assert bench.adapter.window.refused is None
 
 
@@ -246,7 +246,7 @@ def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
     before = bench.gradient(request(some_data("cross_entropy")))
     diverged = bench.new_adapter("diverged")
     diverged.weights[10] = float("nan")
-    failure = failed(run(bench.program(), request(some_data("cross_entropy"), model_id="diverged")))
+    failure = expect_failure(run(bench.pass_runner(), request(some_data("cross_entropy"), model_id="diverged")))
     bench.adapters.drop("diverged")
     assert "not finite" in failure.message
     assert "earlier checkpoint" in failure.message
@@ -254,57 +254,57 @@ def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(forward_only: bool, bench: Bench) -> None:
-    """So a pass needs the memory of its largest micro-batch, however many there are."""
-    hidden_states, made, alive = bench.base.hidden_states, [], []
+def test_a_micro_batch_is_freed_before_the_next_begins(forward_only: bool, bench: Bench) -> None:
+    """A pass must need only the memory of its largest micro-batch."""
+    hidden_states, created, alive = bench.base.hidden_states, [], []
 
     def recorded(*arguments: Any, **options: Any) -> Tensor:
-        alive.append(sum(each() is not None for each in made))
+        alive.append(sum(each() is not None for each in created))
         hidden = hidden_states(*arguments, **options)
-        made.append(weakref.ref(hidden))
+        created.append(weakref.ref(hidden))
         return hidden
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.base, "hidden_states", recorded)
         everything = request(some_data("ppo"), "ppo", forward_only=forward_only)
-        succeeded(run(bench.program(micro_batch_tokens=20), everything))
-    assert alive == [0] * len(made)
-    assert len(made) > 3
+        expect_output(run(bench.pass_runner(micro_batch_tokens=20), everything))
+    assert alive == [0] * len(created)
+    assert len(created) > 3
 
 
-def without_advantage(datum: Datum, garbage: float) -> np.ndarray:
-    """The sampler's log-probabilities with garbage wherever the advantage is 0."""
+def garbage_without_advantage(datum: Datum, garbage: float) -> np.ndarray:
+    """Returns the sampler's log-probabilities with garbage wherever the advantage is 0."""
     inputs = datum.loss_fn_inputs
     return np.where(inputs["advantages"] == 0, garbage, inputs["logprobs"])
 
 
-def test_positions_without_advantage_change_nothing_whatever_the_sampler_said(bench: Bench) -> None:
+def test_positions_without_advantage_ignore_the_samplers_logprobs(bench: Bench) -> None:
     data = some_data("ppo")
     expected = bench.gradient(request(data, "ppo"))
     for garbage in (-np.inf, np.nan, 1e30):
-        broken = tuple(with_inputs(datum, logprobs=without_advantage(datum, garbage)) for datum in data)
+        broken = tuple(with_inputs(datum, logprobs=garbage_without_advantage(datum, garbage)) for datum in data)
         assert torch.equal(bench.gradient(request(broken, "ppo")), expected)
 
 
-def test_data_with_several_targets_come_back_in_their_shapes(bench: Bench) -> None:
+def test_data_with_several_targets_keep_their_shapes(bench: Bench) -> None:
     one, two = some_data("cross_entropy", (4, 6))
     targets = np.stack([two.loss_fn_inputs["target_tokens"], np.full(6, 9)], axis=1)
     both = Datum(two.tokens, {"target_tokens": targets, "weights": np.ones((6, 2), np.float32)})
-    output = succeeded(run(bench.program(), request((one, both))))
+    output = expect_output(run(bench.pass_runner(), request((one, both))))
     assert [outputs["logprobs"].shape for outputs in output.loss_fn_outputs] == [(4,), (6, 2)]
-    single = succeeded(run(bench.program(), request((two,)))).loss_fn_outputs[0]["logprobs"]
+    single = expect_output(run(bench.pass_runner(), request((two,)))).loss_fn_outputs[0]["logprobs"]
     np.testing.assert_allclose(output.loss_fn_outputs[1]["logprobs"][:, 0], single, rtol=1e-5)
 
 
-def test_an_adapter_of_the_head_alone_trains(bench: Bench) -> None:
+def test_an_adapter_of_only_the_head_trains(bench: Bench) -> None:
     lora = LoraConfig(rank=4, seed=1, train_attn=False, train_mlp=False)
     adapter = create_adapter(bench.adapters, "head", lora)
-    succeeded(run(bench.program(), request(some_data("cross_entropy"), model_id="head")))
+    expect_output(run(bench.pass_runner(), request(some_data("cross_entropy"), model_id="head")))
     bench.adapters.drop("head")
     assert adapter.accumulator.any()
 
 
-def test_a_run_that_is_not_here_fails(bench: Bench) -> None:
-    failure = failed(run(bench.program(), request(some_data("cross_entropy"), model_id="gone")))
+def test_an_unknown_run_fails(bench: Bench) -> None:
+    failure = expect_failure(run(bench.pass_runner(), request(some_data("cross_entropy"), model_id="gone")))
     assert failure.category == "server"
     assert "gone" in failure.message

@@ -1,4 +1,4 @@
-"""An operation over several passes: as in one, all or nothing, and forgotten when its run is."""
+"""Tests that an operation split over several passes equals one pass, is all or nothing, and ends with its run."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ from trainhouse.workers.worker.worker import Worker
 
 LORA = LoraConfig(rank=4, seed=1)
 SIZES = (2, 3, 1)
-"""Data of each part."""
+"""Number of data in each part."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def module_worker(tiny_models: dict[str, Path]) -> Worker:
 
 @pytest.fixture
 def worker(module_worker: Worker) -> Iterator[Worker]:
-    """With runs "run" and "other"."""
+    """Returns a worker with the runs "run" and "other"."""
     for run_id in ("run", "other"):
         module_worker.create_run(RunSpec(run_id, LORA))
     yield module_worker
@@ -69,16 +69,16 @@ def parts_of(request: ForwardBackwardRequest, operation_id: int = 7) -> list[Ope
 
 
 def run(worker: Worker, *parts: OperationPart) -> PartAnswer:
-    """The last part's answer; the others are in the same pass."""
+    """Runs the parts in one pass and returns the last part's answer."""
     return worker.run_pass(Pass(parts))[-1]
 
 
-def succeeded(answer: PartAnswer) -> ForwardBackwardOutput:
+def expect_output(answer: PartAnswer) -> ForwardBackwardOutput:
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
 
 
-def failed(answer: object) -> Failure:
+def expect_failure(answer: object) -> Failure:
     assert isinstance(answer, Failure), answer
     return answer
 
@@ -96,18 +96,18 @@ def explodes(*arguments: Any) -> LossOutput:
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_an_operation_over_several_passes_answers_as_one(forward_only: bool, worker: Worker) -> None:
-    """Other operations run between its parts and beside them."""
+def test_an_operation_split_over_passes_gives_the_same_results(forward_only: bool, worker: Worker) -> None:
+    """Other operations run between its parts and together with them."""
     request, adapter = some_request(forward_only=forward_only), adapter_of(worker)
-    expected = succeeded(run(worker, OperationPart(0, request)))
+    expected = expect_output(run(worker, OperationPart(0, request)))
     window, gradient = replace(adapter.window), None if forward_only else adapter.accumulator.clone()
     worker.clear_gradients("run")
     first, second, last = parts_of(request)
     assert run(worker, first) is None
-    succeeded(run(worker, OperationPart(1, some_request("other"))))
+    expect_output(run(worker, OperationPart(1, some_request("other"))))
     assert run(worker, OperationPart(2, some_request("other")), second) is None
     assert not adapter.window.num_operations
-    found = succeeded(run(worker, last))
+    found = expect_output(run(worker, last))
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
     assert found.metrics != pytest.approx({name: 1.0001 * value for name, value in expected.metrics.items()}, rel=1e-6)
     assert len(found.loss_fn_outputs) == len(request.data)
@@ -121,84 +121,86 @@ def test_an_operation_over_several_passes_answers_as_one(forward_only: bool, wor
 
 
 @pytest.mark.parametrize("bad_part", [0, 1, 2])
-def test_a_part_that_fails_takes_the_whole_operation_with_it(bad_part: int, worker: Worker) -> None:
+def test_a_failed_part_fails_the_whole_operation(bad_part: int, worker: Worker) -> None:
     adapter = adapter_of(worker)
-    succeeded(run(worker, OperationPart(0, some_request())))
+    expect_output(run(worker, OperationPart(0, some_request())))
     before = adapter.accumulator.clone()
     parts = parts_of(some_request())
     for part in parts[:bad_part]:
         assert run(worker, part) is None
-    failure = failed(run(worker, with_bad_datum(parts[bad_part], 0)))
+    failure = expect_failure(run(worker, with_bad_datum(parts[bad_part], 0)))
     assert f"datum {parts[bad_part].first_datum}: the ppo loss" in failure.message
     assert torch.equal(adapter.accumulator, before)
     assert adapter.window.num_operations == 1
     assert adapter.window.refused == failure.message
     for late in parts[bad_part + 1 :]:
-        assert "are gone" in failed(run(worker, late)).message
+        assert "are gone" in expect_failure(run(worker, late)).message
 
 
-def test_a_part_that_runs_again_starts_from_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first attempt is stopped after its own work is done, by a neighbour in its pass."""
+def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another operation of the pass fails after the part has run, so that the part is retried."""
     monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["ppo"], function=explodes))
     request, adapter = some_request(), adapter_of(worker)
-    expected = succeeded(run(worker, OperationPart(0, request)))
+    expected = expect_output(run(worker, OperationPart(0, request)))
     gradient = adapter.accumulator.clone()
     worker.clear_gradients("run")
-    monkeypatch.setattr(worker._passes, "_token_budget", 1)  # its own sequences, being longer, come first
+    monkeypatch.setattr(
+        worker._passes, "_token_budget", 1
+    )  # longer sequences run first, so the part's run before the broken one
     inputs = {"target_tokens": np.zeros(1, np.int64), "logprobs": np.zeros(1), "advantages": np.ones(1)}
     broken = some_request("other", loss_fn="broken", data=(Datum(np.zeros(1, np.int32), inputs),))
     first, second, last = parts_of(request)
     assert run(worker, first) is None
     answers = worker.run_pass(Pass((second, OperationPart(8, broken))))
     assert answers[0] is None
-    assert "ArithmeticError: boom" in failed(answers[1]).message
-    assert succeeded(run(worker, last)).metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert "ArithmeticError: boom" in expect_failure(answers[1]).message
+    assert expect_output(run(worker, last)).metrics == pytest.approx(expected.metrics, rel=1e-6)
     assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
 
 
-FORGETTING: dict[str, Callable[[Worker, Path], None]] = {
+DISCARDING: dict[str, Callable[[Worker, Path], None]] = {
     "dropped": lambda worker, _: (worker.drop_run("run"), worker.create_run(RunSpec("run", LORA)), None)[-1],
     "cleared": lambda worker, _: worker.clear_gradients("run"),
     "loaded": lambda worker, directory: worker.load_run("run", str(directory), optimizer=False),
 }
 
 
-@pytest.mark.parametrize("how", FORGETTING)
-def test_a_run_that_is_dropped_cleared_or_loaded_forgets_its_unfinished_operation(
+@pytest.mark.parametrize("how", DISCARDING)
+def test_dropping_clearing_or_loading_a_run_discards_its_unfinished_operation(
     how: str, worker: Worker, tmp_path: Path
 ) -> None:
     worker.save_run("run", str(tmp_path), optimizer=False)
     first, second, _ = parts_of(some_request())
     others = parts_of(some_request("other"), operation_id=8)
     assert worker.run_pass(Pass((first, others[0]))) == (None, None)
-    FORGETTING[how](worker, tmp_path)
+    DISCARDING[how](worker, tmp_path)
     assert list(worker._passes._unfinished) == [8]
-    failure = failed(run(worker, second))
+    failure = expect_failure(run(worker, second))
     assert "the results of the 2 data before these are gone" in failure.message
     assert failure.category == "server"
-    succeeded([run(worker, part) for part in others[1:]][-1])
+    expect_output([run(worker, part) for part in others[1:]][-1])
 
 
-def test_an_unfinished_operation_outlives_its_adapters_stay_on_the_device(worker: Worker) -> None:
-    """There are two slots and three runs."""
-    expected = succeeded(run(worker, OperationPart(0, some_request())))
+def test_an_unfinished_operation_survives_an_offload_of_its_adapter(worker: Worker) -> None:
+    """Three runs take turns on two slots."""
+    expected = expect_output(run(worker, OperationPart(0, some_request())))
     gradient = adapter_of(worker).accumulator.clone()
     worker.clear_gradients("run")
     worker.create_run(RunSpec("third", LORA))
     for part in parts_of(some_request()):
         answer = run(worker, part)
         worker.run_pass(Pass((OperationPart(1, some_request("other")), OperationPart(2, some_request("third")))))
-    assert succeeded(answer).metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert expect_output(answer).metrics == pytest.approx(expected.metrics, rel=1e-6)
     with worker._models.resident(["run"]) as (adapter,):
         assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
     worker.drop_run("third")
 
 
-def test_operations_of_one_run_in_a_pass_add_up_in_their_order(worker: Worker) -> None:
-    """The second is bad; the third still counts, and the step knows."""
+def test_operations_of_one_run_in_a_pass_accumulate_in_order(worker: Worker) -> None:
+    """The second operation fails: the third still accumulates, and the step is refused."""
     first, _, third = (replace(some_request(), data=some_request().data[i : i + 2]) for i in (0, 2, 4))
     for request in (first, third):
-        succeeded(run(worker, OperationPart(0, request)))
+        expect_output(run(worker, OperationPart(0, request)))
     expected = adapter_of(worker).accumulator.clone()
     worker.clear_gradients("run")
     bad = with_bad_datum(OperationPart(1, some_request()), 4)
@@ -216,10 +218,10 @@ def test_operations_of_one_run_in_a_pass_add_up_in_their_order(worker: Worker) -
     assert torch.equal(adapter_of(worker).accumulator, expected)
     assert adapter_of(worker).window.num_operations == 2
     (step,) = worker.apply_steps((OptimizerStep("run", AdamParams()),))
-    assert "datum 4" in failed(step).message
+    assert "datum 4" in expect_failure(step).message
 
 
-def test_rounds_keep_a_runs_gradients_apart_and_its_forwards_together() -> None:
+def test_rounds_separate_a_runs_backwards_and_join_its_forwards() -> None:
     def part(run_id: str, forward_only: bool = False) -> OperationPart:
         return OperationPart(0, ForwardBackwardRequest(run_id, 1, (), "ppo", forward_only=forward_only))
 

@@ -1,5 +1,6 @@
-"""The worker as it runs on a GPU: bfloat16 base, float32 adapters. On CUDA where there is one (`make test-gpu`), else
-the same tests on the CPU. They need no server, no pool, no Ray and no SDK.
+"""Tests the worker as it runs on a GPU: bfloat16 base, float32 adapters.
+
+They run on CUDA if it is available (`make test-gpu`), else on the CPU, without a server, a pool, Ray or the SDK.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 512
-# Log-probabilities of one model in bfloat16, computed in another order. Measured on the CPU: up to 0.04 nats.
+# Tolerance for bfloat16 log-probabilities computed in another order: measured up to 0.04 nats on the CPU.
 BF16_NATS = 0.15
 
 NewWorker = Callable[..., Worker]
@@ -66,8 +67,8 @@ def logprobs(worker: Worker, run_id: str, data: Sequence[np.ndarray]) -> list[np
     return [np.asarray(each["logprobs"]) for each in output.loss_fn_outputs]
 
 
-def trained(worker: Worker, *run_ids: str, learning_rate: float = 1e-2, num_steps: int = 3) -> None:
-    """Each by data of its own, so that no two of them are alike."""
+def train(worker: Worker, *run_ids: str, learning_rate: float = 1e-2, num_steps: int = 3) -> None:
+    """Trains each run on different data, so that no two of them are alike."""
     for step in range(num_steps):
         run_pass(worker, *(request(each, rows(24, 9, seed=10 * step + n)) for n, each in enumerate(run_ids)))
         stepped = worker.apply_steps(
@@ -94,11 +95,11 @@ def test_twenty_steps_in_bfloat16_halve_the_loss(new_worker: NewWorker, kind: st
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "qwen3_moe"])
 def test_samples_have_the_trainers_logprobs(new_worker: NewWorker, kind: str) -> None:
-    """Through prompt chunks and decoding, over a sliding window where the model has one."""
+    """Covers chunked prompts and decoding, and a sliding window if the model has one."""
     worker = new_worker(kind, prefill_chunk_tokens=16)
     new_run(worker, "run")
     new_run(worker, "untrained")
-    trained(worker, "run", num_steps=8)
+    train(worker, "run", num_steps=8)
     worker.copy_adapter("run", "sampler")
     (prompt,) = rows(40)
     jobs = [job("long", prompt, "sampler", max_tokens=24), job("short", prompt[:5], "sampler", max_tokens=24)]
@@ -117,40 +118,38 @@ def test_samples_have_the_trainers_logprobs(new_worker: NewWorker, kind: str) ->
     "lengths", [[(16,)] * 8, [(16, 30), (7,), (64, 2, 9), (16,), (1,), (33,), (5, 5), (20,)]], ids=["even", "ragged"]
 )
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_eight_adapters_in_a_pass_are_as_each_alone(
+def test_eight_adapters_in_a_pass_equal_each_alone(
     new_worker: NewWorker, kind: str, lengths: list[tuple[int, ...]]
 ) -> None:
     worker, run_ids = new_worker(kind), [f"run{number}" for number in range(8)]
     for number, run_id in enumerate(run_ids):
         new_run(worker, run_id, rank=(4, 8, 32)[number % 3], seed=number)
-    trained(worker, *run_ids)
+    train(worker, *run_ids)
     data = [rows(*each, seed=100 + number) for number, each in enumerate(lengths)]
     together = run_pass(worker, *(request(*each) for each in zip(run_ids, data, strict=True)))
-    answers = worker.apply_steps(tuple(OptimizerStep(each, _STILL) for each in run_ids))
+    answers = worker.apply_steps(tuple(OptimizerStep(each, _ZERO_STEP) for each in run_ids))
     norms = [each["unclipped_grad_l2:mean"] for each in answers if isinstance(each, dict)]
     others = run_pass(worker, *(request(*each) for each in zip(run_ids[1:] + run_ids[:1], data, strict=True)))
-    worker.apply_steps(tuple(OptimizerStep(each, _STILL) for each in run_ids))
+    worker.apply_steps(tuple(OptimizerStep(each, _ZERO_STEP) for each in run_ids))
     distances = []
     for run_id, rows_of_run, output, norm, other in zip(run_ids, data, together, norms, others, strict=True):
         (alone,) = run_pass(worker, request(run_id, rows_of_run))
-        (stepped,) = worker.apply_steps((OptimizerStep(run_id, _STILL),))
+        (stepped,) = worker.apply_steps((OptimizerStep(run_id, _ZERO_STEP),))
         assert isinstance(stepped, dict) and norm == pytest.approx(stepped["unclipped_grad_l2:mean"], rel=0.05)
-        for here, there, wrong in zip(
-            output.loss_fn_outputs, alone.loss_fn_outputs, other.loss_fn_outputs, strict=True
-        ):
-            assert np.abs(np.asarray(here["logprobs"]) - np.asarray(there["logprobs"])).max() < BF16_NATS
-            distances.append(np.abs(np.asarray(wrong["logprobs"]) - np.asarray(there["logprobs"])).max())
+        for one, same, wrong in zip(output.loss_fn_outputs, alone.loss_fn_outputs, other.loss_fn_outputs, strict=True):
+            assert np.abs(np.asarray(one["logprobs"]) - np.asarray(same["logprobs"])).max() < BF16_NATS
+            distances.append(np.abs(np.asarray(wrong["logprobs"]) - np.asarray(same["logprobs"])).max())
     assert np.median(distances) > 2 * BF16_NATS
 
 
-_STILL = AdamParams(learning_rate=0.0)
+_ZERO_STEP = AdamParams(learning_rate=0.0)
 
 
-def test_samples_of_eight_adapters_side_by_side_are_as_each_alone(new_worker: NewWorker) -> None:
+def test_samples_of_eight_adapters_in_a_batch_equal_each_alone(new_worker: NewWorker) -> None:
     worker, run_ids = new_worker(), [f"run{number}" for number in range(8)]
     for number, run_id in enumerate(run_ids):
         new_run(worker, run_id, rank=(4, 32)[number % 2], seed=number)
-    trained(worker, *run_ids)
+    train(worker, *run_ids)
     for run_id in run_ids:
         worker.copy_adapter(run_id, f"sampler-{run_id}")
     jobs = [job(each, rows(6 + n)[0], f"sampler-{each}", max_tokens=6 + n) for n, each in enumerate(run_ids)]
@@ -173,8 +172,8 @@ def test_all_weights_of_a_model_train(new_worker: NewWorker) -> None:
     assert logprobs(worker, "full", data)[0].sum() > before + 10
 
 
-def test_a_pass_without_memory_is_split_and_goes_on(new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator itself refuses, twice, what nobody has."""
+def test_a_pass_that_runs_out_of_memory_is_split(new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator itself refuses an impossible size, twice."""
     worker = new_worker(micro_batch_tokens=1 << 14)
     new_run(worker, "run")
     data = rows(*[32] * 16)
@@ -197,7 +196,7 @@ def test_more_runs_than_slots_take_turns_on_the_device(new_worker: NewWorker) ->
     worker, run_ids = new_worker(adapter_slots=2), [f"run{number}" for number in range(5)]
     for number, run_id in enumerate(run_ids):
         new_run(worker, run_id, seed=number)
-        trained(worker, run_id)
+        train(worker, run_id)
     first = [logprobs(worker, run_id, rows(20)) for run_id in run_ids]
     again = [logprobs(worker, run_id, rows(20)) for run_id in reversed(run_ids)][::-1]
     for number, (one, other) in enumerate(zip(first, again, strict=True)):
@@ -206,30 +205,30 @@ def test_more_runs_than_slots_take_turns_on_the_device(new_worker: NewWorker) ->
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_activations_that_are_not_kept_give_the_same_gradient(new_worker: NewWorker, activations: str) -> None:
+def test_recomputed_or_offloaded_activations_give_the_same_gradient(new_worker: NewWorker, activations: str) -> None:
     norms = []
     for manner in ("keep", activations):
         worker = new_worker(activations=manner)
         new_run(worker, "run")
-        trained(worker, "run")
+        train(worker, "run")
         for data in (rows(30, 12), rows(30, 13)):
             run_pass(worker, request("run", data))
-            (stepped,) = worker.apply_steps((OptimizerStep("run", _STILL),))
+            (stepped,) = worker.apply_steps((OptimizerStep("run", _ZERO_STEP),))
             assert isinstance(stepped, dict), stepped
             norms.append(stepped["unclipped_grad_l2:mean"])
     assert norms[0] == pytest.approx(norms[2], rel=1e-2) and norms[1] == pytest.approx(norms[3], rel=1e-2)
     assert norms[0] != pytest.approx(norms[1], rel=1e-2)
 
 
-def test_a_snapshot_is_as_of_its_beginning_while_training_goes_on(new_worker: NewWorker, tmp_path: Path) -> None:
+def test_a_snapshot_holds_the_state_when_it_began(new_worker: NewWorker, tmp_path: Path) -> None:
     worker = new_worker()
     new_run(worker, "run")
-    trained(worker, "run")
+    train(worker, "run")
     at_snapshot = logprobs(worker, "run", rows(20))
     directory = tmp_path / "snapshot"
     directory.mkdir()
     worker.begin_snapshot(1, "run", str(directory))
-    trained(worker, "run", learning_rate=0.1)
+    train(worker, "run", learning_rate=0.1)
     ended: dict[int, Failure | None] = {}
     while not ended:
         ended = worker.ended_snapshots()
@@ -252,16 +251,16 @@ def test_a_base_in_four_bits_trains(new_worker: NewWorker) -> None:
     assert logprobs(worker, "run", data)[0].sum() > before + 10
 
 
-def test_the_cache_and_the_slots_fit_what_the_loaded_model_leaves_free(
+def test_the_cache_and_adapter_slots_are_sized_by_free_memory(
     new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU as if the model lay on a GPU with so much free."""
+    """Runs on the CPU as if the model were on a GPU with this much free memory."""
     worker = new_worker()
     adapters = worker._models.adapters
     one = adapters.bytes_at_rank(32)
     new_run(worker, "run", rank=32)
-    trained(worker, "run")
-    # Vectors that steps of one operation never need are not there, nor are the copies that passes of several make.
+    train(worker, "run")
+    # Steps of one operation do not allocate every vector, nor the copies that passes of several runs make.
     assert 0.7 * one < adapters.get("run").num_bytes <= one
     assert adapters.get("run").num_bytes > adapters.bytes_at_rank(16)
 
@@ -273,4 +272,4 @@ def test_the_cache_and_the_slots_fit_what_the_loaded_model_leaves_free(
     assert [config.adapter_slots for config in sized.values()] == [1, 3, 64]
     given = replace(worker._config, kv_cache_bytes=None)
     assert _sized_for_device(given, on_gpu, adapters, Mesh()).kv_cache_bytes == 1000 * one // 3
-    assert sized[9].kv_cache_bytes == worker._config.kv_cache_bytes, "what is asked for stays"
+    assert sized[9].kv_cache_bytes == worker._config.kv_cache_bytes, "a configured size is kept"

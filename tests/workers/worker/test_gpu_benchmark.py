@@ -1,4 +1,4 @@
-"""The benchmark of a GPU with a tiny model, wherever this runs."""
+"""Tests the GPU benchmark with a tiny model, on any device."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 
 from ...benchmarks import gpu
 
-# peft asks transformers, and torch's profiler itself.
+# peft calls it in transformers, and torch's profiler warns about itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning", "ignore:.*Profiler")
 
 
-def test_each_step_leaves_its_figures(tmp_path: Path) -> None:
+def test_each_step_writes_its_figures(tmp_path: Path) -> None:
     gpu.main(["--model=tiny", "--rounds=1", f"--out={tmp_path}"])
     found = {step: json.loads((tmp_path / f"{step}-tiny.json").read_text()) for step in gpu.STEPS}
     assert all("torch" in figures["hardware"] and figures["seconds"] >= 0 for figures in found.values())
@@ -20,7 +20,7 @@ def test_each_step_leaves_its_figures(tmp_path: Path) -> None:
     assert (tmp_path / found["profiles"]["profile of train"]).read_text()
 
 
-def test_a_step_that_is_cut_off_leaves_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_keeps_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""A snapshot of a run: what it holds, in which order it is taken, and that nothing waits for its files."""
+"""Tests snapshots of a run: what they hold, their order among operations, and that nothing waits for their files."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def dispatch(
     runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerDispatch]:
-    """With less room for adapters than the tests have of them, so that some are on disk."""
+    """Starts a dispatch with so little room for adapters that some are on disk."""
     pages = str(tmp_path_factory.mktemp("pages"))
     model = WorkerConfig(
         ServedModel("tiny", str(tiny_models["qwen3"])),
@@ -70,8 +70,8 @@ async def train(dispatch: WorkerDispatch, run_id: str, numbers: range) -> None:
         await dispatch.optim_step(step(run_id))
 
 
-async def saved(dispatch: WorkerDispatch, run_id: str, directory: Path) -> dict[str, np.ndarray]:
-    """Weights and moments."""
+async def save_and_read(dispatch: WorkerDispatch, run_id: str, directory: Path) -> dict[str, np.ndarray]:
+    """Saves the run and returns its weights and moments."""
     os.mkdir(directory)
     await dispatch.save_run(run_id, directory, optimizer=True)
     return read(directory)
@@ -86,7 +86,7 @@ def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
     return all(np.array_equal(first[name], second[name]) for name in first)
 
 
-def test_a_run_restored_from_a_snapshot_goes_on_as_one_that_was_never_disturbed(
+def test_a_restored_run_continues_like_an_undisturbed_one(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -94,7 +94,7 @@ def test_a_run_restored_from_a_snapshot_goes_on_as_one_that_was_never_disturbed(
             await dispatch.create_run("tiny", spec(run_id, seed=len(run_id)), "tenant")
         await train(dispatch, "undisturbed", range(3))
         (tmp_path / "snapshot").mkdir()
-        # Further work of the run follows at once.
+        # Further work of the run follows immediately.
         last, _, _, _ = await asyncio.gather(
             dispatch.forward_backward(batch("undisturbed", 3)),
             dispatch.optim_step(step("undisturbed")),
@@ -107,7 +107,8 @@ def test_a_run_restored_from_a_snapshot_goes_on_as_one_that_was_never_disturbed(
         for run_id in ("restored", "without"):
             await train(dispatch, run_id, range(4, 7))
         undisturbed, restored, without = [
-            await saved(dispatch, run_id, tmp_path / run_id) for run_id in ("undisturbed", "restored", "without")
+            await save_and_read(dispatch, run_id, tmp_path / run_id)
+            for run_id in ("undisturbed", "restored", "without")
         ]
         assert same(restored, undisturbed)
         assert not same(without, undisturbed)
@@ -118,9 +119,7 @@ def test_a_run_restored_from_a_snapshot_goes_on_as_one_that_was_never_disturbed(
     run(runner, check())
 
 
-def test_a_snapshot_holds_the_gradients_that_wait_for_their_step(
-    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
-) -> None:
+def test_a_snapshot_holds_pending_gradients(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
     async def check() -> None:
         for run_id in ("undisturbed", "restored", "without"):
             await dispatch.create_run("tiny", spec(run_id), "tenant")
@@ -130,7 +129,7 @@ def test_a_snapshot_holds_the_gradients_that_wait_for_their_step(
             (tmp_path / name).mkdir()
         await dispatch.snapshot_run("undisturbed", tmp_path / "snapshot")
         await dispatch.save_run("undisturbed", tmp_path / "saved", optimizer=True)
-        # What they had before is gone.
+        # Loading must discard these gradients.
         await dispatch.forward_backward(batch("restored", 7))
         await dispatch.load_run("restored", tmp_path / "snapshot", optimizer=True)
         await dispatch.load_run("without", tmp_path / "saved", optimizer=True)
@@ -139,7 +138,8 @@ def test_a_snapshot_holds_the_gradients_that_wait_for_their_step(
             await dispatch.forward_backward(batch(run_id, 3))
             ends.append(await dispatch.optim_step(step(run_id)))
         undisturbed, restored, without = [
-            await saved(dispatch, run_id, tmp_path / run_id) for run_id in ("undisturbed", "restored", "without")
+            await save_and_read(dispatch, run_id, tmp_path / run_id)
+            for run_id in ("undisturbed", "restored", "without")
         ]
         assert same(restored, undisturbed) and ends[1] == ends[0]
         assert not same(without, undisturbed)
@@ -171,14 +171,14 @@ def test_a_window_that_lost_an_operation_stays_refused_in_a_snapshot(
     assert isinstance(answer, Failure) and "refused" in answer.message
 
 
-def test_after_a_death_the_last_snapshot_and_what_came_behind_it_give_the_run_that_never_died(
+def test_a_run_recovered_after_a_crash_equals_an_undisturbed_one(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
         for run_id in ("undisturbed", "killed"):
             await dispatch.create_run("tiny", spec(run_id), "tenant")
         await train(dispatch, "undisturbed", range(6))
-        undisturbed = await saved(dispatch, "undisturbed", tmp_path / "undisturbed")
+        undisturbed = await save_and_read(dispatch, "undisturbed", tmp_path / "undisturbed")
         await train(dispatch, "killed", range(3))
         (tmp_path / "snapshot").mkdir()
         await dispatch.snapshot_run("killed", tmp_path / "snapshot")
@@ -190,16 +190,16 @@ def test_after_a_death_the_last_snapshot_and_what_came_behind_it_give_the_run_th
         await dispatch.create_run("tiny", spec("killed", seed=5), "tenant")
         await dispatch.load_run("killed", tmp_path / "snapshot", optimizer=True)
         await train(dispatch, "killed", range(3, 5))
-        assert not same(await saved(dispatch, "killed", tmp_path / "a step before"), undisturbed)
+        assert not same(await save_and_read(dispatch, "killed", tmp_path / "a step before"), undisturbed)
         await train(dispatch, "killed", range(5, 6))
-        assert same(await saved(dispatch, "killed", tmp_path / "killed"), undisturbed)
+        assert same(await save_and_read(dispatch, "killed", tmp_path / "killed"), undisturbed)
         for run_id in ("undisturbed", "killed"):
             await dispatch.drop_run(run_id)
 
     run(runner, check())
 
 
-def test_a_snapshot_holds_the_step_before_it_and_not_the_one_behind_it(
+def test_a_snapshot_holds_the_step_before_it_and_not_the_one_after_it(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -216,13 +216,13 @@ def test_a_snapshot_holds_the_step_before_it_and_not_the_one_behind_it(
         )
         assert sorted(os.listdir(tmp_path / "snapshot")) == sorted(os.listdir(tmp_path / "plain"))
         assert same(read(tmp_path / "snapshot"), read(tmp_path / "plain"))
-        assert not same(await saved(dispatch, "run", tmp_path / "later"), read(tmp_path / "snapshot"))
+        assert not same(await save_and_read(dispatch, "run", tmp_path / "later"), read(tmp_path / "snapshot"))
         await dispatch.drop_run("run")
 
     run(runner, check())
 
 
-def test_snapshots_of_many_runs_at_once_also_of_those_on_disk(
+def test_many_runs_are_snapshotted_at_once_even_from_disk(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -234,14 +234,14 @@ def test_snapshots_of_many_runs_at_once_also_of_those_on_disk(
         assert (await dispatch.memory())["tiny"]["num_adapters_on_disk"] >= NUM_RUNS - 3
         await asyncio.gather(*(dispatch.snapshot_run(run_id, tmp_path / run_id) for run_id in runs))
         for run_id in runs:
-            assert same(read(tmp_path / run_id), await saved(dispatch, run_id, tmp_path / f"{run_id}-saved"))
+            assert same(read(tmp_path / run_id), await save_and_read(dispatch, run_id, tmp_path / f"{run_id}-saved"))
             await dispatch.drop_run(run_id)
         assert dispatch.status("tiny") is None
 
     run(runner, check())
 
 
-def test_a_snapshot_that_cannot_be_written_says_so_and_the_run_goes_on(
+def test_a_failed_snapshot_reports_its_error_and_the_run_continues(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -264,7 +264,7 @@ def test_a_snapshot_that_cannot_be_written_says_so_and_the_run_goes_on(
 def test_a_snapshot_whose_worker_dies_is_lost(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
     async def check() -> None:
         await dispatch.create_run("tiny", spec("run"), "tenant")
-        os.mkfifo(tmp_path / "trainhouse.json")  # which nobody reads, so that its writer waits
+        os.mkfifo(tmp_path / "trainhouse.json")  # its writer waits, because no one reads it
         snapshot = asyncio.create_task(dispatch.snapshot_run("run", tmp_path))
         await train(dispatch, "run", range(3))
         assert not snapshot.done() and dispatch.status("tiny") == "1 operation waits or runs on tiny"
@@ -291,11 +291,11 @@ def test_others_do_not_wait_while_a_full_model_is_saved(
         for name in ("undisturbed", "waits"):
             (tmp_path / name).mkdir()
         await dispatch.save_run("full", tmp_path / "undisturbed", optimizer=optimizer)
-        await dispatch.forward_backward(batch("full", 2))  # whose gradients are not saved
+        await dispatch.forward_backward(batch("full", 2))  # its gradients are not saved
         os.mkfifo(tmp_path / "waits" / "trainhouse.json")
         saving = asyncio.create_task(dispatch.save_run("full", tmp_path / "waits", optimizer=optimizer))
         await train(dispatch, "other", range(3))
-        await dispatch.optim_step(step("full"))  # as the run itself goes on
+        await dispatch.optim_step(step("full"))  # the run itself does not wait either
         assert not saving.done()
         description = await asyncio.to_thread((tmp_path / "waits" / "trainhouse.json").read_bytes)
         await saving
@@ -313,7 +313,7 @@ def test_others_do_not_wait_while_a_full_model_is_saved(
     run(runner, check())
 
 
-def test_further_snapshots_wait_for_those_that_are_written_and_nothing_else_does(
+def test_only_further_snapshots_wait_for_those_being_written(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -327,7 +327,7 @@ def test_further_snapshots_wait_for_those_that_are_written_and_nothing_else_does
         await train(dispatch, "other", range(4))
         await asyncio.sleep(0.3)
         assert not any(snapshot.done() for snapshot in snapshots)
-        assert not os.listdir(tmp_path / runs[4]), "a fifth copy in the worker's memory"
+        assert not os.listdir(tmp_path / runs[4]), "the worker holds a fifth copy in memory"
         for run_id in runs[:4]:
             await asyncio.to_thread((tmp_path / run_id / "trainhouse.json").read_bytes)
         await asyncio.gather(*snapshots)
@@ -337,7 +337,7 @@ def test_further_snapshots_wait_for_those_that_are_written_and_nothing_else_does
     run(runner, check())
 
 
-def test_a_worker_tells_of_each_snapshot_once_and_computes_meanwhile(
+def test_a_worker_reports_each_snapshot_once_and_computes_meanwhile(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     worker = Worker(WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1))
@@ -358,4 +358,4 @@ def test_a_worker_tells_of_each_snapshot_once_and_computes_meanwhile(
         ended |= worker.ended_snapshots()
     assert ended[1] is None
     with pytest.raises(OperationError, match="not on this worker"):
-        worker.begin_snapshot(3, "nobody", str(tmp_path))
+        worker.begin_snapshot(3, "unknown", str(tmp_path))

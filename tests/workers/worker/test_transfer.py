@@ -1,4 +1,4 @@
-"""Adapters on their way from one worker to another of the same base model."""
+"""Tests copying adapters from one worker to another of the same base model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ def workers(tiny_models: dict[str, Path]) -> tuple[Worker, Worker]:
     return Worker(config), Worker(config)
 
 
-def with_run(worker: Worker) -> AdapterWeights:
-    """Of random weights in both matrices, so that it changes what is sampled."""
+def random_adapter(worker: Worker) -> AdapterWeights:
+    """Returns an adapter with random weights in both matrices, so that it changes what is sampled."""
     worker.create_run(RunSpec("run", LoraConfig(rank=4, seed=3)))
     exported = worker.export_adapter("run")
     noise = np.random.default_rng(0).normal(0, 0.1, exported.weights.shape).astype(np.float32)
@@ -33,9 +33,9 @@ def logprobs(worker: Worker, adapter_id: str) -> np.ndarray:
     return worker.sample_slice(SamplingSlice((job,), (), 1e6)).finished[adapter_id].sequences[0].logprobs
 
 
-def test_an_imported_adapter_samples_as_where_it_came_from(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+def test_an_imported_adapter_samples_like_the_original(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
     training, sampling = workers
-    training.import_adapter("original", with_run(training))
+    training.import_adapter("original", random_adapter(training))
     exported = training.export_adapter("original")
     sampling.import_adapter("copy", exported)
     np.testing.assert_array_equal(logprobs(sampling, "copy"), logprobs(training, "original"))
@@ -45,9 +45,9 @@ def test_an_imported_adapter_samples_as_where_it_came_from(workers: tuple[Worker
     np.testing.assert_array_equal(read.weights, exported.weights)
 
 
-def test_an_adapter_that_comes_again_is_overwritten_in_place(workers: tuple[Worker, Worker]) -> None:
+def test_a_reimported_adapter_is_overwritten_in_place(workers: tuple[Worker, Worker]) -> None:
     training, sampling = workers
-    exported = with_run(training)
+    exported = random_adapter(training)
     sampling.import_adapter("copy", exported)
     before = logprobs(sampling, "copy")
     sampling.import_adapter("copy", replace(exported, weights=exported.weights / 2))
@@ -57,8 +57,8 @@ def test_an_adapter_that_comes_again_is_overwritten_in_place(workers: tuple[Work
     assert sampling.memory()["num_adapters_on_device"] == 1
 
 
-def test_what_is_not_there_is_named(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
-    with pytest.raises(OperationError, match="run nobody is not on this worker"):
-        workers[0].export_adapter("nobody")
+def test_missing_runs_and_checkpoints_are_named(workers: tuple[Worker, Worker], tmp_path: Path) -> None:
+    with pytest.raises(OperationError, match="run unknown is not on this worker"):
+        workers[0].export_adapter("unknown")
     with pytest.raises(OperationError, match="is not a checkpoint"):
         workers[0].read_adapter(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The worker's verbs together, on one rank in this process."""
+"""Tests the worker's verbs together, on one rank in this process."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def module_worker(tiny_models: dict[str, Path]) -> Worker:
 
 @pytest.fixture
 def worker(module_worker: Worker) -> Iterator[Worker]:
-    """With a run named "run"."""
+    """Returns a worker with a run named "run"."""
     module_worker.create_run(RunSpec("run", LORA))
     yield module_worker
     module_worker.drop_run("run")
@@ -95,7 +95,7 @@ def test_training_lowers_the_loss_on_every_kind_of_model(kind: str, tiny_models:
     assert loss(worker) < 0.7 * first
 
 
-def test_it_describes_its_model(worker: Worker) -> None:
+def test_info_describes_the_model(worker: Worker) -> None:
     info = worker.info()
     assert (info.name, info.architecture, info.dtype, info.device) == ("tiny", "Qwen3ForCausalLM", "float32", "cpu")
     assert (info.vocab_size, info.max_context_length, info.eos_token_ids) == (512, 1024, (2,))
@@ -131,7 +131,7 @@ def test_a_step_equals_peft_and_torch_adamw(worker: Worker, tiny_models: dict[st
     found = train(worker, "peft").loss_fn_outputs[1]["logprobs"]
     worker.drop_run("peft")
     np.testing.assert_allclose(found, expected.squeeze(1).numpy(), rtol=1e-4, atol=1e-4)
-    with pytest.raises(AssertionError):  # one more step is told apart
+    with pytest.raises(AssertionError):  # one more step makes a difference
         np.testing.assert_allclose(train(worker).loss_fn_outputs[1]["logprobs"], found, rtol=1e-4, atol=1e-4)
 
 
@@ -168,7 +168,7 @@ def test_runs_on_one_base_do_not_touch_each_other(worker: Worker) -> None:
     worker.drop_run("other")
 
 
-def test_the_good_operations_of_a_pass_are_answered_beside_the_bad(worker: Worker) -> None:
+def test_good_operations_of_a_pass_succeed_despite_a_bad_one(worker: Worker) -> None:
     good = ForwardBackwardRequest("run", 1, DATA, "cross_entropy", forward_only=True)
     bad = ForwardBackwardRequest("run", 2, (), "cross_entropy", forward_only=True)
     results = worker.run_pass(Pass(tuple(OperationPart(i, request) for i, request in enumerate((good, bad, good)))))
@@ -185,7 +185,7 @@ def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(wo
     assert isinstance(step(worker), dict)
 
 
-def test_a_step_that_is_said_to_lack_gradients_discards_what_there_are(worker: Worker) -> None:
+def test_a_step_with_a_refusal_reason_discards_the_gradients(worker: Worker) -> None:
     first = loss(worker)
     train(worker)
     (refused,) = worker.apply_steps(
@@ -205,7 +205,7 @@ def test_gradients_can_be_discarded(worker: Worker) -> None:
     assert "no gradients" in refused.message
 
 
-def test_a_saved_run_goes_on_as_if_never_interrupted(worker: Worker, tmp_path: Path) -> None:
+def test_a_saved_run_resumes_as_if_uninterrupted(worker: Worker, tmp_path: Path) -> None:
     train(worker)
     step(worker)
     worker.save_run("run", str(tmp_path), optimizer=True)
@@ -238,7 +238,7 @@ def sample(worker: Worker, adapter_id: str | None, temperature: float = 1.0) -> 
     return response
 
 
-def test_samplers_score_as_the_trainer_does(worker: Worker, tmp_path: Path) -> None:
+def test_samplers_give_the_trainers_logprobs(worker: Worker, tmp_path: Path) -> None:
     for _ in range(3):
         train(worker)
         step(worker)
@@ -248,8 +248,8 @@ def test_samplers_score_as_the_trainer_does(worker: Worker, tmp_path: Path) -> N
     datum = Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:].astype(np.int64)})
     logprobs = train(worker, data=(datum,)).loss_fn_outputs[0]["logprobs"][-len(sequence.tokens) :]
     np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-4)
-    (of_base,) = sample(worker, None).sequences
-    assert not np.allclose(of_base.logprobs, logprobs, atol=1e-4)
+    (by_base,) = sample(worker, None).sequences
+    assert not np.allclose(by_base.logprobs, logprobs, atol=1e-4)
     worker.save_run("run", str(tmp_path), optimizer=False)
     worker.load_adapter("loaded", str(tmp_path))
     assert sample(worker, "loaded").sequences[0].tokens.tolist() == sequence.tokens.tolist()
@@ -268,7 +268,7 @@ def test_a_sampler_keeps_the_weights_it_was_given(worker: Worker) -> None:
     worker.drop_adapter("sampler")
 
 
-def test_memory_is_told_by_purpose(worker: Worker) -> None:
+def test_memory_is_reported_by_purpose(worker: Worker) -> None:
     before = worker.memory()
     assert before["base_weights"] == worker.info().num_parameters * 4
     train(worker)
@@ -315,7 +315,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: d
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-OTHER_ARITHMETIC = {
+UNSUPPORTED = {
     "gemma2": ({"model_type": "gemma2"}, "models with final_logit_softcapping"),
     "recurrent layers": ({"model_type": "qwen3_next"}, "models with linear_attention layers"),
     "latent attention": ({"model_type": "deepseek_v3"}, "models with kv_lora_rank"),
@@ -332,9 +332,9 @@ OTHER_ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER_ARITHMETIC)
-def test_models_that_would_give_other_numbers_are_refused(case: str, tmp_path: Path) -> None:
-    content, reason = OTHER_ARITHMETIC[case]
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_models_with_unsupported_features_are_refused(case: str, tmp_path: Path) -> None:
+    content, reason = UNSUPPORTED[case]
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=reason):
         Worker(config(tmp_path))
@@ -351,7 +351,7 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
-def test_scaled_rotations_sliding_windows_and_biases_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_scaled_rotations_sliding_windows_and_biases_equal_transformers(kind: str, tmp_path: Path) -> None:
     overrides: dict[str, dict[str, Any]] = {
         "llama": {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},
         "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
@@ -391,14 +391,12 @@ def test_a_context_ends_where_rotations_would_depend_on_the_batch(tmp_path: Path
         Worker(config(directory, max_context_length=65))
 
 
-def test_a_context_is_as_long_as_yarn_is_made_for(tmp_path: Path) -> None:
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 1024, "factor": 4.0}
     assert Worker(config(tiny_model("qwen3", tmp_path, rope_parameters=rope))).info().max_context_length == 4096
 
 
-def test_end_tokens_come_from_the_model_where_its_generation_config_names_none(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_end_tokens_default_to_the_model_config(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_models["llama"], tmp_path / "model")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert Worker(config(directory)).info().eos_token_ids == (7, 9)
@@ -411,10 +409,10 @@ def test_a_context_longer_than_the_model_is_refused_at_start(tiny_models: dict[s
         Worker(config(tiny_models["llama"], max_context_length=2048))
 
 
-def test_a_worker_that_starts_over_has_nothing_left_and_writes_nothing_more(
+def test_a_reset_clears_everything_and_stops_writing(
     worker: Worker, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As the first time: the next server may use the same names and numbers."""
+    """After a reset everything repeats exactly, because the next server may use the same names and numbers."""
 
     def begin() -> tuple[float, Any]:
         begun = worker.run_pass(

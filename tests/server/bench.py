@@ -163,7 +163,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
         snapshots = SnapshotStore(tmp_path / "snapshots", sync=False)
         stack.push_async_callback(futures.close)
 
-        async def create_in_workers(
+        async def make(
             gap_seconds: float = 330.0,
             hold: bool = False,
             number: int = 0,

@@ -278,7 +278,7 @@ class _ExpertMlp(torch.autograd.Function):
         gate, up = features.chunk(2, dim=-1)
         active = silu(gate)
         of_down, of_gate_up = ctx.experts.down_proj.grad, ctx.experts.gate_up_proj.grad
-        grad_hidden = pairs.groups.times(grad, dequantized(ctx.experts.down_proj))
+        grad_hidden = pairs.groups.matmul(grad, dequantized(ctx.experts.down_proj))
         if of_down is not None:
             pairs.groups.add_outer([of_down], grad, active * up)
         if terms is not None:
@@ -290,7 +290,7 @@ class _ExpertMlp(torch.autograd.Function):
         if of_gate_up is not None:
             pairs.groups.add_outer([of_gate_up], features, pairs.gather(x))
         wants_x = ctx.needs_input_grad[0]
-        grad_rows = pairs.groups.times(features, dequantized(ctx.experts.gate_up_proj)) if wants_x else None
+        grad_rows = pairs.groups.matmul(features, dequantized(ctx.experts.gate_up_proj)) if wants_x else None
         if terms is not None:
             terms.gate_up_backward(features, pairs.gather(x), grad_rows)
         return pairs.gather_backward(grad_rows) if grad_rows is not None else None, None, None, None, None

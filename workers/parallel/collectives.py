@@ -98,7 +98,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.sum(_own(grads[0])), None
+        return ctx.team.all_reduce(_own(grads[0])), None
 
 
 class _Summed(torch.autograd.Function):
@@ -130,7 +130,7 @@ class _SummedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.joined(grads[0]), None
+        return ctx.team.all_gather(grads[0]), None
 
 
 class _JoinedAlike(torch.autograd.Function):
@@ -152,7 +152,7 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.joined(grads[0]), None
+        return ctx.team.all_gather(grads[0]), None
 
 
 class _Exchanged(torch.autograd.Function):

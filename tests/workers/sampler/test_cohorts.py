@@ -57,7 +57,7 @@ def test_alternating_cohorts_sample_as_each_job_alone(adapted: Adapted, kv_cache
         assert tokens_of(found[each.job_id]) == tokens_of(wanted)
         for one, other in zip(found[each.job_id].sequences, wanted.sequences, strict=True):
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-    assert sampler.held_bytes() == 0 and not sampler._apart
+    assert sampler.held_bytes() == 0 and not sampler._other_cohorts
 
 
 def test_a_slice_advances_only_its_own_cohort(adapted: Adapted) -> None:
@@ -75,7 +75,7 @@ def test_a_slice_advances_only_its_own_cohort(adapted: Adapted) -> None:
     assert sampler.held_bytes() == held, "only one of the cohorts apart holds cache room: the previous one gave it up"
     assert sampler.slice(SamplingSlice((), ("2",), 0, 2)).num_active == 0 and sampler.held_bytes() < held
     assert len(sampler.slice(SamplingSlice((), (), 0, 1)).progress["1"][0].tokens) == 1 and sampler.held_bytes() == held
-    assert sampler.slice(SamplingSlice((), ("1",), 0, 1)).num_active == 0 and not sampler._apart
+    assert sampler.slice(SamplingSlice((), ("1",), 0, 1)).num_active == 0 and not sampler._other_cohorts
     assert sampler.slice(SamplingSlice((), ("0",), 0, 0)).num_active == 0 and sampler.held_bytes() == 0
 
 

@@ -311,7 +311,7 @@ def test_weights_that_become_nan_fail_their_job_and_leave_its_slot_clean(adapted
     sampler.slice(SamplingSlice((job("a", prompt(8), "broken"), other), (), 0))
     adapted.adapters.get("broken").weights.fill_(math.nan)
     result = sampler.slice(SamplingSlice((), (), 0))
-    assert "not finite: see whether the weights of adapter broken are" in result.finished["a"].message
+    assert "not finite: check that the weights of adapter broken are finite" in result.finished["a"].message
     after = job("after", prompt(4), "one", max_tokens=20)
     finished = finish(sampler, after)
     for one in (other, after):

@@ -484,7 +484,7 @@ TINY_DRAFTS = {
 )
 def drafting_worker(model: Model, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     worker = Worker(WorkerConfig(ServedModel("tiny", str(model.directory)), threads=1, head_chunk_tokens=4096))
-    make_draft(worker, "draft", tmp_path_factory.mktemp("draft") / "saved", **TINY_DRAFTS[request.param])
+    make_draft(worker, "saved draft", tmp_path_factory.mktemp("draft") / "saved", **TINY_DRAFTS[request.param])
     return worker
 
 
@@ -495,7 +495,7 @@ def draw(worker: Worker, name: str) -> np.ndarray:
         job(f"{seed}", PROMPT, seed=seed, num_samples=NUM_SEQUENCES // num_jobs, max_tokens=LENGTH, **params)
         for seed in range(num_jobs)
     ]
-    found = run(worker, *with_draft(jobs, "draft", 2))
+    found = run(worker, *with_draft(jobs, "saved draft", 2))
     assert all(response.guesses is not None and response.guesses.accepted for response in found.values())
     return np.concatenate([tokens_of(found[f"{seed}"]) for seed in range(num_jobs)])
 

@@ -190,7 +190,7 @@ class ServerConnection:
                 await asyncio.sleep(MIN_POLL_SECONDS)
 
     def _log_wait(self, request_id: str, reason: str) -> None:
-        """Logs why a result is waiting, at most once per QUIET_SECONDS; reasons that differ only in numbers are one."""
+        """Logs why a result is waiting, at most once per WAIT_LOG_INTERVAL_SECONDS, ignoring numbers."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if now >= self._logged_at.get(kind, -WAIT_LOG_INTERVAL_SECONDS) + WAIT_LOG_INTERVAL_SECONDS:
             self._logged_at[kind] = now

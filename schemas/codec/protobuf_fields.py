@@ -14,8 +14,7 @@ def check_num_messages(body: bytes, limit: int) -> None:
     """Raises Invalid if a forward_backward body has more messages, two levels deep, than `limit`.
 
     A message of two bytes in the body takes a hundred bytes or more in a parser, so a body within the size limit could
-    use
-    many times its size in memory.
+    use many times its size in memory.
     """
     num_fields = 0
     for number, value in protobuf_fields(memoryview(body)):

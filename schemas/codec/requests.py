@@ -46,8 +46,7 @@ def decode_forward_backward(
     """Decodes a forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
 
     Loss inputs are converted to the dtypes that the loss functions take: `target_tokens` int64, all others float32, CSR
-    made
-    dense.
+    made dense.
 
     Args:
         forward_only: overrides the body if True.

@@ -1,7 +1,8 @@
 """Manages checkpoints: names, publication, expiry, copies and access rights.
 
 A checkpoint exists only with its row; directories without one are swept at start. So a torn checkpoint is never listed,
-and one that is overwritten is either the old or the new one. CheckpointFiles stores the files, Mirror the copies.
+and one that is overwritten is either the old or the new one. CheckpointFiles stores the files, CheckpointMirrors the
+copies.
 """
 
 import asyncio

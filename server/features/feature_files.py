@@ -19,8 +19,7 @@ class FeatureReference:
     """A name by which operations use captured features.
 
     run_id: the run that captured them. uses: how many are left; None: unlimited. taken: seq_id of the last step that
-    took
-    uses, by run; if the process dies before that step is answered, a retry does not take them twice.
+    took uses, by run; if the process dies before that step is answered, a retry does not take them twice.
     """
 
     name: str

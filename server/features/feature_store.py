@@ -49,9 +49,8 @@ class _TenantFeatures:
     """A tenant's bookkeeping.
 
     num_capturing: captures in progress. writing: held while existing files are changed. changed: features whose
-    references
-    are not yet written to files. maybe_unneeded: features that may be unneeded now. has_unrecorded_files: a capture
-    failed and may have left files that are not recorded.
+    references are not yet written to files. maybe_unneeded: features that may be unneeded now.
+    has_unrecorded_files: a capture failed and may have left files that are not recorded.
     """
 
     num_capturing: int = 0

@@ -35,8 +35,7 @@ class FeatureSpace:
     """Counts the bytes of stored features, and reserves space for captures.
 
     expire: deletes features that can no longer be used. num_waiting: captures that wait for space. num_put_off:
-    captures
-    that were refused after waiting.
+    captures that were refused after waiting.
     """
 
     def __init__(self, config: ServerConfig, expire: Callable[[], Awaitable[None]]) -> None:
@@ -68,7 +67,7 @@ class FeatureSpace:
         """Reserves space for a capture, waiting for it if necessary. Returns a function that releases the reservation.
 
         Raises:
-            NoRoom: 413 if the capture exceeds a limit by itself, 429 if no space was freed in time.
+            FeatureLimitExceeded: 413 if the capture exceeds a limit by itself, 429 if no space was freed in time.
         """
         for budget in self._budgets(tenant_id):
             if num_bytes > budget.limit:
@@ -91,7 +90,7 @@ class FeatureSpace:
         return release
 
     async def _wait(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
-        """Waits for space. Raises NoRoom 429."""
+        """Waits for space. Raises FeatureLimitExceeded 429."""
         until = time.monotonic() + self._config.feature_wait_seconds
         self.num_waiting += 1
         try:

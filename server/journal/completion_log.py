@@ -66,8 +66,7 @@ class CompletionLog:
     """A log whose entries are numbered from 1; entries that the client has seen are dropped.
 
     A cursor is the number of the last entry seen, prefixed with the log's random epoch, so that a cursor from an
-    earlier
-    process marks nothing as seen here.
+    earlier process marks nothing as seen here.
     """
 
     def __init__(self) -> None:
@@ -110,8 +109,8 @@ class CompletionLog:
             self.has_unseen.clear()
 
     def unseen(self) -> tuple[FutureCompletion, ...]:
-        """Returns the first MOST_AT_ONCE entries; once the client has seen them, the next call returns more without
-        waiting.
+        """Returns the first MAX_COMPLETIONS_PER_RESPONSE entries; once the client has seen them, the next call returns
+        more without waiting.
         """
         return tuple(islice(self._unseen, MAX_COMPLETIONS_PER_RESPONSE))
 

@@ -51,8 +51,7 @@ class Result:
     """A result's encoded body.
 
     encoding: "json" and the two error encodings are JSON that is sent unchanged; the others are protobuf, which can be
-    sent
-    as protobuf or converted to JSON.
+    sent as protobuf or converted to JSON.
     """
 
     body: bytes

@@ -1,5 +1,5 @@
 """Strikes: counts the crashes of workers that were running only one piece of work, which is given up after
-MOST_STRIKES.
+MAX_STRIKES.
 """
 
 import logging
@@ -32,8 +32,7 @@ class Strikes:
     """Counts the strikes against one piece of work, which is named by the noun phrase `work`.
 
     num: strikes from an earlier process. record: makes one strike durable, and may raise RequestError; None if the work
-    is
-    not resumed after a restart.
+    is not resumed after a restart.
     """
 
     def __init__(self, work: str, record: Callable[[], Awaitable[None]] | None = None, num: int = 0) -> None:

@@ -24,8 +24,7 @@ class RunSnapshot:
     """The state after the operation with this seq_id.
 
     tainted_by: why the step that ends its gradient window must be refused. held: the uses of captured features that
-    this
-    step will consume, by seq_id of the window's operations.
+    this step will consume, by seq_id of the window's operations.
     """
 
     seq_id: int
@@ -57,8 +56,7 @@ class SnapshotStore:
         """Returns an empty directory to write into. Raises OSError.
 
         Blocking, because the snapshot must be handed to the dispatch before anything is awaited; takes 40 us, 200 us
-        for the
-        first of a run.
+        for the first of a run.
         """
         staging = staging_path(self._of(run_id))
         staging.mkdir(parents=True)

@@ -48,7 +48,7 @@ class SampleBatch:
     """Starts the jobs and reports their events; `close` cancels those that still run.
 
     admission: charges the tenant for the tokens. streams: True if progress is reported, not only results. If the client
-    reads too slowly and MOST_HELD_BYTES are queued, a job's further progress is dropped: its result contains it.
+    reads too slowly and MAX_QUEUED_BYTES are queued, a job's further progress is dropped: its result contains it.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ async def list_models(services: ServicesDependency, tenant: TenantDependency) ->
 
 
 async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[CheckpointRecord]:
-    """Returns the tenant's newest sampler checkpoints, at most _MOST_LISTED."""
+    """Returns the tenant's newest sampler checkpoints, at most _MAX_LISTED."""
     saved, offset = [], 0
     now = services.checkpoints.now()
     while len(saved) < _MAX_LISTED:

@@ -1,4 +1,4 @@
-"""Routes that create models and submit operations to their runs; submitting.py has the code that they share."""
+"""Routes that create models and submit operations to their runs; submission.py has the code that they share."""
 
 from typing import Annotated
 

@@ -70,8 +70,7 @@ class CreateRun:
     """A run's first operation, always seq_id 0.
 
     path: the checkpoint it starts from. optimizer: whether to load the optimizer state too. target_path: the checkpoint
-    that
-    is the target of a draft model.
+    that is the target of a draft model.
     """
 
     path: str | None = None
@@ -179,8 +178,7 @@ def is_chained(operation: Operation) -> bool:
     """True if the operation can be handed to the dispatch before the run's earlier operations are done.
 
     The dispatch keeps a run's order. stable_reinforce first reads what earlier samples recorded, and capture_for waits
-    for
-    space, so these are not chained.
+    for space, so these are not chained.
     """
     if isinstance(operation, ForwardBackwardRequest):
         return operation.loss_fn != "stable_reinforce" and operation.capture_for is None
@@ -573,7 +571,7 @@ class Operations:
         return _json(kept)
 
     async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeatureLocation:
-        """Enters Features.capturing until `held` is closed. Raises OperationError if features cannot be written."""
+        """Enters FeatureStore.capturing until `held` is closed. Raises OperationError if features cannot be written."""
         try:
             return await held.enter_async_context(self._features.capturing(run.tenant_id))
         except OSError as error:

@@ -38,8 +38,8 @@ class QueuedOperation:
     """A seq_id that has arrived.
 
     future: None if no client waits for a result: the operation was refused, or an earlier process answered it, but lost
-    its
-    effect. admission: the reservation of an operation that this process accepted. num_strikes: from earlier processes.
+    its effect. admission: the reservation of an operation that this process accepted. num_strikes: from earlier
+    processes.
     failed_before: an earlier process answered it with a failure of the server.
     """
 

@@ -73,9 +73,8 @@ class UnfinishedOperation:
 class RecoveredState:
     """The state from which a run continues.
 
-    undone, refusals (with their reasons) and held are by seq_id. held: the uses of captured features that the next step
-    will
-    consume.
+    unfinished, refusals (with their reasons) and held are by seq_id. held: the uses of captured features that the next
+    step will consume.
     """
 
     next_seq_id: int

@@ -61,7 +61,8 @@ class Boundary:
 
 
 class RunState:
-    """Takes a run's snapshots and rebuilds its state; `began` and `lost` report whether the workers have the run."""
+    """Takes a run's snapshots and rebuilds its state; `mark_created` and `mark_lost` report whether the workers have
+    the run."""
 
     def __init__(self, record: RunRecord, services: RunServices) -> None:
         self.history = ReplayLog(services.journal.release)
@@ -138,7 +139,7 @@ class RunState:
 
     @property
     def held_features(self) -> Mapping[int, Mapping[str, int]]:
-        """Returns the uses of captured features from the newest snapshot (see Snapshot)."""
+        """Returns the uses of captured features from the newest snapshot (see RunSnapshot)."""
         return self._kept[0].held if self._kept else {}
 
     def covers(self, seq_id: int) -> bool:

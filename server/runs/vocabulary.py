@@ -18,8 +18,7 @@ class DraftVocabulary:
     """Holds the tokens of a draft model.
 
     token_ids: int64 [size], ascending. num_tokens: number of tokens counted, at least 1. num_covered: number of these
-    that
-    are in the vocabulary.
+    that are in the vocabulary.
     """
 
     token_ids: np.ndarray

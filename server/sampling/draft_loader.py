@@ -1,7 +1,7 @@
 """Loads draft models for speculative sampling into the workers.
 
 A draft is loaded at the first request that needs it, once for all samplers that name it, and again after a worker
-crash. It is dropped when no sampler names it and no request has used it for UNUSED_SECONDS.
+crash. It is dropped when no sampler names it and no request has used it for DROP_AFTER_SECONDS.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ class Sampler:
         return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
 
     def next_drawing_id(self) -> str:
-        """Returns an id for a request of `Sampling.draw`; it differs from all ids of seq_ids. Thread-safe."""
+        """Returns an id for a request of `SamplingService.sample_now`; no seq_id has it. Thread-safe."""
         return f"{self.record.sampler_id}:draw-{next(self.draw_numbers)}"
 
     def join(self) -> int:

@@ -1,6 +1,6 @@
 """Accepts each sampling request once, journals it, runs it in the workers, and retries it after a worker crash.
 
-Samplers are found by samplers.py; weights and drafts are loaded by adapters.py and drafts.py.
+Samplers are found by samplers.py; weights and drafts are loaded by weight_loader.py and draft_loader.py.
 """
 
 import asyncio
@@ -343,7 +343,7 @@ class SamplingService:
 
     @asynccontextmanager
     async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
-        """Loads the job's draft, see `Drafts.use`; if that fails, a job that was begun continues without it."""
+        """Loads the job's draft, see `DraftLoader.use`; if that fails, a job that was begun continues without it."""
         async with AsyncExitStack() as stack:
             try:
                 draft_id = await stack.enter_async_context(self._drafts.use(job.draft))

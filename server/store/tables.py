@@ -1,6 +1,6 @@
 """The tables of the newest format. Large payloads are stored in files; rows only locate them.
 
-A change here needs a new FORMAT_VERSION and a migration: see format.py.
+A change here needs a new FORMAT_VERSION and a migration: see migrations.py.
 """
 
 import re

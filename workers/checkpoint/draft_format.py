@@ -17,7 +17,7 @@ _NO_SHAPE = frozenset({"seed"})
 
 
 class DraftFormat:
-    """Implements Form for drafts."""
+    """Implements CheckpointFormat for drafts."""
 
     stem, is_read_at_once = "model", False
 

@@ -29,7 +29,7 @@ _BESIDE = (
 
 
 class HuggingFaceFormat:
-    """Implements Form for fully trained models."""
+    """Implements CheckpointFormat for fully trained models."""
 
     stem, is_read_at_once = WEIGHTS, False
 

@@ -17,7 +17,7 @@ _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", 
 
 
 class PeftFormat:
-    """Implements Form for adapters."""
+    """Implements CheckpointFormat for adapters."""
 
     stem, is_read_at_once = "adapter_model", True
 

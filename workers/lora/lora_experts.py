@@ -56,8 +56,7 @@ class ExpertPlan:
 
         Args:
             pass_adapters: adapters of the tokens that reach this rank's experts from any rank; all ranks list them in
-            the
-                same order.
+                the same order.
             before: an earlier plan, whose copies are reused where the adapters are the same.
         """
         adapting = [adapter for adapter in dict.fromkeys(pass_adapters) if adapter.adapts_experts]

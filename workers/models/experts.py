@@ -216,7 +216,7 @@ class _ExchangedPairs:
     """Pairs that any rank of a team has for this rank's experts: their rows are sent here, and the outputs back."""
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
-        """Exchanges the counts of pairs with the team and sorts them. For `keys` see _OwnPairs."""
+        """Exchanges the counts of pairs with the team and sorts them. For `keys` see _LocalPairs."""
         number, num_groups = keys.flatten(), num_own * num_kinds
         self._team, self._shape, order = team, keys.shape, number.argsort(stable=True)
         self._tokens, self._places = order // keys.shape[1], _inverse(order)

@@ -2,7 +2,7 @@
 
 Frozen weights have no gradients; other gradients are reduced over the ranks when a layer's backward pass ends, and each
 rank keeps its part. The output head is such a layer too, while it scores. The embedding is not gathered: its rows that
-tokens need are sent (see parallel/lookup.py).
+tokens need are sent (see parallel/sharded_embedding.py).
 
 Rajbhandari et al., ZeRO (2019), stage 3, https://arxiv.org/abs/1910.02054.
 """

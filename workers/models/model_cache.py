@@ -173,7 +173,7 @@ class ModelCache:
         say(f"{url} downloaded in {time.monotonic() - started:.1f} s")
 
     def _check_still(self, origin: DownloadOrigin, staging: Path) -> None:
-        """Raises Changed if the files changed during the download, which may then mix several contents."""
+        """Raises ModelChangedError if the files changed during the download, which may then mix several contents."""
         try:
             _unchanged_listing(origin)
         except ModelChangedError:

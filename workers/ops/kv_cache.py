@@ -207,7 +207,7 @@ class ContinuationChunk:
         return out[0].transpose(0, 1)
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Stores key and value of the packed row. Returns the layer's, see Shelf.of_layer."""
+        """Stores key and value of the packed row. Returns the layer's, see CacheShelf.of_layer."""
         keys, values = self.shelf.of_layer(layer, key)
         length = self.cached + self.stop - self.start
         keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)

@@ -1,6 +1,7 @@
 """Counts the parameters of a base model and of what is trained, and a rank's part of them.
 
-Mirrors how tensor.py and fsdp.py divide weights; tests compare it with them, and with models. Imports no torch.
+Mirrors how tensor_parallel.py and fsdp.py divide weights; tests compare it with them, and with models. Imports no
+torch.
 """
 
 from collections.abc import Iterator, Sequence

@@ -37,7 +37,7 @@ class KeptWorkersAddress:
     """Locates workers kept by another process.
 
     secret: see read_secret.
-    knobs: see pools/remote/protocol.Attach.
+    knobs: see pools/remote/protocol.AttachRequest.
     """
 
     address: str
@@ -79,7 +79,8 @@ class WorkerConfig:
     base_quantization: how the frozen weights under adapters are held; "nf4" holds them in 4 bits and dequantizes them
         for each product.
     threads: intra-operation CPU threads; 0 means cores / ranks.
-    micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means USUAL_MICRO_BATCH,
+    micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means
+    DEFAULT_MICRO_BATCH_TOKENS,
         or fewer if memory does not suffice (see `choice.micro_batch_tokens`).
     prefill_chunk_tokens: most prompt tokens that are run between two decode steps.
     head_chunk_tokens: rows of logits that exist at a time.
@@ -106,8 +107,8 @@ class WorkerConfig:
         layer's input and runs it a second time; "offload" is the same with the input in host memory.
     model_cache: where base models at URLs are downloaded to; None means a folder in the user's cache directory.
     shared_directories: directories of the server that must be the same on the machines of all ranks.
-    hang_seconds: time that a call may take beyond its expected work (see Patience) before the rank counts as hung, is
-        killed and restarted.
+    hang_seconds: time that a call may take beyond its expected work (see CallTimeouts) before the rank counts as hung,
+        is killed and restarted.
     """
 
     model: ServedModel

@@ -108,7 +108,7 @@ class SequenceScheduler:
         Args:
             guesses: draft tokens of all sequences that use a draft. The cache must have room for them.
         Raises:
-            NoRoom: a sequence does not fit. The caller may remove it and continue.
+            KVCacheFull: a sequence does not fit. The caller may remove it and continue.
         """
         self._make_room()
         self._admit()
@@ -203,7 +203,8 @@ class SequenceScheduler:
     # Room for decoding
 
     def make_room_for_drafts(self) -> None:
-        """Makes room for the draft tokens of all sequences that use a draft, by preempting the youngest. Raises NoRoom.
+        """Makes room for the draft tokens of all sequences that use a draft, by preempting the youngest. Raises
+        KVCacheFull.
 
         A preempted sequence resumes at the same token and with its draft: else its tokens would depend on which other
         requests run.

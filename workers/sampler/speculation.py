@@ -55,7 +55,7 @@ class DraftTokens:
 class _State:
     """The draft's state of one sequence.
 
-    num_changes: the draft's weight version (see Learner) when the sequence was placed.
+    num_changes: the draft's weight version (see Trainable) when the sequence was placed.
     num_cached: tokens in the draft's cache.
     pending_features: captured features of the tokens after these, except the newest token, [m, layers * hidden].
     """

@@ -116,7 +116,7 @@ def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
 def keep_on_first_rank(adapter: Trainable, mesh: Mesh) -> None:
     """Clears accumulated gradients that several ranks have alike, except on the first of them.
 
-    `add_up` then counts them once.
+    `all_reduce_gradients` then counts them once.
     """
     if not adapter.window.num_operations or adapter.zero is not None:
         return

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class DiskPage:
     """A learner's page on disk.
 
-    vectors: on the meta device, by name. num_changes: Learner.num_changes when the page was written.
+    vectors: on the meta device, by name. num_changes: Trainable.num_changes when the page was written.
     """
 
     page: FilePage

@@ -197,8 +197,8 @@ class Trainable(ABC):
         return "exp_avg" in self._vectors or "exp_avg" in self._parked
 
     def _vector(self, name: str) -> ViewedVector:
-        assert self.place == "device", f"the model is on {self.place}: enter Models.resident first"
-        assert name not in self._parked, f"{name} of the model has stayed on the host: enter Models.resident with it"
+        assert self.place == "device", f"the model is on {self.place}: enter ModelRegistry.resident first"
+        assert name not in self._parked, f"{name} is still on the host: enter ModelRegistry.resident with it"
         vector = self._vectors.get(name)
         if vector is None:
             weights = self._vectors["weights"].tensor if name == "scratch" else self.local_weights

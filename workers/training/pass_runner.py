@@ -312,7 +312,7 @@ class PassRunner:
 
         Args:
             num_runs: the least number of micro-batches to run, so that all ranks run as many.
-            needed: see Guessing.run.
+            needed: see DraftPassRunner.run.
         """
         gradients = any(not task.forward_only for task in tasks)
         most_lanes = 1 if self._models.is_exclusive(tasks[0].run_id) else self._most_lanes

@@ -427,7 +427,7 @@ class Worker:
         return done[0]
 
     def _put(self, model_id: str, make: Callable[[], Trainable], is_copy: bool = False) -> Trainable:
-        """Stores a new model; see Models.put. If a rank cannot build it, all keep what they had."""
+        """Stores a new model; see ModelRegistry.put. If a rank cannot build it, all keep what they had."""
 
         def make_with_room() -> Trainable:
             model = make()

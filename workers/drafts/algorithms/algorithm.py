@@ -115,6 +115,6 @@ class DraftAlgorithm(Protocol):
 
         Args:
             recomputes: whether activations are recomputed in the backward pass instead of kept.
-            team: the ranks that have parts of its layers (see tensor.py) and run the same tokens.
+            team: the ranks that have parts of its layers (see parameter_sharding.py) and run the same tokens.
         """
         ...

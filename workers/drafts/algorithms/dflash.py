@@ -48,7 +48,7 @@ Attended = Callable[[Tensor, KeyValues], Tensor]
 
 
 class DFlash:
-    """Implements Strategy for DFlash drafts."""
+    """Implements DraftAlgorithm for DFlash drafts."""
 
     target_repr: TargetRepr | None = None
 

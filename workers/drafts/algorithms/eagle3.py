@@ -40,7 +40,7 @@ _LAYER = "midlayer"
 
 
 class Eagle3:
-    """Implements Strategy for EAGLE-3 drafts."""
+    """Implements DraftAlgorithm for EAGLE-3 drafts."""
 
     target_repr: TargetRepr | None = "hidden_state"
 

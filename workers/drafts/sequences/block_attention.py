@@ -116,7 +116,7 @@ class _BlockGroup:
 
 
 def _block_groups(blocks: Blocks, heads: int) -> Iterator[Span]:
-    """Yields spans of each sequence's blocks whose scores number at most MOST_SCORES, or single blocks."""
+    """Yields spans of each sequence's blocks whose scores number at most MAX_SCORES, or single blocks."""
     for span in blocks.spans:
         num_seen = span.context.stop - span.context.start + blocks.size
         step = max(1, MAX_SCORES // (heads * blocks.size * num_seen))

@@ -60,7 +60,7 @@ class TargetStates:
         """Returns the cache chunks for `num_tokens` draft tokens of each sequence, after `skipped` others.
 
         The tokens are packed sequence by sequence. The next tokens that the target verifies overwrite them. `is_causal`
-        is that of Chunk.
+        is that of ContinuationChunk.
         """
         starts = range(0, num_tokens * len(self.chunks), num_tokens)
         return [

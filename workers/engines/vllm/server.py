@@ -1,4 +1,4 @@
-"""The vLLM servers that the engine can use: one of ours (process.py), or one at a URL that others run."""
+"""The vLLM servers that the engine can use: one of ours (vllm_process.py), or one at a URL that others run."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

@@ -193,7 +193,7 @@ class VllmProcess:
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, (self._model.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES) >> 30)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._model.threads),
-                # Its threads share the cores with training: waiting ones must sleep (see pools/shell.py).
+                # Its threads share the cores with training: waiting ones must sleep (see pools/worker_host.py).
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "KMP_BLOCKTIME": "0",
             }

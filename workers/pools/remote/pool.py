@@ -1,6 +1,6 @@
 """Attaches to ranks that another process keeps: they exist before this server attaches and stay when it leaves.
 
-The other side is scheduler/keeper.py.
+The other side is scheduler/worker_daemon.py.
 """
 
 import asyncio

@@ -47,7 +47,7 @@ _WORKER = Path(__file__).parents[2] / "worker" / "worker.py"
 
 @dataclass(frozen=True)
 class Describe:
-    """Requests a Description."""
+    """Requests a WorkersDescription."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class AttachRequest:
 
 @dataclass(frozen=True)
 class Call:
-    """Calls a method as Pool.answers does, with one frame for all ranks or one for each; answered by Answered with a
-    frame of each rank.
+    """Calls a method as Pool.call_all does, with one frame for all ranks or one for each; answered by CallAnswered with
+    a frame of each rank.
     """
 
     number: int

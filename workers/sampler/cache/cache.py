@@ -56,7 +56,7 @@ class KVCache:
 
     budget: bounds used slots, free slots and prefixes, together with other caches that joined it.
     num_ranks: ranks that share the heads.
-    num_ahead: see Prefixes.
+    num_ahead: see PrefixCache.
     num_moves: how often a sequence has moved because another one, perhaps of another sampler, left its slot.
     """
 

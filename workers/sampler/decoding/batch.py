@@ -26,7 +26,7 @@ class Prefill:
     """Tokens to run before sampling, of which `computed` are in the cache, and the sequences that continue from them.
 
     sequences: the first one's slot stores the tokens; without `cached` none has a slot.
-    namespace: see Prefixes.
+    namespace: see PrefixCache.
     samples_next: whether the next token is sampled at the end of the prefill.
     """
 

@@ -58,7 +58,7 @@ class SequenceState:
     tokens, logprobs: int32 and float32, as of when it last left the table or was copied from it.
     table_row: its row in the table; NOWHERE while it waits and after it has ended.
     top: the likeliest tokens at each position, if requested.
-    namespace: of its keys and values, see Prefixes.
+    namespace: of its keys and values, see PrefixCache.
     draft_stats: statistics of its draft tokens.
     without_draft: decodes without a draft from now on.
     """

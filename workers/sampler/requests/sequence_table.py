@@ -32,7 +32,7 @@ class SequenceTable:
     limit: the most tokens to sample.
     noise_key: uint64.
     stops: stop tokens, padded with -1, int64, [lines, k].
-    temperature, min_p, top_k, top_p: see Settings.
+    temperature, min_p, top_k, top_p: see SamplingSettings.
     is_watched, is_adjusted: see Row.
     """
 

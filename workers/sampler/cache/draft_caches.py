@@ -16,7 +16,7 @@ class DraftCaches:
         self._caches: WeakKeyDictionary[DraftModel, KVCache] = WeakKeyDictionary()
 
     def of(self, draft: DraftModel) -> KVCache:
-        """Returns the draft's cache. Its entry for a token depends on the next token too: see num_ahead in PrefixCache."""
+        """Returns the draft's cache. A token's entry depends on the next token too (num_ahead in PrefixCache)."""
         if draft not in self._caches:
             self._caches[draft] = KVCache(draft.shape.config, self._bytes_per_value, self._budget, num_ahead=1)
         return self._caches[draft]

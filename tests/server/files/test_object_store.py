@@ -176,7 +176,7 @@ async def test_a_hanging_upload_is_abandoned_at_shutdown(tmp_path: Path, place: 
         saving.cancel()
         await asyncio.sleep(0.2)
         assert not saving.done(), "an upload under way may finish"
-        api.services.checkpoints.let_go()
+        api.services.checkpoints.schedule_transfer_cancellation()
         done, _ = await asyncio.wait({saving}, timeout=SOON_SECONDS / 2)
         assert done and saving.cancelled()
         assert await listed(api, run) == {}

@@ -131,9 +131,9 @@ async def test_decoder_processes_are_the_first_choice_of_the_oom_killer() -> Non
 def test_a_decoder_process_ends_when_its_server_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "process_id"
     body = f"[open({str(mark)!r}, 'w').write(str(__import__('os').getpid())), __import__('time').sleep(600)]"
-    run = f"asyncio.run(decode_apart(eval, {body.encode()!r}, None, 1 << 20))"
+    run = f"asyncio.run(decode_in_process(eval, {body.encode()!r}, None, 1 << 20))"
     server = subprocess.Popen(
-        [sys.executable, "-c", f"import asyncio; from trainhouse.server.http.decoding import decode_apart; {run}"]
+        [sys.executable, "-c", f"import asyncio; from trainhouse.server.http.decoding import decode_in_process; {run}"]
     )
     try:
         wait_until(lambda: mark.exists() and mark.read_text() != "")

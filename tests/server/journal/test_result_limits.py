@@ -201,7 +201,7 @@ async def test_large_results_being_sent_are_bounded_per_tenant(serve: Callable) 
     server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
     submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
     assert (await server.retrieve(submitted["request_id"], accept=PROTOBUF)).status_code == 200
-    slow = server.services.quotas.leaving((await server.services.auth.authenticate("tml-alice")).id)
+    slow = server.services.quotas.result_reservation((await server.services.auth.authenticate("tml-alice")).id)
     slow.claim(4_000_000)
     refused = await server.retrieve(submitted["request_id"], accept=PROTOBUF)
     assert refused.status_code == 429 and "are being sent to you" in refused.json()["detail"]
@@ -215,7 +215,7 @@ async def test_an_accepted_submit_returns_its_id_if_the_result_cannot_be_sent(
 ) -> None:
     """A refusal would make the client send it again, and it would run twice where the server numbers requests."""
     server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
-    slow = server.services.quotas.leaving((await server.services.auth.authenticate("tml-alice")).id)
+    slow = server.services.quotas.result_reservation((await server.services.auth.authenticate("tml-alice")).id)
     slow.claim(4_000_000)
     sampler_id = await sampler_of(server)
     submitted = await server.post("asample", sample_body(sampler_id) | LARGE, Prefer="wait=30")
@@ -233,7 +233,7 @@ async def test_a_disconnected_client_releases_the_room_of_its_answer(serve: Call
         raise OSError("the client has left")
 
     quotas = server.services.quotas
-    leaving = quotas.leaving("alice")
+    leaving = quotas.result_reservation("alice")
     leaving.claim(1 << 20)
     with pytest.raises(ClientDisconnect):
         await _LargeResponse([b"x"], PROTOBUF, leaving)(scope, pytest.fail, disconnected)

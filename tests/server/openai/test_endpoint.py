@@ -356,6 +356,6 @@ async def test_errors_of_every_kind_have_openais_format(server: Server) -> None:
     for answer, status in ((too_large, 413), (nowhere, 404), (no_method, 405), (keyless, 401)):
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-    assert no_method.json()["error"]["message"] == "/v1/completions takes POST, not GET"
+    assert no_method.json()["error"]["message"] == "/v1/completions accepts POST, not GET"
     native = await client.get("http://test/api/v1/nowhere")
     assert set(native.json()) == {"detail"}, "the native API keeps its own format"

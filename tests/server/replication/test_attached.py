@@ -185,7 +185,7 @@ async def test_missing_workers_are_refused_after_a_wait(secret_file: Path, monke
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     config = ServerConfig(workers=address, workers_secret_file=secret_file)
-    monkeypatch.setattr(attached, "_OUTAGE_SECONDS", 0.1)
+    monkeypatch.setattr(attached, "_PATIENCE_SECONDS", 0.1)
     with pytest.raises(StartError, match=f"start them with `trainhouse workers --listen {address}`"):
         await adopt_workers_config(config)
 

@@ -144,7 +144,7 @@ async def test_a_paused_holder_ends_if_another_had_the_lease_meanwhile(open_stor
 
 def test_the_clock_runs_while_a_process_is_stopped() -> None:
     program = (
-        "import sys; from trainhouse.server.replication.leases import awake_seconds as now; before = now();"
+        "import sys; from trainhouse.server.replication.leases import boottime_seconds as now; before = now();"
         "print('stop', flush=True); sys.stdin.readline(); print(now() - before)"
     )
     with subprocess.Popen(

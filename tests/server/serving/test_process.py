@@ -65,9 +65,9 @@ def test_an_unreachable_database_is_an_outage_reported_in_one_line(
 
 _HANGING = """
 import threading
-from trainhouse.server.serving import process
+from trainhouse.server.serving import server_process as process
 process._LEAVING_SECONDS = 0.1
-with process.left_soon():
+with process.bounded_exit():
     threading.Thread(target=threading.Event().wait).start()
     raise RuntimeError("it led once")
 """

@@ -272,15 +272,15 @@ async def test_operations_before_a_gap_let_no_others_past_the_limit(benches) -> 
     (bench,) = await benches(1, tenant_queued_operations=2)
     bench.operations.may_proceed.clear()
     await bench.optim_step(1)
-    standing = bench.run.standing(2)
-    assert standing.ready and not standing.alone and not standing.needed
+    position = bench.run.priority_of(2)
+    assert position.is_ready and not position.is_alone and not position.may_unblock
     await bench.optim_step(3)
-    assert not bench.run.standing(4).needed and not bench.run.standing(4).ready
-    assert bench.run.standing(2).needed, "it fills the gap"
-    assert bench.run.standing(1).needed, "it only needs its answer"
+    assert not bench.run.priority_of(4).may_unblock and not bench.run.priority_of(4).is_ready
+    assert bench.run.priority_of(2).may_unblock, "it fills the gap"
+    assert bench.run.priority_of(1).may_unblock, "it only needs its answer"
     bench.operations.may_proceed.set()
     await bench.result(1)
-    assert bench.run.standing(4).needed, "the client may send 2 only after this one is accepted"
+    assert bench.run.priority_of(4).may_unblock, "the client may send 2 only after this one is accepted"
 
 
 @pytest.mark.parametrize("order", [range(2, 1001), range(1000, 1, -1)])
@@ -288,10 +288,10 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
     (bench,) = await benches(1, tenant_queued_operations=20, tenant_tokens_per_minute=60)
     num_throttled = 0
     for seq_id in order:
-        with bench.quotas.admission("alice") as admission:
+        with bench.quotas.reservation("alice") as admission:
             try:
                 if not admission.try_claim(1):
-                    admission.claim(1, bench.run.standing(seq_id))
+                    admission.claim(1, bench.run.priority_of(seq_id))
             except RequestError:
                 num_throttled += 1
                 continue
@@ -299,10 +299,10 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
             await bench.run.submit(seq_id, operation, ReceivedBody(b"x"), admission)
     assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
     bench.quotas.charge("alice", 100)
-    with pytest.raises(RequestError, match="40 s"), bench.quotas.admission("alice") as admission:
-        admission.claim(1, bench.run.standing(500))
-    with bench.quotas.admission("alice") as admission:
-        admission.claim(1, bench.run.standing(1))
+    with pytest.raises(RequestError, match="40 s"), bench.quotas.reservation("alice") as admission:
+        admission.claim(1, bench.run.priority_of(500))
+    with bench.quotas.reservation("alice") as admission:
+        admission.claim(1, bench.run.priority_of(1))
 
 
 async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> None:
@@ -311,9 +311,9 @@ async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> No
     await bench.optim_step(2)
     async with AsyncExitStack() as stack:
         for seq_id in range(3, 100):
-            admission = stack.enter_context(bench.quotas.admission("alice"))
+            admission = stack.enter_context(bench.quotas.reservation("alice"))
             try:
-                admission.claim(1, bench.run.standing(seq_id))
+                admission.claim(1, bench.run.priority_of(seq_id))
             except RequestError:
                 continue
         assert used(bench.quotas)[0] == 20

@@ -39,7 +39,7 @@ FILES = {
     "model-2.safetensors": b"2",
 }
 BRING = "import sys; from trainhouse.workers.models.model_cache import *; c = ModelCache(sys.argv[2]); "
-BRING += "print(c.bring(c.newest(sys.argv[1]), print))"
+BRING += "print(c.fetch(c.newest(sys.argv[1]), print))"
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_quantized_weights_take_four_and_a_half_bits(tmp_path: Path) -> None:
 
 
 def test_full_fine_tuning_of_a_quantized_base_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OperationError, match="serve without --base-quantization"):
+    with pytest.raises(OperationError, match="start the server without --base-quantization"):
         a_worker(tiny_model("qwen3", tmp_path), "nf4").create_run(RunSpec("full", FullConfig()))
 
 

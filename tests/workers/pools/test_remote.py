@@ -506,7 +506,7 @@ EDITS = {
         "    method: str\n",
         "    method: str\n    patience: str\n",
     ),
-    "a landmark": ("workers/protocol/shared_fs.py", "    words: str\n", "    words: bytes\n"),
+    "a landmark": ("workers/protocol/shared_fs.py", "    contents: str\n", "    contents: bytes\n"),
     "an answer": ("workers/pools/base.py", "    value: object = None\n", "    result: object = None\n"),
     "an error's arguments": ("workers/pools/base.py", "remote_traceback: str)", "remote_traceback: str, rank: int)"),
     "a knob": ("workers/protocol/worker_config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
@@ -518,8 +518,8 @@ for directory in sys.argv[1:]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "trainhouse"]:
         del sys.modules[name]
     sys.path[0] = directory
-    from trainhouse.workers.pools.remote.protocol import fingerprint
-    print(fingerprint())
+    from trainhouse.workers.pools.remote.protocol import protocol_fingerprint
+    print(protocol_fingerprint())
 """
 
 

@@ -67,7 +67,7 @@ class RecordingOperations:
         self.performed.append("discard")
 
     async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:
-        self.performed.append("make")
+        self.performed.append("create")
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
         self.performed.append(f"restore {snapshot.name}")

@@ -38,7 +38,7 @@ class CrashingOperations:
         perform = bench.operations.perform
 
         async def dying(run, operation, seq_id):
-            if self.left.get(seq_id, 0) > 0 and "create_in_workers" not in bench.operations.performed[-1:]:
+            if self.left.get(seq_id, 0) > 0 and "create" not in bench.operations.performed[-1:]:
                 self.left[seq_id] -= 1
                 await asyncio.sleep(0)
                 raise WorkerLost("the worker died", alone=alone)
@@ -50,7 +50,7 @@ class CrashingOperations:
 def performed_since_rebuild(bench: Bench) -> list:
     """Returns what the workers have done since the last rebuild began."""
     performed = bench.operations.performed
-    return performed[len(performed) - 1 - performed[::-1].index("create_in_workers") :]
+    return performed[len(performed) - 1 - performed[::-1].index("create") :]
 
 
 async def test_a_lost_run_is_rebuilt_from_its_beginning_and_continues(make_bench: MakeBench) -> None:
@@ -62,7 +62,7 @@ async def test_a_lost_run_is_rebuilt_from_its_beginning_and_continues(make_bench
     await bench.forward_backward(3)
     await bench.optim_step(4)
     assert await bench.result(3) == {"seq_id": 3} and await bench.result(4) == {"seq_id": 4}
-    assert performed_since_rebuild(bench) == ["create_in_workers", 1, 2, 3, 4]
+    assert performed_since_rebuild(bench) == ["create", 1, 2, 3, 4]
     await bench.forward_backward(5)
     assert await bench.result(5) == {"seq_id": 5}
 
@@ -77,7 +77,7 @@ async def test_operations_covered_by_a_snapshot_are_not_repeated(make_bench: Mak
     CrashingOperations(bench, (5,))
     await bench.forward_backward(5)
     await bench.result(5)
-    assert performed_since_rebuild(bench) == ["create_in_workers", "restore 4", 5]
+    assert performed_since_rebuild(bench) == ["create", "restore 4", 5]
 
 
 async def test_recovery_falls_back_from_a_damaged_snapshot_to_the_one_before(make_bench: MakeBench) -> None:
@@ -90,7 +90,7 @@ async def test_recovery_falls_back_from_a_damaged_snapshot_to_the_one_before(mak
     CrashingOperations(bench, (4,))
     await bench.optim_step(4)
     await bench.result(4)
-    assert performed_since_rebuild(bench)[:4] == ["create_in_workers", "restore 2", 3, 4]
+    assert performed_since_rebuild(bench)[:4] == ["create", "restore 2", 3, 4]
 
 
 async def test_an_operation_that_crashes_workers_fails_at_the_third_crash(make_bench: MakeBench) -> None:
@@ -128,7 +128,7 @@ async def test_a_step_that_crashes_workers_is_not_repeated(make_bench: MakeBench
     assert "died 3 times" in (await bench.result(2))["error"]
     await bench.forward_backward(3)
     assert await bench.result(3) == {"seq_id": 3}
-    assert performed_since_rebuild(bench) == ["create_in_workers", 1, "clear", 3]
+    assert performed_since_rebuild(bench) == ["create", 1, "clear", 3]
 
 
 async def test_a_refused_step_is_not_repeated_and_keeps_the_window(make_bench: MakeBench) -> None:
@@ -141,7 +141,7 @@ async def test_a_refused_step_is_not_repeated_and_keeps_the_window(make_bench: M
     CrashingOperations(bench, (5,))
     await bench.forward_backward(5)
     assert await bench.result(5) == {"seq_id": 5}
-    assert performed_since_rebuild(bench) == ["create_in_workers", 3, "clear", 5]
+    assert performed_since_rebuild(bench) == ["create", 3, "clear", 5]
 
 
 async def test_a_restart_repeats_nothing_that_a_snapshot_covers(make_bench: MakeBench) -> None:
@@ -156,7 +156,7 @@ async def test_a_restart_repeats_nothing_that_a_snapshot_covers(make_bench: Make
     async with resumed(bench, {2: EarlierOperation("optim_step", place)}):
         await bench.optim_step(3)
         assert await bench.result(3) == {"seq_id": 3}
-    assert bench.operations.performed[num_performed:][:4] == ["discard", "create_in_workers", "restore 2", 3]
+    assert bench.operations.performed[num_performed:][:4] == ["discard", "create", "restore 2", 3]
 
 
 async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeBench) -> None:
@@ -176,7 +176,7 @@ async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeB
         found[seq_id] = EarlierOperation(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
     async with resumed(bench, found):
         assert await bench.result(3) == {"seq_id": 3}
-    assert bench.operations.performed == [0, "discard", "create_in_workers", 1, 3]
+    assert bench.operations.performed == [0, "discard", "create", 1, 3]
 
 
 async def test_a_gap_in_a_damaged_journal_stops_recovery(make_bench: MakeBench) -> None:
@@ -344,7 +344,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
     CrashingOperations(bench, (3,))
     await bench.optim_step(3)
     await bench.result(3)
-    assert performed_since_rebuild(bench) == ["create_in_workers", 1, 2, 3]
+    assert performed_since_rebuild(bench) == ["create", 1, 2, 3]
     await wait_until(bench, are_published)
 
 
@@ -367,7 +367,7 @@ async def test_a_settled_idle_run_needs_nothing_from_the_journal(make_bench: Mak
         await bench.forward_backward(4)
         await bench.optim_step(5)
         assert await bench.result(5) == {"seq_id": 5}
-    assert performed_since_rebuild(bench) == ["create_in_workers", "restore 2-copy", "clear", 4, 5]
+    assert performed_since_rebuild(bench) == ["create", "restore 2-copy", "clear", 4, 5]
 
 
 @pytest.mark.parametrize("kind", ["strike", "rebuild_strike"])
@@ -407,7 +407,7 @@ async def test_an_idle_run_is_rebuilt_after_a_restart_to_be_settled(make_bench: 
     async with resumed(bench, found):
         await bench.run.settle(held_seconds=0)
         assert (bench.snapshots / "0-copy" / "manifest.json").exists()
-    assert bench.operations.performed == [0, "discard", "create_in_workers", "snapshot"]
+    assert bench.operations.performed == [0, "discard", "create", "snapshot"]
 
 
 async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings(
@@ -420,14 +420,14 @@ async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings
     snapshot, bench.operations.performed = bench.operations.snapshot, []
 
     async def lost(run: RunRecord, directory: Path) -> None:
-        if "create_in_workers" not in bench.operations.performed:
+        if "create" not in bench.operations.performed:
             raise WorkerLost(f"{run.run_id} was lost when the worker died: create it again")
         await snapshot(run, directory)
 
     bench.operations.snapshot = lost  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(2):
         await bench.run.settle(held_seconds=0)
-    assert bench.operations.performed == ["discard", "create_in_workers", 1, "snapshot"]
+    assert bench.operations.performed == ["discard", "create", 1, "snapshot"]
     assert (bench.snapshots / "1-copy" / "manifest.json").exists()
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
@@ -491,7 +491,7 @@ async def test_a_failure_before_a_restart_stays_a_failure(make_bench: MakeBench)
     assert await bench.result(2) == {"seq_id": 2} and await bench.result(3) == failed
     await bench.optim_step(4)
     assert "forward_backward with seq_id 3 failed" in (await bench.result(4))["error"]
-    assert performed_since_rebuild(bench) == ["create_in_workers", 1, 2, "clear"]
+    assert performed_since_rebuild(bench) == ["create", 1, 2, "clear"]
     await bench.optim_step(5)
     assert await bench.result(5) == {"seq_id": 5}
 
@@ -506,7 +506,7 @@ async def test_a_step_that_failed_before_a_restart_keeps_the_gradients(make_benc
     await hanging.restart()
     await bench.optim_step(4)
     assert await bench.result(4) == {"seq_id": 4}
-    assert performed_since_rebuild(bench) == ["create_in_workers", 1, 2, 4]
+    assert performed_since_rebuild(bench) == ["create", 1, 2, 4]
 
 
 async def test_a_step_given_up_before_a_restart_clears_the_gradients(make_bench: MakeBench) -> None:
@@ -522,7 +522,7 @@ async def test_a_step_given_up_before_a_restart_clears_the_gradients(make_bench:
     assert "died 3 times" in (await bench.result(2))["error"]
     await bench.forward_backward(3)
     assert await bench.result(3) == {"seq_id": 3}
-    assert performed_since_rebuild(bench) == ["create_in_workers", 1, "clear", 3]
+    assert performed_since_rebuild(bench) == ["create", 1, "clear", 3]
 
 
 async def test_an_operation_that_was_not_alone_is_retried_without_limit(make_bench: MakeBench) -> None:

@@ -1,4 +1,4 @@
-"""Uses the official Tinker SDK, unmodified, with this server: pip install tinker==0.38.0
+"""Uses the official Tinker SDK (`pip install tinker==0.38.0`), unmodified, with this server.
 
 .venv/bin/python examples/official_sdk.py [--base-url URL] [--model MODEL]
 TINKER_BASE_URL sets the server's URL, TINKER_API_KEY the key; without it the script sends a placeholder.

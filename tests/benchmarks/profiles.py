@@ -1,4 +1,6 @@
-"""Programs that print figures without a promise: python -m trainhouse.tests.benchmarks.profiles PROGRAM [OPTIONS]
+"""Programs that print figures without a promise.
+
+python -m trainhouse.tests.benchmarks.profiles PROGRAM [OPTIONS]
 
 CPU time says more than the clock on a machine that others use too.
 """

@@ -411,10 +411,7 @@ class BaseModel:
     def shared_hidden_states(
         self, micro_batch: MicroBatch, share: TokenShard, captured: dict[int, Tensor] | None = None
     ) -> Tensor:
-        """Returns the hidden states of `share.hidden`:
-
-        [tokens, hidden]. For `captured` see FusedTrunk.hidden_states.
-        """
+        """Returns the hidden states of `share.hidden`, [tokens, hidden]. `captured`: see FusedTrunk.hidden_states."""
         team, packing = self._mesh.along("sp"), micro_batch.packing
         # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
         shared = packing if share.is_all else ShardedPacking.of(packing, share, team, self.sequence_split)

@@ -26,10 +26,7 @@ _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Consecutive sequences of equal length:
-
-    `count` of them, the first one starting at token `start` of the packed row.
-    """
+    """`count` consecutive sequences of equal length; the first starts at token `start` of the packed row."""
 
     start: int
     count: int

@@ -111,7 +111,7 @@ class ServerConnection:
         accepted_status: int = 200,
         timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> httpx.Response:
-        """Sends a request, with retries, and returns the first response with a status of 2xx or `also_good`.
+        """Sends a request, with retries, and returns the first response with a status of 2xx or `accepted_status`.
 
         Raises:
             APIStatusError: the server refused it, or kept failing until the retries ran out.

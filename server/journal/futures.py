@@ -390,7 +390,7 @@ class Futures:
 
 
 def _nothing() -> None:
-    """Replaces Future.on_stored after Future.let_go."""
+    """Replaces Future.on_stored after Future.release."""
 
 
 def _size(future: Future) -> int:

@@ -585,7 +585,7 @@ class Operations:
         necessary.
 
         Args:
-            is_rebuild: as in `_load`.
+            again: as in `_load`.
         """
         try:
             directory = await self._loaded.find(run.run_id, seq_id, part)

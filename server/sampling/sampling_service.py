@@ -52,8 +52,8 @@ class _JournalRecords:
 class SamplingService:
     """Runs sampling requests.
 
-    `submit` returns immediately and the result is retrieved through a future; `draw` waits for the samples and keeps
-    nothing.
+    `submit` returns immediately and the result is retrieved through a future; `sample_now` waits for the samples and
+    keeps nothing.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SamplingService:
         admission.keep(num_bytes, len(job.prompt))
 
     def job_for_draw(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
-        """Returns a job for `draw`, with `stops` in place of the request's own. Raises RequestError."""
+        """Returns a job for `sample_now`, with `stops` in place of the request's own. Raises RequestError."""
         return self._job(sampler, request, sampler.next_drawing_id(), stops)
 
     async def sample_now(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
@@ -183,7 +183,7 @@ class SamplingService:
             self._drawing.discard(end)
 
     def stop_sample_now(self) -> None:
-        """Fails the running and all future calls of `draw`."""
+        """Fails the running and all future calls of `sample_now`."""
         self._is_stopping = True
         now = asyncio.get_running_loop().time()
         for end in self._drawing:

@@ -285,7 +285,7 @@ class Quotas:
     def result_reservation(self, tenant_id: str) -> "ResultReservation":
         return ResultReservation(self, tenant_id)
 
-    # For Leaving
+    # For ResultReservation
 
     def check_sending(self, tenant_id: str, num_bytes: int) -> None:
         """Raises RequestError 429 if the result exceeds a limit; one at a time per tenant is always allowed."""
@@ -309,7 +309,7 @@ class Quotas:
         self._usage(tenant_id).num_bytes_sending += num_bytes
         self._num_bytes_leaving += num_bytes
 
-    # For Admission
+    # For Reservation
 
     def fits(self, tenant_id: str, num_bytes: int) -> bool:
         """True if a request of this size is accepted regardless of its position in the order of its run."""

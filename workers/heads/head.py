@@ -42,7 +42,7 @@ class Head(Protocol):
         ...
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Holds everything that `over` needs on this rank while the context is active. All ranks enter it together."""
+        """Holds everything that `start_pass` needs on this rank while inside. All ranks enter together."""
         ...
 
     def start_pass(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> HeadPass:

@@ -107,7 +107,7 @@ class AdapterRegistry(ResidentModels[Adapter]):
 
         Args:
             segments: in order, ending at the row's last token; none for the bare base.
-            before: an earlier plan to reuse copies from, see Plan.
+            before: an earlier plan to reuse copies from, see BatchPlan.
         """
         return BatchPlan(segments, self._kind, before)
 
@@ -115,7 +115,8 @@ class AdapterRegistry(ResidentModels[Adapter]):
     def applied(self, segments: Sequence[Segment] | BatchPlan, pass_adapters: Sequence[Adapter] = ()) -> Iterator[None]:
         """Applies these adapters in forward and backward passes of the trunk, with the weights that they have on entry.
 
-        A plan serves any number of rows of the same segments, until a weight changes. For `company` see Plan.
+        A plan serves any number of rows of the same segments, until a weight changes. For `pass_adapters` see
+        BatchPlan.
         """
         plan = (
             segments

@@ -94,7 +94,7 @@ class ExpertPlan:
 
         Args:
             counts: rows of each, int64 [experts, kinds].
-            has_unadapted: whether some rows may be of the last kind, which has no adapter.
+            has_bare: whether some rows may be of the last kind, which has no adapter.
         """
         return ExpertTerms(self, layer, counts, has_bare) if self.adapters else None
 

@@ -57,7 +57,7 @@ class LoraPair:
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
         """Adds to the gradients of A and B, and to `grad_x` [tokens, in] unless it is None.
 
-        `grad` [tokens, out] is the gradient of y; x and reduced are those of `down` and `add_up`.
+        `grad` [tokens, out] is the gradient of y; x and reduced are those of `project_down` and `add_projection_up`.
         """
         a, b_t = self._adapter.all_factors()[self._name]
         grad_reduced = (grad @ b_t.t()).mul_(self.scale)

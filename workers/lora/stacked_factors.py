@@ -38,7 +38,7 @@ class FoldedFactors:
 
 
 class StackedFactors:
-    """Holds A and B of these adapters, stacked as `Rows.stack` does; stale as soon as the weights change."""
+    """Holds A and B of these adapters, stacked as `SegmentedMatmul.stack` does; stale as soon as the weights change."""
 
     def __init__(self, site: LinearSite, adapters: Sequence[Adapter], rows: SegmentedMatmul) -> None:
         self._site, self._adapters, self._stack = site, adapters, rows.stack

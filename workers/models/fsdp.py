@@ -268,7 +268,7 @@ class ShardedLayers:
 
     @contextmanager
     def using_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Enters ShardedLayer.of_other_weights of all layers."""
+        """Enters ShardedLayer.using_weights of all layers."""
         with ExitStack() as held:
             for layer in (*self._layers, *self._ends):
                 held.enter_context(layer.using_weights(gradients))

@@ -71,7 +71,7 @@ class FusedTrunk:
     def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         """Gathers layers from the parameters that the modules have on entry, while inside.
 
-        For `gradients` see ShardedLayer.of_other_weights.
+        For `gradients` see ShardedLayer.using_weights.
         """
         return self._sharded.using_weights(gradients)
 

@@ -210,7 +210,7 @@ def listing(url: str) -> Listing:
 
     Raises:
         ModelUnavailableError: there is no base model.
-        Unreached: that may be temporary.
+        ModelUnreachableError: that may be temporary.
     """
     found = _with_retries(url, lambda files, path: files.ls(path, detail=True))
     remote = sorted(_remote_files(found), key=lambda file: file.name)
@@ -259,7 +259,7 @@ def _unchanged_listing(origin: DownloadOrigin) -> Listing:
     """Returns the listing of this version.
 
     Raises:
-        Changed: the URL has another version now.
+        ModelChangedError: the URL has another version now.
         ModelUnavailableError: see `listing`.
     """
     now = listing(origin.url)

@@ -48,7 +48,7 @@ def own_rows(x: Tensor, team: Team) -> Tensor:
 
 
 def all_to_all_rows(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
-    """Calls Team.exchanged; gradients travel back the same way."""
+    """Calls Team.all_to_all; gradients travel back the same way."""
     return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
 
 

@@ -84,7 +84,7 @@ class TokenShard:
         return own if self._sharded else self._among_tokens.all_gather(own)
 
     def _in_order(self, of_ranks: Tensor) -> Tensor:
-        """Reorders the ranks' concatenated rows [num_filled, ...] to the order of the tokens, [num_tokens, ...]."""
+        """Reorders the ranks' concatenated rows [num_padded, ...] to the order of the tokens, [num_tokens, ...]."""
         by_stripe = of_ranks.unflatten(0, (self._ring, -1))
         return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
 

@@ -1,7 +1,7 @@
 """Estimates the memory that a pass over a micro-batch needs on a rank of a layout.
 
 Mirrors what fused_decoder.py, activation_checkpointing.py, fused.py, attention.py, experts.py, heads/ and
-lora/linear.py keep for the backward pass; tests compare it with real passes. Imports no torch.
+lora/lora_linear.py keep for the backward pass; tests compare it with real passes. Imports no torch.
 """
 
 from dataclasses import dataclass

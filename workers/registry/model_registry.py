@@ -95,7 +95,7 @@ class ModelRegistry:
         self._holder_of(model).make_room(model_id, model)
 
     def put(self, model_id: str, model: Trainable) -> Trainable:
-        """Stores the model under the id and returns it; see Holder.put."""
+        """Stores the model under the id and returns it; see ResidentModels.put."""
         if model_id in self and self._holder(model_id) is not self._holder_of(model):
             self.drop(model_id)
         return self._holder_of(model).put(model_id, model)

@@ -372,7 +372,7 @@ class _DraftSampling:
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """Implements Ends. models: the model of each sequence; None is the base model."""
+    """Implements TargetEnds. models: the model of each sequence; None is the base model."""
 
     base: BaseModel
     head: LogprobHead

@@ -49,7 +49,7 @@ class Cohort:
     max_jobs: largest number of jobs.
     running: jobs that the ranks hold.
     cancelled: ids of jobs that the ranks must drop.
-    turn, num_slices: slices of its turn, and how many of them are over.
+    turn_slices, num_slices: slices of its turn, and how many of them are over.
     """
 
     number: int

@@ -19,7 +19,8 @@ _SHORT_PER_PASS = 16
 class PassLimits:
     """The limits of one pass.
 
-    tokens, max_runs: the most of one pass. Sequences are not cut: one longer than half of `tokens` may exceed it.
+    max_tokens, max_runs: the most of one pass. Sequences are not cut: one longer than half of `max_tokens` may exceed
+    it.
     tenant_weights: as in DispatchConfig.
     """
 

@@ -15,7 +15,7 @@ _FIRST_SECONDS, _LAST_SECONDS = 0.01, 0.5
 class PendingSnapshots:
     """The snapshots of one group that are being written.
 
-    The group polls the worker for finished ones whenever they are `due`; `on_due` is called at that time.
+    The group polls the worker for finished ones whenever `is_due` is True; `on_due` is called at that time.
     """
 
     def __init__(self, on_due: Callable[[], None]) -> None:

@@ -49,7 +49,7 @@ class GroupQueue:
         self._limits = limits
         self._suspects = suspects
         self._lines: dict[str, RunQueue] = {}
-        # Each line is in one of these, by the type of its head; operations of suspects are in `_apart`.
+        # Each line is in one of these, by the type of its head; operations of suspects are in `_suspect_runs`.
         self._shares = FairQueue(limits)
         self._suspect_runs = _TenantRoundRobin()
         self._steps: dict[str, RunQueue] = {}

@@ -236,7 +236,7 @@ def drop_partly_stored(begun: Sequence[Task | Failure], of_ranks: Sequence[Mappi
     sequences on all of them.
 
     Args:
-        of_ranks: the result of rows_stored on each of these ranks.
+        of_ranks: the result of find_stored_rows on each of these ranks.
     """
     for number, task in enumerate(begun):
         if isinstance(task, Task) and task.stored:

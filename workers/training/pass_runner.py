@@ -58,7 +58,7 @@ RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
 class RankPlan:
     """A rank's state before a round, exchanged with the ranks that it shares collectives with.
 
-    failures: by part. versions: by run, see PolicyCapture. stored: see rows_stored.
+    failures: by part. versions: by run, see PolicyCapture. stored: see find_stored_rows.
     """
 
     failures: list[Failure | None]

@@ -209,7 +209,7 @@ def _concatenate_targets(targets: list[Tensor]) -> Tensor:
 
 
 def _view_like(targets: Tensor, values: Tensor) -> Tensor:
-    """Returns the view of rows of a `_side_by_side` tensor that belongs to these targets."""
+    """Returns the view of rows of a `_concatenate_targets` tensor that belongs to these targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

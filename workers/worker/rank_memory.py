@@ -98,7 +98,7 @@ class RankMemory:
         kv_cache_of_drafts: the part of the cache that draft models use.
         kv_cache_held: used by samples under way; the rest is prefix cache and idle slots.
         offloads: how often the rank was offloaded.
-        offload_moved: of the base model and the cache, since the start.
+        offload_moved_bytes, offload_moved_milliseconds: of the base model and the cache, since the start.
         """
         cache = self._sampler.cache_bytes()
         own = {

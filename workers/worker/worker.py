@@ -368,7 +368,7 @@ class Worker:
         return self._memory.by_purpose()
 
     def offload(self) -> float:
-        """Offloads the rank from its device until a verb needs it; see RankMemory.leave.
+        """Offloads the rank from its device until a verb needs it; see RankMemory.offload.
 
         Returns:
             the seconds that moving has taken since the previous call.

@@ -37,7 +37,7 @@ def attend_unrolled(
 
 
 class _UnrolledAttention(torch.autograd.Function):
-    """Keeps nothing of size tokens x tokens: see attention_parts."""
+    """Keeps nothing of size tokens x tokens: see partial_attention.py."""
 
     @staticmethod
     def forward(

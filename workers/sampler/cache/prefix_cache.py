@@ -42,7 +42,7 @@ class BlockRange:
 class PrefixCache:
     """Drops the least recently used blocks first.
 
-    namespace: the version of the weights that computed the keys and values.
+    weight_version, namespace: the version of the weights that computed the keys and values.
     """
 
     def __init__(self, clock: Iterator[int], num_ahead: int = 0) -> None:

@@ -1,6 +1,7 @@
 """Docstrings, comments and messages are plain English: no fragments, and none of the words that STYLE replaces."""
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("client", "examples", "schemas", "server", "workers")
+PACKAGES = ("client", "examples", "schemas", "server", "tests", "workers")
 
 OPENERS = """Of As What Where Whose Who Which In That How Why Whether Not Nothing None Else For By With To From Behind
 Beyond It They Its Then So And But Also"""
@@ -36,13 +37,12 @@ REFUSED = {
 OPENER = re.compile(rf"({'|'.join(OPENERS.split())})\b")
 WORD = re.compile(rf"\b({'|'.join(REFUSED).replace(' ', chr(92) + 's+')})\b", re.IGNORECASE)
 QUOTED = re.compile(r"`[^`]*`|https?://\S+|\"[^\"]*\"")
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def problems(source: str) -> Iterator[str]:
     """One line for each rule that a module breaks, with its line number."""
     tree = ast.parse(source)
-    docstrings = {node.body[0].lineno: text for node in documented(tree) if (text := ast.get_docstring(node))}
+    docstrings = dict(texts_alone(tree))
     for line, text in docstrings.items():
         if match := OPENER.match(text):
             yield f"{line}: a docstring opens with {match[0]}: {text.splitlines()[0]}"
@@ -51,8 +51,12 @@ def problems(source: str) -> Iterator[str]:
             yield f"{line}: {match[0]}: say {instead(match[0])}"
 
 
-def documented(tree: ast.Module) -> Iterator[Documented]:
-    return (node for node in ast.walk(tree) if isinstance(node, Documented))
+def texts_alone(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields the docstrings of modules, classes, functions and attributes: strings that are statements."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, inspect.cleandoc(text)
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -76,7 +80,7 @@ def instead(word: str) -> str:
 
 def modules() -> list[Path]:
     found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return [path for path in found if not path.name.endswith("_pb2.py")]
+    return [path for path in found if not path.name.endswith("_pb2.py") and path != Path(__file__)]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

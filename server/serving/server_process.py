@@ -69,9 +69,9 @@ _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Allocations between two collections; Python's 700 would collect every few requests, which hardly leave cycles."""
 _LEAVING_SECONDS = 3.0
-"""How long leftover threads, such as one whose upload hangs, may delay the end of the process."""
+"""The time that leftover threads, such as one whose upload hangs, may delay the end of the process."""
 _SWITCH_SECONDS = 0.0005
-"""How long a thread that decodes a large body may hold the GIL; Python's default, 5 ms, is as long as an operation."""
+"""The time that a decoder of a large body may hold the GIL; Python's default, 5 ms, is as long as an operation."""
 
 
 def serve(config: ServerConfig) -> None:

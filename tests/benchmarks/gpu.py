@@ -52,7 +52,7 @@ MOST_ADAPTERS = 16
 PEFT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Plan = Sequence[tuple[int, int]]
-"""For each tenant, the number of rows and the tokens of each."""
+"""The number of rows and the tokens of each, for each tenant."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ LENGTH = 512
 MICRO_BATCH_SIZES = (1024, 2048, 4096, 8192, 16384)
 PASS_SIZES = (4096, 8192, 16384, 32768, 65536)
 KIB_PER_TOKEN = 100
-"""What docs/performance.md states for a micro-batch of the benchmarks' model."""
+"""The figures of docs/performance.md for a micro-batch of the benchmarks' model."""
 LARGE_VOCAB, LARGE_VOCAB_TOKENS = 65536, 8192
 HANG_SECONDS = 600.0
 

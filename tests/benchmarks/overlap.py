@@ -237,7 +237,7 @@ def _section(counted: Sequence[Round], num_rounds: int) -> Section:
         for name, times in seconds.items()
     ]
     found = statistics.median(seconds[APART] / longer)
-    lines = [Line("a reference's forward beside the policy's pass: times the longer one", found, "at most", MOST_TIMES)]
+    lines = [Line("reference's forward next to the policy's pass: times the longer one", found, "at most", MOST_TIMES)]
     notes = [
         f"Medians of {len(counted)} of {num_rounds} rounds: of those in which others took less than {MOST_OTHERS:g}",
         f"cores, if any. cross_entropy of {num_tokens(TRAINED)} tokens with gradients, and of {num_tokens(SCORED)}",

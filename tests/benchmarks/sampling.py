@@ -176,7 +176,7 @@ def _section(seconds: dict[str, list[float]], late: float, rounds: int) -> Secti
 
     lines = [
         Line("8x4 samples of 64, times generate's tokens/s", ratio(BATCH, BATCH_LOCAL), "at least", 2.0),
-        Line("64 clients that come and go, times the full batch's tokens/s", ratio(RAGGED, BATCH), "at least", 0.8),
+        Line("64 clients joining and leaving, times the full batch's tokens/s", ratio(RAGGED, BATCH), "at least", 0.8),
         Line("one request of 16 tokens, times generate's time", ratio(ONE_LOCAL, ONE), "at most", 1.1),
         Line("8 adapters in one batch, times one adapter's tokens/s", ratio(MIXED, BATCH), "at least", 0.7),
         Line("first token of weights just trained, ms above another token", late, "at most", 30),

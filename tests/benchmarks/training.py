@@ -97,9 +97,9 @@ TENANTS, LENGTH, TENANT_STEPS = 16, 64, 30
 WHOLE, ALONE, CROWD = "one tenant, 16x64", "one tenant, 1x64", "sixteen tenants, 1x64 each"
 
 Work = Mapping[str, Any]
-"""What one tenant does: see processes.clients."""
+"""Work of one tenant, as `processes.clients` names it."""
 Load = Sequence[tuple[Child, Sequence[Work]]]
-"""What the tenants of each client process do at once."""
+"""Work that the tenants of each client process do at once."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,8 @@ def interactive(setup: Setup) -> Section:
         f"each, at any moment of a pass, while another tenant streams batches of {STREAMED} such sequences.",
         f"A pass: {PASS_TOKENS} tokens at the rate of the stream alone, {1000 * pass_seconds:.0f} ms.",
     ]
-    line = Line("p95 of a forward beside the stream, in passes", float(np.quantile(passes, 0.95)), "at most", 2.5)
-    return Section("A short forward beside a stream of large batches", table, [line], notes)
+    line = Line("p95 of a forward next to the stream, in passes", float(np.quantile(passes, 0.95)), "at most", 2.5)
+    return Section("A short forward next to a stream of large batches", table, [line], notes)
 
 
 def _stream_and_call(streamer: Child, callers: Child) -> tuple[float, np.ndarray]:

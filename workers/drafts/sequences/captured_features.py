@@ -18,8 +18,8 @@ from ....schemas.errors import OperationError
 CAPTURED = "captured"
 
 TargetRepr = Literal["hidden_state"]
-"""How the target's distribution is stored: as final hidden states [T, hidden]. Logits are computed from these when they
-are needed, since they would take more space than everything else."""
+"""The form in which the target's distribution is stored: as final hidden states [T, hidden]. Logits are computed from
+these when they are needed, since they would take more space than everything else."""
 
 _DIGITS = 32
 

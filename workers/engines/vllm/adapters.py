@@ -25,10 +25,10 @@ from ..in_flight import cancel_and_wait
 from .api import VllmApi
 
 _READS_ON_SECONDS = 5.0
-"""How long files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
+"""The time that files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
 
 _UNLOADING_SECONDS = 5.0
-"""How long `close` may take to unload adapters."""
+"""The time that `close` may take to unload adapters."""
 
 
 @dataclass(eq=False)

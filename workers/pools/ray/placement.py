@@ -5,7 +5,7 @@ from typing import Any
 from ..base import PlacementError, PoolSpec
 
 _BETTER_SECONDS = 5.0
-"""How long to wait for a better placement before a less good one is requested."""
+"""The time to wait for a better placement before a less good one is requested."""
 
 
 def place_ranks(spec: PoolSpec, timeout_seconds: float) -> list[Any]:

@@ -82,7 +82,7 @@ def tensor_to_json(array: np.ndarray) -> JsonObject:
 
 
 def tensor_rows(array: np.ndarray) -> JsonObject:
-    """Returns the same as `tensor_to_json`, with its data as Rows."""
+    """Returns the same as `tensor_to_json`, with its data as JsonRows."""
     array = public_dtype(array)
     return {"data": rows_of(array), "dtype": array.dtype.name, "shape": list(array.shape)}
 

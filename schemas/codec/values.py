@@ -38,7 +38,7 @@ def rows_of(array: np.ndarray) -> JsonRows:
 
 
 def without_rows(value: object) -> object:
-    """Replaces each Rows in the value by a list."""
+    """Replaces each JsonRows in the value by a list."""
     match value:
         case JsonRows():
             return list(value.entries(0, value.num))
@@ -51,7 +51,7 @@ def without_rows(value: object) -> object:
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """Yields the JSON text of a value with Rows in it; each piece is quick to build, so the event loop is not blocked
+    """Yields the JSON text of a value with JsonRows; each piece is quick to build, so the event loop is not blocked
     for long.
     """
     waiting, num_bytes = [], 0

@@ -74,7 +74,8 @@ class FeatureFiles:
         return all((directory / f"{address}{_SUFFIX}").exists() for address in addresses)
 
     def write(self, tenant_id: str, references: Sequence[tuple[str, str]], dropped: Sequence[str]) -> None:
-        """Writes references (`told`: pairs of an address and `as_text`), and deletes the files of `dropped` addresses.
+        """Writes references (`references`: pairs of an address and `as_text`), and deletes the files of `dropped`
+        addresses.
 
         Raises OSError.
         """

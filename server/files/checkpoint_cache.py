@@ -19,7 +19,7 @@ _SPARED_SECONDS = 60.0
 
 
 class CheckpointCache:
-    """A size-limited cache in `root`, which nothing else may use. Every method but `held` blocks."""
+    """A size-limited cache in `root`, which nothing else may use. Every method but `hold` blocks."""
 
     def __init__(self, root: Path, most_bytes: int) -> None:
         self._root = root

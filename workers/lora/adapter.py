@@ -83,7 +83,7 @@ class Adapter(Trainable):
 
 
 def layout_of(targets: Sequence[Target], rank: int, extra_matrices: Sequence[Matrix] = ()) -> FlatLayout:
-    """Returns the layout of an adapter of these targets and of the `beside` matrices that are trained with it."""
+    """Returns the layout of an adapter of these targets and of the `extra_matrices` trained with it."""
     return FlatLayout([*(side for target in targets for side in target.matrices(rank)), *extra_matrices])
 
 

@@ -67,7 +67,7 @@ class HostOffload:
         return host
 
     def begin_to_device(self, host: Tensor) -> Tensor:
-        """Begins to copy a tensor back to the device; `arrived` waits for it."""
+        """Begins to copy a tensor back to the device; `wait` waits for it."""
         with self._copy_stream():
             return host.to(self._device, non_blocking=True)
 

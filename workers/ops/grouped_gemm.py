@@ -26,7 +26,7 @@ class GroupedRows:
         return y
 
     def add_matmul(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:
-        """Adds the result of `times` to y [rows, q]."""
+        """Adds the result of `matmul` to y [rows, q]."""
         if _is_native(x):
             y.add_(self.matmul(x, matrices))
             return

@@ -41,7 +41,7 @@ class ThreadCount:
             torch.set_num_threads(1 if self.alone else self.most)
 
     def pays_for(self, num_multiplications: int) -> bool:
-        """True if a product of this size should run inside `together`."""
+        """True if a product of this size should run inside `all_threads`."""
         return self.alone and num_multiplications > _WORTH_ALL
 
     @contextmanager

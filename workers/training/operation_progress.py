@@ -117,7 +117,7 @@ def merge_verdicts(verdicts: Sequence[TaskVerdict]) -> TaskVerdict:
 
 @dataclass(frozen=True, eq=False)
 class HostScores:
-    """Holds a Scored in host memory: each array is float32 [n] or [n, K].
+    """Holds ObjectiveScores in host memory: each array is float32 [n] or [n, K].
 
     ratios, denominator: over all n rows, see LossOutput.
     """

@@ -67,7 +67,7 @@ class DraftNetwork(Protocol):
         ...
 
     def propose(self, told: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
-        """Adds the given tokens to the KV cache, then drafts `num` tokens after the last of `told.following`."""
+        """Adds given tokens to the KV cache, then drafts `num_draft_tokens` behind the last of `told.next_tokens`."""
         ...
 
 

@@ -182,7 +182,7 @@ class Eagle3Network:
                 state, hidden = self.step(state, ends.embedded(tokens), positions, packing)
 
     def _known_step(self, told: TargetStates, ends: TargetEnds) -> tuple[Tensor, Tensor]:
-        """Runs one step over all given tokens. Returns what `guessed` returns."""
+        """Runs `step` over all given tokens and returns its result."""
         embedded = ends.embedded(told.next_tokens)
         return self.step(self.initial_state(told.captured), embedded, told.positions(), _row(told.chunks))
 

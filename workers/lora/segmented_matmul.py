@@ -1,8 +1,7 @@
 """Multiplies the rows of several adapters each by its adapter's matrices, for all products of the low-rank terms.
 
 The fastest way depends on how many rows each adapter has; `choose_matmul` chooses it, once for all layers of a pass.
-Every
-way keeps the adapters apart: no number of one enters a sum of another, so a NaN stays with its adapter.
+Every way keeps the adapters apart: no number of one enters a sum of another, so a NaN stays with its adapter.
 """
 
 from collections.abc import Iterator, Sequence

@@ -19,6 +19,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import OperationError
+from ...workers.scheduler.backoff import backoff
 from ..files.manifest import read_manifest
 from ..files.object_store import ObjectStore, ObjectStoreError, key_of
 from ..files.storage_config import CheckpointStorageConfig
@@ -270,7 +271,7 @@ class CheckpointMirrors:
         """Returns the seconds until the copy's next try; at most 0 if it is due."""
         if copy.state == "waiting":
             return 0.0
-        pause = min(self._first_pause_seconds * 2 ** (copy.num_tries - 1), _LONGEST_PAUSE_SECONDS)
+        pause = backoff(copy.num_tries, self._first_pause_seconds, _LONGEST_PAUSE_SECONDS)
         return copy.updated_at + pause - self._clock()
 
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import struct
-import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,7 +23,6 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.rank_group import RestartBackoff
 from trainhouse.workers.scheduler.time_sharing import TimeShares
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
@@ -545,17 +543,6 @@ def test_worker_that_dies_during_restart_leaks_no_files(tmp_path: Path) -> None:
             assert len(os.listdir("/proc/self/fd")) == files
 
     run(check())
-
-
-def test_restart_delay_grows_while_a_worker_keeps_dying() -> None:
-    backoff = RestartBackoff(first=1.0, limit=5.0, steady_after=60.0)
-    backoff.started()
-    assert [backoff.next_delay() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
-    steady = RestartBackoff(first=0.001, steady_after=0.01)
-    for _ in range(2):
-        steady.started()
-        time.sleep(0.05)
-        assert steady.next_delay() == 0.0
 
 
 # --- start ---

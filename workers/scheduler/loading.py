@@ -7,6 +7,7 @@ from typing import TypeVar
 from ..planner.footprint import available_bytes, gigabytes, planned_bytes
 from ..pools.base import WorkerDied, WorkerError
 from ..protocol.worker_config import WorkerConfig
+from .backoff import backoff
 
 MAX_TRIES = 4
 """The retries follow pauses of 1, 2 and 4 seconds."""
@@ -37,7 +38,7 @@ async def load(
             if number == most_tries:
                 tried = f", tried {number} times" if number > 1 else ""
                 raise ValueError(f"base model {name} does not load from {source}{tried}: {reason}") from error
-            seconds = 2.0 ** (number - 1)
+            seconds = backoff(number, first=1.0)
             on_progress(f"{name} did not load: {reason}; trying again in {seconds:.0f} s")
             await asyncio.sleep(seconds)
         except (WorkerError, OSError) as error:

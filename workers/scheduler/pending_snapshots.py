@@ -6,10 +6,11 @@ from itertools import count
 from typing import Any
 
 from ..protocol.calls import Failure
+from .backoff import backoff
 from .work import SnapshotRequest, WorkItem
 
 _MOST = 4
-_FIRST_SECONDS, _LAST_SECONDS = 0.01, 0.5
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.01, 0.5
 
 
 class PendingSnapshots:
@@ -23,7 +24,7 @@ class PendingSnapshots:
         self._on_due = on_due
         self._writing: dict[int, WorkItem[SnapshotRequest]] = {}
         self._ids = count()
-        self._seconds = _FIRST_SECONDS
+        self._num_polls = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -39,7 +40,7 @@ class PendingSnapshots:
 
     def add(self, snapshot_id: int, work: WorkItem[SnapshotRequest]) -> None:
         self._writing[snapshot_id] = work
-        self._seconds = _FIRST_SECONDS
+        self._num_polls = 0
         self._ask_later()
 
     def take_ended(
@@ -49,7 +50,6 @@ class PendingSnapshots:
         intervals.
         """
         works = [(self._writing.pop(one), answer) for one, answer in answers.items() if one in self._writing]
-        self._seconds = min(2 * self._seconds, _LAST_SECONDS)
         self._ask_later()
         return works
 
@@ -68,7 +68,9 @@ class PendingSnapshots:
             self._timer.cancel()
             self._timer = None
         if self._writing:
-            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._become_due)
+            self._num_polls += 1
+            seconds = backoff(self._num_polls, _FIRST_SECONDS, _LONGEST_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._become_due)
 
     def _become_due(self) -> None:
         self.is_due = True

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..planner.footprint import gigabytes, loaded_bytes
 from ..pools.base import PlacementError, Pool, WorkerDied, WorkerError
 from ..protocol.calls import Failure, ModelInfo, OptimizerStep, Pass, SampleJob, SliceResult, WorkerLost
 from ..protocol.worker_config import WorkerConfig
+from .backoff import RestartBackoff
 from .cohorts import Cohort, Cohorts, OnProgress, SamplingWork
 from .device_sharing import DeviceScheduler
 from .fair_queue import PassLimits
@@ -580,30 +581,6 @@ class RankGroup:
     def _running_ranks(self) -> Ranks:
         assert self._ranks is not None, "the lane runs only after start()"
         return self._ranks
-
-
-@dataclass
-class RestartBackoff:
-    """Delays restarts: none for a worker that served for a while, growing delays (seconds) for one that keeps dying."""
-
-    first: float = 1.0
-    limit: float = 60.0
-    steady_after: float = 60.0
-    _started_at: float = 0.0
-    _num_quick_deaths: int = 0
-
-    def started(self) -> None:
-        self._started_at = time.monotonic()
-
-    def next_delay(self) -> float:
-        if time.monotonic() - self._started_at > self.steady_after + self._delay():
-            self._num_quick_deaths = 0
-        delay = self._delay()
-        self._num_quick_deaths += 1
-        return delay
-
-    def _delay(self) -> float:
-        return min(self.limit, self.first * 2 ** (self._num_quick_deaths - 1)) if self._num_quick_deaths else 0.0
 
 
 def _consequences(what: str, accused: Mapping[str, int], suspects: Suspects) -> str:

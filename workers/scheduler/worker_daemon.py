@@ -30,8 +30,8 @@ from ..pools.remote.protocol import (
 from ..pools.remote.secure_channel import ClosedSilently, SecureConnection, keep_alive
 from ..protocol.messages import encode
 from ..protocol.worker_config import AttachClaim, ServedModel, WorkerConfig
+from .backoff import RestartBackoff
 from .loading import failure_reason, load
-from .rank_group import RestartBackoff
 from .ranks import Ranks
 from .timeouts import CallTimeouts
 

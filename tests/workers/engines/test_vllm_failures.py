@@ -35,7 +35,8 @@ from trainhouse.workers.engines.vllm.server import RemoteVllm
 from trainhouse.workers.engines.vllm.vllm_process import VllmProcess
 from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from trainhouse.workers.scheduler.rank_group import OnProgress, RestartBackoff
+from trainhouse.workers.scheduler.backoff import RestartBackoff
+from trainhouse.workers.scheduler.cohorts import OnProgress
 
 JOB = SampleJob("job", None, np.array([1, 5], np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
 

@@ -9,11 +9,12 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 from ....schemas.errors import OperationError
+from ...scheduler.backoff import backoff
 from ..in_flight import cancel_and_wait
 from .api import VllmApi, VllmUnreachable
 from .server import VllmServer
 
-_LONGEST_PAUSE_SECONDS = 8.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 8.0
 
 # Health checks within the time for which requests wait.
 _NUM_LOOKS = 12
@@ -26,7 +27,7 @@ class RetryDeadline:
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
-        self._pause = 0.25
+        self._num_retries = 0
         self._gone_since: float | None = None
 
     async def wait(self, gone: VllmUnreachable) -> None:
@@ -36,8 +37,8 @@ class RetryDeadline:
         most = self._server.retry_seconds
         if most is not None and time.monotonic() - self._gone_since > most:
             raise _silent(self._server, most, str(gone))
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        self._num_retries += 1
+        await asyncio.sleep(backoff(self._num_retries, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
 
 
 class HealthMonitor:

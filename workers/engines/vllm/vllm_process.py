@@ -19,7 +19,7 @@ import httpx
 from ....schemas.errors import OperationError
 from ...planner.footprint import runs_on_cpu
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
-from ...scheduler.rank_group import RestartBackoff
+from ...scheduler.backoff import RestartBackoff
 from .log import VllmLog
 
 logger = logging.getLogger(__name__)

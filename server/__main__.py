@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from ..schemas.version import VERSION
 from .cli.plan import main as plan
-from .cli.preflight import check_arguments
 
 FAILED = 1
 INTERRUPTED = 130
@@ -71,9 +70,6 @@ def _exec_client_program(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _run_server_program(command: str, arguments: Sequence[str]) -> int:
-    # Refuse before loading the server's packages, which takes seconds.
-    if command == "serve" and (status := check_arguments(arguments)):
-        return status
     try:
         run = _load_program(command)
     except ModuleNotFoundError as error:

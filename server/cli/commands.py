@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from ...workers.scheduler.pool_factory import check_layouts
+from ...workers.shapes.model_shape import refuse_missing_weights
 from ..config.knobs import (
     ADDRESS,
     ENVIRONMENT_PREFIX,
@@ -161,13 +163,25 @@ def _metavar(entry: Field) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from ..serving.server_process import serve  # imports the whole application, which no other command needs
-
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
+    _refuse_impossible_models(config)
+    from ..serving.server_process import serve  # imports the whole application, which takes seconds
+
     configure_logging(config.log_level)
     check_database_kind(StoreConfig(config.state_dir, config.database_url))
     serve(config)
     return 0
+
+
+def _refuse_impossible_models(config: ServerConfig) -> None:
+    """Raises ValueError for what is known to fail before anything is loaded, except by workers of another process."""
+    if config.workers is None:
+        ranks = config.dispatch_config()
+        if config.parallel is None:  # chosen later, and drafts depend on it
+            ranks = replace(ranks, models=tuple(replace(model, draft_parallel=None) for model in ranks.models))
+        check_layouts(ranks)
+    for model in config.base_models:
+        refuse_missing_weights(model.source)
 
 
 # trainhouse workers

@@ -734,7 +734,7 @@ def _check_shard(config: ServerConfig) -> None:
     try:
         replicated_units(config.shard)
     except ValueError as error:
-        raise ConfigError(f"shard: {error}") from None
+        raise ConfigError(f"--shard: {error}") from None
 
 
 def _check_sampler(config: ServerConfig) -> None:

@@ -58,12 +58,7 @@ class StartedPools:
         if self._config.ray_address is None:
             for _, model in groups_of(self._config):
                 check_cuda(model.device)
-        for model in self._config.models:
-            _check_layout(model, is_local=self._cluster is None)
-        _check_roles(self._config)
-        for model in (*policy_configs(self._config), *_all_role_configs(self._config).values()):
-            _check_drafts(model)
-        _check_samplers(self._config)
+        check_layouts(self._config)
         groups = _rank_configs(self._config)
         check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
         copies = [copy for group in groups for copy in group]
@@ -101,6 +96,20 @@ class KeptPools:
         return RemotePool(PoolSpec(self._worker, (model,) * model.parallel.num_ranks), group, self._at)
 
     async def close(self) -> None: ...
+
+
+def check_layouts(config: DispatchConfig) -> None:
+    """Checks all layouts for the models that are on this machine already; other models are checked by their ranks.
+
+    Raises:
+        ValueError: a layout is impossible for its model, or takes devices that are not there.
+    """
+    for model in config.models:
+        _check_layout(model, is_local=config.pool == "local")
+    _check_roles(config)
+    for model in (*policy_configs(config), *_all_role_configs(config).values()):
+        _check_drafts(model)
+    _check_samplers(config)
 
 
 def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -153,11 +162,6 @@ def sampler_configs(model: WorkerConfig, sampling: SamplingConfig) -> list[Worke
 
 
 def _check_layout(model: WorkerConfig, is_local: bool) -> None:
-    """Checks a model that is on this machine already; other models are checked by their ranks.
-
-    Raises:
-        ValueError: the layout is impossible.
-    """
     if model_directory(model.model.source) is None:
         return
     has_ranks = model.parallel != SINGLE

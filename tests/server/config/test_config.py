@@ -74,7 +74,7 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"port": "http"}, "--port is 'http': expected an integer"),
         ({"pool": "slurm"}, "pool is 'slurm': expected local or ray"),
         ({"zero_stage": "2"}, "zero_stage 2 has no effect without fsdp, and the layout is single: leave it out"),
-        ({"shard": "lm_head*=replicate"}, "shard: lm_head* matches no weights that ranks divide; those are layers"),
+        ({"shard": "lm_head*=replicate"}, "--shard: lm_head* matches no weights that ranks divide; those are layers"),
         (
             {"shard": "*=replicate", "parallel": "auto"},
             "--shard needs an explicit layout: set --parallel to one other than auto, or leave --shard out",

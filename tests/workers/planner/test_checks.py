@@ -2,14 +2,15 @@
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainhouse.server import __main__ as command_line
 from trainhouse.workers.planner.checks import check_layout, cuda_devices, valid_ep, valid_tp
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
@@ -255,36 +256,87 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
 }
 
 
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Refusal:
+    """Runs a command that must be refused, and returns the one line that it prints."""
+
+    def run(command: str, source: str, *options: str) -> str:
+        assert command_line.main([command, f"--base-model=M={source}", *options]) in (1, 2)
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert captured.out == "" and line.startswith(f"trainhouse {command}: error: ")
+        assert not state_dir(tmp_path).exists()
+        return line
+
+    return run
+
+
+def state_dir(directory: Path) -> Path:
+    return directory / "state"
+
+
+def serve_options(directory: Path, *options: str) -> list[str]:
+    return [*options, f"--state-dir={state_dir(directory)}", "--port=0"]
+
+
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
-def test_impossible_layout_is_refused_at_once(reason: str, tmp_path: Path) -> None:
+def test_plan_refuses_impossible_layouts(reason: str, tmp_path: Path, refusal: Refusal) -> None:
     arguments, source, message = IMPOSSIBLE[reason]
-    assert_refused("plan", source_of_model(source, tmp_path), arguments.split(), message, tmp_path)
+    assert message in refusal("plan", source_of_model(source, tmp_path), *arguments.split())
 
 
 # Cases of serve: they depend on the model's config, or on the values that any layout may have.
 OF_SERVE = [
     reason
     for reason, (arguments, source, _) in IMPOSSIBLE.items()
-    if arguments.startswith(("--parallel", "--activations"))
+    if arguments.startswith(("--parallel", "--activations", "--max-context-length"))
     and "num-devices" not in arguments
     and reason != "no config"
 ]
 
 
 @pytest.mark.parametrize("reason", OF_SERVE)
-def test_serve_refuses_impossible_layouts_before_creating_state(reason: str, tmp_path: Path) -> None:
+def test_serve_refuses_impossible_layouts_before_creating_state(reason: str, tmp_path: Path, refusal: Refusal) -> None:
     arguments, source, message = IMPOSSIBLE[reason]
-    state_dir = tmp_path / "state"
-    options = [*arguments.split(), f"--state-dir={state_dir}", "--port=0"]
-    assert_refused("serve", source_of_model(source, tmp_path), options, message, tmp_path)
-    assert not state_dir.exists()
+    options = serve_options(tmp_path, *arguments.split())
+    assert message in refusal("serve", source_of_model(source, tmp_path), *options)
 
 
-def test_serve_refuses_a_directory_without_weights_at_once(tmp_path: Path) -> None:
-    options = [f"--state-dir={tmp_path / 'state'}", "--port=0"]
-    assert_refused(
-        "serve", source_of_model(DENSE, tmp_path), options, "no .safetensors weights in this directory", tmp_path
+@pytest.mark.parametrize("place", ["environment", "file"])
+def test_serve_refuses_impossible_layouts_that_are_not_in_its_arguments(
+    place: str, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "trainhouse.toml"
+    file.write_text('parallel = "tp=3"\n' if place == "file" else "")
+    if place == "environment":
+        monkeypatch.setenv("TRAINHOUSE_PARALLEL", "tp=3")
+    options = serve_options(tmp_path, f"--config={file}")
+    assert "tp=3 does not divide 32 query heads of M" in refusal("serve", source_of_model(LLAMA, tmp_path), *options)
+
+
+def test_serve_refuses_a_model_that_no_chosen_layout_could_run(tmp_path: Path, refusal: Refusal) -> None:
+    source = source_of_model(DENSE | {"model_type": "gpt_oss"}, tmp_path)
+    message = refusal("serve", source, *serve_options(tmp_path, "--parallel=auto", "--draft-parallel=tp=8"))
+    assert "models with attention sinks are not supported" in message
+
+
+def test_serve_refuses_a_directory_without_weights(tmp_path: Path, refusal: Refusal) -> None:
+    message = refusal("serve", source_of_model(DENSE, tmp_path), *serve_options(tmp_path))
+    assert "no .safetensors weights in this directory" in message
+
+
+def test_serve_refuses_before_it_imports_the_application(tmp_path: Path) -> None:
+    source = source_of_model(LLAMA, tmp_path)
+    options = serve_options(tmp_path, f"--base-model=M={source}", "--parallel=tp=3")
+    code = (
+        "import sys; from trainhouse.server.__main__ import main; status = main(sys.argv[1:])\n"
+        "print(status, [name for name in sys.modules if name.startswith('trainhouse.server.serving')])"
     )
+    done = subprocess.run([sys.executable, "-c", code, "serve", *options], capture_output=True, text=True, timeout=60)
+    assert "tp=3 does not divide" in done.stderr and done.stdout == "1 []\n"
 
 
 def test_serve_has_at_least_twenty_cases() -> None:
@@ -298,20 +350,6 @@ def source_of_model(source: str | dict[str, Any], directory: Path) -> str:
         return str(config)
     (directory / "config.json").write_text(json.dumps(source) if config is None else config.read_text())
     return str(directory)
-
-
-def assert_refused(command: str, source: str, options: list[str], message: str, directory: Path) -> None:
-    """Runs the command in a subprocess. Limits its processor time, because other processes may use the cores."""
-    errors = directory / "errors"
-    with errors.open("w") as stream:
-        arguments = [sys.executable, "-m", "trainhouse.server", command, f"--base-model=M={source}", *options]
-        child = subprocess.Popen(arguments, stdout=stream, stderr=stream)
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    assert child.returncode in (1, 2)
-    (line,) = errors.read_text().splitlines()
-    assert line.startswith(f"trainhouse {command}: error: ") and message in line
-    assert used.ru_utime + used.ru_stime < 1.0
 
 
 def model(source: str) -> ModelShape:
@@ -386,10 +424,10 @@ OF_SAMPLERS = {
 
 
 @pytest.mark.parametrize("reason", OF_SAMPLERS)
-def test_impossible_sampler_layout_is_refused_at_once(reason: str, tmp_path: Path) -> None:
+def test_serve_refuses_impossible_sampler_layouts(reason: str, tmp_path: Path, refusal: Refusal) -> None:
     source, layout, message = OF_SAMPLERS[reason]
-    options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--sampler-workers=1", f"--sampler-parallel={layout}"]
-    assert_refused("serve", source_of_model(source, tmp_path), options, message, tmp_path)
+    options = serve_options(tmp_path, "--sampler-workers=1", f"--sampler-parallel={layout}")
+    assert message in refusal("serve", source_of_model(source, tmp_path), *options)
 
 
 OF_DRAFTS = {
@@ -400,10 +438,10 @@ OF_DRAFTS = {
 
 
 @pytest.mark.parametrize("reason", OF_DRAFTS)
-def test_impossible_draft_layout_is_refused_at_once(reason: str, tmp_path: Path) -> None:
+def test_serve_refuses_impossible_draft_layouts(reason: str, tmp_path: Path, refusal: Refusal) -> None:
     layout, message = OF_DRAFTS[reason]
-    options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--parallel=fsdp=2", f"--draft-parallel={layout}"]
-    assert_refused("serve", source_of_model(LLAMA, tmp_path), options, message, tmp_path)
+    options = serve_options(tmp_path, "--parallel=fsdp=2", f"--draft-parallel={layout}")
+    assert message in refusal("serve", source_of_model(LLAMA, tmp_path), *options)
 
 
 @pytest.mark.parametrize(

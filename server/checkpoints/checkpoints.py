@@ -91,9 +91,9 @@ class Checkpoints:
         self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
         # Listed before the rows are read: a checkpoint published in between must not look like one without a row.
         found = await self._files.found()
-        published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
+        published = await self._follow_moved_root(await self._store.checkpoints.list_directories())
         published |= await self._restore_lost_rows(await self._files.find_without_row(found, published))
-        runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
+        runs = {directory_name(run_id) for run_id in await self._store.runs.list_ids()}
         await self._files.sweep(found, runs, published)
         await self._mirror.start(self._files, published)
         self._tasks = [asyncio.create_task(self._expire_periodically()), asyncio.create_task(self._sweep_url(runs))]
@@ -165,7 +165,7 @@ class Checkpoints:
     async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
         """Returns directory -> its copies at mirrors."""
         found: dict[str, list[CheckpointCopyRecord]] = defaultdict(list)
-        for copy in await self._store.list_mirror_copies([checkpoint.directory for checkpoint in checkpoints]):
+        for copy in await self._store.copies.list_in([checkpoint.directory for checkpoint in checkpoints]):
             found[copy.directory].append(copy)
         return found
 
@@ -211,15 +211,15 @@ class Checkpoints:
         """Deletes the checkpoint. Its copies at mirrors are deleted later, in the background."""
         await self._files.mark_deleted(checkpoint.directory)
         async with self._mirror.deleting(checkpoint.directory):
-            await self._store.delete_checkpoint(checkpoint)
+            await self._store.checkpoints.delete(checkpoint)
         await self._files.remove(checkpoint.directory)
 
     async def set_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
-        await self._store.set_checkpoint_public(checkpoint, public)
+        await self._store.checkpoints.set_public(checkpoint, public)
 
     async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
         """Sets when the checkpoint expires, counted from now; None means never."""
-        await self._store.set_checkpoint_expiry(checkpoint, self._expiry(ttl_seconds))
+        await self._store.checkpoints.set_expiry(checkpoint, self._expiry(ttl_seconds))
 
     async def copy(self, source: CheckpointRecord, to: SessionRecord, ttl_seconds: int | None) -> CheckpointRecord:
         """Copies the checkpoint into a new run that cannot be trained.
@@ -232,7 +232,7 @@ class Checkpoints:
         Raises:
             RequestError: 503 if the source cannot be read or the copy cannot be written.
         """
-        if known := await self._store.find_copied_checkpoint(to):
+        if known := await self._store.checkpoints.find_copied(to):
             return known
         now = self._clock()
         run = RunRecord(
@@ -249,7 +249,7 @@ class Checkpoints:
         )
         draft = self._draft(run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer)
         with _as_request_errors():
-            await self._copy(source, draft, partial(self._store.insert_copied_checkpoint, to, run))
+            await self._copy(source, draft, partial(self._store.checkpoints.insert_copied, to, run))
         return await self.resolve(Tenant(to.tenant_id, ""), draft.tinker_path)
 
     async def create(
@@ -269,7 +269,7 @@ class Checkpoints:
         Raises:
             OperationError: the name is not allowed, the checkpoint could not be saved, or `write` raised it.
         """
-        if known := await self._store.find_copied_checkpoint(session):
+        if known := await self._store.checkpoints.find_copied(session):
             return known
         draft = self._draft(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
         new_run, staging = self._files.marking_new_run(draft.directory), self._files.staging(draft.directory)
@@ -281,7 +281,7 @@ class Checkpoints:
                 raise
             draft, run = replace(draft, training=training), replace(run, training=training)
             bring = partial(self._files.publish, staging, draft.directory, await self._manifest_entries(draft))
-            await _shielded(self._publish(draft, bring, partial(self._store.insert_copied_checkpoint, session, run)))
+            await _shielded(self._publish(draft, bring, partial(self._store.checkpoints.insert_copied, session, run)))
         return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
 
     async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
@@ -321,7 +321,7 @@ class Checkpoints:
         try:
             yield
         except OperationError as error:
-            now = await self._store.get_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            now = await self._store.checkpoints.get(checkpoint.run_id, checkpoint.kind, checkpoint.name)
             if now is None or now.directory != checkpoint.directory:
                 words = f"{checkpoint.tinker_path} was deleted or replaced while it was read: send the request again"
                 raise OperationError(words, "user") from None
@@ -334,7 +334,7 @@ class Checkpoints:
 
     async def expire(self) -> None:
         """Deletes expired checkpoints. Readers no longer see them even before that."""
-        for checkpoint in await self._store.list_expired_checkpoints(self._clock()):
+        for checkpoint in await self._store.checkpoints.list_expired(self._clock()):
             logger.info("checkpoint %s has expired", checkpoint.tinker_path)
             await self.delete(checkpoint)
 
@@ -365,12 +365,12 @@ class Checkpoints:
         moves = await self._files.follow_moved_root(directories)
         await self._mirror.move_directories(moves)
         if moves:
-            await self._store.move_checkpoint_directories(moves)
+            await self._store.checkpoints.move_directories(moves)
         return {moves.get(directory, directory) for directory in directories}
 
     async def _sweep_url(self, runs: Collection[str]) -> None:
         try:
-            await self._files.sweep_url(runs, self._store.list_checkpoint_directories)
+            await self._files.sweep_url(runs, self._store.checkpoints.list_directories)
         except ObjectStoreError as error:
             logger.warning("could not look for unfinished uploads that a crash may have left: %s", error)
 
@@ -404,11 +404,11 @@ class Checkpoints:
 
     async def _insert_or_replace(self, overwrite: bool, record: CheckpointRecord) -> None:
         """Inserts the row, replacing a checkpoint of the same name if `overwrite`."""
-        known = await self._store.get_checkpoint(record.run_id, record.kind, record.name) if overwrite else None
+        known = await self._store.checkpoints.get(record.run_id, record.kind, record.name) if overwrite else None
         if known is not None:
             await self._files.mark_deleted(known.directory)
         async with self._mirror.deleting(known.directory) if known else nullcontext():
-            replaced = await self._store.put_checkpoint(record, overwrite)
+            replaced = await self._store.checkpoints.put(record, overwrite)
         if replaced is not None:
             await self._files.remove(replaced.directory)
 
@@ -470,7 +470,7 @@ class Checkpoints:
         """Returns what the manifest records in addition to the files: the content of the row, in case the row is
         lost.
         """
-        tenant = await self._store.get_tenant(draft.tenant_id)
+        tenant = await self._store.tenants.get(draft.tenant_id)
         return {
             "format": MANIFEST_FORMAT,
             "tinker_path": draft.tinker_path,
@@ -490,11 +490,11 @@ class Checkpoints:
     async def _require_free(self, draft: CheckpointRecord) -> None:
         if await self._find(draft.run_id, draft.kind, draft.name):
             raise _name_in_use_error(draft)
-        if expired := await self._store.get_checkpoint(draft.run_id, draft.kind, draft.name):
+        if expired := await self._store.checkpoints.get(draft.run_id, draft.kind, draft.name):
             await self.delete(expired)
 
     async def _find(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
-        record = await self._store.get_checkpoint(run_id, kind, name)
+        record = await self._store.checkpoints.get(run_id, kind, name)
         if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
             return None
         return record
@@ -612,9 +612,10 @@ async def path_of_lost_row(store: Store, directory: str, about: Mapping[str, Any
         training_of(about["training"] if "training" in about else about["lora"])
     except (RequestError, KeyError, AttributeError, ValueError):
         return None
-    if run_id.replace(":", "_") != PurePosixPath(directory).parts[-3] or await store.get_checkpoint(run_id, kind, name):
+    is_elsewhere = run_id.replace(":", "_") != PurePosixPath(directory).parts[-3]
+    if is_elsewhere or await store.checkpoints.get(run_id, kind, name):
         return None
-    is_known = await store.get_run(run_id) is not None or (is_ours_alone and "tenant_id" in about)
+    is_known = await store.runs.get(run_id) is not None or (is_ours_alone and "tenant_id" in about)
     return about["tinker_path"] if is_known else None
 
 
@@ -624,7 +625,7 @@ async def restore_row(store: Store, directory: str, about: Mapping[str, Any]) ->
     The manifest does not record whether it was public, so it is private now.
     """
     run_id, kind, name = parse_path(about["tinker_path"])
-    run = await store.get_run(run_id) or await _restore_run_row(store, run_id, about)
+    run = await store.runs.get(run_id) or await _restore_run_row(store, run_id, about)
     record = CheckpointRecord(
         run_id=run_id,
         tenant_id=run.tenant_id,
@@ -642,7 +643,7 @@ async def restore_row(store: Store, directory: str, about: Mapping[str, Any]) ->
         role=run.role,
         target_path=about.get("target_path"),
     )
-    await store.put_checkpoint(record, overwrite=False)
+    await store.checkpoints.put(record, overwrite=False)
     return record.tinker_path
 
 
@@ -650,20 +651,20 @@ async def _restore_run_row(store: Store, run_id: str, about: Mapping[str, Any]) 
     """Restores a run that can no longer be trained, with its session and its tenant."""
     created_at = about["created_at"]
     named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
-    tenant = await store.get_tenant(named.tenant_id) or await store.find_tenant(named.name)
+    tenant = await store.tenants.get(named.tenant_id) or await store.tenants.find(named.name)
     if tenant is None:
-        await store.ensure_tenant(tenant := named)
+        await store.tenants.ensure(tenant := named)
     session_id = run_id.partition(":")[0]
-    if await store.get_session(session_id) is None:
+    if await store.sessions.get(session_id) is None:
         ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
-        await store.insert_session(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
+        await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
     training, role, target_path = training_of(about["training"]), about["role"], about["target_path"]
     run = RunRecord(
         *(run_id, session_id, tenant.tenant_id, about["base_model"], training, created_at, created_at),
         role=role,
         target_path=target_path,
     )
-    await store.insert_run(run)
+    await store.runs.insert(run)
     return run
 
 

@@ -108,35 +108,35 @@ class CheckpointMirrors:
         changed.
         """
         for directories in _batches(list(moves)):
-            for copy in await self._store.list_mirror_copies(directories):
-                await self._store.put_mirror_copy(replace(copy, directory=moves[copy.directory]))
-            await self._store.delete_mirror_copies(directories)
+            for copy in await self._store.copies.list_in(directories):
+                await self._store.copies.put(replace(copy, directory=moves[copy.directory]))
+            await self._store.copies.delete_in(directories)
 
     async def complete_copies(self, directory: str) -> list[str]:
         """Returns the URLs of the complete copies."""
-        return [copy.url for copy in await self._store.list_mirror_copies([directory]) if copy.state == "copied"]
+        return [copy.url for copy in await self._store.copies.list_in([directory]) if copy.state == "copied"]
 
     async def _add_missing(self, directories: Sequence[str]) -> None:
         for part in _batches(directories):
-            known = {(copy.directory, copy.mirror) for copy in await self._store.list_mirror_copies(part)}
+            known = {(copy.directory, copy.mirror) for copy in await self._store.copies.list_in(part)}
             for directory, url in product(part, self._urls):
                 if (directory, url) not in known:
                     place = f"{url}/{key_of(directory)}"
                     waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
-                    await self._store.put_mirror_copy(waiting)
+                    await self._store.copies.put(waiting)
 
     async def _delete_unconfigured(self) -> None:
         """Deletes the rows of copies that were never made and whose mirror is no longer configured."""
         there, _ = await self._unfinished()
         for copy in there:
             if copy.mirror not in self._urls:
-                await self._store.delete_mirror_copy(copy)
+                await self._store.copies.delete(copy)
 
     async def _mark_waiting(self, directory: str) -> bool:
         """Marks all copies of the checkpoint as waiting. True if it has any."""
-        copies = await self._store.list_mirror_copies([directory])
+        copies = await self._store.copies.list_in([directory])
         for copy in copies:
-            await self._store.put_mirror_copy(replace(copy, state="waiting", error=None, num_tries=0))
+            await self._store.copies.put(replace(copy, state="waiting", error=None, num_tries=0))
         return bool(copies)
 
     def _notice(self) -> None:
@@ -161,9 +161,9 @@ class CheckpointMirrors:
 
     async def _unfinished(self) -> tuple[list[CheckpointCopyRecord], list[CheckpointCopyRecord]]:
         """Returns the unfinished copies of existing checkpoints, and those of deleted ones."""
-        unfinished = await self._store.list_unfinished_mirror_copies()
+        unfinished = await self._store.copies.list_unfinished()
         # Read after the copies, since a checkpoint's row is inserted before the rows of its copies.
-        published = await self._store.list_checkpoint_directories()
+        published = await self._store.checkpoints.list_directories()
         there = [copy for copy in unfinished if copy.directory in published]
         return there, [copy for copy in unfinished if copy.directory not in published]
 
@@ -182,13 +182,13 @@ class CheckpointMirrors:
             return None
         self._being_copied[copy.directory] += 1
         try:
-            if copy.mirror not in {known.mirror for known in await self._store.list_mirror_copies([copy.directory])}:
+            if copy.mirror not in {known.mirror for known in await self._store.copies.list_in([copy.directory])}:
                 return None
             after = await self._try_copy(files, copy)
-            is_there = copy.directory in await self._store.list_checkpoint_directories()
+            is_there = copy.directory in await self._store.checkpoints.list_directories()
             if not is_there or copy.directory in self._being_deleted:
                 return None
-            await self._store.put_mirror_copy(after)
+            await self._store.copies.put(after)
             return after
         finally:
             self._being_copied -= Counter((copy.directory,))
@@ -227,7 +227,7 @@ class CheckpointMirrors:
         """
         self._being_removed.add(directory)
         try:
-            copies = await self._store.list_mirror_copies([directory])
+            copies = await self._store.copies.list_in([directory])
             seconds = max(map(self._seconds_until, copies), default=0.0)
             return seconds if seconds > 0 else await self._remove_now(directory, copies)
         finally:
@@ -243,9 +243,9 @@ class CheckpointMirrors:
                     logger.warning("%s; giving up, since this mirror is no longer configured: delete it by hand", error)
                     continue
                 failed.append(self._failed(copy, error))
-                await self._store.put_mirror_copy(failed[-1])
+                await self._store.copies.put(failed[-1])
         if not failed:
-            await self._store.delete_mirror_copies([directory])
+            await self._store.copies.delete_in([directory])
             self._being_deleted.discard(directory)
         return max(map(self._seconds_until, failed), default=0.0)
 

@@ -285,7 +285,7 @@ def _with_store(
 async def _create_key(store: Store, options: argparse.Namespace) -> None:
     scopes = None if options.scopes is None else _scopes(options.scopes)
     per_minute = None if options.requests_per_minute is None else _per_minute(options.requests_per_minute)
-    is_first = (await store.count_keys()).created == 0
+    is_first = (await store.keys.count()).created == 0
     print(await create_key(store, options.name, scopes, per_minute))
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
     if is_first:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, Row, Table, delete, select
 from sqlalchemy.exc import DatabaseError
@@ -55,8 +55,6 @@ _OF_DAMAGED = {
     ),
 }
 """(consequence, remedy) of damage within a segment, by directory."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ async def _check_epoch(store: Store, state_dir: Path) -> None:
     Raises ValueError if the state directory belongs to another database: all its files would seem to be left over.
     """
     live = live_directory(state_dir)
-    epochs = [lease.epoch for lease in await store.list_leases() if lease.base_model == LIVE_STATE]
+    epochs = [lease.epoch for lease in await store.leases.list_all() if lease.base_model == LIVE_STATE]
     known = max(epochs, default=0)
     if live != state_dir and int(live.name.removeprefix("live-")) > known:
         raise ValueError(
@@ -170,7 +168,7 @@ async def _check_epoch(store: Store, state_dir: Path) -> None:
 
 async def _holder(store: Store) -> str | None:
     """Returns the URL of the server that holds a lease of this database, if any."""
-    return next((lease.url for lease in await store.list_leases() if lease.expires_at > time.time()), None)
+    return next((lease.url for lease in await store.leases.list_all() if lease.expires_at > time.time()), None)
 
 
 async def _try_repair(problem: Problem) -> str | None:
@@ -223,8 +221,8 @@ class Verification:
         if damages := [problem async for problem in self._database()]:
             self.counts = "the files were not checked, because the database's records of them cannot be trusted"
             return damages
-        self._moves = await self._files.follow_moved_root(await self._store.list_checkpoint_directories())
-        self._runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
+        self._moves = await self._files.follow_moved_root(await self._store.checkpoints.list_directories())
+        self._runs = {directory_name(run_id) for run_id in await self._store.runs.list_ids()}
         walks = (
             self._checkpoints(),
             self._copies(),
@@ -245,7 +243,7 @@ class Verification:
             return connection.exec_driver_sql("PRAGMA integrity_check").scalars().all() if is_sqlite else ["ok"]
 
         try:
-            lines = await self._read(statements)
+            lines = await self._store.read(statements)
         except DatabaseError as error:
             lines = [str(error.orig)]
         for line in lines:
@@ -303,11 +301,11 @@ class Verification:
                 yield Problem(row.url, meaning, "delete it there, and run with --repair", repair)
 
     async def _copy_again(self, waiting: CheckpointCopyRecord) -> str:
-        await self._store.put_mirror_copy(waiting)
+        await self._store.copies.put(waiting)
         return "the server will copy it again"
 
     async def _leftovers(self) -> AsyncIterator[Problem]:
-        rows = await self._store.list_checkpoint_directories()
+        rows = await self._store.checkpoints.list_directories()
         published = {self._moves.get(directory, directory) for directory in rows}
         live = {directory_name(run.run_id) for run in await self._live_runs()}
         adapters = {directory_name(one) for one in await self._live_adapters()}
@@ -355,7 +353,7 @@ class Verification:
         root = self._config.checkpoints
         if root is None or not is_url(root):
             return
-        published = await self._store.list_checkpoint_directories()
+        published = await self._store.checkpoints.list_directories()
         try:
             found = await self._places.list(root)
         except ObjectStoreError as error:
@@ -418,11 +416,11 @@ class Verification:
                 yield Problem(lost, "the weights of a sampler are lost: its requests are answered 410", remedy)
 
     async def _live_runs(self) -> list[RunRecord]:
-        open_sessions = await self._store.list_open_sessions()
-        return [run for one in open_sessions for run in await self._store.list_session_runs(one.session_id)]
+        open_sessions = await self._store.sessions.list_open()
+        return [run for one in open_sessions for run in await self._store.runs.list_of_session(one.session_id)]
 
     async def _live_adapters(self) -> set[str]:
-        samplers = await self._store.list_open_samplers()
+        samplers = await self._store.samplers.list_open()
         return {one.adapter_id for one in samplers if one.is_ephemeral and one.adapter_id}
 
     # Segments
@@ -451,7 +449,7 @@ class Verification:
             for request_id in request_ids:
                 connection.execute(delete(results).where(results.c.request_id == request_id))
 
-        await asyncio.wrap_future(self._store.write(statements))
+        await self._store.write(statements)
         return f"{len(request_ids)} rows dropped"
 
     async def _counted(self) -> str:
@@ -472,10 +470,7 @@ class Verification:
         )
 
     async def _rows(self, table: Table) -> Sequence[Row]:
-        return await self._read(lambda connection: connection.execute(select(table)).all())
-
-    async def _read(self, statements: Callable[[Connection], T]) -> T:
-        return await asyncio.wrap_future(self._store.read(statements))
+        return await self._store.read(lambda connection: connection.execute(select(table)).all())
 
 
 def _num(number: int, one: str, many: str | None = None) -> str:

@@ -134,7 +134,7 @@ class Futures:
         self._storing = RepeatedErrorLog(logger, "storing the places of results")
 
     async def open(self) -> None:
-        await self._store_results_after(await self._store.newest_result())
+        await self._store_results_after(await self._store.results.newest())
         await self._recount_bytes()
         self._writer = asyncio.create_task(self._write_behind())
 
@@ -149,16 +149,16 @@ class Futures:
 
     async def has_result(self, request_id: str) -> bool:
         """True if the store has a result of this request; requests in progress are not considered."""
-        return await self._store.get_result(request_id) is not None
+        return await self._store.results.get(request_id) is not None
 
     async def find_encodings(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
         """Returns the encoding of the result, by request id, for those requests whose result is in the store."""
-        return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.get_results(request_ids)}
+        return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.results.get_many(request_ids)}
 
     async def list_summaries(self, prefix: str) -> list[ResultSummary]:
         """Returns the requests with this id prefix that have a result, including those of earlier processes."""
         here = [future for request_id, future in self._live.items() if request_id.startswith(prefix) and future.result]
-        stored = await self._store.list_results(prefix)
+        stored = await self._store.results.list_by_prefix(prefix)
         known = {
             one.request_id: ResultSummary(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored
         }
@@ -204,7 +204,7 @@ class Futures:
 
     async def require(self, request_id: str, tenant_id: str) -> None:
         """Raises RequestError 404 unless the request exists and belongs to the tenant."""
-        future = self._live.get(request_id) or await self._store.get_result(request_id)
+        future = self._live.get(request_id) or await self._store.results.get(request_id)
         if future is None or future.tenant_id != tenant_id:
             raise _unknown(request_id)
 
@@ -259,7 +259,7 @@ class Futures:
         began_at = time.monotonic()
         if began_at < self._sum_again_at:
             return
-        sums = await self._store.sum_results()
+        sums = await self._store.results.sum_by_tenant()
         kept = Counter({tenant_id: num * _RECORD_BYTES + size for tenant_id, (num, size) in sums.items()})
         for future in (*self._unstored, *self._appending):
             kept[future.tenant_id] += _kept_size(future)
@@ -269,7 +269,7 @@ class Futures:
     async def expire(self) -> None:
         """Deletes results that are older than the TTL."""
         oldest = time.time() - self._ttl_seconds
-        await self._store.delete_results(oldest)
+        await self._store.results.delete(oldest)
         await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
         while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
             self._evict_oldest()
@@ -285,7 +285,7 @@ class Futures:
             await self._segments.close()
 
     async def _load(self, request_id: str, tenant_id: str, claim: Callable[[int], None]) -> Result:
-        record = await self._store.get_result(request_id)
+        record = await self._store.results.get(request_id)
         if record is None or record.tenant_id != tenant_id:
             raise _unknown(request_id)
         claim(record.size_bytes)
@@ -338,7 +338,7 @@ class Futures:
                 continue
             batch = self._unstored[:_MOST_PER_WRITE]
             try:
-                await self._store.put_results([_record(future) for future in batch])
+                await self._store.results.put([_record(future) for future in batch])
             except SQLAlchemyError as error:
                 if self._closing.is_set():
                     raise
@@ -364,7 +364,7 @@ class Futures:
 
     async def _put(self, records: list[ResultRecord]) -> None:
         for first in range(0, len(records), _MOST_PER_WRITE):
-            await self._store.put_results(records[first : first + _MOST_PER_WRITE])
+            await self._store.results.put(records[first : first + _MOST_PER_WRITE])
 
     def _records_after(self, start: RecordPosition) -> Iterator[ResultRecord]:
         for segment in self._segments.earlier:

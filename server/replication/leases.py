@@ -79,7 +79,7 @@ class Lease:
         """
         # In this order, since a server takes the lease before the live state.
         found = max(_epochs(state_dir), default=0)
-        if any(lease.base_model == LIVE_STATE for lease in await self._store.list_leases()):
+        if any(lease.base_model == LIVE_STATE for lease in await self._store.leases.list_all()):
             if found == 0 and not _epochs(state_dir):  # looked twice: a server may be renaming it right now
                 raise _no_live_state(state_dir)
             return
@@ -106,14 +106,14 @@ class Lease:
 
     async def renew(self, record: LeaseRecord) -> bool:
         """Renews the lease. True if no other server has had it since `record`."""
-        if await self._store.renew_leases(self._holder, time.time(), self.seconds):
+        if await self._store.leases.renew(self._holder, time.time(), self.seconds):
             return True
-        again = await self._store.acquire_leases(self._names, self._holder, self._url, time.time(), self.seconds)
+        again = await self._store.leases.acquire(self._names, self._holder, self._url, time.time(), self.seconds)
         return again is not None and again[0].epoch == record.epoch
 
     async def release(self) -> None:
         """Lets other servers take the lease at once. Raises SQLAlchemyError."""
-        await self._store.release_leases(self._holder)
+        await self._store.leases.release(self._holder)
 
     async def release_and_rest(self, seconds: float) -> None:
         """Releases a lease that this server cannot use, and waits `seconds` before the next attempt, so that others can
@@ -124,7 +124,7 @@ class Lease:
 
     async def _try(self) -> "Tenure | None":
         sent_at = boottime_seconds()
-        taken = await self._store.acquire_leases(self._names, self._holder, self._url, time.time(), self.seconds)
+        taken = await self._store.leases.acquire(self._names, self._holder, self._url, time.time(), self.seconds)
         if taken is None:
             return None
         self.holder_url = None
@@ -132,7 +132,7 @@ class Lease:
 
     async def _look(self) -> bool:
         """Updates what is known of the holder. True if the lease may be free."""
-        named = [lease for lease in await self._store.list_leases() if lease.base_model in self._names]
+        named = [lease for lease in await self._store.leases.list_all() if lease.base_model in self._names]
         held = [lease for lease in named if lease.expires_at > 0 and lease.holder != self._holder]
         self.holder_url = held[0].url if held else None
         newest = max((lease.expires_at for lease in held), default=0.0)

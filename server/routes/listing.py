@@ -49,7 +49,7 @@ async def list_training_runs(
     own runs only.
     """
     public_at = services.checkpoints.now() if access_scope == "accessible" else None
-    runs, page = await services.store.list_runs(tenant.id, offset, limit, project_id, public_at)
+    runs, page = await services.store.runs.list_of_tenant(tenant.id, offset, limit, project_id, public_at)
     return TrainingRunList(training_runs=await _training_runs(services, tenant, runs), cursor=_cursor(page))
 
 
@@ -58,7 +58,7 @@ async def get_training_run(
     run_id: RunIdPath, services: ServicesDependency, tenant: TenantDependency, access_scope: AccessScope = "owned"
 ) -> TrainingRun:
     """Describes a training run: its base model, its newest checkpoints, and when it was last used."""
-    run = await services.store.get_run(run_id)
+    run = await services.store.runs.get(run_id)
     if run is None or (run.tenant_id != tenant.id and not await _readable(services, tenant, run, access_scope)):
         raise _no_run(run_id)
     if not (found := await _training_runs(services, tenant, [run])):  # its public checkpoint has just expired
@@ -71,7 +71,7 @@ async def list_run_checkpoints(
     run_id: RunIdPath, services: ServicesDependency, tenant: TenantDependency
 ) -> CheckpointList:
     """Lists the checkpoints of a run, oldest first; only the public ones if the run belongs to another tenant."""
-    run = await services.store.get_run(run_id)
+    run = await services.store.runs.get(run_id)
     if run is None:
         raise _no_run(run_id)
     readable = await _readable(services, tenant, run, "accessible")
@@ -86,7 +86,7 @@ async def list_user_checkpoints(
 ) -> CheckpointList:
     """Lists your own checkpoints, newest first."""
     now = services.checkpoints.now()
-    records, page = await services.store.list_checkpoints(tenant.id, now, offset, limit)
+    records, page = await services.store.checkpoints.list_of_tenant(tenant.id, now, offset, limit)
     return CheckpointList(checkpoints=await _checkpoints(services, tenant, records), cursor=_cursor(page))
 
 
@@ -95,7 +95,7 @@ async def list_sessions(
     services: ServicesDependency, tenant: TenantDependency, limit: Limit = 20, offset: Offset = 0
 ) -> SessionList:
     """Lists your own sessions, newest first."""
-    records = await services.store.list_sessions(tenant.id, offset, limit)
+    records = await services.store.sessions.list_of_tenant(tenant.id, offset, limit)
     return SessionList(sessions=[record.session_id for record in records])
 
 
@@ -103,8 +103,8 @@ async def list_sessions(
 async def get_session(session_id: SessionIdPath, services: ServicesDependency, tenant: TenantDependency) -> SessionInfo:
     """Describes a session: its training runs, its samplers and its metadata."""
     session = await services.sessions.get(tenant, session_id)
-    runs = await services.store.list_session_runs(session_id)
-    samplers = await services.store.list_session_samplers(session_id)
+    runs = await services.store.runs.list_of_session(session_id)
+    samplers = await services.store.samplers.list_of_session(session_id)
     return SessionInfo(
         training_run_ids=[run.run_id for run in runs],
         sampler_ids=[sampler.sampler_id for sampler in samplers],
@@ -143,13 +143,13 @@ def _copy_of(copy: CheckpointCopyRecord) -> CheckpointCopy:
 async def _readable(
     services: Services, tenant: Tenant, run: RunRecord, access_scope: AccessScope
 ) -> list[CheckpointRecord]:
-    records = await services.store.list_run_checkpoints([run.run_id], services.checkpoints.now())
+    records = await services.store.checkpoints.list_of_runs([run.run_id], services.checkpoints.now())
     return [one for one in records if one.tenant_id == tenant.id or (one.public and access_scope == "accessible")]
 
 
 async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunRecord]) -> list[TrainingRun]:
     runs = list(runs)
-    records = await services.store.list_run_checkpoints([run.run_id for run in runs], services.checkpoints.now())
+    records = await services.store.checkpoints.list_of_runs([run.run_id for run in runs], services.checkpoints.now())
     seen = [one for one in records if one.public or one.tenant_id == tenant.id]
     # The records are sorted oldest first, so the newest of each kind of each run wins.
     last = {(one.run_id, one.kind): one for one in seen}

@@ -80,7 +80,7 @@ async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[Checkp
     saved, offset = [], 0
     now = services.checkpoints.now()
     while len(saved) < _MAX_LISTED:
-        records, _ = await services.store.list_checkpoints(tenant.id, now, offset, _MAX_LISTED)
+        records, _ = await services.store.checkpoints.list_of_tenant(tenant.id, now, offset, _MAX_LISTED)
         if not records:
             break
         saved += [record for record in records if record.kind == "sampler_weights"]

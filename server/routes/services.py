@@ -18,7 +18,7 @@ from ..sampling.draft_loader import DraftLoader
 from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
-from ..store.base import Store
+from ..store import Store
 from ..tenants.auth import Auth
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions

@@ -256,7 +256,7 @@ class Operations:
 
     async def stored_record(self, run: RunRecord) -> RunRecord:
         """Returns the record of a created run as the store has it, with the defaults that the workers filled in."""
-        stored = await self._store.get_run(run.run_id)
+        stored = await self._store.runs.get(run.run_id)
         assert stored is not None
         return replace(run, training=stored.training, target_path=stored.target_path)
 
@@ -279,7 +279,7 @@ class Operations:
 
     async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> RunInfo:
         """Creates the run in the workers, for the first time or (again) to rebuild it. Raises OperationError."""
-        tenant = await self._store.get_tenant(run.tenant_id)
+        tenant = await self._store.tenants.get(run.tenant_id)
         assert tenant is not None
         # Access to weights is granted by tenant name, possibly before the tenant exists.
         spec = RunSpec(run.run_id, run.training, run.role, is_new=not is_rebuild and operation.path is None)
@@ -313,8 +313,8 @@ class Operations:
         except (OperationError, RequestError):
             await self.discard(run)  # it may exist without its checkpoint, and use memory until its session ends
             raise
-        if await self._store.get_run(run.run_id) is None:  # it may have been inserted before a crash
-            await self._store.insert_run(replace(run, training=info.training))
+        if await self._store.runs.get(run.run_id) is None:  # it may have been inserted before a crash
+            await self._store.runs.insert(replace(run, training=info.training))
         if operation.path is not None:
             return _json(LoadWeightsResponse(path=full_path(operation.path), model_id=run.run_id))
         draft = draft_of(info.training)
@@ -356,7 +356,7 @@ class Operations:
         Data whose features found no space, or could not be stored, have no reference; the policy's training is the
         same.
         """
-        draft = await self._store.get_run(draft_id)
+        draft = await self._store.runs.get(draft_id)
         check_captures(run, draft, draft_id)
         assert draft is not None
         self._check_live(draft)
@@ -513,7 +513,7 @@ class Operations:
         find = partial(self._checkpoints.resolve_for, readers={run.tenant_id})
         path = operation.path and full_path(operation.path)
         await self._apply_target(run, path, seq_id, find, again=False)
-        await self._store.set_run_target(run.run_id, path)
+        await self._store.runs.set_target(run.run_id, path)
         return _json(SetTargetResponse(target_path=path))
 
     async def _apply_target(

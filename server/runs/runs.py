@@ -78,7 +78,7 @@ class Runs:
         for session_id in session_ids:
             begun = [run_id for run_id in of_runs if run_id.startswith(f"{session_id}:train:")]
             records |= dict.fromkeys(begun)
-            records |= {record.run_id: record for record in await self._store.list_session_runs(session_id)}
+            records |= {record.run_id: record for record in await self._store.runs.list_of_session(session_id)}
         self._services.restore_marker.begin(records.keys())
         held: set[RecordPosition] = set()
         for run_id, record in records.items():
@@ -143,7 +143,7 @@ class Runs:
         if run is not None and run.record.tenant_id == tenant.id:
             self._services.sessions.touch(run.record.session_id)
             return run
-        record = None if run is not None else await self._store.get_run(run_id)
+        record = None if run is not None else await self._store.runs.get(run_id)
         if record is not None and record.tenant_id == tenant.id:
             raise _not_live(run_id)
         raise RequestError(f"there is no model {run_id}: create one with create_model", 404)
@@ -212,7 +212,7 @@ class Runs:
         saved_at, self._saved_at = self._saved_at, time.time()
         times = {run_id: run.last_request_at for run_id, run in self._runs.items() if run.last_request_at >= saved_at}
         if times:
-            await self._store.touch_runs(times)
+            await self._store.runs.touch(times)
 
     async def close(self) -> None:
         for ending in self._ending:
@@ -259,7 +259,7 @@ class Runs:
         """Returns the paths of the run's checkpoints, oldest first, if its client may be ahead of a restored copy."""
         if not (self._services.restore_marker.is_waiting(run_id) or self._services.restore_marker.is_behind(run_id)):
             return ()
-        saved = await self._store.list_run_checkpoints([run_id], time.time())
+        saved = await self._store.checkpoints.list_of_runs([run_id], time.time())
         return [checkpoint.tinker_path for checkpoint in saved if checkpoint.kind == "weights"]
 
     async def _record_of(self, entries: Sequence[EntryLocation]) -> RunRecord | None:
@@ -295,7 +295,7 @@ class Runs:
         drawn: dict[str, int],
     ) -> Submitted:
         if record.run_id not in self._runs:
-            if record.run_id in self._not_resumed or await self._store.get_run(record.run_id) is not None:
+            if record.run_id in self._not_resumed or await self._store.runs.get(record.run_id) is not None:
                 raise _not_live(record.run_id)
             self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
             self._check_full(record)

@@ -64,7 +64,7 @@ class Samplers:
         """Restores the samplers of sessions that an earlier process left open."""
         # The clock in microseconds exceeds every number that an earlier process gave, so request ids stay unique.
         first_seq_id = int(time.time() * 1e6)
-        for record in await self._store.list_open_samplers():
+        for record in await self._store.samplers.list_open():
             sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
             if record.is_ephemeral and not self._adapters.has(record.adapter_id):
                 sampler.adapter_id = None
@@ -156,8 +156,8 @@ class Samplers:
     async def _add(self, record: SamplerRecord) -> None:
         """Adds the sampler to the store and to the open ones."""
         # A retry may find the row, if the database committed it but its answer was lost.
-        if await self._store.get_sampler(record.sampler_id) is None:
-            await self._store.insert_sampler(record)
+        if await self._store.samplers.get(record.sampler_id) is None:
+            await self._store.samplers.insert(record)
         self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
         if not self._sessions.is_open(record.session_id):  # it ended meanwhile
             await self.end_session(record.session_id)
@@ -256,7 +256,7 @@ class Samplers:
         return sampler
 
     async def _refuse_unknown(self, tenant: Tenant, sampler_id: str) -> None:
-        record = await self._store.get_sampler(sampler_id)
+        record = await self._store.samplers.get(sampler_id)
         if record is not None and record.tenant_id == tenant.id:
             raise RequestError(f"the session of sampler {sampler_id} has ended: create a new one", 410)
 

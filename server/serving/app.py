@@ -237,7 +237,7 @@ async def _resume(services: Services) -> None:
 
 async def _warn_of_unknown_tenants(services: Services) -> None:
     # Not an error: keys may be created later. But the name may be misspelt.
-    known = {tenant.name for tenant in await services.store.list_tenants()}
+    known = {tenant.name for tenant in await services.store.tenants.list_all()}
     for weight in services.config.tenant_weights:
         if weight.name not in known:
             logger.warning("tenant_weights names %s, which has no key yet: see `trainhouse keys list`", weight.name)

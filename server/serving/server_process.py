@@ -417,7 +417,7 @@ async def _has_keys(config: ServerConfig) -> bool:
     try:
         await store.check_integrity()
         await require_keys(config, store)
-        return (await store.count_keys()).created > 0
+        return (await store.keys.count()).created > 0
     except ValueError as error:
         raise StartError(str(error)) from None
     finally:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from .base import LeaseLost, PageInfo, Store
-from .engine import DatabaseUnreachable
+from .database import PageInfo
+from .database_errors import DatabaseUnreachable, LeaseLost
 from .postgres import PostgresStore
 from .records import (
     ApiKeyRecord,
@@ -22,6 +22,7 @@ from .records import (
     string_metadata,
 )
 from .sqlite import DATABASE_NAME, SqliteStore
+from .store import Store
 from .store_config import StoreConfig
 
 STORES: Mapping[str, type[SqliteStore] | type[PostgresStore]] = {"sqlite": SqliteStore, "postgresql": PostgresStore}

@@ -1,8 +1,17 @@
-"""Errors of a database that is temporarily unusable, through no fault of the caller."""
+"""Errors of a database, through no fault of the caller."""
 
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
-from .engine import DatabaseUnreachable
+
+class DatabaseUnreachable(SQLAlchemyError):
+    """The database has been unreachable for too long. The caller may retry."""
+
+
+class LeaseLost(SQLAlchemyError):
+    """Another server has the lease that this store's writes need. Nothing was written, and no later write will
+    succeed.
+    """
+
 
 OUTAGE_ERRORS = (OperationalError, DatabaseUnreachable)
 """Raised for example for a full disk, a lock held for too long, or an unreachable server."""

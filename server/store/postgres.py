@@ -13,8 +13,10 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
-from .engine import NUM_READERS, DatabaseUnreachable, EngineStore, PendingWrite
+from .database import NUM_READERS, PendingWrite
+from .database_errors import DatabaseUnreachable
 from .migrations import create_or_migrate
+from .store import Store
 from .store_config import StoreConfig
 
 T = TypeVar("T")
@@ -49,7 +51,7 @@ _PASSING_STATES = frozenset(
 )
 
 
-class PostgresStore(EngineStore):
+class PostgresStore(Store):
     """Keeps the store in PostgreSQL 13 or newer. Several servers may open the same database."""
 
     def __init__(self, url: str) -> None:
@@ -129,7 +131,7 @@ class PostgresStore(EngineStore):
                 self._outage.end()
                 return result
 
-    def _clock(self, connection: Connection, now: float) -> float:
+    def clock(self, connection: Connection, now: float) -> float:
         clock = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
         return connection.execute(clock).scalar_one()
 

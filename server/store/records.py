@@ -167,7 +167,7 @@ class LeaseRecord:
 
     url: where other servers reach the holder.
     epoch: counts the holders, from 1.
-    expires_at: by the clock of Store.acquire_leases; 0 if released.
+    expires_at: by the clock of LeaseTable.acquire; 0 if released.
     """
 
     base_model: str

@@ -6,8 +6,8 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError
 
-from .engine import EngineStore
 from .migrations import create_or_migrate
+from .store import Store
 from .store_config import StoreConfig
 
 DATABASE_NAME = "trainhouse.db"  # inside the state directory
@@ -20,7 +20,7 @@ DAMAGE_REMEDY = (
 """The advice in messages about a damaged database."""
 
 
-class SqliteStore(EngineStore):
+class SqliteStore(Store):
     """Keeps the store in one file. Other processes may open it at the same time (`trainhouse keys` while a server
     runs).
     """
@@ -58,7 +58,7 @@ class SqliteStore(EngineStore):
             return connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
 
         try:
-            found = await self._read(statements)
+            found = await self.read(statements)
         except DatabaseError as error:
             found = str(error.orig)
         if found != "ok":

@@ -174,7 +174,7 @@ class Auth:
         # Set before the query, so that concurrent requests do not query the store, too.
         before, self._counted_until = self._counted_until, self._clock() + CACHE_SECONDS
         try:
-            counts = await self._store.count_keys()
+            counts = await self._store.keys.count()
         except BaseException:
             self._counted_until = before
             raise
@@ -183,9 +183,9 @@ class Auth:
             self._counts = counts
 
     async def _ask_store(self, key_hash: str, may_be_new: bool) -> _AuthenticatedKey | None:
-        record = await self._store.find_key(key_hash)
+        record = await self._store.keys.find(key_hash)
         if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
-            tenant = await self._store.get_tenant(record.tenant_id)
+            tenant = await self._store.tenants.get(record.tenant_id)
             assert tenant is not None
             return _AuthenticatedKey(Tenant(tenant.tenant_id, tenant.name), record)
         if record is None and may_be_new and await self._is_open():
@@ -193,7 +193,7 @@ class Auth:
         return None
 
     async def _is_open(self) -> bool:
-        return self._loopback and (await self._store.count_keys()).created == 0
+        return self._loopback and (await self._store.keys.count()).created == 0
 
     def _was_open(self) -> bool:
         """True if the server was open when the keys were last counted."""
@@ -201,7 +201,7 @@ class Auth:
 
     async def _own_tenant(self, key_hash: str) -> Tenant:
         tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
-        await self._store.ensure_tenant(TenantRecord(tenant.id, tenant.name, time.time()))
+        await self._store.tenants.ensure(TenantRecord(tenant.id, tenant.name, time.time()))
         return tenant
 
 
@@ -266,7 +266,7 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
     """Raises ValueError if other machines can reach the server and no key is valid."""
     if config.is_loopback:
         return
-    if not (await store.count_keys()).active:
+    if not (await store.keys.count()).active:
         raise ValueError(
             f"host {config.host} can be reached from other machines and no API key is in force: "
             f"make one with `trainhouse keys create NAME {_place_of(config)}`, or listen on 127.0.0.1"
@@ -296,12 +296,12 @@ async def create_key(
             f"{name!r} cannot be the name of a key: use one without ',' and '=', and without spaces around it, so "
             "that --tenant-weights can name it"
         )
-    tenant = await store.find_tenant(name)
+    tenant = await store.tenants.find(name)
     if tenant is None:
         tenant = TenantRecord(f"tenant-{secrets.token_hex(8)}", name, time.time())
-        await store.ensure_tenant(tenant)
+        await store.tenants.ensure(tenant)
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    await store.insert_key(tenant.tenant_id, hash_key(key), time.time(), scopes, requests_per_minute)
+    await store.keys.insert(tenant.tenant_id, hash_key(key), time.time(), scopes, requests_per_minute)
     return key
 
 
@@ -318,14 +318,14 @@ class KeyInfo:
 
 
 async def list_keys(store: Store) -> tuple[KeyInfo, ...]:
-    names = {tenant.tenant_id: tenant.name for tenant in await store.list_tenants()}
+    names = {tenant.tenant_id: tenant.name for tenant in await store.tenants.list_all()}
     return tuple(
         KeyInfo(key.key_id, names[key.tenant_id], key.created_at, key.revoked_at, key.scopes, key.requests_per_minute)
-        for key in await store.list_keys()
+        for key in await store.keys.list_all()
     )
 
 
 async def revoke_key(store: Store, key_id: int) -> None:
     """Revokes a key. Raises ValueError if there is no such key, or it is already revoked."""
-    if not await store.revoke_key(key_id, time.time()):
+    if not await store.keys.revoke(key_id, time.time()):
         raise ValueError(f"there is no key {key_id} in force: `trainhouse keys list` shows all keys")

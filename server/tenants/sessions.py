@@ -76,8 +76,8 @@ class Sessions:
 
     async def start(self) -> None:
         now = self._clock()
-        await self._store.truncate_session_texts(MOST_TEXT, _MOST_METADATA_TEXT)
-        self._open = {record.session_id: _OpenSession(record, now) for record in await self._store.list_open_sessions()}
+        await self._store.sessions.truncate_texts(MOST_TEXT, _MOST_METADATA_TEXT)
+        self._open = {record.session_id: _OpenSession(record, now) for record in await self._store.sessions.list_open()}
         self._num_open = Counter(known.record.tenant_id for known in self._open.values())
 
     def start_expiry(self) -> None:
@@ -111,13 +111,13 @@ class Sessions:
             display_name=request.display_name,
             idempotency_key=idempotency_key or None,
         )
-        if (known := await self._store.find_session(new)) is not None:
+        if (known := await self._store.sessions.find(new)) is not None:
             return known
         self._check_room(tenant.id, self._num_open[tenant.id])
         # Counted before it is inserted, since others may be created meanwhile.
         self._num_open[tenant.id] += 1
         try:
-            record = await self._store.insert_session(new)
+            record = await self._store.sessions.insert(new)
             if record is new:
                 self._open[new.session_id] = _OpenSession(new, self._clock())
             return record
@@ -128,7 +128,7 @@ class Sessions:
     async def get(self, tenant: Tenant, session_id: str) -> SessionRecord:
         """Returns the session, open or ended. Raises RequestError 404, also for another tenant's session."""
         known = self._open.get(session_id)
-        record = known.record if known else await self._store.get_session(session_id)
+        record = known.record if known else await self._store.sessions.get(session_id)
         if record is None or record.tenant_id != tenant.id:
             raise RequestError(f"there is no session {session_id}: create one with create_session", status=404)
         return record
@@ -178,7 +178,7 @@ class Sessions:
     async def set_project(self, tenant: Tenant, session_id: str, project_id: str) -> None:
         """Moves the session to a project. Raises RequestError 404."""
         await self.get(tenant, session_id)
-        await self._store.set_session_project(session_id, project_id)
+        await self._store.sessions.set_project(session_id, project_id)
         if known := self._open.get(session_id):
             known.record = replace(known.record, project_id=project_id)
 
@@ -197,13 +197,13 @@ class Sessions:
             spared: ids of sessions that are still being ended.
         """
         now = time.time()
-        old = await self._store.list_deletable_sessions(now - ttl_seconds, now - _CROWDED_SECONDS, most)
+        old = await self._store.sessions.list_deletable(now - ttl_seconds, now - _CROWDED_SECONDS, most)
         forgotten = [session_id for session_id in old if session_id not in spared]
         for first in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
-            await self._store.delete_sessions(forgotten[first : first + _FORGOTTEN_AT_ONCE])
+            await self._store.sessions.delete(forgotten[first : first + _FORGOTTEN_AT_ONCE])
 
     async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:
-        first = await self._store.end_session(session_id, time.time(), end, detail)
+        first = await self._store.sessions.end(session_id, time.time(), end, detail)
         if (known := self._open.pop(session_id, None)) is not None:
             self._num_open[known.record.tenant_id] -= 1
         if not first:
@@ -233,4 +233,4 @@ class Sessions:
         heard = {one: known.heard_at + shift for one, known in self._open.items() if known.heard_at >= self._saved_at}
         self._saved_at = now
         if heard:
-            await self._store.touch_sessions(heard)
+            await self._store.sessions.touch(heard)

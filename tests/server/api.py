@@ -67,7 +67,7 @@ class Api:
         session_id = await self.session(key)
         tenant = await self.tenant(key)
         run = RunRecord(f"{session_id}:train:0", session_id, tenant.id, MODEL, LORA, at, at, {"purpose": "test"})
-        await self.services.store.insert_run(run)
+        await self.services.store.runs.insert(run)
         return run
 
     async def save(
@@ -76,7 +76,7 @@ class Api:
         async with self.services.checkpoints.writing(run, kind, name, options.pop("overwrite", False), **options) as at:
             (at / "adapter_model.safetensors").write_bytes(content)
             (at / "adapter_config.json").write_bytes(b"{}")
-        record = await self.services.store.get_checkpoint(run.run_id, kind, name)
+        record = await self.services.store.checkpoints.get(run.run_id, kind, name)
         assert record is not None
         return record
 

@@ -155,7 +155,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
     async with AsyncExitStack() as stack:
         store = SqliteStore(tmp_path / DATABASE_NAME)
         stack.callback(store.close)
-        await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
+        await store.tenants.ensure(TenantRecord("alice", "alice", 0.0))
         journal = Journal(tmp_path / "journal", 1 << 20)
         stack.push_async_callback(journal.close)
         futures = Futures(tmp_path / "results", store, 3600.0)

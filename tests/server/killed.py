@@ -30,8 +30,8 @@ Action = Callable[[Checkpoints, SqliteStore], Awaitable[None]]
 
 
 async def save(checkpoints: Checkpoints, store: SqliteStore, content: bytes = SECOND, overwrite: bool = False) -> None:
-    (run_id,) = await store.list_run_ids()
-    run = await store.get_run(run_id)
+    (run_id,) = await store.runs.list_ids()
+    run = await store.runs.get(run_id)
     assert run is not None
     async with checkpoints.writing(run, "weights", "a", overwrite) as staging:
         (staging / "adapter_model.safetensors").write_bytes(content)
@@ -45,7 +45,7 @@ async def save_twice(checkpoints: Checkpoints, store: SqliteStore) -> None:
 
 async def save_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await save(checkpoints, store)
-    (run_id,) = await store.list_run_ids()
+    (run_id,) = await store.runs.list_ids()
     record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     await checkpoints.delete(record)
@@ -53,7 +53,7 @@ async def save_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
 
 async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await save(checkpoints, store)
-    (run_id,) = await store.list_run_ids()
+    (run_id,) = await store.runs.list_ids()
     record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     session = SessionRecord("copied", record.tenant_id, 1.0, 1.0, finished_at=1.0, end="success")
@@ -63,13 +63,13 @@ async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
 
 async def save_mirror_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await save(checkpoints, store)
-    while await store.list_unfinished_mirror_copies():  # noqa: ASYNC110
+    while await store.copies.list_unfinished():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    (run_id,) = await store.list_run_ids()
+    (run_id,) = await store.runs.list_ids()
     record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     await checkpoints.delete(record)
-    while await store.list_mirror_copies([record.directory]):  # noqa: ASYNC110
+    while await store.copies.list_in([record.directory]):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 

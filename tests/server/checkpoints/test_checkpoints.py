@@ -123,7 +123,7 @@ async def test_a_save_cancelled_twice_still_publishes_whole_files(api: Api, monk
     assert not saving.done()
     may_seal.set()
     await asyncio.gather(saving, return_exceptions=True)
-    record = await api.services.store.get_checkpoint(run.run_id, "weights", "a")
+    record = await api.services.store.checkpoints.get(run.run_id, "weights", "a")
     assert saving.cancelled() and record is not None
     check_directory(Path(record.directory))
 
@@ -551,8 +551,8 @@ async def test_a_copy_belongs_to_its_tenant_and_outlives_its_source(api: Api) ->
     record = await api.services.checkpoints.resolve(await api.tenant(BOB), path)
     assert (record.kind, record.name, record.training, record.user_metadata) == ("weights", "a", LORA, {"k": "v"})
     assert weights_of(record) == b"shared"
-    copied_run = await api.services.store.get_run(record.run_id)
-    session = await api.services.store.get_session(copied_run.session_id)
+    copied_run = await api.services.store.runs.get(record.run_id)
+    session = await api.services.store.sessions.get(copied_run.session_id)
     assert (session.project_id, session.end) == ("p", "success")
     with pytest.raises(RequestError):
         await api.services.checkpoints.resolve(await api.tenant(ALICE), path)

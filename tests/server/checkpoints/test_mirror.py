@@ -46,7 +46,7 @@ async def wait_for_copies(
     api: Api, record: CheckpointRecord, holds: Callable[[tuple[CheckpointCopyRecord, ...]], bool]
 ) -> tuple[CheckpointCopyRecord, ...]:
     async with asyncio.timeout(SOON_SECONDS):
-        while not holds(copies := await api.services.store.list_mirror_copies([record.directory])):  # noqa: ASYNC110
+        while not holds(copies := await api.services.store.copies.list_in([record.directory])):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return copies
 
@@ -146,7 +146,7 @@ async def test_failed_copies_at_a_removed_mirror_are_forgotten(tmp_path: Path, m
         record = await api.save(await api.run())
         await wait_for_copies(api, record, lambda copies: [copy.state for copy in copies] == ["failed", "copied"])
     async with running_api(tmp_path) as api:
-        (copy,) = await api.services.store.list_mirror_copies([record.directory])
+        (copy,) = await api.services.store.copies.list_in([record.directory])
         assert (copy.mirror, copy.state) == (mirror, "copied"), "finished copies are remembered"
     s3.fails = lambda request: False
     async with running_api(tmp_path, places=mirrored(away)) as api:
@@ -163,9 +163,9 @@ async def test_deletions_at_a_removed_mirror_are_given_up_after_a_day(tmp_path: 
         await api.services.checkpoints._mirror.close()
         for record, num_tries in zip(records, (34, 0), strict=True):
             copied = CheckpointCopyRecord(record.directory, away, f"{away}/a", "failed", "away", num_tries, 0.0)
-            await api.services.store.put_mirror_copy(copied)
+            await api.services.store.copies.put(copied)
             await api.services.checkpoints._files.mark_deleted(record.directory)
-            await api.services.store.delete_checkpoint(record)
+            await api.services.store.checkpoints.delete(record)
     async with running_api(tmp_path) as api:
         await wait_for_copies(api, records[0], lambda copies: copies == ())
         (copy,) = await wait_for_copies(api, records[1], lambda copies: copies[0].num_tries == 1)
@@ -259,7 +259,7 @@ async def test_a_crash_after_a_deletion_leaves_no_copy(tmp_path: Path, mirror: s
         await mirrors.close()
         await api.services.checkpoints._files.mark_deleted(record.directory)
         await mirrors._mark_waiting(record.directory)
-        await api.services.store.delete_checkpoint(record)
+        await api.services.store.checkpoints.delete(record)
     assert names_at(mirror)
     async with running_api(tmp_path, places=mirrored(mirror)) as api:
         await wait_for_copies(api, record, lambda copies: copies == ())
@@ -275,7 +275,7 @@ async def test_a_checkpoint_deleted_meanwhile_is_not_copied(mirroring: Api, mirr
     checkpoints = mirroring.services.checkpoints
     await checkpoints._mirror.close()
     await checkpoints._mirror._mark_waiting(record.directory)
-    await mirroring.services.store.delete_checkpoint(record)  # its files still exist
+    await mirroring.services.store.checkpoints.delete(record)  # its files still exist
     s3.requests.clear()
     is_removing, may_remove = threading.Event(), threading.Event()
 
@@ -293,7 +293,7 @@ async def test_a_checkpoint_deleted_meanwhile_is_not_copied(mirroring: Api, mirr
     assert await removing is None
     assert await checkpoints._mirror._copy(checkpoints._files, copy) is None
     assert not any(request.startswith("PUT") for request in s3.requests)
-    assert names_at(mirror) == [] and await mirroring.services.store.list_mirror_copies([record.directory]) == ()
+    assert names_at(mirror) == [] and await mirroring.services.store.copies.list_in([record.directory]) == ()
 
 
 async def test_a_copy_finished_during_a_deletion_is_still_removed(mirroring: Api) -> None:
@@ -304,10 +304,10 @@ async def test_a_copy_finished_during_a_deletion_is_still_removed(mirroring: Api
     await checkpoints._mirror.close()
     async with checkpoints._mirror.deleting(record.directory):
         await checkpoints._mirror._copy(checkpoints._files, copy)
-        assert [one.state for one in await store.list_mirror_copies([record.directory])] == ["waiting"]
-        await store.delete_checkpoint(record)
+        assert [one.state for one in await store.copies.list_in([record.directory])] == ["waiting"]
+        await store.checkpoints.delete(record)
     await checkpoints._mirror._copy(checkpoints._files, copy)
-    assert [one.state for one in await store.list_mirror_copies([record.directory])] == ["waiting"]
+    assert [one.state for one in await store.copies.list_in([record.directory])] == ["waiting"]
 
 
 async def test_copies_follow_a_moved_state_directory(tmp_path: Path, mirror: str) -> None:
@@ -318,7 +318,7 @@ async def test_copies_follow_a_moved_state_directory(tmp_path: Path, mirror: str
     (tmp_path / "here").rename(tmp_path / "there")
     async with running_api(tmp_path / "there", places=mirrored(mirror)) as api:
         record = await api.services.checkpoints.resolve(await api.tenant(), record.tinker_path)
-        assert all_copied(await api.services.store.list_mirror_copies([record.directory]))
+        assert all_copied(await api.services.store.copies.list_in([record.directory]))
         shutil.rmtree(record.directory)
         assert await weights_of(api, record) == b"moved"
     assert [name.rpartition("/")[2] for name in names_at(mirror)] == FILES

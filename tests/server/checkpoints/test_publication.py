@@ -56,7 +56,7 @@ async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = No
 
 async def contents_after_a_restart(state: Path, place: str | None) -> list[bytes]:
     async with started(state, CheckpointStorageConfig(place)) as (checkpoints, store):
-        found = await store.list_run_checkpoints(await store.list_run_ids(), 0.0)
+        found = await store.checkpoints.list_of_runs(await store.runs.list_ids(), 0.0)
         directories = {record.directory for record in found}
         if place is None:
             existing = list((state / "checkpoints").glob("*/*/*"))
@@ -123,11 +123,11 @@ async def test_mirror_copies_match_the_listed_checkpoints_after_every_kill(tmp_p
     for state in states:
         mirror = mirror_of(state)
         async with started(state, CheckpointStorageConfig(mirrors=(mirror,))) as (_, store):
-            directories = await store.list_checkpoint_directories()
+            directories = await store.checkpoints.list_directories()
             expected = {key_of(directory) for directory in directories}
             num_listed.append(len(expected))
             async with asyncio.timeout(SOON_SECONDS):
-                while await store.list_unfinished_mirror_copies() or keys_at(mirror) != expected:  # noqa: ASYNC110
+                while await store.copies.list_unfinished() or keys_at(mirror) != expected:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
     assert set(num_listed) == {0, 1} and num_listed[-1] == 0
 

@@ -107,7 +107,7 @@ async def test_a_backup_collects_checkpoints_from_every_place_in_the_database(
         shutil.rmtree(mine)
     async with running_api(copy) as api:
         for number, record in enumerate(records):
-            (mine,) = await api.services.store.list_run_checkpoints([record.run_id], 0.0)
+            (mine,) = await api.services.store.checkpoints.list_of_runs([record.run_id], 0.0)
             async with api.services.checkpoints.reading(mine) as directory:
                 assert (directory / "adapter_model.safetensors").read_bytes() == f"{number}".encode()
         secret = (copy / "url_secret").stat()
@@ -144,13 +144,13 @@ async def test_results_written_after_their_file_was_copied_are_left_out(tmp_path
         taking._prepare()
         for request_id in ("before", "after"):
             place = str(await segments.append({"request_id": request_id}))
-            await api.services.store.put_results([ResultRecord(request_id, tenant.id, place, 0, "json", 1.0)])
+            await api.services.store.results.put([ResultRecord(request_id, tenant.id, place, 0, "json", 1.0)])
             if request_id == "before":
                 taking._take_segments("results")
         taking._take_database()
         await segments.close()
     async with running_api(copy) as api:
-        found = [await api.services.store.get_result(request_id) for request_id in ("before", "after")]
+        found = [await api.services.store.results.get(request_id) for request_id in ("before", "after")]
     assert [result is None for result in found] == [False, True]
 
 

@@ -316,7 +316,7 @@ async def test_verify_reads_but_does_not_repair_under_a_running_server(
 async def save_and_end(api: Api, content: bytes) -> CheckpointRecord:
     """Saves a checkpoint in a session that has ended, so that its run needs no other files."""
     run = await api.run()
-    await api.services.store.end_session(run.session_id, 1.0, "success", None)
+    await api.services.store.sessions.end(run.session_id, 1.0, "success", None)
     return await api.save(run, content=content)
 
 

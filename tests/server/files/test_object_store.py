@@ -155,7 +155,7 @@ async def test_a_checkpoint_published_during_a_sweep_stays(remote: Api, place: s
             await asyncio.sleep(0.01)
 
     async def rows_of_before() -> frozenset[str]:
-        rows = await store.list_checkpoint_directories()
+        rows = await store.checkpoints.list_directories()
         may_continue.set()
         await saving
         return rows

@@ -36,7 +36,7 @@ async def open_futures(tmp_path: Path) -> AsyncIterator[Callable]:
     unfinished: entries of the journal that no run takes up.
     """
     store = SqliteStore(tmp_path / DATABASE_NAME)
-    await store.ensure_tenant(TenantRecord(TENANT, TENANT, 0.0))
+    await store.tenants.ensure(TenantRecord(TENANT, TENANT, 0.0))
 
     async def open_futures(unfinished=(), **options) -> Futures:
         futures = Futures(tmp_path / "results", store, options.pop("ttl_seconds", 3600.0), **options)
@@ -128,7 +128,7 @@ from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.store import SqliteStore, TenantRecord
 async def main():
     store = SqliteStore(Path({str(tmp_path / DATABASE_NAME)!r}))
-    await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
+    await store.tenants.ensure(TenantRecord("alice", "alice", 0.0))
     futures = Futures(Path({str(tmp_path / "results")!r}), store, 3600.0)
     await futures.open()
     for number in range(3):

@@ -167,16 +167,16 @@ async def test_a_former_holder_can_read_but_not_write_the_database(open_store: O
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     before, after, tool = open_store(), open_store(), open_store()
     before.required_lease = (await first.acquire()).record
-    await before.ensure_tenant(TenantRecord("1", "1", 1.0))
+    await before.tenants.ensure(TenantRecord("1", "1", 1.0))
     await first.release()
-    await before.ensure_tenant(TenantRecord("2", "2", 1.0))  # no other server has the lease yet
+    await before.tenants.ensure(TenantRecord("2", "2", 1.0))  # no other server has the lease yet
     after.required_lease = (await second.acquire()).record
-    writes = [before.ensure_tenant(TenantRecord(f"x{number}", f"x{number}", 1.0)) for number in range(5)]
+    writes = [before.tenants.ensure(TenantRecord(f"x{number}", f"x{number}", 1.0)) for number in range(5)]
     refusals = await asyncio.gather(*writes, return_exceptions=True)
     assert [type(one) for one in refusals] == [LeaseLost] * 5
-    await after.ensure_tenant(TenantRecord("3", "3", 1.0))
-    await tool.ensure_tenant(TenantRecord("4", "4", 1.0))  # as `trainhouse keys` does, which needs no lease
-    assert sorted(tenant.name for tenant in await before.list_tenants()) == ["1", "2", "3", "4"]
+    await after.tenants.ensure(TenantRecord("3", "3", 1.0))
+    await tool.tenants.ensure(TenantRecord("4", "4", 1.0))  # as `trainhouse keys` does, which needs no lease
+    assert sorted(tenant.name for tenant in await before.tenants.list_all()) == ["1", "2", "3", "4"]
 
 
 async def test_writes_under_an_earlier_epoch_of_the_lease_are_refused(open_store: OpenStore) -> None:
@@ -187,7 +187,7 @@ async def test_writes_under_an_earlier_epoch_of_the_lease_are_refused(open_store
         await one.release()
         await (second if one is first else first).acquire()
     with pytest.raises(LeaseLost, match="no longer has the lease of epoch 1"):
-        await store.ensure_tenant(TenantRecord("1", "1", 1.0))
+        await store.tenants.ensure(TenantRecord("1", "1", 1.0))
 
 
 async def test_a_lease_cannot_be_taken_during_a_write_that_needs_it(open_store: OpenStore) -> None:
@@ -202,7 +202,7 @@ async def test_a_lease_cannot_be_taken_during_a_write_that_needs_it(open_store: 
         time.sleep(4 * SOON)
         ended_at.append(time.monotonic())
 
-    writing = asyncio.wrap_future(store.write(slow))
+    writing = store.write(slow)
     await asyncio.sleep(0.1)
     assert await mine.renew(tenure.record)
     assert not ended_at
@@ -223,7 +223,7 @@ async def test_a_silent_database_and_its_recovery_are_logged_once(
         connection.execute(text("LOCK TABLE leases IN ACCESS EXCLUSIVE MODE"))
         may_end.wait(20)
 
-    keeping, locking = asyncio.create_task(tenure.keep_renewing()), asyncio.wrap_future(other.write(lock))
+    keeping, locking = asyncio.create_task(tenure.keep_renewing()), other.write(lock)
     async with asyncio.timeout(20):
         while tenure.renewal_error is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -292,7 +292,7 @@ async def test_a_record_acknowledged_after_expiry_fails_but_stays(num_bytes: int
 
 
 async def test_results_after_expiry_of_the_lease_are_not_written(store: Store, tmp_path: Path) -> None:
-    await store.ensure_tenant(TenantRecord("t", "t", 1.0))
+    await store.tenants.ensure(TenantRecord("t", "t", 1.0))
     tenure = await lease(store, seconds=SOON).acquire()
     futures = Futures(tmp_path, store, 60.0, guard=tenure.check)
     await futures.open()
@@ -300,7 +300,7 @@ async def test_results_after_expiry_of_the_lease_are_not_written(store: Store, t
     await asyncio.sleep(SOON)
     futures.resolve(futures.create("late", "t"), Result(b"2"))
     await futures.close()
-    assert await store.get_result("early") and not await store.get_result("late")
+    assert await store.results.get("early") and not await store.results.get("late")
     assert [one.header["request_id"] for one in read_segment(tmp_path / "00000000.segment")] == ["early"]
 
 

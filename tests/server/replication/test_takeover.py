@@ -76,7 +76,7 @@ async def test_a_former_holder_acknowledges_publishes_and_deletes_nothing(
             answer = await late.submit("save_weights", path="late", status=503)
             assert "no longer holds the lease: send this again" in answer["detail"]
         with pytest.raises(LeaseLost):
-            await former.services.store.set_session_project(run.session_id, "late")
+            await former.services.store.sessions.set_project(run.session_id, "late")
         with pytest.raises(LeaseLost):
             async with former.services.checkpoints.writing(await record(latter, run), "weights", "kept", True) as files:
                 (files / "late").touch()
@@ -98,7 +98,7 @@ def saved_in(state_dir: Path) -> list[str]:
 
 
 async def record(server: Server, run: Run):
-    found = await server.services.store.get_run(run.model_id)
+    found = await server.services.store.runs.get(run.model_id)
     assert found is not None
     return found
 
@@ -177,4 +177,4 @@ async def hold_once(lease: Lease, state_dir: Path) -> None:
 
 
 async def leases_in(store: Store) -> tuple[LeaseRecord, ...]:
-    return await store.list_leases()
+    return await store.leases.list_all()

@@ -133,7 +133,7 @@ async def test_a_session_lists_its_runs_and_samplers(api: Api) -> None:
     run = await api.run()
     tenant = await api.tenant()
     sampler = SamplerRecord(f"{run.session_id}:sample:0", run.session_id, tenant.id, MODEL, 1.0)
-    await api.services.store.insert_sampler(sampler)
+    await api.services.store.samplers.insert(sampler)
     client = await api.client()
     response = await client.get(f"/api/v1/sessions/{run.session_id}")
     session = types.GetSessionResponse.model_validate(response.json())

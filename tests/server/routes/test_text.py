@@ -121,7 +121,7 @@ async def test_a_session_stored_with_an_unpaired_surrogate_is_shown(api: Api) ->
     def spoil(connection: Any) -> None:
         connection.execute(statement, {"stored": stored, "tags": json.dumps(["\ud800"])})
 
-    store.write(spoil).result()
+    await store.write(spoil)
     api.services.sessions._open.clear()
     answer = await (await api.client()).get(f"/api/v1/sessions/{session_id}")
     assert answer.status_code == 200

@@ -137,7 +137,7 @@ async def test_create_model_is_deduplicated_by_model_seq_id(server: Server) -> N
 
 async def test_an_absent_seed_is_drawn_once_and_kept(server: Server) -> None:
     first, second = await server.create_run(seed=None), await server.create_run(seed=None)
-    records = [await server.services.store.get_run(run.model_id) for run in (first, second)]
+    records = [await server.services.store.runs.get(run.model_id) for run in (first, second)]
     seeds = [record.training.seed for record in records if record is not None]
     assert None not in seeds and len(set(seeds)) == 2
 

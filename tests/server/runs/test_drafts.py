@@ -154,7 +154,7 @@ async def test_a_draft_is_recorded_with_the_config_that_the_workers_resolved(ser
     draft = Run(server, created["model_id"], session_id)
     wanted = {"training": "draft", **EAGLE, **RESOLVED, "capture_layers": [1, 2]}
     assert created == {"model_id": draft.model_id, "type": "create_model", "draft": wanted, "target_path": target}
-    record = await server.services.store.get_run(draft.model_id)
+    record = await server.services.store.runs.get(draft.model_id)
     assert record is not None and record.training == DraftConfig(**wanted)
     assert (record.role, record.target_path) == ("draft", target)
     described = await info(draft)
@@ -595,7 +595,7 @@ async def test_a_draft_from_a_checkpoint_has_the_saved_config_and_target(server:
     for verb, kind in kinds.items():
         path = (await draft.do(verb, path="a"))["path"]
         assert path == f"tinker://{draft.model_id}/{kind}/a"
-        record = await server.services.store.get_checkpoint(draft.model_id, kind, "a")
+        record = await server.services.store.checkpoints.get(draft.model_id, kind, "a")
         assert record is not None and (record.role, record.target_path) == ("draft", target)
         manifest = read_manifest(Path(record.directory))
         assert (manifest["role"], manifest["target_path"]) == ("draft", target)

@@ -49,7 +49,7 @@ async def create(server: Server, session_id: str | None = None, number: int = 0,
 
 
 async def recorded_config(server: Server, run: Run) -> TrainingConfig:
-    record = await server.services.store.get_run(run.model_id)
+    record = await server.services.store.runs.get(run.model_id)
     assert record is not None
     return record.training
 

@@ -130,7 +130,7 @@ async def test_a_model_of_an_earlier_version_is_returned_for_any_request(restart
     server = await restarting.start()
     body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL} | LORA
     model_id = await create_model(server, body)
-    await server.services.store._update(runs, runs.c.run_id == model_id, {"asked": None})  # pyright: ignore[reportAttributeAccessIssue]
+    await server.services.store.update(runs, runs.c.run_id == model_id, {"asked": None})
     server = await restarting.start()
     assert await create_model(server, body | {"lora_config": {"rank": 8}}) == model_id
 

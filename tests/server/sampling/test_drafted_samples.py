@@ -311,7 +311,7 @@ async def test_a_draft_is_loaded_once_and_dropped_with_its_last_sampler(
 
 async def test_a_draft_without_samplers_is_dropped_after_a_timeout(server: Server, dispatch: RecordingDispatch) -> None:
     run_id, kind, name = (await saved_draft(server)).removeprefix("tinker://").split("/")
-    checkpoint = await server.services.store.get_checkpoint(run_id, kind, name)  # pyright: ignore[reportArgumentType]
+    checkpoint = await server.services.store.checkpoints.get(run_id, kind, name)  # pyright: ignore[reportArgumentType]
     assert checkpoint is not None
     drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
     for number in (1, 2):

@@ -53,13 +53,13 @@ def sleep_in_database(seconds: float) -> Callable[[Connection], object]:
 
 
 async def tenant_names(store: PostgresStore) -> list[str]:
-    return sorted(tenant.name for tenant in await store.list_tenants())
+    return sorted(tenant.name for tenant in await store.tenants.list_all())
 
 
 async def test_several_servers_can_start_at_once_on_an_empty_database(postgres_url: str) -> None:
     with ThreadPoolExecutor(4) as threads:
         opened = list(threads.map(lambda _: PostgresStore(postgres_url), range(4)))
-    await opened[0].ensure_tenant(TenantRecord("t", "t", 1.0))
+    await opened[0].tenants.ensure(TenantRecord("t", "t", 1.0))
     assert [await tenant_names(store) for store in opened] == [["t"]] * 4
     for store in opened:
         store.close()
@@ -84,13 +84,13 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
         """INSERT INTO runs VALUES ('r', 's', 't', 'tiny', '{"rank": 3}', 1, 1)""",
         "UPDATE format SET version = 2",
     ):
-        await asyncio.wrap_future(store.write(lambda connection, back=back: connection.execute(text(back)) and None))
+        await store.write(lambda connection, back=back: connection.execute(text(back)) and None)
     store.close()
     store = PostgresStore(postgres_url)
     columns = text("SELECT column_name FROM information_schema.columns WHERE table_name = 'samplers'")
-    found = await asyncio.wrap_future(store.read(lambda connection: connection.execute(columns).scalars().all()))
+    found = await store.read(lambda connection: connection.execute(columns).scalars().all())
     assert "kind" in found
-    run = await store.get_run("r")
+    run = await store.runs.get("r")
     assert run is not None and run.role == "policy" and run.training == LoraConfig(rank=3)
     store.close()
 
@@ -98,18 +98,18 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
 async def test_servers_that_insert_the_same_rows_at_once_agree(stores: tuple[PostgresStore, PostgresStore]) -> None:
     for number in range(20):
         tenant = TenantRecord(f"t{number}", f"t{number}", 1.0)
-        await asyncio.gather(*(store.ensure_tenant(tenant) for store in stores))
+        await asyncio.gather(*(store.tenants.ensure(tenant) for store in stores))
         sessions = [session_record(f"{side}{number}", tenant.tenant_id, idempotency_key="same") for side in "ab"]
-        made = await asyncio.gather(*(store.insert_session(one) for store, one in zip(stores, sessions, strict=True)))
+        made = await asyncio.gather(*(store.sessions.insert(one) for store, one in zip(stores, sessions, strict=True)))
         assert made[0] == made[1]
         put = [ResultRecord("r", tenant.tenant_id, f"{number}", 1, "json", 1.0)]
-        await asyncio.gather(*(store.put_results(put) for store in stores))
-        assert await stores[0].get_result("r") == put[0]
+        await asyncio.gather(*(store.results.put(put) for store in stores))
+        assert await stores[0].results.get("r") == put[0]
 
 
 async def test_both_servers_in_a_deadlock_succeed(stores: tuple[PostgresStore, PostgresStore]) -> None:
     for name in ("x", "y"):
-        await stores[0].ensure_tenant(TenantRecord(name, name, 1.0))
+        await stores[0].tenants.ensure(TenantRecord(name, name, 1.0))
 
     def rename(first: str, second: str) -> Callable[[Connection], None]:
         def statements(connection: Connection) -> None:
@@ -121,7 +121,7 @@ async def test_both_servers_in_a_deadlock_succeed(stores: tuple[PostgresStore, P
         return statements
 
     writes = [stores[0].write(rename("x", "y")), stores[1].write(rename("y", "x"))]
-    await asyncio.gather(*map(asyncio.wrap_future, writes))
+    await asyncio.gather(*writes)
     assert await tenant_names(stores[0]) == ["x!!", "y!!"]
 
 
@@ -129,7 +129,7 @@ async def test_cut_connections_cause_no_error(postgres: Databases, postgres_url:
     store = open_store(StoreConfig(Path("unused"), postgres_url))
     assert isinstance(store, PostgresStore)
     for number in range(3):
-        await store.ensure_tenant(TenantRecord(f"{number}", f"{number}", 1.0))
+        await store.tenants.ensure(TenantRecord(f"{number}", f"{number}", 1.0))
         postgres.cut_connections(postgres_url)
         assert len(await tenant_names(store)) == number + 1
         postgres.cut_connections(postgres_url)
@@ -145,8 +145,8 @@ async def test_a_transaction_that_is_cut_off_is_repeated_as_a_whole(
     read = store.read(lambda connection: slow(connection) and 7)
     await asyncio.sleep(0.3)
     postgres.cut_connections(postgres_url)
-    await asyncio.gather(*map(asyncio.wrap_future, writes))
-    assert read.result(30) == 7
+    await asyncio.gather(*writes)
+    assert await read == 7
     assert await tenant_names(store) == ["a", "b", "c", "first"]
 
 
@@ -167,7 +167,7 @@ async def test_a_commit_whose_answer_was_lost_is_not_repeated(
             raw.close()
 
     event.listen(store._writing, "commit", commit_and_hear_nothing)
-    await asyncio.wrap_future(store.write(add_tenant("once")))
+    await store.write(add_tenant("once"))
     assert num_lost == 1 and await tenant_names(store) == ["once"]
 
 
@@ -187,7 +187,7 @@ async def test_a_commit_that_lost_its_connection_is_repeated(
     write = stores[0].write(add_tenant("late"))
     await asyncio.sleep(0.3)
     postgres.cut_connections(postgres_url)
-    await asyncio.wrap_future(write)
+    await write
     assert await tenant_names(stores[1]) == ["late"]
 
 
@@ -196,7 +196,7 @@ async def test_the_database_ends_idle_transactions(postgres_url: str, monkeypatc
     monkeypatch.setattr(postgres_module, "_IDLE_MILLISECONDS", 200)
     store = PostgresStore(postgres_url)
     naps = iter([0.6, 0.0])
-    await asyncio.wrap_future(store.write(add_tenant("slept", lambda _: time.sleep(next(naps)))))
+    await store.write(add_tenant("slept", lambda _: time.sleep(next(naps))))
     assert await tenant_names(store) == ["slept"] and next(naps, None) is None
     store.close()
 
@@ -206,15 +206,15 @@ async def test_a_restart_of_the_database_is_waited_for(
     server: PostgresServer, stores: tuple[PostgresStore, PostgresStore], end: Callable[[PostgresServer], None]
 ) -> None:
     store = stores[0]
-    await store.ensure_tenant(TenantRecord("before", "before", 1.0))
+    await store.tenants.ensure(TenantRecord("before", "before", 1.0))
     end(server)
     meanwhile = [store.write(add_tenant(name)) for name in "ab"]
     seen = store.read(lambda connection: connection.execute(tenants.select()).all())
     await asyncio.sleep(0.5)
     assert not any(one.done() for one in (*meanwhile, seen))
     server.start()
-    await asyncio.gather(*map(asyncio.wrap_future, meanwhile))
-    assert len(seen.result(30)) >= 1
+    await asyncio.gather(*meanwhile)
+    assert len(await seen) >= 1
     assert await tenant_names(store) == ["a", "b", "before"]
 
 
@@ -231,13 +231,17 @@ async def test_an_unreachable_database_is_reported_and_used_again_when_it_return
     store = stores[0]
     server.stop()
     with caplog.at_level(logging.DEBUG):
-        for attempt in (store.list_tenants(), store.ensure_tenant(TenantRecord("t", "t", 1.0)), store.list_leases()):
+        for attempt in (
+            store.tenants.list_all(),
+            store.tenants.ensure(TenantRecord("t", "t", 1.0)),
+            store.leases.list_all(),
+        ):
             with pytest.raises(DatabaseUnreachable, match="is out of reach: connection") as unreachable:
                 await asyncio.wait_for(attempt, 30)
             assert secret not in f"{unreachable.value!r} {unreachable.value.__cause__!r}"
     assert secret not in caplog.text
     server.start()
-    await store.ensure_tenant(TenantRecord("t", "t", 1.0))
+    await store.tenants.ensure(TenantRecord("t", "t", 1.0))
     assert await tenant_names(store) == ["t"]
 
 
@@ -267,11 +271,11 @@ async def test_a_malformed_url_is_not_shown_in_the_error() -> None:
 
 async def test_times_keep_their_full_precision(stores: tuple[PostgresStore, PostgresStore]) -> None:
     exact = 1_700_000_000.1234567
-    await stores[0].ensure_tenant(TenantRecord("t", "t", exact))
-    await stores[0].put_results([ResultRecord("r", "t", "p", 1 << 40, "json", exact)])
-    assert await stores[1].get_tenant("t") == TenantRecord("t", "t", exact)
+    await stores[0].tenants.ensure(TenantRecord("t", "t", exact))
+    await stores[0].results.put([ResultRecord("r", "t", "p", 1 << 40, "json", exact)])
+    assert await stores[1].tenants.get("t") == TenantRecord("t", "t", exact)
     assert results.c.created_at.type.python_type is float
-    assert (await stores[1].newest_result()) == ResultRecord("r", "t", "p", 1 << 40, "json", exact)
+    assert (await stores[1].results.newest()) == ResultRecord("r", "t", "p", 1 << 40, "json", exact)
 
 
 async def test_text_columns_use_the_c_collation(
@@ -282,7 +286,7 @@ async def test_text_columns_use_the_c_collation(
         "SELECT table_name || '.' || column_name, collation_name FROM information_schema.columns "
         "WHERE table_schema = 'public' AND data_type = 'character varying'"
     )
-    found = await asyncio.wrap_future(stores[0].read(lambda connection: connection.execute(columns).all()))
+    found = await stores[0].read(lambda connection: connection.execute(columns).all())
     assert len(found) > 30 and {collation for _, collation in found} == {"C"}
 
 
@@ -290,7 +294,7 @@ async def test_leases_use_the_clock_of_the_database(stores: tuple[PostgresStore,
     """One server's clock is a day ahead, the other's a day behind."""
     day = 86400.0
     ahead, behind = time.time() + day, time.time() - day
-    taken = await stores[0].acquire_leases(["a"], "ahead", "http://a", ahead, 60)
+    taken = await stores[0].leases.acquire(["a"], "ahead", "http://a", ahead, 60)
     assert taken is not None and abs(taken[0].expires_at - time.time() - 60) < 30
-    assert await stores[1].acquire_leases(["a"], "behind", "http://b", behind, 60) is None
-    assert await stores[0].renew_leases("ahead", ahead, 60)
+    assert await stores[1].leases.acquire(["a"], "behind", "http://b", behind, 60) is None
+    assert await stores[0].leases.renew("ahead", ahead, 60)

@@ -79,8 +79,8 @@ async def test_a_server_survives_a_long_database_outage(
 
 
 async def checkpoints_of(server, run: Run):
-    record = await server.services.store.get_run(run.model_id)
-    return (await server.services.store.list_checkpoints(record.tenant_id, 0.0, 0, 10))[0]
+    record = await server.services.store.runs.get(run.model_id)
+    return (await server.services.store.checkpoints.list_of_tenant(record.tenant_id, 0.0, 0, 10))[0]
 
 
 def test_keys_of_a_database_are_created_listed_and_revoked(

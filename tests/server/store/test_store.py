@@ -28,7 +28,7 @@ from trainhouse.server.store import (
     tables,
 )
 from trainhouse.server.store import open_store as open_configured
-from trainhouse.server.store.engine import PendingWrite
+from trainhouse.server.store.database import PendingWrite
 from trainhouse.server.store.migrations import FORMAT_VERSION, MIGRATIONS, for_dialect
 from trainhouse.server.store.tables import format_table
 
@@ -181,9 +181,9 @@ def checkpoint(name: str = "a", directory: str = "/x", **values) -> CheckpointRe
 
 
 async def filled(store: Store) -> Store:
-    await store.ensure_tenant(TenantRecord("t", "tenant", 1.0))
-    await store.insert_session(session_record("s", "t", tags=("x", "y"), user_metadata={"k": "v"}))
-    await store.insert_run(RUN)
+    await store.tenants.ensure(TenantRecord("t", "tenant", 1.0))
+    await store.sessions.insert(session_record("s", "t", tags=("x", "y"), user_metadata={"k": "v"}))
+    await store.runs.insert(RUN)
     return store
 
 
@@ -192,114 +192,114 @@ async def test_rows_survive_a_restart(open_store: OpenStore) -> None:
     path = "tinker://s:train:0/weights/a"
     sampler = SamplerRecord("s:sample:0", "s", "t", "base", 2.0, "checkpoint", path, draft_path="tinker://s:train:1/b")
     result = ResultRecord("s:train:0:1", "t", "segment 3 at 17", 5, "protobuf", 2.0)
-    await store.put_checkpoint(checkpoint(), overwrite=False)
-    await store.insert_sampler(sampler)
-    await store.put_results([result])
-    session = await store.get_session("s")
+    await store.checkpoints.put(checkpoint(), overwrite=False)
+    await store.samplers.insert(sampler)
+    await store.results.put([result])
+    session = await store.sessions.get("s")
     store.close()
 
     again = open_store()
     assert session is not None and session.tags == ("x", "y") and session.user_metadata == {"k": "v"}
-    assert await again.get_session("s") == session
-    assert await again.get_run(RUN.run_id) == RUN
-    assert await again.get_checkpoint(RUN.run_id, "weights", "a") == checkpoint()
-    assert await again.get_sampler("s:sample:0") == sampler
-    assert await again.get_result("s:train:0:1") == result
+    assert await again.sessions.get("s") == session
+    assert await again.runs.get(RUN.run_id) == RUN
+    assert await again.checkpoints.get(RUN.run_id, "weights", "a") == checkpoint()
+    assert await again.samplers.get("s:sample:0") == sampler
+    assert await again.results.get("s:train:0:1") == result
 
 
 async def test_missing_rows_are_none(open_store: OpenStore) -> None:
     store = open_store()
-    assert await store.get_session("s") is None
-    assert await store.get_run("r") is None
-    assert await store.get_checkpoint("r", "weights", "a") is None
-    assert await store.get_sampler("s") is None
-    assert await store.get_result("r") is None
-    assert await store.find_key("hash") is None
+    assert await store.sessions.get("s") is None
+    assert await store.runs.get("r") is None
+    assert await store.checkpoints.get("r", "weights", "a") is None
+    assert await store.samplers.get("s") is None
+    assert await store.results.get("r") is None
+    assert await store.keys.find("hash") is None
 
 
 async def test_a_failing_write_does_not_affect_the_others_of_its_commit(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    await store.put_results([ResultRecord("0", "t", "first", 1, "json", 1.0)])
-    writes = [store.put_results([ResultRecord(str(number), "t", "again", 1, "json", 1.0)]) for number in range(50)]
-    results = await asyncio.gather(*writes[:25], store.insert_run(RUN), *writes[25:], return_exceptions=True)
+    await store.results.put([ResultRecord("0", "t", "first", 1, "json", 1.0)])
+    writes = [store.results.put([ResultRecord(str(number), "t", "again", 1, "json", 1.0)]) for number in range(50)]
+    results = await asyncio.gather(*writes[:25], store.runs.insert(RUN), *writes[25:], return_exceptions=True)
     assert [type(one) for one in results if one is not None] == [IntegrityError]
-    assert len(await store.get_results([str(number) for number in range(50)])) == 50
+    assert len(await store.results.get_many([str(number) for number in range(50)])) == 50
 
 
 async def test_rows_of_unknown_owners_are_refused(open_store: OpenStore) -> None:
     store = await filled(open_store())
     with pytest.raises(IntegrityError):
-        await store.insert_session(session_record("other", "nobody"))
+        await store.sessions.insert(session_record("other", "nobody"))
     with pytest.raises(IntegrityError):
-        await store.put_checkpoint(checkpoint(run_id="unknown"), overwrite=False)
+        await store.checkpoints.put(checkpoint(run_id="unknown"), overwrite=False)
 
 
 async def test_a_session_ends_once(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    assert await store.end_session("s", 5.0, "success", None)
-    assert not await store.end_session("s", 6.0, "expired", "late")
-    session = await store.get_session("s")
+    assert await store.sessions.end("s", 5.0, "success", None)
+    assert not await store.sessions.end("s", 6.0, "expired", "late")
+    session = await store.sessions.get("s")
     assert session is not None and (session.finished_at, session.end) == (5.0, "success")
-    assert await store.list_open_sessions() == ()
+    assert await store.sessions.list_open() == ()
 
 
 async def test_a_request_sent_twice_creates_one_session(open_store: OpenStore) -> None:
     store = await filled(open_store())
     sent = [session_record(f"s{number}", "t", idempotency_key="same") for number in range(5)]
-    made = await asyncio.gather(*(store.insert_session(one) for one in sent))
+    made = await asyncio.gather(*(store.sessions.insert(one) for one in sent))
     assert len({one.session_id for one in made}) == 1
     without = [session_record(f"n{number}", "t") for number in range(2)]
-    assert [await store.insert_session(one) for one in without] == without
+    assert [await store.sessions.insert(one) for one in without] == without
 
 
 async def test_a_checkpoint_is_replaced_only_with_overwrite(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    await store.put_checkpoint(checkpoint(directory="/old"), overwrite=False)
+    await store.checkpoints.put(checkpoint(directory="/old"), overwrite=False)
     with pytest.raises(IntegrityError):
-        await store.put_checkpoint(checkpoint(directory="/new"), overwrite=False)
-    replaced = await store.put_checkpoint(checkpoint(directory="/new"), overwrite=True)
+        await store.checkpoints.put(checkpoint(directory="/new"), overwrite=False)
+    replaced = await store.checkpoints.put(checkpoint(directory="/new"), overwrite=True)
     assert replaced is not None and replaced.directory == "/old"
-    await store.delete_checkpoint(replaced)  # a late delete of the old one
-    assert await store.list_checkpoint_directories() == {"/new"}
+    await store.checkpoints.delete(replaced)  # a late delete of the old one
+    assert await store.checkpoints.list_directories() == {"/new"}
 
 
 async def test_listings_are_pages_with_a_total(open_store: OpenStore) -> None:
     store = await filled(open_store())
     for number in range(5):
-        await store.put_checkpoint(checkpoint(f"c{number}", f"/{number}", created_at=float(number)), overwrite=False)
-    await store.put_checkpoint(checkpoint("expired", "/e", expires_at=10.0), overwrite=False)
-    records, page = await store.list_checkpoints("t", unexpired_at=10.0, offset=1, limit=2)
+        await store.checkpoints.put(checkpoint(f"c{number}", f"/{number}", created_at=float(number)), overwrite=False)
+    await store.checkpoints.put(checkpoint("expired", "/e", expires_at=10.0), overwrite=False)
+    records, page = await store.checkpoints.list_of_tenant("t", unexpired_at=10.0, offset=1, limit=2)
     assert [record.name for record in records] == ["c3", "c2"]
     assert (page.offset, page.limit, page.total_count) == (1, 2, 5)
     for number in range(5, 30):
-        await store.put_checkpoint(checkpoint(f"c{number}", f"/{number}", created_at=7.0), overwrite=False)
+        await store.checkpoints.put(checkpoint(f"c{number}", f"/{number}", created_at=7.0), overwrite=False)
     seen: list[CheckpointRecord] = []
     for offset in range(0, 30, 7):
-        seen += (await store.list_checkpoints("t", unexpired_at=10.0, offset=offset, limit=7))[0]
+        seen += (await store.checkpoints.list_of_tenant("t", unexpired_at=10.0, offset=offset, limit=7))[0]
     assert len(seen) == len({record.name for record in seen}) == 30
-    assert [record.name for record in await store.list_expired_checkpoints(10.0)] == ["expired"]
-    assert await store.list_expired_checkpoints(9.9) == ()
+    assert [record.name for record in await store.checkpoints.list_expired(10.0)] == ["expired"]
+    assert await store.checkpoints.list_expired(9.9) == ()
 
 
 async def test_runs_are_listed_by_last_use(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    await store.insert_run(RunRecord("s:train:1", "s", "t", "base", LORA, 2.0, 2.0))
-    assert [run.run_id for run in (await store.list_runs("t", 0, 10))[0]] == ["s:train:1", "s:train:0"]
-    await store.touch_runs({"s:train:0": 3.0})
-    assert [run.run_id for run in (await store.list_runs("t", 0, 10))[0]] == ["s:train:0", "s:train:1"]
-    await store.set_session_project("s", "project")
-    assert (await store.list_runs("t", 0, 10, project_id="project"))[1].total_count == 2
-    assert (await store.list_runs("t", 0, 10, project_id="another"))[1].total_count == 0
+    await store.runs.insert(RunRecord("s:train:1", "s", "t", "base", LORA, 2.0, 2.0))
+    assert [run.run_id for run in (await store.runs.list_of_tenant("t", 0, 10))[0]] == ["s:train:1", "s:train:0"]
+    await store.runs.touch({"s:train:0": 3.0})
+    assert [run.run_id for run in (await store.runs.list_of_tenant("t", 0, 10))[0]] == ["s:train:0", "s:train:1"]
+    await store.sessions.set_project("s", "project")
+    assert (await store.runs.list_of_tenant("t", 0, 10, project_id="project"))[1].total_count == 2
+    assert (await store.runs.list_of_tenant("t", 0, 10, project_id="another"))[1].total_count == 0
 
 
 async def test_keys_have_scopes_and_limits(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    plain = await store.insert_key("t", "1", 1.0)
-    narrow = await store.insert_key("t", "2", 2.0, scopes=("sample", "read"), requests_per_minute=60)
+    plain = await store.keys.insert("t", "1", 1.0)
+    narrow = await store.keys.insert("t", "2", 2.0, scopes=("sample", "read"), requests_per_minute=60)
     assert (plain.scopes, plain.requests_per_minute) == (None, None)
     assert (narrow.scopes, narrow.requests_per_minute) == (("sample", "read"), 60)
-    assert await store.list_keys() == (plain, narrow)
-    assert await store.find_key("2") == narrow
+    assert await store.keys.list_all() == (plain, narrow)
+    assert await store.keys.find("2") == narrow
 
 
 async def test_copies_of_checkpoints_have_a_state(open_store: OpenStore) -> None:
@@ -308,59 +308,59 @@ async def test_copies_of_checkpoints_have_a_state(open_store: OpenStore) -> None
     failed = CheckpointCopyRecord("/b", "s3://m", "s3://m/b", "failed", "refused", 3, 1.0)
     elsewhere = CheckpointCopyRecord("/a", "hf://m", "hf://m/a", "copied", None, 1, 3.0)
     for copy in (waiting, failed, elsewhere):
-        await store.put_mirror_copy(copy)
-    assert await store.list_unfinished_mirror_copies() == (failed, waiting)
-    assert [one.num_tries for one in await store.list_unfinished_mirror_copies()] == [3, 0]
-    assert await store.list_mirror_copies(["/a", "/c"]) == (elsewhere, waiting)
+        await store.copies.put(copy)
+    assert await store.copies.list_unfinished() == (failed, waiting)
+    assert [one.num_tries for one in await store.copies.list_unfinished()] == [3, 0]
+    assert await store.copies.list_in(["/a", "/c"]) == (elsewhere, waiting)
     copied = dataclasses.replace(waiting, state="copied", num_tries=1, updated_at=4.0)
-    await store.put_mirror_copy(copied)
-    assert await store.list_unfinished_mirror_copies() == (failed,)
-    await store.delete_mirror_copies(["/b"])
-    assert await store.list_mirror_copies(["/a", "/b"]) == (elsewhere, copied)
+    await store.copies.put(copied)
+    assert await store.copies.list_unfinished() == (failed,)
+    await store.copies.delete_in(["/b"])
+    assert await store.copies.list_in(["/a", "/b"]) == (elsewhere, copied)
 
 
 async def test_leases_are_taken_all_or_none(open_store: OpenStore) -> None:
     store, now = open_store(), time.time()
-    mine = await store.acquire_leases(["b", "a"], "me", "http://me", now, 60)
+    mine = await store.leases.acquire(["b", "a"], "me", "http://me", now, 60)
     assert mine is not None
     assert [(one.base_model, one.holder, one.url, one.epoch) for one in mine] == [
         ("b", "me", "http://me", 1),
         ("a", "me", "http://me", 1),
     ]
     assert all(now <= one.expires_at - 60 <= time.time() for one in mine)
-    assert await store.acquire_leases(["b", "c"], "you", "http://you", now, 60) is None
-    assert await store.list_leases() == mine[::-1]
-    again = await store.acquire_leases(["b"], "me", "http://me", now + 1, 60)
+    assert await store.leases.acquire(["b", "c"], "you", "http://you", now, 60) is None
+    assert await store.leases.list_all() == mine[::-1]
+    again = await store.leases.acquire(["b"], "me", "http://me", now + 1, 60)
     assert again is not None and again[0].epoch == 1 and again[0].expires_at >= mine[0].expires_at
 
 
 async def test_a_lease_that_changes_hands_has_a_new_epoch(open_store: OpenStore) -> None:
     store, now = open_store(), time.time()
-    assert await store.acquire_leases(["a"], "me", "http://me", now, 60)
-    assert not await store.renew_leases("you", now, 60)
-    await store.release_leases("me")
-    assert [(one.epoch, one.expires_at) for one in await store.list_leases()] == [(1, 0.0)]
-    yours = await store.acquire_leases(["a"], "you", "http://you", now, 60)
+    assert await store.leases.acquire(["a"], "me", "http://me", now, 60)
+    assert not await store.leases.renew("you", now, 60)
+    await store.leases.release("me")
+    assert [(one.epoch, one.expires_at) for one in await store.leases.list_all()] == [(1, 0.0)]
+    yours = await store.leases.acquire(["a"], "you", "http://you", now, 60)
     assert yours is not None and yours[0].epoch == 2
-    assert await store.acquire_leases(["a"], "me", "http://me", now, 60) is None
-    assert await store.renew_leases("you", now, 120)
-    assert (await store.list_leases())[0].expires_at > yours[0].expires_at + 59
-    assert not await store.renew_leases("me", now, 60)
+    assert await store.leases.acquire(["a"], "me", "http://me", now, 60) is None
+    assert await store.leases.renew("you", now, 120)
+    assert (await store.leases.list_all())[0].expires_at > yours[0].expires_at + 59
+    assert not await store.leases.renew("me", now, 60)
 
 
 async def test_an_expired_lease_is_free_and_is_not_renewed(open_store: OpenStore) -> None:
     store = open_store()
-    assert await store.acquire_leases(["a"], "me", "http://me", time.time(), 0.2)
+    assert await store.leases.acquire(["a"], "me", "http://me", time.time(), 0.2)
     await asyncio.sleep(0.3)
-    assert not await store.renew_leases("me", time.time(), 60)
-    yours = await store.acquire_leases(["a"], "you", "http://you", time.time(), 60)
+    assert not await store.leases.renew("me", time.time(), 60)
+    yours = await store.leases.acquire(["a"], "you", "http://you", time.time(), 60)
     assert yours is not None and yours[0].epoch == 2
 
 
 async def test_only_one_of_several_servers_gets_a_lease(open_store: OpenStore) -> None:
     stores = [open_store() for _ in range(3)]
     wanted = [
-        store.acquire_leases(["b", "a"] if number % 2 else ["a", "b"], f"server {number}", "http://x", time.time(), 60)
+        store.leases.acquire(["b", "a"] if number % 2 else ["a", "b"], f"server {number}", "http://x", time.time(), 60)
         for number, store in enumerate(stores)
     ]
     taken = [one for one in await asyncio.gather(*wanted) if one is not None]
@@ -369,11 +369,11 @@ async def test_only_one_of_several_servers_gets_a_lease(open_store: OpenStore) -
 
 async def test_results_are_found_and_deleted_by_age(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    assert await store.newest_result() is None
-    await store.put_results([ResultRecord(str(age), "t", f"place {age}", 1, "json", float(age)) for age in range(4)])
-    assert (await store.newest_result()) == await store.get_result("3")
-    await store.delete_results(2.0)
-    assert [await store.get_result(str(age)) is not None for age in range(4)] == [False, False, True, True]
+    assert await store.results.newest() is None
+    await store.results.put([ResultRecord(str(age), "t", f"place {age}", 1, "json", float(age)) for age in range(4)])
+    assert (await store.results.newest()) == await store.results.get("3")
+    await store.results.delete(2.0)
+    assert [await store.results.get(str(age)) is not None for age in range(4)] == [False, False, True, True]
 
 
 async def test_training_configs_are_stored(open_store: OpenStore) -> None:
@@ -382,26 +382,26 @@ async def test_training_configs_are_stored(open_store: OpenStore) -> None:
     config = DraftConfig(algorithm="eagle3", capture_layers=(0, 2), seed=7)
     draft = dataclasses.replace(RUN, run_id="s:train:2", training=config, role="draft", target_path="tinker://a")
     for run in (full, draft):
-        await store.insert_run(run)
+        await store.runs.insert(run)
     for run in (RUN, full, draft):
         own = {"training": run.training, "role": run.role, "target_path": run.target_path}
-        await store.put_checkpoint(checkpoint(run_id=run.run_id, **own), overwrite=False)
+        await store.checkpoints.put(checkpoint(run_id=run.run_id, **own), overwrite=False)
     store.close()
     again = open_store()
     for run in (RUN, full, draft):
-        saved = await again.get_checkpoint(run.run_id, "weights", "a")
+        saved = await again.checkpoints.get(run.run_id, "weights", "a")
         assert saved is not None and (saved.training, saved.target_path) == (run.training, run.target_path)
-        assert await again.get_run(run.run_id) == run
+        assert await again.runs.get(run.run_id) == run
     for path in ("tinker://b", None):
-        await again.set_run_target(draft.run_id, path)
-        assert await again.get_run(draft.run_id) == dataclasses.replace(draft, target_path=path)
-    assert await again.get_run(full.run_id) == full
+        await again.runs.set_target(draft.run_id, path)
+        assert await again.runs.get(draft.run_id) == dataclasses.replace(draft, target_path=path)
+    assert await again.runs.get(full.run_id) == full
 
 
 async def test_a_newer_format_is_refused(open_store: OpenStore) -> None:
     store = open_store()
     newer = update(format_table).values(version=FORMAT_VERSION + 1)
-    await asyncio.wrap_future(store.write(lambda connection: connection.execute(newer) and None))
+    await store.write(lambda connection: connection.execute(newer) and None)
     with pytest.raises(ValueError, match=rf"has format {FORMAT_VERSION + 1}.*upgrade trainhouse"):
         open_store()
 
@@ -426,16 +426,16 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
         connection.execute("INSERT INTO format VALUES (?)", [version])
     connection.close()
     store = SqliteStore(path)
-    assert await store.list_open_samplers() == (SamplerRecord("s:0", "s", "t", "tiny", 1.0),)
-    assert await store.get_tenant("t") == TenantRecord("t", "tenant", 1.5)
-    run = await store.get_run("s:train:0")
+    assert await store.samplers.list_open() == (SamplerRecord("s:0", "s", "t", "tiny", 1.0),)
+    assert await store.tenants.get("t") == TenantRecord("t", "tenant", 1.5)
+    run = await store.runs.get("s:train:0")
     assert run is not None and (run.role, run.target_path) == ("policy", None)
-    saved = await store.get_checkpoint("s:train:0", "weights", "a")
+    saved = await store.checkpoints.get("s:train:0", "weights", "a")
     assert saved is not None and saved.training == run.training == LoraConfig(rank=3, seed=5)
-    assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
-    assert (await store.insert_key("t", "new", 4.5, ("read",), 60)).key_id == 8
-    assert await store.acquire_leases(["a"], "me", "http://me", 1.0, 1.0)
-    await store.put_mirror_copy(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
+    assert await store.keys.find("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
+    assert (await store.keys.insert("t", "new", 4.5, ("read",), 60)).key_id == 8
+    assert await store.leases.acquire(["a"], "me", "http://me", 1.0, 1.0)
+    await store.copies.put(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
     store.close()
     SqliteStore(tmp_path / "fresh.db").close()
     migrated = schema(path)
@@ -481,7 +481,7 @@ async def test_durability_sets_the_synchronous_mode_of_sqlite(
     store = open_configured(StoreConfig(tmp_path, durability=durability))
     for ask in (store.write, store.read):
         asked = ask(lambda connection: connection.execute(text("PRAGMA synchronous")).scalar_one())
-        assert await asyncio.wrap_future(asked) == synchronous  # NORMAL, FULL
+        assert await asked == synchronous  # NORMAL, FULL
     store.close()
 
 
@@ -490,13 +490,13 @@ async def test_text_that_databases_cannot_store_is_replaced(open_store: OpenStor
     for number, odd in enumerate(("a\0b", "a\ud800b")):
         names = {"display_name": odd, "idempotency_key": odd + str(number)}
         record = session_record(f"odd{number}", "t", tags=(odd,), user_metadata={odd: odd}, **names)
-        assert await store.insert_session(record) == record
-        stored = await store.get_session(record.session_id)
+        assert await store.sessions.insert(record) == record
+        stored = await store.sessions.get(record.session_id)
         assert stored is not None and stored.display_name == "a\ufffdb"
         assert (stored.tags, stored.user_metadata) == (("a\ufffdb",), {"a\ufffdb": "a\ufffdb"})
-        again = await store.insert_session(dataclasses.replace(record, session_id="again"))
+        again = await store.sessions.insert(dataclasses.replace(record, session_id="again"))
         assert again.session_id == record.session_id
-        assert await store.get_run(odd) is None
+        assert await store.runs.get(odd) is None
 
 
 async def test_two_processes_can_write_one_database(open_store: OpenStore) -> None:
@@ -504,10 +504,10 @@ async def test_two_processes_can_write_one_database(open_store: OpenStore) -> No
     stores = [open_store() for _ in range(2)]
     await filled(stores[0])
     puts = [
-        stores[number % 2].put_results([ResultRecord(str(number), "t", "p", 1, "json", 1.0)]) for number in range(60)
+        stores[number % 2].results.put([ResultRecord(str(number), "t", "p", 1, "json", 1.0)]) for number in range(60)
     ]
     await asyncio.gather(*puts)
-    assert len(await stores[1].get_results([str(number) for number in range(60)])) == 60
+    assert len(await stores[1].results.get_many([str(number) for number in range(60)])) == 60
 
 
 def test_metadata_values_become_strings() -> None:
@@ -538,60 +538,60 @@ async def test_a_commit_on_a_full_disk_fails_all_of_its_writes(tmp_path: Path) -
     group = [insert_tenant("before"), PendingWrite(fill), insert_tenant("behind")]
     store._commit_and_resolve(group)
     assert [str(write.done.exception().orig) for write in group] == 3 * ["database or disk is full"]
-    assert await store.list_tenants() == ()
+    assert await store.tenants.list_all() == ()
     store.close()
 
 
 async def test_sessions_without_checkpoints_are_deleted_with_their_runs_and_samplers(open_store: OpenStore) -> None:
     store = open_store()
     for tenant in ("t", "u"):
-        await store.ensure_tenant(TenantRecord(tenant, tenant, 1.0))
+        await store.tenants.ensure(TenantRecord(tenant, tenant, 1.0))
     ended = [f"ended-{number}" for number in range(4)]
     for number, session_id in enumerate(ended):
-        await store.insert_session(session_record(session_id, "t", finished_at=100.0 + number))
-    await store.insert_session(session_record("saved", "t", finished_at=100.0))
-    await store.insert_session(session_record("open", "t"))
-    await store.insert_session(session_record("of-u", "u", finished_at=104.0))
+        await store.sessions.insert(session_record(session_id, "t", finished_at=100.0 + number))
+    await store.sessions.insert(session_record("saved", "t", finished_at=100.0))
+    await store.sessions.insert(session_record("open", "t"))
+    await store.sessions.insert(session_record("of-u", "u", finished_at=104.0))
     for session_id in (*ended, "saved", "open"):
-        await store.insert_run(RunRecord(f"{session_id}:train:0", session_id, "t", "m", LORA, 1.0, 1.0))
-        await store.insert_sampler(SamplerRecord(f"{session_id}:sample:0", session_id, "t", "m", 1.0))
+        await store.runs.insert(RunRecord(f"{session_id}:train:0", session_id, "t", "m", LORA, 1.0, 1.0))
+        await store.samplers.insert(SamplerRecord(f"{session_id}:sample:0", session_id, "t", "m", 1.0))
     checkpoint = CheckpointRecord(
         "saved:train:0", "t", "weights", "a", "d", 1, 1.0, None, False, None, "m", LORA, has_optimizer=False
     )
-    await store.put_checkpoint(checkpoint, overwrite=False)
+    await store.checkpoints.put(checkpoint, overwrite=False)
 
-    assert await store.list_deletable_sessions(100.5, 0.0, most=10) == ["ended-0"]
-    assert await store.list_deletable_sessions(0.0, 1000.0, most=4) == []
-    assert await store.list_deletable_sessions(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
-    assert await store.list_deletable_sessions(0.0, 100.5, most=2) == ["ended-0"], (
+    assert await store.sessions.list_deletable(100.5, 0.0, most=10) == ["ended-0"]
+    assert await store.sessions.list_deletable(0.0, 1000.0, most=4) == []
+    assert await store.sessions.list_deletable(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
+    assert await store.sessions.list_deletable(0.0, 100.5, most=2) == ["ended-0"], (
         "sessions that ended recently are kept"
     )
-    await store.delete_sessions(["ended-0", "saved", "open"])
-    kept = {session.session_id for session in await store.list_sessions("t", 0, 100)}
+    await store.sessions.delete(["ended-0", "saved", "open"])
+    kept = {session.session_id for session in await store.sessions.list_of_tenant("t", 0, 100)}
     assert kept == {"saved", "open", *ended[1:]}
-    assert await store.list_run_ids() == {f"{session_id}:train:0" for session_id in kept}
-    assert await store.get_sampler("ended-0:sample:0") is None and await store.get_sampler("saved:sample:0")
-    await store.delete_checkpoint(checkpoint)
-    await store.delete_sessions(["saved"])
-    assert await store.get_session("saved") is None and await store.get_run("saved:train:0") is None
+    assert await store.runs.list_ids() == {f"{session_id}:train:0" for session_id in kept}
+    assert await store.samplers.get("ended-0:sample:0") is None and await store.samplers.get("saved:sample:0")
+    await store.checkpoints.delete(checkpoint)
+    await store.sessions.delete(["saved"])
+    assert await store.sessions.get("saved") is None and await store.runs.get("saved:train:0") is None
 
 
 async def test_long_fields_stored_by_older_versions_are_shortened(open_store: OpenStore) -> None:
     store = open_store()
-    await store.ensure_tenant(TenantRecord("t", "t", 1.0))
+    await store.tenants.ensure(TenantRecord("t", "t", 1.0))
     long = {"display_name": "x" * 9000, "user_metadata": {"a": "\u00fc" * 9000}, "tags": ("y" * 70_000,)}
-    await store.insert_session(session_record("long", "t", **long))
-    await store.insert_session(session_record("short", "t", display_name="x", user_metadata={"a": "b"}, tags=("c",)))
-    await store.insert_run(RunRecord("long:train:0", "long", "t", "m", LORA, 1.0, 1.0, {"a": "z" * 70_000}))
-    await store.insert_run(RunRecord("short:train:0", "short", "t", "m", LORA, 1.0, 1.0, {"a": "z"}))
-    await store.truncate_session_texts(4096, 60_000)
-    session = await store.get_session("long")
+    await store.sessions.insert(session_record("long", "t", **long))
+    await store.sessions.insert(session_record("short", "t", display_name="x", user_metadata={"a": "b"}, tags=("c",)))
+    await store.runs.insert(RunRecord("long:train:0", "long", "t", "m", LORA, 1.0, 1.0, {"a": "z" * 70_000}))
+    await store.runs.insert(RunRecord("short:train:0", "short", "t", "m", LORA, 1.0, 1.0, {"a": "z"}))
+    await store.sessions.truncate_texts(4096, 60_000)
+    session = await store.sessions.get("long")
     assert session is not None and session.display_name == "x" * 4096
     assert session.tags == () and session.user_metadata == {"a": "\u00fc" * 9000}, "within the limit of JSON"
-    await store.truncate_session_texts(4096, 50_000)
-    session, short = await store.get_session("long"), await store.get_session("short")
+    await store.sessions.truncate_texts(4096, 50_000)
+    session, short = await store.sessions.get("long"), await store.sessions.get("short")
     assert session is not None and session.user_metadata is None
     assert short is not None and (short.display_name, short.user_metadata, short.tags) == ("x", {"a": "b"}, ("c",))
-    run, other = await store.get_run("long:train:0"), await store.get_run("short:train:0")
+    run, other = await store.runs.get("long:train:0"), await store.runs.get("short:train:0")
     assert run is not None and run.user_metadata is None
     assert other is not None and other.user_metadata == {"a": "z"}

@@ -15,6 +15,9 @@ from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.knobs import ServerConfig, TenantWeight, parse_weights
 from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
+from trainhouse.server.store.database import Database
+from trainhouse.server.store.key_table import KeyTable
+from trainhouse.server.store.tenant_table import TenantTable
 from trainhouse.server.tenants.auth import (
     CACHE_SECONDS,
     Auth,
@@ -132,23 +135,37 @@ async def test_a_key_created_by_another_process_is_accepted_soon(tmp_path: Path)
     store.close()
 
 
-class WatchedStore(SqliteStore):
-    """Counts the look-ups of each key, and stops them between the key and its tenant until `may_proceed` is set."""
+class WatchedKeys(KeyTable):
+    """Counts the look-ups of each key."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
         self.num_lookups: Counter[str] = Counter()
+
+    async def find(self, key_hash: str) -> ApiKeyRecord | None:
+        self.num_lookups[key_hash] += 1
+        return await super().find(key_hash)
+
+
+class WatchedTenants(TenantTable):
+    """Stops look-ups of tenants, which follow those of their keys, until `may_proceed` is set."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
         self.is_between = asyncio.Event()
         self.may_proceed = asyncio.Event()
 
-    async def find_key(self, key_hash: str) -> ApiKeyRecord | None:
-        self.num_lookups[key_hash] += 1
-        return await super().find_key(key_hash)
-
-    async def get_tenant(self, tenant_id: str) -> TenantRecord | None:
+    async def get(self, tenant_id: str) -> TenantRecord | None:
         self.is_between.set()
         await self.may_proceed.wait()
-        return await super().get_tenant(tenant_id)
+        return await super().get(tenant_id)
+
+
+class WatchedStore(SqliteStore):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.keys = WatchedKeys(self)
+        self.tenants = WatchedTenants(self)
 
 
 async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(tmp_path: Path) -> None:
@@ -156,11 +173,11 @@ async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(tmp_pa
         auth = Auth(store, loopback=False, clock=Clock())
         key = await create_key(store, "team")
         looking = asyncio.create_task(auth.authenticate(key))
-        await store.is_between.wait()
-        record = await store.find_key(hash_key(key))
+        await store.tenants.is_between.wait()
+        record = await store.keys.find(hash_key(key))
         assert record is not None
         await auth.revoke(record)
-        store.may_proceed.set()
+        store.tenants.may_proceed.set()
         assert (await looking).name == "team", "this request was earlier"
         with pytest.raises(RequestError, match="revoked"):
             await auth.authenticate(key)
@@ -171,7 +188,7 @@ async def test_made_up_keys_do_not_evict_valid_keys_from_the_cache(
 ) -> None:
     monkeypatch.setattr("trainhouse.server.tenants.auth._MOST_CACHED", 50)
     with closing(WatchedStore(tmp_path / "store.db")) as store:
-        store.may_proceed.set()
+        store.tenants.may_proceed.set()
         auth = Auth(store, loopback=False, clock=Clock())
         key = await create_key(store, "team")
         await auth.authenticate(key)
@@ -181,8 +198,8 @@ async def test_made_up_keys_do_not_evict_valid_keys_from_the_cache(
         with pytest.raises(RequestError, match="unknown"):
             await auth.authenticate("tml-made-up-119")
         assert (await auth.authenticate(key)).name == "team"
-        assert store.num_lookups[hash_key(key)] == 1
-        assert store.num_lookups[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
+        assert store.keys.num_lookups[hash_key(key)] == 1
+        assert store.keys.num_lookups[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
         assert len(auth._valid_keys) + len(auth._invalid_keys) == 51
 
 

@@ -110,7 +110,7 @@ async def test_the_first_end_wins(api: Api) -> None:
     assert await finish(api, session_id, "success") == 204
     assert await finish(api, session_id, "errored") == 204
     assert calls == [session_id, session_id]
-    assert (await api.services.store.get_session(session_id)).end == "success"
+    assert (await api.services.store.sessions.get(session_id)).end == "success"
     assert await heartbeat(api, session_id) == 410
 
 

@@ -1,0 +1,105 @@
+"""Queries on checkpoints."""
+
+from collections.abc import Collection, Mapping
+
+from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy.sql import ColumnElement
+
+from .database import Database, PageInfo
+from .records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
+from .rows import record_of, row_values
+from .session_table import same_request
+from .tables import checkpoints, runs, sessions
+
+
+class CheckpointTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def put(self, checkpoint: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
+        """Inserts the checkpoint. With `overwrite`, replaces and returns one of the same name; else that is an
+        IntegrityError.
+        """
+        same = _same_name(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+
+        def statements(connection: Connection) -> CheckpointRecord | None:
+            row = connection.execute(select(checkpoints).where(same)).first() if overwrite else None
+            if row is not None:
+                connection.execute(delete(checkpoints).where(same))
+            connection.execute(insert(checkpoints).values(row_values(checkpoint)))
+            return None if row is None else record_of(CheckpointRecord, row)
+
+        return await self._database.write(statements)
+
+    async def insert_copied(self, session: SessionRecord, run: RunRecord, checkpoint: CheckpointRecord) -> None:
+        """Inserts a copied checkpoint with its run and its session, all or nothing."""
+
+        def statements(connection: Connection) -> None:
+            for table, record in ((sessions, session), (runs, run), (checkpoints, checkpoint)):
+                connection.execute(insert(table).values(row_values(record)))
+
+        await self._database.write(statements)
+
+    async def find_copied(self, session: SessionRecord) -> CheckpointRecord | None:
+        """Returns the copy made for the same tenant under the same idempotency key."""
+        copies = select(checkpoints).join(runs, runs.c.run_id == checkpoints.c.run_id).join(sessions)
+        return await self._database.select_one(CheckpointRecord, copies.where(same_request(session)))
+
+    async def get(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
+        """Returns the checkpoint, even if it has expired but is not deleted yet."""
+        query = select(checkpoints).where(_same_name(run_id, kind, name))
+        return await self._database.select_one(CheckpointRecord, query)
+
+    async def list_of_runs(self, run_ids: Collection[str], unexpired_at: float) -> tuple[CheckpointRecord, ...]:
+        """Returns the runs' unexpired checkpoints, oldest first."""
+        of_runs = select(checkpoints).where(checkpoints.c.run_id.in_(run_ids), unexpired(unexpired_at))
+        return await self._database.select_all(CheckpointRecord, of_runs.order_by(checkpoints.c.created_at))
+
+    async def list_of_tenant(
+        self, tenant_id: str, unexpired_at: float, offset: int, limit: int
+    ) -> tuple[tuple[CheckpointRecord, ...], PageInfo]:
+        """Returns the tenant's unexpired checkpoints, newest first."""
+        query = select(checkpoints).where(checkpoints.c.tenant_id == tenant_id, unexpired(unexpired_at))
+        order = (checkpoints.c.created_at.desc(), *checkpoints.primary_key)
+        return await self._database.select_page(CheckpointRecord, query.order_by(*order), offset, limit)
+
+    async def list_expired(self, now: float) -> tuple[CheckpointRecord, ...]:
+        query = select(checkpoints).where(checkpoints.c.expires_at <= now)
+        return await self._database.select_all(CheckpointRecord, query)
+
+    async def list_directories(self) -> frozenset[str]:
+        """Returns the directories of all checkpoints of all tenants."""
+        query = select(checkpoints.c.directory)
+        return await self._database.read(lambda connection: frozenset(connection.execute(query).scalars()))
+
+    async def move_directories(self, moves: Mapping[str, str]) -> None:
+        """Changes directories, old -> new."""
+
+        def statements(connection: Connection) -> None:
+            for old, new in moves.items():
+                connection.execute(update(checkpoints).where(checkpoints.c.directory == old).values(directory=new))
+
+        await self._database.write(statements)
+
+    async def set_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
+        await self._database.update(checkpoints, _same_version(checkpoint), {"public": public})
+
+    async def set_expiry(self, checkpoint: CheckpointRecord, expires_at: float | None) -> None:
+        await self._database.update(checkpoints, _same_version(checkpoint), {"expires_at": expires_at})
+
+    async def delete(self, checkpoint: CheckpointRecord) -> None:
+        """Deletes this version of the checkpoint, but not one that was saved under the same name since."""
+        await self._database.delete(checkpoints, _same_version(checkpoint))
+
+
+def unexpired(now: float) -> ColumnElement[bool]:
+    return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)
+
+
+def _same_name(run_id: str, kind: str, name: str) -> ColumnElement[bool]:
+    return (checkpoints.c.run_id == run_id) & (checkpoints.c.kind == kind) & (checkpoints.c.name == name)
+
+
+def _same_version(checkpoint: CheckpointRecord) -> ColumnElement[bool]:
+    same = _same_name(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+    return same & (checkpoints.c.directory == checkpoint.directory)

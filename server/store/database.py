@@ -1,0 +1,196 @@
+"""A database, on SQLAlchemy. One thread writes and commits in groups; reads run concurrently in other threads."""
+
+import asyncio
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine, Table, delete, func, insert, select, update
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.sql import ColumnElement, Select
+
+from .database_errors import LeaseLost
+from .records import LeaseRecord
+from .rows import Record, record_of, row_values
+from .tables import leases
+
+T = TypeVar("T")
+
+NUM_READERS = 4
+_MOST_PER_COMMIT = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class PageInfo:
+    """A slice of a listing.
+
+    total_count: entries of the whole listing.
+    """
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Database:
+    """Runs statements on a writer thread and NUM_READERS reader threads.
+
+    A write has been committed when it is done. With `required_lease`, every write raises LeaseLost as soon as its base
+    model's lease has another holder or epoch; a transaction that has seen the lease keeps other servers from taking it
+    until the commit. `writing` and `reading` may share a connection pool, which needs NUM_READERS + 1 connections.
+    """
+
+    def __init__(self, writing: Engine, reading: Engine) -> None:
+        self.required_lease: LeaseRecord | None = None
+        self._writing, self._reading = writing, reading
+        self._writes: queue.SimpleQueue[PendingWrite | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_until_closed, name="store-writer", daemon=True)
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="store-reader")
+        self._writer.start()
+
+    def write(self, statements: Callable[[Connection], T]) -> "asyncio.Future[T]":
+        """Runs `statements` atomically, possibly in one transaction with other callers' statements."""
+        write = PendingWrite(statements)
+        self._writes.put(write)
+        return asyncio.wrap_future(write.done)
+
+    def read(self, statements: Callable[[Connection], T]) -> "asyncio.Future[T]":
+        return asyncio.wrap_future(self._readers.submit(self._read_now, statements))
+
+    def close(self) -> None:
+        """Commits pending writes and releases the database."""
+        self._writes.put(None)
+        self._writer.join()
+        self._readers.shutdown()
+        self._writing.dispose()
+
+    async def check_integrity(self) -> None:
+        """Raises ValueError if the stored data is damaged. Does nothing for databases that check their data
+        themselves.
+        """
+
+    def clock(self, connection: Connection, now: float) -> float:
+        """Returns the seconds since the epoch by which servers compare leases. `now` is the caller's clock."""
+        return now
+
+    async def insert(self, table: Table, record: object) -> None:
+        await self.write(lambda connection: connection.execute(insert(table).values(row_values(record))))
+
+    async def update(self, table: Table, which: ColumnElement[bool], values: Mapping[str, object]) -> int:
+        """Returns the number of rows that were updated."""
+        changed = update(table).where(which).values(**values)
+        return await self.write(lambda connection: connection.execute(changed).rowcount)
+
+    async def delete(self, table: Table, which: ColumnElement[bool]) -> None:
+        await self.write(lambda connection: connection.execute(delete(table).where(which)))
+
+    async def select_one(self, record_type: type[Record], query: Select) -> Record | None:
+        row = await self.read(lambda connection: connection.execute(query).first())
+        return None if row is None else record_of(record_type, row)
+
+    async def select_all(self, record_type: type[Record], query: Select) -> tuple[Record, ...]:
+        rows = await self.read(lambda connection: connection.execute(query).all())
+        return tuple(record_of(record_type, row) for row in rows)
+
+    async def select_page(
+        self, record_type: type[Record], query: Select, offset: int, limit: int
+    ) -> tuple[tuple[Record, ...], PageInfo]:
+        """Returns one page. `query` must have an order without ties, so that pages neither overlap nor skip rows."""
+        count = select(func.count()).select_from(query.order_by(None).subquery())
+        rows, total_count = await self.read(
+            lambda connection: (
+                connection.execute(query.offset(offset).limit(limit)).all(),
+                connection.execute(count).scalar_one(),
+            )
+        )
+        return tuple(record_of(record_type, row) for row in rows), PageInfo(offset, limit, total_count)
+
+    def _read_now(self, statements: Callable[[Connection], T]) -> T:
+        with self._reading.connect() as connection:
+            return statements(connection)
+
+    def _commit(self, group: "Sequence[PendingWrite]") -> None:
+        """Runs the statements of all writes in one transaction."""
+        with self._writing.begin() as connection:
+            self._require_lease(connection)
+            for write in group:
+                write.run(connection)
+                if isinstance(write.error, OperationalError):
+                    # The database may have rolled back the whole transaction, with earlier writes and the savepoint:
+                    # later errors only follow from that, so raise the first.
+                    raise _first(write.error)
+
+    def _require_lease(self, connection: Connection) -> None:
+        """Called at the beginning of every write transaction. Raises LeaseLost if another server has the needed
+        lease.
+        """
+        lease = self.required_lease
+        if lease is None:
+            return
+        same = (leases.c.base_model == lease.base_model) & (leases.c.holder == lease.holder)
+        mine = select(leases.c.epoch).where(same, leases.c.epoch == lease.epoch)
+        if connection.execute(mine.with_for_update(read=True, key_share=True)).first() is None:
+            raise LeaseLost(f"this server no longer has the lease of epoch {lease.epoch}: another server has taken it")
+
+    def _write_until_closed(self) -> None:
+        while group := self._next_group():
+            self._commit_and_resolve([write for write in group if write.done.set_running_or_notify_cancel()])
+
+    def _next_group(self) -> "list[PendingWrite]":
+        """Waits for a write and returns it with those already queued; empty after the store is closed."""
+        group: list[PendingWrite] = []
+        while len(group) < _MOST_PER_COMMIT and not (group and self._writes.empty()):
+            write = self._writes.get()
+            if write is None:
+                self._writes.put(None)
+                break
+            group.append(write)
+        return group
+
+    def _commit_and_resolve(self, group: "Sequence[PendingWrite]") -> None:
+        try:
+            self._commit(group)
+        except Exception as error:  # the transaction itself failed (disk full, out of memory); the thread must survive
+            for write in group:
+                write.done.set_exception(error)
+        else:
+            for write in group:
+                write.resolve()
+
+
+def _first(error: OperationalError) -> OperationalError:
+    """Returns the first OperationalError of a chain of contexts."""
+    first, each = error, error.__context__
+    while each is not None:
+        first, each = each if isinstance(each, OperationalError) else first, each.__context__
+    return first
+
+
+class PendingWrite:
+    """One caller's statements. Their result is delivered only after the commit."""
+
+    def __init__(self, statements: Callable[[Connection], object]) -> None:
+        self.done: Future = Future()
+        self.error: Exception | None = None
+        self._statements = statements
+        self._result: object = None
+
+    def run(self, connection: Connection) -> None:
+        """Runs the statements in a savepoint, so that an error rolls back no other caller's. If run twice, the last run
+        counts.
+        """
+        try:
+            with connection.begin_nested():
+                self._result = self._statements(connection)
+            self.error = None
+        except Exception as error:
+            self.error = error
+
+    def resolve(self) -> None:
+        if self.error is not None:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(self._result)

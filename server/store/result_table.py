@@ -1,0 +1,59 @@
+"""Queries on results."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, func, insert, select
+
+from .database import Database
+from .records import ResultRecord
+from .rows import row_values
+from .tables import results
+
+_MOST_NAMED = 500
+
+
+class ResultTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def put(self, put: Sequence[ResultRecord]) -> None:
+        """Inserts the results, replacing earlier ones of the same requests."""
+
+        def statements(connection: Connection) -> None:
+            connection.execute(delete(results).where(results.c.request_id.in_([one.request_id for one in put])))
+            connection.execute(insert(results), [row_values(one) for one in put])
+
+        await self._database.write(statements)
+
+    async def get(self, request_id: str) -> ResultRecord | None:
+        return await self._database.select_one(ResultRecord, select(results).where(results.c.request_id == request_id))
+
+    async def get_many(self, request_ids: Sequence[str]) -> list[ResultRecord]:
+        """Returns the results that exist for these requests."""
+        found: list[ResultRecord] = []
+        for first in range(0, len(request_ids), _MOST_NAMED):
+            named = results.c.request_id.in_(request_ids[first : first + _MOST_NAMED])
+            found += await self._database.select_all(ResultRecord, select(results).where(named))
+        return found
+
+    async def newest(self) -> ResultRecord | None:
+        query = select(results).order_by(results.c.created_at.desc()).limit(1)
+        return await self._database.select_one(ResultRecord, query)
+
+    async def list_by_prefix(self, prefix: str) -> tuple[ResultRecord, ...]:
+        """Returns the results of requests whose ids begin with `prefix`, oldest first."""
+        following = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        named = (results.c.request_id >= prefix) & (results.c.request_id < following)
+        return await self._database.select_all(
+            ResultRecord, select(results).where(named).order_by(results.c.created_at)
+        )
+
+    async def sum_by_tenant(self) -> dict[str, tuple[int, int]]:
+        """Returns the number and total bytes of results, by tenant."""
+        columns = (results.c.tenant_id, func.count(), func.sum(results.c.size_bytes))
+        query = select(*columns).group_by(results.c.tenant_id)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return {tenant_id: (num, int(num_bytes)) for tenant_id, num, num_bytes in rows}
+
+    async def delete(self, created_before: float) -> None:
+        await self._database.delete(results, results.c.created_at < created_before)

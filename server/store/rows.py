@@ -1,0 +1,29 @@
+"""Converts records to rows and back. A record's fields are named like its table's columns."""
+
+import dataclasses
+from typing import TypeVar
+
+from sqlalchemy import Row
+
+from ...schemas.models import TrainingConfig, training_of
+
+Record = TypeVar("Record")
+
+
+def row_values(record: object) -> dict[str, object]:
+    assert dataclasses.is_dataclass(record)
+    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: _column_value(value) for name, value in values.items()}
+
+
+def _column_value(value: object) -> object:
+    if isinstance(value, TrainingConfig):
+        return value.model_dump()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def record_of(record_type: type[Record], row: Row) -> Record:
+    values = dict(row._mapping)
+    if "training" in values:
+        values["training"] = training_of(values["training"])
+    return record_type(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -1,0 +1,64 @@
+"""Queries on runs."""
+
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, or_, select, update
+from sqlalchemy.sql import ColumnElement
+
+from .checkpoint_table import unexpired
+from .database import Database, PageInfo
+from .records import RunRecord
+from .tables import checkpoints, runs, sessions
+
+
+class RunTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def insert(self, run: RunRecord) -> None:
+        """Inserts the run, whose session must exist."""
+        await self._database.insert(runs, run)
+
+    async def get(self, run_id: str) -> RunRecord | None:
+        return await self._database.select_one(RunRecord, select(runs).where(runs.c.run_id == run_id))
+
+    async def set_target(self, run_id: str, target_path: str | None) -> None:
+        await self._database.update(runs, runs.c.run_id == run_id, {"target_path": target_path})
+
+    async def list_ids(self) -> frozenset[str]:
+        """Returns the run ids of all tenants, ended ones included."""
+        query = select(runs.c.run_id)
+        return await self._database.read(lambda connection: frozenset(connection.execute(query).scalars()))
+
+    async def list_of_session(self, session_id: str) -> tuple[RunRecord, ...]:
+        """Returns the session's runs in the order of creation."""
+        of_session = select(runs).where(runs.c.session_id == session_id)
+        return await self._database.select_all(RunRecord, of_session.order_by(runs.c.created_at))
+
+    async def list_of_tenant(
+        self, tenant_id: str, offset: int, limit: int, project_id: str | None = None, public_at: float | None = None
+    ) -> tuple[tuple[RunRecord, ...], PageInfo]:
+        """Returns the tenant's runs, most recently used first.
+
+        Args:
+            project_id: only the tenant's own runs in this project.
+            public_at: include other tenants' runs that have a public checkpoint unexpired at this time.
+        """
+        visible: ColumnElement[bool] = runs.c.tenant_id == tenant_id
+        if public_at is not None:
+            public = select(checkpoints.c.run_id).where(checkpoints.c.public, unexpired(public_at))
+            visible = or_(visible, runs.c.run_id.in_(public))
+        query = select(runs).where(visible)
+        if project_id is not None:  # other tenants' projects are private
+            query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
+        query = query.order_by(runs.c.last_request_at.desc(), runs.c.run_id)
+        return await self._database.select_page(RunRecord, query, offset, limit)
+
+    async def touch(self, requests: Mapping[str, float]) -> None:
+        """Stores the times of the last requests, by run_id. Call it now and then for many runs, not per request."""
+
+        def statements(connection: Connection) -> None:
+            for run_id, requested_at in requests.items():
+                connection.execute(update(runs).where(runs.c.run_id == run_id).values(last_request_at=requested_at))
+
+        await self._database.write(statements)

@@ -1,0 +1,35 @@
+"""Everything that must survive a restart, by kind of record."""
+
+from sqlalchemy import Engine
+
+from .checkpoint_table import CheckpointTable
+from .copy_table import CopyTable
+from .database import Database
+from .key_table import KeyTable
+from .lease_table import LeaseTable
+from .result_table import ResultTable
+from .run_table import RunTable
+from .sampler_table import SamplerTable
+from .session_table import SessionTable
+from .tenant_table import TenantTable
+
+
+class Store(Database):
+    """A database with the queries on each of its tables.
+
+    Every query is awaited; a write has been committed when it returns. A duplicate key raises
+    sqlalchemy.exc.IntegrityError. Get and find return None for a missing row; update and delete then do nothing. The
+    SQL is portable: it uses no types or upserts of one dialect.
+    """
+
+    def __init__(self, writing: Engine, reading: Engine) -> None:
+        super().__init__(writing, reading)
+        self.tenants = TenantTable(self)
+        self.keys = KeyTable(self)
+        self.sessions = SessionTable(self)
+        self.runs = RunTable(self)
+        self.checkpoints = CheckpointTable(self)
+        self.copies = CopyTable(self)
+        self.leases = LeaseTable(self)
+        self.samplers = SamplerTable(self)
+        self.results = ResultTable(self)

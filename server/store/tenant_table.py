@@ -1,0 +1,32 @@
+"""Queries on tenants."""
+
+from sqlalchemy import Connection, insert, select
+
+from .database import Database
+from .records import TenantRecord
+from .rows import row_values
+from .tables import tenants
+
+
+class TenantTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def ensure(self, tenant: TenantRecord) -> None:
+        """Inserts the tenant unless its id exists."""
+
+        def statements(connection: Connection) -> None:
+            known = connection.execute(select(tenants.c.tenant_id).where(tenants.c.tenant_id == tenant.tenant_id))
+            if known.first() is None:
+                connection.execute(insert(tenants).values(row_values(tenant)))
+
+        await self._database.write(statements)
+
+    async def get(self, tenant_id: str) -> TenantRecord | None:
+        return await self._database.select_one(TenantRecord, select(tenants).where(tenants.c.tenant_id == tenant_id))
+
+    async def find(self, name: str) -> TenantRecord | None:
+        return await self._database.select_one(TenantRecord, select(tenants).where(tenants.c.name == name))
+
+    async def list_all(self) -> tuple[TenantRecord, ...]:
+        return await self._database.select_all(TenantRecord, select(tenants))

@@ -229,6 +229,7 @@ def test_runs_and_checkpoints_can_be_listed_changed_and_deleted(
     assert client.model_id in [one.training_run_id for one in rest.list_training_runs().result(60).training_runs]
     session = rest.get_session(client.model_id.partition(":")[0]).result(60)
     assert client.model_id in session.training_run_ids
+    assert client.model_id.partition(":")[0] in rest.list_sessions(1000).result(60).sessions
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(60)
     rest.publish_checkpoint_from_tinker_path(path).result(60)
     (listed,) = rest.list_checkpoints(client.model_id).result(60).checkpoints
@@ -244,6 +245,15 @@ def test_runs_and_checkpoints_can_be_listed_changed_and_deleted(
     remaining = rest.list_user_checkpoints().result(60).checkpoints
     assert export in [one.tinker_path for one in remaining]
     assert path not in [one.tinker_path for one in remaining]
+
+
+def test_a_sampler_is_listed_in_its_session(service: ServiceClient, client: TrainingClient) -> None:
+    path = client.save_weights_for_sampler("listed").result(60).path
+    service.create_sampling_client(model_path=path)
+    rest = service.create_rest_client()
+    session = rest.get_session(client.model_id.partition(":")[0]).result(60)
+    samplers = [rest.get_sampler(sampler_id).result(60) for sampler_id in session.sampler_ids]
+    assert (MODEL, path) in [(one.base_model, one.model_path) for one in samplers]
 
 
 def test_a_failed_operation_has_a_category_and_the_next_one_works(client: TrainingClient) -> None:

@@ -39,8 +39,8 @@ from .scheduler.pool_factory import (
     role_group_name,
     sampler_configs,
 )
-from .scheduler.quarantine import Suspects
-from .scheduler.rank_group import SUSPECT_SHRINK_FACTOR, RankGroup
+from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
+from .scheduler.rank_group import RankGroup
 from .scheduler.work import Item, SnapshotRequest, WorkerCall
 
 _MOST_WEIGHT_RATIO = 1000

@@ -1,16 +1,13 @@
-"""Strikes: counts the crashes of workers that were running only one piece of work, which is given up after
-MAX_STRIKES.
-"""
+"""Makes strikes durable; which work gets one is decided in workers/scheduler/quarantine.py."""
 
 import logging
 from collections.abc import Awaitable, Callable
 
 from ...schemas.errors import OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
+from ...workers.scheduler.quarantine import MAX_STRIKES
 
 logger = logging.getLogger(__name__)
-
-MAX_STRIKES = 3
 
 STRIKE = "strike"
 """Kind of a journal entry saying that a worker crashed while running only this operation or sampling request."""

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...schemas.training import OptimStepRequest
+from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..features.feature_store import uses_of
 from ..files.wal import RecordPosition
 from ..journal.futures import Encoding, Futures
 from ..journal.journal import EntryLocation, Header, Journal
-from ..journal.quarantine import MAX_STRIKES, STRIKE, STRIKES
+from ..journal.quarantine import STRIKE, STRIKES
 from ..store import RunRecord
 from .operations import CreateRun, Operation, read_for_replay, read_operation
 from .queued import GAP, RefusedOperation

@@ -49,9 +49,9 @@ class GroupQueue:
         self._limits = limits
         self._suspects = suspects
         self._lines: dict[str, RunQueue] = {}
-        # Each line is in one of these, by the type of its head; operations of suspects are in `_suspect_runs`.
+        # Each line is in one of these, by the type of its head; operations of suspects are in `_suspect_operations`.
         self._shares = FairQueue(limits)
-        self._suspect_runs = _TenantRoundRobin()
+        self._suspect_operations = _TenantRoundRobin()
         self._steps: dict[str, RunQueue] = {}
         self._verbs = _TenantRoundRobin()
         self._snapshots = _TenantRoundRobin()
@@ -75,7 +75,7 @@ class GroupQueue:
 
     @property
     def _wants_pass(self) -> bool:
-        return bool(self._shares or self._suspect_runs)
+        return bool(self._shares or self._suspect_operations)
 
     def works(self) -> list[WorkItem[Any]]:
         return [work for line in self._lines.values() for work in line.works]
@@ -133,10 +133,10 @@ class GroupQueue:
     def take_pass(self) -> list[OperationChunk]:
         """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
-        self._suspect_passed_last = bool(self._suspect_runs) and not (self._shares and self._suspect_passed_last)
+        self._suspect_passed_last = bool(self._suspect_operations) and not (self._shares and self._suspect_passed_last)
         forming = _PassBuilder(self._limits)
         if self._suspect_passed_last:
-            line = self._suspect_runs.next()
+            line = self._suspect_operations.next()
             self._take(line, forming, self._limits.quantum(line.tenant_id), self._limits.half)
         else:
             self._fill(forming)
@@ -222,7 +222,7 @@ class GroupQueue:
             case SnapshotRequest():
                 self._snapshots.add(line)
             case _ if line.key in self._suspects:
-                self._suspect_runs.add(line)
+                self._suspect_operations.add(line)
             case _:
                 self._shares.add(line)
 
@@ -234,8 +234,8 @@ class GroupQueue:
                 self._verbs.remove(line)
             case SnapshotRequest():
                 self._snapshots.remove(line)
-            case _ if line in self._suspect_runs:  # of a suspect, which it may be no longer
-                self._suspect_runs.remove(line)
+            case _ if line in self._suspect_operations:  # of a suspect, which it may be no longer
+                self._suspect_operations.remove(line)
             case _:
                 self._shares.remove(line)
 

@@ -25,7 +25,7 @@ from .device_sharing import DeviceScheduler
 from .fair_queue import PassLimits
 from .loading import MAX_TRIES, failure_reason, load
 from .pending_snapshots import PendingSnapshots
-from .quarantine import Suspects
+from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .queue import GroupQueue, OperationChunk
 from .ranks import Ranks
 from .time_sharing import TimeShares
@@ -38,9 +38,6 @@ _KINDS = ("training", "verbs", "snapshots", "sampling")
 
 # Lengths of the first slices after a pause, as fractions of a slice.
 _FIRST_SLICES = (1 / 16, 1 / 4)
-
-# After a death, a quarter of its sampling jobs may run together: a trade-off between more deaths and less batching.
-SUSPECT_SHRINK_FACTOR = 4
 
 # Pause before the next attempt to place the ranks. Nothing died, so there is no backoff.
 _PLACE_SECONDS = 2.0

@@ -15,11 +15,11 @@ from ....schemas.errors import OperationError
 from ....schemas.sampling import SampleResponse
 from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
 from ...scheduler.cohorts import OnProgress
+from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import WorkerCall
 from ..drafts import drop_draft, load_draft
 from ..in_flight import InFlightRequests, StreamDeduplicator
-from ..quarantine import MOST_STRIKES
 from .adapter_copies import AdapterCopies
 from .adapter_versions import GroupAdapter, GroupAdapterVersion, WeightTransferStats
 
@@ -93,13 +93,13 @@ class SamplerGroups:
 
     async def _sample(self, job: SampleJob, told: StreamDeduplicator) -> SampleResponse:
         request = _Request(job, told)
-        while request.num_strikes < MOST_STRIKES:
+        while request.num_strikes < MAX_STRIKES:
             try:
                 return await told.run(partial(self._next_replica().sample, request))
             except _WorkerDied:
                 continue
         raise OperationError(
-            f"{MOST_STRIKES} sampler workers crashed during sampling request {job.job_id} with no other running: see"
+            f"{MAX_STRIKES} sampler workers crashed during sampling request {job.job_id} with no other running: see"
             " the server's log; a shorter prompt or fewer samples need less memory",
             "server",
         )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +13,10 @@ from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
 from ...scheduler.cohorts import OnProgress
+from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import WorkerCall
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
-from ..quarantine import MOST_STRIKES, Quarantine, SuspectState
 from .adapters import VllmAdapters, VllmAdapterVersion, link_files
 from .api import SampleRange, UnknownModel, VllmApi, VllmModel, VllmUnreachable, is_greedy
 from .limits import check_size, check_supported, max_tokens_of, num_cells
@@ -34,6 +34,20 @@ _BARE = "bare-base"
 """Id of the base model as an adapter. Runs and samplers cannot have it: their ids contain session ids."""
 
 Done = TypeVar("Done")
+
+
+@dataclass
+class _Request:
+    """A request and its attempts.
+
+    version: the adapter; None means the base model.
+    num_strikes: failures that only this request can have caused.
+    """
+
+    job: SampleJob
+    version: VllmAdapterVersion | None
+    streamed: StreamDeduplicator
+    num_strikes: int = 0
 
 
 class VllmEngine:
@@ -106,7 +120,7 @@ class VllmEngine:
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         check_supported(job)
-        return await self._in_flight.run(job.job_id, self._answer(job, StreamDeduplicator(on_progress)))
+        return await self._in_flight.run(job.job_id, self._answer(job, on_progress))
 
     def cancel(self, job_id: str) -> None:
         self._in_flight.cancel(job_id)
@@ -114,11 +128,12 @@ class VllmEngine:
     async def memory(self) -> dict[str, dict[str, int]]:
         return {}
 
-    async def _answer(self, job: SampleJob, told: StreamDeduplicator) -> SampleResponse:
+    async def _answer(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
         with self._weights(job) as version:
+            sampling = self._sample(_Request(job, version, StreamDeduplicator(on_progress)))
             if not _wants_scores(job):
-                return await self._sample(job, version, told)
-            sampled, scored = await _gather_or_cancel([self._sample(job, version, told), self._score(job, version)])
+                return await sampling
+            sampled, scored = await _gather_or_cancel([sampling, self._score(job, version)])
             hits = sampled.prompt_cache_hit_tokens
             return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits)
 
@@ -147,53 +162,49 @@ class VllmEngine:
         scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
         return await self._training.sample(scoring)
 
-    async def _sample(
-        self, job: SampleJob, version: VllmAdapterVersion | None, told: StreamDeduplicator
-    ) -> SampleResponse:
-        patience = RetryDeadline(self._server)
-        with self._quarantine.track() as standing:
+    async def _sample(self, request: _Request) -> SampleResponse:
+        deadline, job_id = RetryDeadline(self._server), request.job.job_id
+        try:
             while True:
                 try:
-                    return await self._sample_when_admitted(job, version, told, standing)
+                    return await self._sample_when_admitted(request)
                 except VllmUnreachable as gone:
                     self._model = None
-                    if standing.num_strikes >= MOST_STRIKES:
+                    if request.num_strikes >= MAX_STRIKES:
                         raise OperationError(
-                            f"sampling request {job.job_id} failed {MOST_STRIKES} times: {self._server.name} {gone};"
+                            f"sampling request {job_id} failed {MAX_STRIKES} times: {self._server.name} {gone};"
                             " see its log",
                             "server",
                         ) from None
-                    await patience.wait(gone)
+                    await deadline.wait(gone)
+        finally:
+            self._quarantine.clear(job_id)
 
-    async def _sample_when_admitted(
-        self, job: SampleJob, version: VllmAdapterVersion | None, told: StreamDeduplicator, standing: SuspectState
-    ) -> SampleResponse:
-        async with self._quarantine.admitted(standing):
+    async def _sample_when_admitted(self, request: _Request) -> SampleResponse:
+        async with self._quarantine.admitted(request.job.job_id):
             await self._server.ready()
             start = self._server.num_starts
             try:
-                async with self._quarantine.running(standing):
-                    return await self._health.watch(told.run(partial(self._attempt, job, version)))
+                with self._quarantine.running(request.job.job_id):
+                    return await self._health.watch(request.streamed.run(partial(self._attempt, request)))
             except UnknownModel as error:
-                if version is not None:
-                    version.vllm_epoch = None
-                standing.num_strikes += 1
+                if request.version is not None:
+                    request.version.vllm_epoch = None
+                request.num_strikes += 1
                 raise VllmUnreachable(str(error), reached=True) from None
             except VllmUnreachable as gone:
-                if gone.reached:
-                    await self._blame(standing, start)
+                if gone.reached and await self._failed_alone(request.job.job_id, start):
+                    request.num_strikes += 1
                 raise
 
-    async def _blame(self, standing: SuspectState, start: int) -> None:
-        """Counts a strike against this request if the server is alive; else records the crash."""
+    async def _failed_alone(self, job_id: str, start: int) -> bool:
+        """True if only this request can have caused the failure: the server is alive, or crashed while it ran alone."""
         if self._server.num_starts == start and await self._api.is_healthy():
-            standing.num_strikes += 1
-        else:
-            self._quarantine.record_crash(standing)
+            return True
+        return self._quarantine.record_crash(job_id)
 
-    async def _attempt(
-        self, job: SampleJob, version: VllmAdapterVersion | None, on_progress: OnProgress | None
-    ) -> SampleResponse:
+    async def _attempt(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
+        job, version = request.job, request.version
         model = self._model = self._model or await self._api.model(self._training.name)
         max_tokens = max_tokens_of(job, model)
         check_size(job, max_tokens)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.training import Datum, ForwardBackwardRequest
-from ..losses import GUESS_LOSSES, LOSSES, VALUE_LOSSES, Loss
+from ..losses import DRAFT_LOSSES, LOSSES, VALUE_LOSSES, Loss
 from ..losses.loss import Config
 from ..protocol.calls import DataShare
 
@@ -80,7 +80,7 @@ def validate_request(
     """
     share = share or DataShare(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
-        if request.loss_fn in LOSSES | VALUE_LOSSES | GUESS_LOSSES:
+        if request.loss_fn in LOSSES | VALUE_LOSSES | DRAFT_LOSSES:
             takes = _listed(losses)
             raise OperationError(f"loss_fn {request.loss_fn!r} is for another kind of model: this one takes {takes}")
         raise OperationError(f"unknown loss_fn {request.loss_fn!r}: use one of {_listed(losses)}")

@@ -18,7 +18,7 @@ from ..state.zero import ZeroShards
 from .algorithms.algorithm import DraftNetwork
 from .algorithms.draft_programs import DraftProgram
 from .algorithms.draft_shape import DraftShape
-from .algorithms.parameter_sharding import own_parameters
+from .algorithms.parameter_sharding import shard_parameters
 from .groups import DraftGroups
 from .sequences.captured_features import FeatureKind
 from .sequences.labels import Options
@@ -33,7 +33,7 @@ class DraftModel(Trainable):
     target: the model whose tokens it predicts, None = the bare base model.
     target_version: the version of the target's weights (see version.py).
     has_loaded_weights: True if its weights were loaded from another draft.
-    reach: how many tokens it proposes at a time while sampling.
+    draft_lengths: how many tokens it proposes at a time while sampling.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class DraftModel(Trainable):
             groups: the ranks that train the draft.
         """
         self._base = base
-        self._strategy = program.strategy
-        self.draft = self.training = program.strategy.with_defaults(draft, base.config, base.vocab_size)
+        self._algorithm = program.algorithm
+        self.draft = self.training = program.algorithm.with_defaults(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
-        self.reach = program.strategy.draft_lengths(self.shape)
+        self.draft_lengths = program.algorithm.draft_lengths(self.shape)
         is_alone = groups.mesh.is_single
         layout = FlatLayout(
-            own_parameters(program.strategy.parameters(self.shape), groups.mesh),
+            shard_parameters(program.algorithm.parameters(self.shape), groups.mesh),
             multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
         )
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
@@ -82,7 +82,7 @@ class DraftModel(Trainable):
     @property
     def feature_kind(self) -> FeatureKind:
         """Returns the kind of captured features that the draft needs of its current target."""
-        layers, target_repr = tuple(self.capture_layers), self._strategy.target_repr
+        layers, target_repr = tuple(self.capture_layers), self._algorithm.target_repr
         return FeatureKind(self.target_version, layers, target_repr, self.shape.hidden, self._base.dtype)
 
     def initialize(self) -> None:
@@ -90,7 +90,7 @@ class DraftModel(Trainable):
         whole = self.layout.unsharded
         drawn = self.weights if whole is self.layout else torch.zeros(whole.size)
         with self._base.whole_unembedding():
-            self._strategy.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
+            self._algorithm.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
         if drawn is not self.weights:
             self.layout.copy_parts(self.weights, whole.named_views(drawn))
 
@@ -127,11 +127,11 @@ class DraftModel(Trainable):
         )
 
     def lookahead(self, options: Options) -> int:
-        return self._strategy.lookahead(options)
+        return self._algorithm.lookahead(options)
 
     def inference_config(self) -> Mapping[str, Any]:
         """Returns what inference engines read in the draft's config.json, in addition to the shape of its layers."""
-        return self._strategy.inference_config(self.draft)
+        return self._algorithm.inference_config(self.draft)
 
     def network(self, trains: bool) -> DraftNetwork:
         """Returns the draft's modules over its current weights.
@@ -144,7 +144,7 @@ class DraftModel(Trainable):
             gradients = self.gradient_views()
             weights = {name: _trainable_leaf(weight, gradients[name]) for name, weight in weights.items()}
         recomputes, team = self._base.activations != "keep", self.groups.mesh.along("tp")
-        return self._strategy.network(self.shape, weights, self.vocabulary, recomputes, team)
+        return self._algorithm.network(self.shape, weights, self.vocabulary, recomputes, team)
 
 
 def _by_name(layout: FlatLayout, vector: Tensor) -> Mapping[str, Tensor]:

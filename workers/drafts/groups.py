@@ -17,7 +17,7 @@ class DraftGroups:
 
     mesh: the base model's ranks in the layout of the drafts. Ranks along replicas train on different sequences, ranks
     along sp on different shards of the same sequences, and ranks along tp have different parts of the draft's layers.
-    The sp * tp ranks at one position along replicas are a block.
+    The sp * tp ranks at one position along replicas are a shard group.
     feature_team: the ranks that exchange captured features. Every `num_sharing` neighbours among them share one
     micro-batch.
     """
@@ -46,8 +46,8 @@ class DraftGroups:
         check_draft_spec(spec, base.spec, heads, kv_heads)
         mesh = base if spec == base.spec else Mesh(spec, base.rank)
         num_sharing = base.spec.sp * base.spec.tp
-        audience = (base if num_sharing > spec.sp * spec.tp else mesh).along("sp", "tp")
-        return DraftGroups(mesh, audience, num_sharing)
+        feature_team = (base if num_sharing > spec.sp * spec.tp else mesh).along("sp", "tp")
+        return DraftGroups(mesh, feature_team, num_sharing)
 
     @staticmethod
     def alone() -> "DraftGroups":
@@ -56,22 +56,22 @@ class DraftGroups:
 
     @property
     def num_micro_batches(self) -> int:
-        """Returns the number of micro-batches in the audience."""
+        """Returns the number of micro-batches in the feature team."""
         return self.feature_team.size // self.num_sharing
 
     @property
-    def num_blocks(self) -> int:
-        """Returns the number of blocks in the audience."""
-        return self.feature_team.size // self._block_size
+    def num_shard_groups(self) -> int:
+        """Returns the number of shard groups in the feature team."""
+        return self.feature_team.size // self._shard_group_size
 
-    def block_of(self, index: int) -> int:
-        """Returns the block of the rank with this index in the audience."""
-        return index // self._block_size
+    def shard_group_of(self, index: int) -> int:
+        """Returns the shard group of the rank with this index in the feature team."""
+        return index // self._shard_group_size
 
     def shard_of(self, index: int) -> int:
-        """Returns which sequence shard of its block the rank with this index in the audience has."""
-        return index % self._block_size // self.mesh.spec.tp
+        """Returns which sequence shard of its group the rank with this index in the feature team has."""
+        return index % self._shard_group_size // self.mesh.spec.tp
 
     @property
-    def _block_size(self) -> int:
+    def _shard_group_size(self) -> int:
         return self.mesh.spec.sp * self.mesh.spec.tp

@@ -1,6 +1,8 @@
 """The losses, one per file, grouped by what they score: log-probabilities, a critic's values, or a draft's predictions.
 
-To add one, write its file and add its line here. The parametrized tests pick it up.
+To add one, write its file, add its line here, and add its reference formula to FORMULAS in
+tests/workers/losses/test_losses.py, whose tests are parametrized over both. The losses of drafts have their references
+beside the tests of their algorithms, in tests/workers/drafts/.
 """
 
 from .capture import CAPTURE
@@ -28,8 +30,8 @@ LOSSES: dict[str, Loss] = {
 
 VALUE_LOSSES: dict[str, Loss] = {"value_mse": VALUE_MSE}
 
-GUESS_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3, "dflash": DFLASH}
+DRAFT_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3, "dflash": DFLASH}
 
 CAPTURES: dict[str, Loss] = {"capture": CAPTURE}
 
-__all__ = ["CAPTURES", "GUESS_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]
+__all__ = ["CAPTURES", "DRAFT_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]

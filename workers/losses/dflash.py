@@ -35,8 +35,8 @@ def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
 
 def _confidence(cross_entropy: Tensor, counts: Tensor, alpha: float) -> Tensor:
     """Returns d of dpace, [m, depth]."""
-    reached = torch.where(counts, (1 - alpha) * torch.exp(-cross_entropy) + alpha, 1.0).cumprod(1) * counts
-    return reached.flip(1).cumsum(1).flip(1)
+    acceptance = torch.where(counts, (1 - alpha) * torch.exp(-cross_entropy) + alpha, 1.0).cumprod(1) * counts
+    return acceptance.flip(1).cumsum(1).flip(1)
 
 
 DFLASH = Loss(

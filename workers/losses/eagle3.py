@@ -17,22 +17,22 @@ from .draft_scores import DraftScores
 from .loss import Config, Loss, LossOutput
 
 # Replaces an acceptance of 0, which has no logarithm.
-_LEAST = 1e-12
+_MIN_ACCEPTANCE = 1e-12
 
 
 def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
     counted = inputs["weights"] * scores.covered
     depth = counted.shape[1]
     decay = torch.as_tensor([config["decay"] ** k for k in range(depth)], dtype=counted.dtype, device=counted.device)
-    losses = torch.where(counted != 0, counted * decay * _of_guesses(scores, config), 0.0)
+    losses = torch.where(counted != 0, counted * decay * _token_losses(scores, config), 0.0)
     return LossOutput(losses, ratios=draft_token_metrics(scores, inputs["weights"]), denominator=counted[:, 0].sum())
 
 
-def _of_guesses(scores: DraftScores, config: Config) -> Tensor:
+def _token_losses(scores: DraftScores, config: Config) -> Tensor:
     """Returns the loss of each draft token, [m, depth]."""
     match config["objective"]:
         case "lk_alpha":
-            return -scores.acceptance.clamp(min=_LEAST).log()
+            return -scores.acceptance.clamp(min=_MIN_ACCEPTANCE).log()
         case "lk_lambda":
             share = config["lk_scale"] * torch.exp(-config["lk_decay"] * scores.acceptance.detach())
             return share * scores.cross_entropy + (1 - share) * (1 - scores.acceptance)

@@ -132,14 +132,14 @@ class SpeculativeDecoder:
             return True
         draft = self._draft(row)
         num = guessed.num_draft_tokens / guessed.num_passes
-        of_draft = draft.reach.num_passes(num) * draft.num_parameters / self._base.num_parameters
+        of_draft = draft.draft_lengths.num_passes(num) * draft.num_parameters / self._base.num_parameters
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
         return guessed.acceptance_length >= 1 + of_draft + num * to_check
 
     def num_draft_tokens(self, row: SequenceState) -> int:
         """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
-        reach, asked = self._draft(row).reach, row.job.request.num_draft_tokens
-        return reach.usual if asked is None else min(asked, reach.most)
+        lengths, requested = self._draft(row).draft_lengths, row.job.request.num_draft_tokens
+        return lengths.default if requested is None else min(requested, lengths.most)
 
     def is_ready(self, row: SequenceState) -> bool:
         return row in self._states and self.uses_draft(row)
@@ -279,7 +279,7 @@ class SpeculativeDecoder:
     def _num_cached(self, row: SequenceState, draft: DraftModel, count: int) -> int:
         """Returns how many tokens the draft's cache holds when it proposes tokens after `count` sampled ones."""
         num = self.num_next(row, count)
-        return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
+        return len(row.job.prompt) + count - 1 + (draft.draft_lengths.num_ahead(num) if num > 0 else 0)
 
     def _recent_stats(self, draft: DraftModel, namespace: int) -> AcceptanceStats:
         """Returns the draft's recent statistics, kept per namespace so that tenants learn nothing of each other."""

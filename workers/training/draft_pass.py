@@ -1,7 +1,7 @@
 """Runs passes of draft models: the target runs without gradients, then the draft runs over its hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ from ..batch.validated import ValidatedBatch
 from ..drafts.algorithms.algorithm import DraftPass
 from ..drafts.algorithms.logit_budget import LogitBudget
 from ..drafts.draft_model import DraftModel
-from ..drafts.groups import DraftGroups
 from ..drafts.sequences.captured_features import CapturedFeatures, address_of
 from ..drafts.sequences.features import DraftInputs
 from ..drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
@@ -64,18 +63,18 @@ class NeededSources:
 
 class DraftPassRunner:
     def __init__(
-        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, share_of: Callable[[MicroBatch], TokenShard]
+        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, shard_of: Callable[[MicroBatch], TokenShard]
     ) -> None:
         """Creates the runner of draft passes.
 
         Args:
             head: computes the target's logits.
-            share_of: returns this rank's share of a micro-batch's tokens.
+            shard_of: returns this rank's shard of a micro-batch's tokens.
         """
-        self._base, self._models, self._head, self._share_of = base, models, head, share_of
-        self._room = LogitBudget.on(base.device, head.chunk_rows)
+        self._base, self._models, self._head, self._shard_of = base, models, head, shard_of
+        self._budget = LogitBudget.on(base.device, head.chunk_rows)
 
-    def stored(
+    def find_stored(
         self, request: ForwardBackwardRequest, place: FeatureLocation, numbers: Sequence[int]
     ) -> dict[int, CapturedFeatures]:
         """Returns the captured features of a request's data, by row, as far as they are available.
@@ -90,8 +89,8 @@ class DraftPassRunner:
         """
         if request.model_id not in self._models.drafts:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        draft, found = self._models.drafts.get(request.model_id), {}
-        kind = draft.feature_kind
+        kind = self._models.drafts.get(request.model_id).feature_kind
+        stored: dict[int, CapturedFeatures] = {}
         for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
             address = kind.address(datum.tokens)
             referred = address_of(datum.feature_ref) if datum.feature_ref else address if place.captures else None
@@ -99,8 +98,8 @@ class DraftPassRunner:
             if features is not None:
                 features.check(kind, address, number)
                 if features.is_complete(kind, len(datum.tokens)):
-                    found[row] = features
-        return found
+                    stored[row] = features
+        return stored
 
     def run(self, trains: bool, needed: NeededSources | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:
         """Runs a micro-batch of tasks of one draft.
@@ -111,118 +110,139 @@ class DraftPassRunner:
         """
         draft = self._models.drafts.get(tasks[0].run_id)
         needed = needed or NeededSources.for_sequences(_stored(micro_batch, tasks))
-        captures = any(task.capture_directory is not None for task in tasks)
-        # If false, `inside` has only the tokens that this rank scores.
-        is_of_all = captures or needed.stored
-        inside = (
-            self._features_of_all_tokens(draft, needed, micro_batch, tasks)
-            if is_of_all
-            else self._hooked(draft).own(micro_batch)
-        )
-        for part in micro_batch.segments:
-            if (directory := tasks[part.operation].capture_directory) is not None:
-                own = inside if self._share_of(micro_batch).is_first else None
-                trouble = store_features(directory, draft.feature_kind, tasks[part.operation], part, own)
-                if trouble is not None:
-                    tasks[part.operation].fail(Failure(write_failure_message(directory, trouble), "server"))
-        if all(task.capture_directory is not None for task in tasks):
+        captures = [task.capture_directory is not None for task in tasks]
+        # Otherwise the features are those of the tokens that this rank scores.
+        covers_all = needed.stored or any(captures)
+        if covers_all:
+            features = self._features_of_all_tokens(draft, needed, micro_batch, tasks)
+        else:
+            features = self._hooked(draft).own(micro_batch)
+        self._store(draft, features, micro_batch, tasks)
+        if all(captures):
             return
-        if is_of_all and draft.groups.num_micro_batches > 1:
-            inside, is_of_all = inside.mapped(self._share_of(micro_batch).of_rows), False
         own = draft_batches(micro_batch, [task.operation.datum_indices for task in tasks])
-        of_all = gather_draft_batches(draft.groups, own, self._base.device)
-        lessons = [lesson for of_micro_batch in of_all for lesson in of_micro_batch]
-        deal = DraftDistribution(draft.groups, lessons, [_halo(draft, tasks[lesson.task]) for lesson in lessons])
-        if lessons and draft.groups.feature_team.size > 1:
-            lengths = [sum(lesson.num_tokens for lesson in of_micro_batch) for of_micro_batch in of_all]
-            inside = self._exchange_features(inside, is_of_all, draft.groups, deal, lengths)
-        told = _TargetOutputs(self._head, inside, self._mask(draft.shape.mask_token))
+        by_micro_batch = gather_draft_batches(draft.groups, own, self._base.device)
+        batches = [batch for of_micro_batch in by_micro_batch for batch in of_micro_batch]
+        lookaheads = [
+            0 if captures[batch.task] else draft.lookahead(tasks[batch.task].operation.config) for batch in batches
+        ]
+        distribution = DraftDistribution(draft.groups, batches, lookaheads)
+        if batches and draft.groups.feature_team.size > 1:
+            lengths = [sum(batch.num_tokens for batch in of_micro_batch) for of_micro_batch in by_micro_batch]
+            features = self._exchange(draft, features, covers_all, micro_batch, distribution, lengths)
+        mask = self._mask_embedding(draft)
         with self._head.gathered():
-            for taken, known in deal.own():
-                lesson, task = taken.lesson, tasks[taken.lesson.task]
-                if task.capture_directory is not None:
+            for share, rows in distribution.own_shares():
+                if captures[share.batch.task]:
                     continue
-                found = _DraftResults(torch.zeros(len(taken.tokens), device=self._base.device))
-                if taken.sequences:
-                    self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
-                of_ranks = draft.groups.feature_team.all_gather_object(found.finish(taken))
-                if lesson.part is not None:
-                    task.add_scores(lesson.part, _joined(lesson, of_ranks))
+                task, scores = tasks[share.batch.task], _ShareScores(share, self._base.device)
+                if share.sequences:
+                    inputs = self._inputs(draft, features.mapped(lambda whole, rows=rows: whole[rows]), mask, share)
+                    self._score(draft, inputs, task.operation, scores, trains)
+                of_ranks = draft.groups.feature_team.all_gather_object(scores.finish())
+                if share.batch.part is not None:
+                    task.add_scores(share.batch.part, _merge(share.batch, of_ranks))
 
     def _features_of_all_tokens(
         self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, tasks: list[Task]
     ) -> TargetFeatures:
-        """Returns the target's hidden states of all tokens. The target runs only over sequences without stored
-        features."""
+        """Returns the features of all tokens. The target runs only over sequences without stored features."""
         stored, hooked = _stored(micro_batch, tasks), self._hooked(draft)
         if not needed.stored:
             return hooked.features(micro_batch)
-        read = StoredFeatureSource(self._base, draft, [features for features in stored if features is not None])
+        reader = StoredFeatureSource(self._base, draft, [features for features in stored if features is not None])
         if not needed.target:
-            return read.features(micro_batch)
+            return reader.features(micro_batch)
         parts: list[tuple[Tensor, TargetFeatures]] = []
-        teachers: list[tuple[FeatureSource, bool]] = [(hooked, False), (read, True)]
-        for teacher, is_stored in teachers:
+        sources: list[tuple[FeatureSource, bool]] = [(hooked, False), (reader, True)]
+        for source, is_stored in sources:
             rows = zip(micro_batch.packed_rows(), stored, strict=True)
             own = [(row.start, row.stop) for row, each in rows if (each is not None) is is_stored]
-            places = [torch.arange(*bounds, device=self._base.device) for bounds in own]
-            of_rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *places])
-            parts.append((of_rows, teacher.features(select_sequences(micro_batch, own))))
+            tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
+            of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
+            parts.append((of_source, source.features(select_sequences(micro_batch, own))))
         return TargetFeatures.join(parts)
 
     def _hooked(self, draft: DraftModel) -> HookedTarget:
-        return HookedTarget(self._base, self._models.adapters, draft, self._share_of)
+        return HookedTarget(self._base, self._models.adapters, draft, self._shard_of)
 
-    def _exchange_features(
+    def _store(
+        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, tasks: Sequence[Task]
+    ) -> None:
+        """Stores the features of tasks that capture. They must cover all tokens if there is such a task."""
+        for part in micro_batch.segments:
+            task = tasks[part.operation]
+            if (directory := task.capture_directory) is not None:
+                own = features if self._shard_of(micro_batch).is_first else None
+                error = store_features(directory, draft.feature_kind, task, part, own)
+                if error is not None:
+                    task.fail(Failure(write_failure_message(directory, error), "server"))
+
+    def _exchange(
         self,
-        inside: TargetFeatures,
-        is_of_all: bool,
-        groups: DraftGroups,
-        deal: DraftDistribution,
+        draft: DraftModel,
+        features: TargetFeatures,
+        covers_all: bool,
+        micro_batch: MicroBatch,
+        distribution: DraftDistribution,
         lengths: Sequence[int],
     ) -> TargetFeatures:
-        """Returns the hidden states of the tokens whose features this rank needs, exchanging them where necessary.
+        """Returns the features of the tokens that this rank needs, exchanging them where necessary.
 
         Args:
-            is_of_all: whether `inside` already has the tokens of all micro-batches.
-            lengths: tokens of each of the audience's micro-batches.
+            covers_all: whether `features` covers all tokens of this rank's micro-batch.
+            lengths: tokens of each of the feature team's micro-batches.
         """
-        want = [deal.wanted(index) for index in range(groups.feature_team.size)]
-        if is_of_all:
-            own = torch.from_numpy(want[groups.feature_team.index]).to(self._base.device)
-            return inside.mapped(lambda whole: whole[own])
-        have = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
-        return inside.mapped(FeatureExchange(groups.feature_team, have, want, self._base.device).exchange)
+        groups = draft.groups
+        needed = [distribution.needed_tokens(index) for index in range(groups.feature_team.size)]
+        if covers_all and groups.num_micro_batches == 1:
+            own = torch.from_numpy(needed[groups.feature_team.index]).to(self._base.device)
+            return features.mapped(lambda whole: whole[own])
+        if covers_all:
+            features = features.mapped(self._shard_of(micro_batch).of_rows)
+        computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
+        return features.mapped(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 
-    def _mask(self, token: int | None) -> Tensor | None:
+    def _mask_embedding(self, draft: DraftModel) -> Tensor | None:
         """Returns the embedding of the mask token, [hidden], None if the draft has no such token.
 
         All ranks call this in every micro-batch, because the embedding can be sharded over them.
         """
-        if token is None:
+        if draft.shape.mask_token is None:
             return None
-        return self._base.embedded(torch.tensor([token], device=self._base.device)).squeeze(0)
+        return self._base.embedded(torch.tensor([draft.shape.mask_token], device=self._base.device)).squeeze(0)
+
+    def _inputs(
+        self, draft: DraftModel, features: TargetFeatures, mask: Tensor | None, share: DraftBatchShare
+    ) -> DraftInputs:
+        """Returns the draft's inputs for its share of a batch; `features` are those of the tokens that it needs."""
+
+        def logits(rows: Tensor) -> Tensor:
+            assert features.last is not None
+            return self._head.logits_of_segments(features.last[rows], [Segment(0, len(rows), draft)])
+
+        adapter = Segment(0, len(features.captured), draft).adapter
+        return DraftInputs(
+            positions=share.positions(features.captured.device),
+            packing=share.packing,
+            embedded=features.embedded,
+            captured=features.captured,
+            logits=logits,
+            shard=share.shard(draft.groups.mesh.along("sp")),
+            mask=mask,
+            head=_TargetHead(self._head, None if adapter is None else adapter.unembed),
+        )
 
     def _score(
-        self,
-        draft: DraftModel,
-        features: DraftInputs,
-        taken: DraftBatchShare,
-        operation: ValidatedBatch,
-        found: "_DraftResults",
-        trains: bool,
+        self, draft: DraftModel, inputs: DraftInputs, operation: ValidatedBatch, scores: "_ShareScores", trains: bool
     ) -> None:
-        labels = taken.labels()
         with torch.set_grad_enabled(trains):
-            guesses = draft.network(trains).training_pass(features, labels, operation.config, self._room)
-        for chunk in chunks(guesses.num_rows, guesses.chunk_rows):
-            _score(guesses, chunk, operation, found, trains)
+            network = draft.network(trains)
+            draft_pass = network.training_pass(inputs, scores.share.labels(), operation.config, self._budget)
+        for chunk in chunks(draft_pass.num_rows, draft_pass.chunk_rows):
+            _score_chunk(draft_pass, chunk, operation, scores, trains)
         if trains:
-            guesses.close()
-
-
-def _halo(draft: DraftModel, task: Task) -> int:
-    return 0 if task.capture_directory is not None else draft.lookahead(task.operation.config)
+            draft_pass.close()
 
 
 def find_stored_rows(begun: Sequence[Task | Failure]) -> dict[int, frozenset[int]]:
@@ -250,30 +270,6 @@ def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[CapturedFeat
 
 
 @dataclass(frozen=True, eq=False)
-class _TargetOutputs:
-    """Holds the target's hidden states for some tokens of a micro-batch, and its head to compute logits from them."""
-
-    head: LogprobHead
-    inside: TargetFeatures
-    mask: Tensor | None
-
-    def of(self, taken: DraftBatchShare, rows: slice, draft: DraftModel) -> DraftInputs:
-        """Returns the draft's input for the sequences that were taken; `rows` are their tokens in `inside`."""
-        inside = self.inside.mapped(lambda known: known[rows])
-        segment = Segment(0, len(inside.captured), draft)
-
-        def logits(some: Tensor) -> Tensor:
-            assert inside.last is not None
-            return self.head.logits_of_segments(inside.last[some], [Segment(0, len(some), draft)])
-
-        positions = taken.positions(inside.captured.device)
-        head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
-        stretch = taken.stretch(draft.groups.mesh.along("sp"))
-        told = inside.embedded, inside.captured
-        return DraftInputs(positions, taken.packing, *told, logits, self.mask, head, stretch)
-
-
-@dataclass(frozen=True, eq=False)
 class _TargetHead:
     """Implements TargetHead."""
 
@@ -292,63 +288,62 @@ class _TargetHead:
 
 
 @dataclass(frozen=True, eq=False)
-class _RankResults:
-    """A rank's result of a lesson.
+class _RankScores:
+    """A rank's scores of a draft batch.
 
-    scores: over all tokens of the lesson. survivals: None if the rank predicted no tokens.
+    losses: float32, of all tokens of the batch: the summed losses of the draft tokens predicted after each.
+    totals: ratios and denominator. survivals: None if the rank predicted no tokens.
     """
 
-    scores: HostScores
+    losses: np.ndarray
+    totals: OperationTotals
     survivals: Survivals | None
 
 
-@dataclass(eq=False)
-class _DraftResults:
-    """Accumulates a rank's results of a lesson, chunk by chunk.
+class _ShareScores:
+    """Accumulates this rank's scores of its share of a draft batch, chunk by chunk."""
 
-    losses: float32 [n], for each token the summed losses of the draft tokens predicted after it.
-    """
+    def __init__(self, share: DraftBatchShare, device: torch.device) -> None:
+        self.share = share
+        self._losses = torch.zeros(len(share.tokens), device=device)
+        self._totals, self._survivals = OperationTotals(), None
 
-    losses: Tensor
-    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
-    denominator: float = 0.0
-    book: SurvivalTable | None = None
+    def add(self, scores: DraftScores, losses: Tensor, label_indices: Tensor, output: LossOutput) -> None:
+        self._losses.index_add_(0, label_indices.flatten(), losses.detach().flatten())
+        ratios = {name: (float(top), float(bottom)) for name, (top, bottom) in output.ratios.items()}
+        denominator = 0.0 if output.denominator is None else float(output.denominator)
+        self._totals.add(OperationTotals(ratios=ratios, denominator=denominator))
+        if self._survivals is None:
+            self._survivals = SurvivalTable(len(self._losses), label_indices.shape[1], label_indices.device)
+        self._survivals.add(scores, label_indices)
 
-    def add(self, scores: DraftScores, losses: Tensor, places: Tensor, output: LossOutput) -> None:
-        self.losses.index_add_(0, places.flatten(), losses.detach().flatten())
-        for name, (numerator, denominator) in output.ratios.items():
-            so_far = self.ratios.get(name, (0.0, 0.0))
-            self.ratios[name] = so_far[0] + float(numerator), so_far[1] + float(denominator)
-        self.denominator += 0.0 if output.denominator is None else float(output.denominator)
-        self.book = self.book or SurvivalTable(len(self.losses), places.shape[1], places.device)
-        self.book.add(scores, places)
-
-    def finish(self, taken: DraftBatchShare) -> _RankResults:
-        losses = np.zeros(taken.lesson.num_tokens, np.float32)
-        losses[taken.tokens] = self.losses.cpu().numpy()
-        survivals = self.book and self.book.of(taken.tokens)
-        return _RankResults(HostScores(losses, losses, {}, self.ratios, self.denominator), survivals)
+    def finish(self) -> _RankScores:
+        losses = np.zeros(self.share.batch.num_tokens, np.float32)
+        losses[self.share.tokens] = self._losses.cpu().numpy()
+        return _RankScores(losses, self._totals, self._survivals and self._survivals.survivals(self.share.tokens))
 
 
-def _joined(lesson: DraftBatch, of_ranks: Sequence[_RankResults]) -> HostScores:
-    """Merges the results of ranks that each scored some of the draft tokens."""
-    losses, totals = sum(each.scores.losses for each in of_ranks), OperationTotals()
+def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> HostScores:
+    """Merges the scores of ranks that each scored some of the draft tokens."""
+    losses, totals = sum(each.losses for each in of_ranks), OperationTotals()
     assert isinstance(losses, np.ndarray)
     for each in of_ranks:
-        totals.add(OperationTotals(ratios=each.scores.ratios, denominator=each.scores.denominator))
+        totals.add(each.totals)
     survivals = [each.survivals for each in of_ranks if each.survivals is not None]
-    lengths = acceptance_lengths(survivals, lesson.labels.weights.cpu().numpy(), lesson.lengths)
+    lengths = acceptance_lengths(survivals, batch.labels.weights.cpu().numpy(), batch.lengths)
     return HostScores(losses, losses, {}, totals.ratios | lengths, totals.denominator)
 
 
-def _score(guesses: DraftPass, rows: slice, operation: ValidatedBatch, found: _DraftResults, trains: bool) -> None:
+def _score_chunk(
+    draft_pass: DraftPass, rows: slice, operation: ValidatedBatch, share_scores: _ShareScores, trains: bool
+) -> None:
     with torch.no_grad():
-        scores, leaves = guesses.scores(rows).leaves()
+        scores, leaves = draft_pass.scores(rows).leaves()
     with torch.enable_grad():
-        output: LossOutput = operation.loss.function(scores, {"weights": guesses.weights(rows)}, operation.config)
+        output: LossOutput = operation.loss.function(scores, {"weights": draft_pass.weights(rows)}, operation.config)
         losses = operation.weight * output.losses
-        slopes = DraftGradients.of(losses, leaves) if trains else None
-    found.add(scores, losses, guesses.places(rows), output)
-    if slopes is not None:
+        gradients = DraftGradients.of(losses, leaves) if trains else None
+    share_scores.add(scores, losses, draft_pass.label_indices(rows), output)
+    if gradients is not None:
         with torch.no_grad():
-            guesses.backward(slopes)
+            draft_pass.backward(gradients)

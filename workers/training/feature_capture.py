@@ -170,7 +170,7 @@ def set_feature_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, 
 
 def _target_repr(place: FeatureLocation) -> TargetRepr | None:
     assert place.algorithm is not None
-    return DRAFT_PROGRAMS[place.algorithm].strategy.target_repr
+    return DRAFT_PROGRAMS[place.algorithm].algorithm.target_repr
 
 
 def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:

@@ -87,7 +87,7 @@ class PassRunner:
         self._lanes = Lanes(base.device)
         self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self._heads = {name: make(base, config.head_chunk_tokens) for name, make in HEADS.items()}
-        self._guessing = DraftPassRunner(base, models, LogprobHead(base, config.head_chunk_tokens), self._share_of)
+        self._draft_passes = DraftPassRunner(base, models, LogprobHead(base, config.head_chunk_tokens), self._share_of)
         self._capturing = PolicyCapture(base, models)
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
@@ -151,7 +151,7 @@ class PassRunner:
         if place.algorithm is not None:
             self._capturing.check(request.model_id, place)
             return {}
-        return self._guessing.stored(request, place, operation.datum_indices)
+        return self._draft_passes.find_stored(request, place, operation.datum_indices)
 
     def _progress(self, part: OperationPart, operation: ValidatedBatch) -> OperationProgress:
         """Returns the operation's progress, new for its first part. Raises OperationError if earlier parts are
@@ -354,7 +354,7 @@ class PassRunner:
         tasks: list[Task],
         segments: list[Segment],
     ) -> None:
-        self._guessing.run(gradients, needed, micro_batch, tasks)
+        self._draft_passes.run(gradients, needed, micro_batch, tasks)
 
     def _expert_adapters(self, tasks: list[Task], models: list[Trainable]) -> list[Adapter]:
         """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same

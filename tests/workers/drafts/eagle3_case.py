@@ -11,6 +11,7 @@ from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3, Eagle3Pass
 from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
 from trainhouse.workers.drafts.sequences.features import DraftInputs
 from trainhouse.workers.drafts.sequences.labels import Labels
+from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
 from trainhouse.workers.losses.draft_scores import DraftGradients, DraftScores
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from transformers import LlamaConfig
@@ -202,6 +203,7 @@ def packed(sequences: Sequence[TargetSequence], dtype: torch.dtype = torch.float
         embedded=embedded.to(dtype),
         captured=captured.to(dtype),
         logits=lambda rows: logits[rows],
+        shard=SequenceShard(len(weights)),
     )
     zeros = torch.zeros(len(weights), dtype=torch.long)
     return features, Labels(zeros, weights, range(len(lengths)))

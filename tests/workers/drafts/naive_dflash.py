@@ -74,9 +74,10 @@ class NaiveDraft:
         half = self.head_dim // 2
         rotated = [torch.zeros((), dtype=x.dtype)] * self.head_dim
         for i in range(half):
-            angle = position * float(np.float32(self.theta ** (-i / half)))
-            rotated[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-            rotated[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+            angle = torch.tensor(float(position)) * torch.tensor(float(np.float32(self.theta ** (-i / half))))
+            cos, sin = float(angle.cos()), float(angle.sin())
+            rotated[i] = x[i] * cos - x[i + half] * sin
+            rotated[i + half] = x[i + half] * cos + x[i] * sin
         return torch.stack(rotated)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:

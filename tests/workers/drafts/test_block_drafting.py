@@ -92,7 +92,7 @@ def trained_distributions(anchors: Sequence[int], some_samples: Sequence[Sample]
         draft_pass = network(new_weights()).training_pass(features([alone]), labels([alone]), OPTIONS, LogitBudget(100))
         assert draft_pass.num_rows == 1
         draft_pass.scores(slice(0, 1))
-        wanted.append(draft_pass._log_draft.exp())
+        wanted.append(draft_pass._log_probs.exp())
     return wanted
 
 
@@ -185,5 +185,5 @@ def test_draft_lengths_follow_the_block_size() -> None:
     """The maximum is the block without its anchor; the default is a useful number."""
     for size, usual in ((2, 1), (SIZE, SIZE - 1), (16, 7)):
         reach = DFlash().draft_lengths(replace(SHAPE, block_size=size))
-        assert (reach.usual, reach.most) == (usual, size - 1)
+        assert (reach.default, reach.most) == (usual, size - 1)
         assert (reach.num_passes(reach.most), reach.num_ahead(1)) == (1, size)

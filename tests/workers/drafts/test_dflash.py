@@ -19,6 +19,7 @@ from trainhouse.workers.drafts.sequences.block_attention import KeyValues, atten
 from trainhouse.workers.drafts.sequences.blocks import Blocks, TokenRandom, sample_anchors
 from trainhouse.workers.drafts.sequences.features import DraftInputs
 from trainhouse.workers.drafts.sequences.labels import Labels, Options
+from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
 from trainhouse.workers.losses.dflash import DFLASH
 from trainhouse.workers.losses.draft_scores import DraftGradients, DraftScores
 from trainhouse.workers.ops.attention import Packing, pack_lengths
@@ -126,6 +127,7 @@ def features(packed: Sequence[Sample], dtype: torch.dtype = torch.float64) -> Dr
         embedded=torch.cat([EMBEDDING[each.tokens[:-1]] for each in packed]).to(dtype),
         captured=torch.cat([each.captured for each in packed]).to(dtype),
         logits=no_logits,
+        shard=SequenceShard(sum(lengths)),
         mask=EMBEDDING[MASK].to(dtype),
         head=Head(HEAD.weight.to(dtype)),
     )
@@ -164,7 +166,7 @@ def trained(
             assert output.denominator is not None
             draft_pass.backward(DraftGradients.of(output.losses, leaves))
             loss, denominator = loss + output.losses.detach().sum(), denominator + output.denominator
-            anchors = draft_pass.places(rows)[:, 0].tolist()
+            anchors = draft_pass.label_indices(rows)[:, 0].tolist()
             cross_entropy |= dict(zip([names[at] for at in anchors], leaves[0].detach(), strict=True))
         draft_pass.close()
     gradients = {name: grad.clone() for name, weight in weights.items() if (grad := weight.grad) is not None}
@@ -208,7 +210,7 @@ def test_packed_blocks_equal_blocks_run_one_at_a_time() -> None:
     """Compares outputs and every gradient. A block that sees its anchor's own features differs."""
     weights, packed = new_weights(), samples()
     blocks = Blocks.sampled(features(packed).packing, labels(packed), OPTIONS, SIZE)
-    found = network(weights).predictions(features(packed), blocks)
+    found = network(weights).outputs(features(packed), blocks)
     draft, aims = naive(weights), drawn(*found.shape, seed=5)
     expected, leaking = (
         torch.stack([torch.stack(naive_block(draft, each, a, leak)) for each in packed for a in naive_anchors(each)])
@@ -352,7 +354,7 @@ def test_uncounted_guesses_have_no_gradient_even_with_nan_logits(options: Option
     weights, packed = new_weights(), samples()
     expected, given = trained(weights, [packed], options).gradients, features(packed)
     blocks = Blocks.sampled(given.packing, labels(packed), options, SIZE)
-    counts = (labels(packed).weights[blocks.target_positions()] != 0) & blocks.exists()
+    counts = (labels(packed).weights[blocks.label_indices()] != 0) & blocks.exists()
     for weight in weights.values():
         weight.grad = None
     head = Head(HEAD.weight, wrong=~counts.flatten())

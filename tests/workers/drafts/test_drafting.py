@@ -50,12 +50,12 @@ def drafted(case: Case, sequences: list[TargetSequence], anchors: list[int], lat
     captured = [sequence.captured[: anchor + 1] for sequence, anchor in zip(sequences, anchors, strict=True)]
     embedded = [sequence.embedded[1 : anchor + 2] for sequence, anchor in zip(sequences, anchors, strict=True)]
     positions = [torch.arange(anchor + 1) for anchor in anchors]
-    state, found = network.initial_state(torch.cat(captured)), []
+    state, found = network._initial_state(torch.cat(captured)), []
     for guess in range(DEPTH):
         lengths = [len(each) for each in positions]
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         cache.rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-        state, read = network.step(state, torch.cat(embedded), torch.cat(positions), cache)
+        state, read = network._step(state, torch.cat(embedded), torch.cat(positions), cache)
         last = torch.tensor(starts[1:]) - 1
         found.append(read[last])
         state = state[last]

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.workers.drafts.algorithms import eagle3
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
-from trainhouse.workers.drafts.algorithms.draft_token_chunk import TargetDistributions
+from trainhouse.workers.drafts.algorithms.draft_token_chunk import TargetDistribution
 from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
 from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
-from trainhouse.workers.drafts.algorithms.modules import rotated, rotation
+from trainhouse.workers.drafts.algorithms.modules import DraftModules, rotated
 from trainhouse.workers.losses.draft_scores import DraftScores
 from trainhouse.workers.losses.eagle3 import EAGLE3
+from trainhouse.workers.parallel.mesh import ALONE
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -115,14 +115,6 @@ def test_errors_after_the_first_guess_change_losses_and_gradients(
     assert max(differences(1).values()) < EXACT
     deeper = differences(DEPTH)
     assert min(deeper[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
-
-
-def test_reading_one_token_too_far_ahead_changes_the_states(
-    case: Case, sequences: list[TargetSequence], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted, ahead = naively_trained(case, sequences, DEPTH), eagle3._ahead
-    monkeypatch.setattr(eagle3, "_ahead", lambda tokens, distance, device: ahead(tokens, distance + 1, device))
-    assert trained(case, sequences, DEPTH).differences(wanted)["states"] > 1e-2
 
 
 def kl(scores: DraftScores) -> Tensor:
@@ -247,7 +239,7 @@ def test_only_weighted_tokens_and_guesses_leading_there_are_scored(
     parameters, _ = learnable(case.parameters, torch.float64)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
     draft = network.training_pass(*packed(given), {"ttt_length": float(DEPTH)}, LogitBudget(chunk_rows))
-    places = draft.places(slice(0, draft.num_rows))[:, 0]
+    places = draft.label_indices(slice(0, draft.num_rows))[:, 0]
     assert set(places.tolist()) == {row for row in leading if row >= 0} and draft.num_rows < len(of_all) / 1.5
 
     found, wanted = trained(case, given, DEPTH, chunk_rows), naively_trained(case, given, DEPTH)
@@ -297,44 +289,30 @@ def test_pass_without_gradients_gives_the_same_scores(case: Case, sequences: lis
     rows = slice(0, draft.num_rows)
     scores = draft.scores(rows)
     assert all(torch.equal(getattr(scores, name), wanted[name]) for name in FIELDS)
-    assert torch.equal(draft.places(rows), torch.arange(sum(LENGTHS))[:, None].expand(-1, DEPTH))
+    assert torch.equal(draft.label_indices(rows), torch.arange(sum(LENGTHS))[:, None].expand(-1, DEPTH))
 
 
 # Distributions
-
-
-def test_vocabulary_map_of_all_tokens_changes_nothing() -> None:
-    case = some_case()
-    sequences = case.sequences(LENGTHS)
-    mapped = replace(case, shape=replace(case.shape, target_vocabulary=TARGET_VOCABULARY + 1))
-    found, wanted = trained(mapped, sequences, DEPTH), trained(case, sequences, DEPTH)
-    assert not any(found.differences(wanted).values())
-    fewer = trained(some_case(vocabulary=range(TARGET_VOCABULARY - 1)), sequences, DEPTH)
-    assert not torch.equal(fewer.scores["cross_entropy"], wanted.scores["cross_entropy"])
 
 
 @pytest.mark.parametrize("vocabulary", [range(TARGET_VOCABULARY), SOME_TOKENS])
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_target_distributions_do_not_depend_on_the_chunk_size(vocabulary: Sequence[int], num_rows: int) -> None:
     logits = 3 * torch.randn(33, TARGET_VOCABULARY)
-    teacher = TargetDistributions(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
-    parts = [teacher.of(rows) for rows in torch.arange(33).split(num_rows)]
-    whole = teacher.of(torch.arange(33))
-    for name in ("of_draft", "share", "likeliest", "covered"):
+    parts = [TargetDistribution.of(some, torch.tensor(vocabulary)) for some in logits.split(num_rows)]
+    whole = TargetDistribution.of(logits, torch.tensor(vocabulary))
+    for name in ("restricted", "share", "top_token", "covered"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
     exact = logits.double().softmax(-1)[:, list(vocabulary)]
-    torch.testing.assert_close((whole.of_draft * whole.share).double(), exact, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close((whole.restricted * whole.share).double(), exact, rtol=1e-5, atol=1e-7)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(whole.of_draft.double() * 0.999, exact, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(whole.restricted.double() * 0.999, exact, rtol=1e-5, atol=1e-7)
 
 
 def test_ties_for_the_likeliest_token_go_to_the_first() -> None:
     logits = torch.zeros(5, TARGET_VOCABULARY)
     logits[:, 4:9] = 2.0
-    likeliest = TargetDistributions(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(
-        torch.arange(5)
-    )
-    assert likeliest.likeliest.tolist() == [4] * 5
+    assert TargetDistribution.of(logits, torch.tensor(SOME_TOKENS)).top_token.tolist() == [4] * 5
 
 
 # Acceptance
@@ -516,11 +494,12 @@ def test_heads_use_the_targets_rotary_embedding(rope: dict[str, object] | None) 
     resolved = Eagle3().with_defaults(DraftConfig(algorithm="eagle3"), config, 512)
     shape, positions = DraftShape.of(resolved, config, 512), torch.tensor([0, 1, 7, 800])
     heads = torch.randn(len(positions), 3, shape.head_dim)
-    found = rotated(heads, *rotation(positions, *shape.rotation(heads.device), heads.dtype))
+    modules = DraftModules(shape, {}, ALONE)
+    found = rotated(heads, *modules.cos_sin(positions, heads.dtype))
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
     wanted = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)[0]
     torch.testing.assert_close(found, wanted[0].transpose(0, 1), rtol=0, atol=1e-6)
-    later = rotated(heads, *rotation(positions + 1, *shape.rotation(heads.device), heads.dtype))
+    later = rotated(heads, *modules.cos_sin(positions + 1, heads.dtype))
     assert not torch.allclose(later, found, rtol=0, atol=1e-2)
 
 

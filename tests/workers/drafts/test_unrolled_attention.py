@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
 from trainhouse.workers.drafts.sequences.unrolled_attention import attend_unrolled
 from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
 
@@ -48,7 +49,9 @@ def naive(tensors: Sequence[Tensor], seen: Tensor) -> Tensor:
 def unrolled(tensors: Sequence[Tensor], lengths: Sequence[int] = LENGTHS) -> Tensor:
     num_steps = len(tensors) // 2
     packing = Packing(pack_lengths(list(lengths)))
-    return attend_unrolled(tensors[0], tensors[1 : 1 + num_steps], tensors[1 + num_steps :], packing, KIND)
+    return attend_unrolled(
+        tensors[0], tensors[1 : 1 + num_steps], tensors[1 + num_steps :], packing, KIND, SequenceShard(len(tensors[0]))
+    )
 
 
 def result_and_gradients(out: Tensor, tensors: Sequence[Tensor], weight: Tensor) -> list[Tensor]:

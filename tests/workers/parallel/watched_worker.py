@@ -150,16 +150,16 @@ class WatchedWorker(Worker):
 
     def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes ranks miss the stored features of these rows, by rank."""
-        draft_runner = self._passes._guessing
-        vars(draft_runner).pop("stored", None)
-        find, missed = draft_runner.stored, rows.get(self._mesh.rank, ())
+        draft_runner = self._passes._draft_passes
+        vars(draft_runner).pop("find_stored", None)
+        find, missed = draft_runner.find_stored, rows.get(self._mesh.rank, ())
 
         def others(
             request: ForwardBackwardRequest, place: FeatureLocation, numbers: Sequence[int]
         ) -> dict[int, CapturedFeatures]:
             return {row: each for row, each in find(request, place, numbers).items() if row not in missed}
 
-        draft_runner.stored = others
+        draft_runner.find_stored = others
 
     def cut_micro_batches(self, most_tokens: int) -> None:
         """Limits micro-batches to this many tokens, except for longer single sequences."""

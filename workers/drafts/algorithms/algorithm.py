@@ -41,12 +41,12 @@ class DraftPass(Protocol):
         """Returns the weights of the predicted tokens, [m, depth]."""
         ...
 
-    def places(self, rows: slice) -> Tensor:
-        """Returns for each prediction the token after which the predicted one stands, int64 [m, depth], an index into
-        the n tokens; arbitrary where no token is predicted."""
+    def label_indices(self, rows: slice) -> Tensor:
+        """Returns the index into the labels of each predicted token, int64 [m, depth]; arbitrary where no token is
+        predicted."""
         ...
 
-    def backward(self, slopes: DraftGradients) -> None:
+    def backward(self, gradients: DraftGradients) -> None:
         """Differentiates the scores that were returned last."""
         ...
 
@@ -58,16 +58,17 @@ class DraftPass(Protocol):
 class DraftNetwork(Protocol):
     """The modules of a draft over given tensors, which may require gradients."""
 
-    def training_pass(self, features: DraftInputs, labels: Labels, options: Options, room: LogitBudget) -> DraftPass:
-        """Starts a training pass. `options` are the loss's, `room` limits the logits of a chunk."""
+    def training_pass(self, inputs: DraftInputs, labels: Labels, options: Options, budget: LogitBudget) -> DraftPass:
+        """Starts a training pass. `options` are the loss's, `budget` limits the logits of a chunk."""
         ...
 
-    def extend_cache(self, told: TargetStates, ends: TargetEnds) -> None:
-        """Adds the given tokens to the draft's KV cache, for later drafting."""
+    def extend_cache(self, observed: TargetStates, ends: TargetEnds) -> None:
+        """Adds the observed tokens to the draft's KV cache, for later drafting."""
         ...
 
-    def propose(self, told: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
-        """Adds given tokens to the KV cache, then drafts `num_draft_tokens` behind the last of `told.next_tokens`."""
+    def propose(self, observed: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
+        """Adds the observed tokens to the KV cache, then drafts `num_draft_tokens` after the last of
+        `observed.next_tokens`."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...losses import GUESS_LOSSES
+from ...losses import DRAFT_LOSSES
 from ...state.program import Program
 from .algorithm import DraftAlgorithm
 from .dflash import DFlash
@@ -14,13 +14,12 @@ class DraftProgram(Program):
     """A program whose model is no head over the base model's final hidden states, but a model that reads the hidden
     states of its target."""
 
-    strategy: DraftAlgorithm
+    algorithm: DraftAlgorithm
 
 
-EAGLE3 = DraftProgram(
-    role="draft", scores="losses", losses={"eagle3": GUESS_LOSSES["eagle3"]}, samples=False, strategy=Eagle3()
-)
-DFLASH = DraftProgram(
-    role="draft", scores="losses", losses={"dflash": GUESS_LOSSES["dflash"]}, samples=False, strategy=DFlash()
-)
-DRAFT_PROGRAMS = {"eagle3": EAGLE3, "dflash": DFLASH}
+def _program(name: str, algorithm: DraftAlgorithm) -> DraftProgram:
+    losses = {name: DRAFT_LOSSES[name]}
+    return DraftProgram(role="draft", scores="losses", losses=losses, samples=False, algorithm=algorithm)
+
+
+DRAFT_PROGRAMS = {"eagle3": _program("eagle3", Eagle3()), "dflash": _program("dflash", DFlash())}

@@ -8,125 +8,119 @@ from torch import Tensor
 
 from ...losses.draft_scores import DraftGradients, DraftScores
 from ...ops.linear import add_product
-from ..sequences.features import Logits
 
 
 @dataclass(frozen=True, eq=False)
 class TargetDistribution:
     """The target's distribution at m positions.
 
-    of_draft: [m, V], its distribution restricted to the draft's vocabulary.
+    restricted: [m, V], its distribution restricted to the draft's vocabulary.
     share: [m, 1], the probability that it gives to the draft's vocabulary.
-    likeliest: int64 [m], among all tokens.
-    covered: bool [m], True where the draft's vocabulary contains the likeliest token.
+    top_token: int64 [m], the likeliest among all tokens.
+    covered: bool [m], True where the draft's vocabulary contains it.
     """
 
-    of_draft: Tensor
+    restricted: Tensor
     share: Tensor
-    likeliest: Tensor
+    top_token: Tensor
     covered: Tensor
 
-
-class TargetDistributions:
-    """Computes the target's distribution at given positions.
-
-    vocabulary: int64 [V], the draft's, ascending.
-    """
-
-    def __init__(self, logits: Logits, vocabulary: Tensor, target_vocabulary: int) -> None:
-        self._logits, self._vocabulary = logits, vocabulary
-        self._says_all = len(vocabulary) == target_vocabulary
-
-    def of(self, rows: Tensor) -> TargetDistribution:
-        """Returns the distribution at the positions `rows`, int64 [m]."""
-        logits = self._logits(rows)
-        likeliest = logits.argmax(-1)
-        if self._says_all:
-            all_of_it = torch.ones_like(likeliest, dtype=torch.bool)
-            return TargetDistribution(logits.softmax(-1), logits.new_ones(len(logits), 1), likeliest, all_of_it)
-        own = logits[:, self._vocabulary]
+    @staticmethod
+    def of(logits: Tensor, vocabulary: Tensor) -> "TargetDistribution":
+        """Returns the distribution with these logits, [m, target's vocabulary]. `vocabulary` is the draft's, int64 [V],
+        ascending."""
+        top_token = logits.argmax(-1)
+        if len(vocabulary) == logits.shape[1]:
+            covered = torch.ones_like(top_token, dtype=torch.bool)
+            return TargetDistribution(logits.softmax(-1), logits.new_ones(len(logits), 1), top_token, covered)
+        own = logits[:, vocabulary]
         share = (own.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
-        return TargetDistribution(own.softmax(-1), share, likeliest, torch.isin(likeliest, self._vocabulary))
+        return TargetDistribution(own.softmax(-1), share, top_token, torch.isin(top_token, vocabulary))
 
 
 class DraftTokenChunk:
     """The draft's predictions for m rows, `depth` in each."""
 
-    def __init__(self, hidden: Tensor, head: Tensor, vocabulary: Tensor, taught: TargetDistribution) -> None:
+    def __init__(
+        self, hidden: Tensor, head: Tensor, vocabulary: Tensor, target: TargetDistribution, exists: Tensor
+    ) -> None:
         """Computes the draft's log-probabilities.
 
         Args:
             hidden: [m, depth, size].
             head: [V, size]; its gradient is added to `head.grad`.
+            exists: bool [m, depth]; the scores of predictions for which it is False are 0.
         """
-        self._hidden, self._head, self._vocabulary, self._taught = hidden, head, vocabulary, taught
-        self._exists = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        self._hidden, self._head, self._vocabulary, self._target = hidden, head, vocabulary, target
+        self._exists = exists
         logits = hidden.flatten(0, 1) @ head.detach().t()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        self._log_draft = torch.log_softmax(logits, dim=-1).unflatten(0, hidden.shape[:2])
+        self._log_probs = torch.log_softmax(logits, dim=-1).unflatten(0, hidden.shape[:2])
 
-    def scores(self, exists: Tensor, greedy_sampled: "AcceptanceProducts") -> DraftScores:
-        """Returns the scores. Those of predictions for which `exists`, bool [m, depth], is False are 0."""
-        self._exists = exists
-        taught, real = self._taught, exists.to(self._log_draft.dtype)
-        cross_entropy = -torch.bmm(self._log_draft, taught.of_draft.unsqueeze(-1)).squeeze(-1) * real
-        acceptance = torch.minimum(self._drafted, self._target).sum(-1) * real
-        said = self._vocabulary[self._log_draft.argmax(-1)]
-        correct = (said == taught.likeliest[:, None]) * real
-        covered = taught.covered[:, None] * real
-        greedy, sampled = greedy_sampled.after(correct, acceptance, exists)
-        return DraftScores(cross_entropy, acceptance, correct, covered, real, greedy, sampled)
+    def scores(self, products: "AcceptanceProducts", sources: Tensor) -> DraftScores:
+        """Returns the scores.
 
-    def backward(self, slopes: DraftGradients) -> Tensor:
-        """Returns the gradient by hidden, [m, depth, size]. Slopes of predictions that do not exist are ignored."""
+        Args:
+            products: those of the draft tokens before.
+            sources: int64 [m, depth], the token from which each prediction started.
+        """
+        exists = self._exists.to(self._log_probs.dtype)
+        cross_entropy = -torch.bmm(self._log_probs, self._target.restricted.unsqueeze(-1)).squeeze(-1) * exists
+        acceptance = torch.minimum(self._probs, self._target_probs).sum(-1) * exists
+        top_token = self._vocabulary[self._log_probs.argmax(-1)]
+        correct = (top_token == self._target.top_token[:, None]) * exists
+        covered = self._target.covered[:, None] * exists
+        greedy, sampled = products.update(sources, correct, acceptance, self._exists)
+        return DraftScores(cross_entropy, acceptance, correct, covered, exists, greedy, sampled)
+
+    def backward(self, gradients: DraftGradients) -> Tensor:
+        """Returns the gradient by hidden, [m, depth, size]. Gradients of predictions that do not exist are ignored."""
         of_cross_entropy, of_acceptance = (
-            slope.masked_fill(~self._exists, 0.0) for slope in (slopes.cross_entropy, slopes.acceptance)
+            each.masked_fill(~self._exists, 0.0) for each in (gradients.cross_entropy, gradients.acceptance)
         )
-        drafted = self._drafted
-        gradient = (drafted - self._taught.of_draft[:, None]) * of_cross_entropy.unsqueeze(-1)
+        probs = self._probs
+        of_logits = (probs - self._target.restricted[:, None]) * of_cross_entropy.unsqueeze(-1)
         if bool(of_acceptance.any()):
-            below = drafted * (drafted < self._target)
-            gradient += (below - drafted * below.sum(-1, keepdim=True)) * of_acceptance.unsqueeze(-1)
-        flat = gradient.flatten(0, 1).to(self._hidden.dtype)
+            below = probs * (probs < self._target_probs)
+            of_logits += (below - probs * below.sum(-1, keepdim=True)) * of_acceptance.unsqueeze(-1)
+        flat = of_logits.flatten(0, 1).to(self._hidden.dtype)
         if self._head.grad is not None:
             add_product(self._head.grad, flat, self._hidden.flatten(0, 1))
         return (flat @ self._head.detach()).unflatten(0, self._hidden.shape[:2])
 
     @cached_property
-    def _drafted(self) -> Tensor:
+    def _probs(self) -> Tensor:
         """Returns the draft's distribution, [m, depth, V]."""
-        return self._log_draft.exp()
+        return self._log_probs.exp()
 
     @property
-    def _target(self) -> Tensor:
+    def _target_probs(self) -> Tensor:
         """Returns the target's distribution, [m, 1, V]. It sums to the probability of the draft's vocabulary."""
-        return (self._taught.of_draft * self._taught.share)[:, None]
+        return (self._target.restricted * self._target.share)[:, None]
 
 
 class AcceptanceProducts:
     """Running products of `correct` and `acceptance` over the draft tokens that were predicted from the same token."""
 
-    def __init__(self, num_places: int, like: Tensor) -> None:
+    def __init__(self, num_tokens: int, like: Tensor) -> None:
         # The last position collects predictions that do not exist.
         dtype = torch.promote_types(like.dtype, torch.float32)
-        self._greedy = torch.ones(num_places + 1, device=like.device, dtype=dtype)
+        self._greedy = torch.ones(num_tokens + 1, device=like.device, dtype=dtype)
         self._sampled = self._greedy.clone()
-        self._places = torch.empty(0)
 
-    def at(self, places: Tensor) -> "AcceptanceProducts":
-        """Sets the tokens from which the next predictions start, int64 [m, depth]. Returns itself."""
-        self._places = places
-        return self
+    def update(self, sources: Tensor, correct: Tensor, acceptance: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
+        """Updates the products and returns them, [m, depth] each. Column k must be predicted before column k + 1.
 
-    def after(self, correct: Tensor, acceptance: Tensor, exists: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates the products and returns them, [m, depth] each. Column k must be predicted before column k + 1."""
+        Args:
+            sources: int64 [m, depth], the tokens from which the predictions start.
+        """
         nowhere = len(self._greedy) - 1
         columns: tuple[list[Tensor], list[Tensor]] = [], []
         for step in range(correct.shape[1]):
-            at = torch.where(exists[:, step], self._places[:, step], nowhere)
-            for product, factor, found in zip(
+            source = torch.where(exists[:, step], sources[:, step], nowhere)
+            for product, factor, of_kind in zip(
                 (self._greedy, self._sampled), (correct, acceptance), columns, strict=True
             ):
-                product[at] *= factor[:, step]
-                found.append(product[at] * exists[:, step])
+                product[source] *= factor[:, step]
+                of_kind.append(product[source] * exists[:, step])
         return torch.stack(columns[0], dim=1), torch.stack(columns[1], dim=1)

@@ -20,7 +20,7 @@ from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...ops.attention import AttendingPacking, AttentionKind, attend
 from ...ops.kv_cache import CachedRow, ContinuationChunk
-from ...parallel.collectives import copy_to_team, reduce_from_team
+from ...parallel.collectives import copy_to_team
 from ...parallel.mesh import ALONE, Team
 from ...state.parameter import ModelParameter
 from ..sequences.captured_features import TargetRepr
@@ -31,10 +31,10 @@ from ..sequences.sequence_shard import SequenceShard, shard_slice
 from ..sequences.unrolled_attention import attend_unrolled
 from .algorithm import Tensors
 from .draft_shape import DraftShape, with_defaults
-from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk, TargetDistributions
+from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk, TargetDistribution
 from .logit_budget import LogitBudget
-from .modules import normed, rotated, rotation, swiglu_mlp
-from .recompute import Run, run_kept, run_recomputed
+from .modules import DraftModules, initialize, rotated
+from .recompute import RunPart, run_keeping, run_recomputing
 
 _LAYER = "midlayer"
 
@@ -45,7 +45,7 @@ class Eagle3:
     target_repr: TargetRepr | None = "hidden_state"
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
-        return DraftLengths(usual=4, most=16)
+        return DraftLengths(default=4, most=16)
 
     def lookahead(self, options: Options) -> int:
         """Returns the unroll length: each further draft token from a position reads one more token after it."""
@@ -59,8 +59,8 @@ class Eagle3:
             if getattr(config, name) is not None:
                 raise OperationError(f"{name} is a setting of dflash, not of eagle3: leave it out")
         num_layers = int(target.get_text_config().num_hidden_layers)
-        wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
-        captured = config.capture_layers or tuple(sorted(wanted))
+        defaults = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
+        captured = config.capture_layers or tuple(sorted(defaults))
         return with_defaults(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
 
     def inference_config(self, config: DraftConfig) -> Mapping[str, Any]:
@@ -97,15 +97,12 @@ class Eagle3:
         return [ModelParameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
-        """Sets norms to 1, copies the target's output head, and draws all else such that outputs are about as large as
-        inputs."""
+        """Copies the target's output head, and initializes the rest."""
         for name, weight in parameters.items():
-            if weight.ndim == 1:
-                weight.fill_(1.0)
-            elif name == "lm_head.weight":
+            if name == "lm_head.weight":
                 weight.copy_(base.unembedding[vocabulary])
             else:
-                weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
+                initialize(weight, generator)
 
     def network(
         self,
@@ -118,75 +115,76 @@ class Eagle3:
         return Eagle3Network(shape, parameters, vocabulary, recomputes, team)
 
 
-class Eagle3Network:
+class Eagle3Network(DraftModules):
     """The modules of an EAGLE-3 draft."""
 
     def __init__(
         self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
     ) -> None:
-        self.shape, self.parameters, self.vocabulary, self.team = shape, parameters, vocabulary, team
-        self._run: Run = run_recomputed if recomputes else run_kept
+        super().__init__(shape, parameters, team)
+        self.vocabulary = vocabulary
+        self._run: RunPart = run_recomputing if recomputes else run_keeping
         self._kind = AttentionKind(0, shape.scaling)
 
-    def training_pass(self, features: DraftInputs, labels: Labels, options: Options, room: LogitBudget) -> "Eagle3Pass":
+    def training_pass(self, inputs: DraftInputs, labels: Labels, options: Options, budget: LogitBudget) -> "Eagle3Pass":
         depth, shape = int(options["ttt_length"]), self.shape
-        chunk_rows = room.rows_of(depth, max(depth * shape.vocabulary, shape.target_vocabulary))
-        return Eagle3Pass(self, self.unrolled(features, depth), features, labels, chunk_rows)
+        chunk_rows = budget.chunk_rows(depth, max(depth * shape.vocabulary, shape.target_vocabulary))
+        return Eagle3Pass(self, self.unrolled(inputs, depth), inputs, labels, chunk_rows)
 
-    def unrolled(self, features: DraftInputs, depth: int) -> list[Tensor]:
+    def unrolled(self, inputs: DraftInputs, depth: int) -> list[Tensor]:
         """Returns the output head's input for each step of the unrolling, [tokens, hidden].
 
         The row is that of the token from which the draft continues. Rows of draft tokens beyond the end of a sequence
         are meaningless.
         """
-        state, outputs = self.initial_state(features.captured[: _number_of(features.shard.own)]), []
+        shard, outputs = inputs.shard, []
+        positions = inputs.positions[shard.own]
+        state = self._initial_state(inputs.captured[: len(positions)])
         of_embeddings, of_states = self._halves()
-        of_embedded = self._projected(features.embedded, "input_layernorm", of_embeddings)
-        stretch, positions = features.shard, features.positions[features.shard.own]
+        of_embedded = self._projected(inputs.embedded, "input_layernorm", of_embeddings)
+        rows = torch.arange(len(state), device=state.device)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(depth):
-            ahead = _ahead(len(state), step + 1, state.device).clamp_(max=len(features.embedded) - 1)
+            # The embedding that the step reads; beyond the end, any.
+            ahead = (rows + step + 1).clamp_(max=len(inputs.embedded) - 1)
             of_state = self._run(self._projected, state, "hidden_norm", of_states)
-            query, key, value = (a[ahead] + b for a, b in zip(of_embedded, of_state, strict=True))
-            turn = self._rotation(positions + step, state.dtype)
-            query, key, value = rotated(self._heads(query), *turn), rotated(self._heads(key), *turn), self._heads(value)
-            keys.append(key if step else self._by_heads(key, stretch))
-            values.append(value if step else self._by_heads(value, stretch))
-            attended = attend_unrolled(query, keys, values, features.packing, self._kind, stretch)
+            query, key, value = (self.split_heads(a[ahead] + b) for a, b in zip(of_embedded, of_state, strict=True))
+            cos_sin = self.cos_sin(positions + step, state.dtype)
+            query, key = rotated(query, *cos_sin), rotated(key, *cos_sin)
+            keys.append(key if step else self._by_heads(key, shard))
+            values.append(value if step else self._by_heads(value, shard))
+            attended = attend_unrolled(query, keys, values, inputs.packing, self._kind, shard)
             state, output = self._run(self._layer_output, state, attended)
             outputs.append(output)
         return outputs
 
-    def _by_heads(self, x: Tensor, stretch: SequenceShard) -> Tensor:
-        copies = stretch.kv_repeats(self.shape.heads // self.team.size, self.shape.kv_heads // self.team.size)
-        return stretch.by_heads(x if copies == 1 else x.repeat_interleave(copies, dim=1))
+    def extend_cache(self, observed: TargetStates, ends: TargetEnds) -> None:
+        self._first_step(observed, ends)
 
-    def initial_state(self, captured: Tensor) -> Tensor:
+    def propose(self, observed: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
+        """Drafts the tokens one after the other, each continuing from the one before."""
+        last = observed.last()
+        state, hidden = (each[last] for each in self._first_step(observed, ends))
+        positions = observed.positions()[last]
+        for number in range(num_draft_tokens):
+            tokens = draw(linear(hidden, self.parameters["lm_head.weight"]))
+            if number < num_draft_tokens - 1:
+                positions = positions + 1
+                cache = _cached_packing(observed.scratch_chunks(1, number))
+                state, hidden = self._step(state, ends.embedded(tokens), positions, cache)
+
+    def _first_step(self, observed: TargetStates, ends: TargetEnds) -> tuple[Tensor, Tensor]:
+        """Runs `_step` over all observed tokens and returns its result."""
+        state, embedded = self._initial_state(observed.captured), ends.embedded(observed.next_tokens)
+        return self._step(state, embedded, observed.positions(), _cached_packing(observed.chunks))
+
+    def _initial_state(self, captured: Tensor) -> Tensor:
         """Returns the state [tokens, hidden] from which the first draft token is predicted: the projected features of
         the target."""
         return linear(captured, self.parameters["fc.weight"])
 
-    def extend_cache(self, told: TargetStates, ends: TargetEnds) -> None:
-        self._known_step(told, ends)
-
-    def propose(self, told: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
-        """Drafts the tokens one after the other, each continuing from the one before."""
-        last = told.last()
-        state, hidden = (each[last] for each in self._known_step(told, ends))
-        positions = told.positions()[last]
-        for number in range(num_draft_tokens):
-            tokens = draw(linear(hidden, self.parameters["lm_head.weight"]))
-            if number < num_draft_tokens - 1:
-                packing, positions = _row(told.scratch_chunks(1, number)), positions + 1
-                state, hidden = self.step(state, ends.embedded(tokens), positions, packing)
-
-    def _known_step(self, told: TargetStates, ends: TargetEnds) -> tuple[Tensor, Tensor]:
-        """Runs `step` over all given tokens and returns its result."""
-        embedded = ends.embedded(told.next_tokens)
-        return self.step(self.initial_state(told.captured), embedded, told.positions(), _row(told.chunks))
-
-    def step(
+    def _step(
         self, state: Tensor, embedded: Tensor, positions: Tensor, packing: AttendingPacking
     ) -> tuple[Tensor, Tensor]:
         """Runs one drafting step over tokens of many sequences.
@@ -201,21 +199,15 @@ class Eagle3Network:
         of_embeddings, of_states = self._halves()
         of_embedded = self._projected(embedded, "input_layernorm", of_embeddings)
         of_state = self._projected(state, "hidden_norm", of_states)
-        query, key, value = (self._heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
-        turn = self._rotation(positions, state.dtype)
-        return self._layer_output(state, attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind))
+        query, key, value = (self.split_heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
+        cos_sin = self.cos_sin(positions, state.dtype)
+        attended = attend(rotated(query, *cos_sin), rotated(key, *cos_sin), value, packing, self._kind)
+        return self._layer_output(state, attended)
 
     def _layer_output(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the state after a token, and the output head's input."""
-        state = self._layer(state, attended)
-        return state, self._normed(state, "norm")
-
-    def _layer(self, state: Tensor, attended: Tensor) -> Tensor:
-        """Returns the state after the layer. `attended` is [tokens, heads, head_dim]."""
-        update = linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
-        state = state + reduce_from_team(update, self.team)
-        x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
-        return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp", self.team)
+        state = self.finish_layer(state, attended, _LAYER)
+        return state, self.normed(state, "norm")
 
     def _halves(self) -> tuple[list[Tensor], list[Tensor]]:
         """Splits the query, key and value weights into those of the embedding and those of the state.
@@ -228,17 +220,12 @@ class Eagle3Network:
 
     def _projected(self, x: Tensor, norm: str, weights: Sequence[Tensor]) -> list[Tensor]:
         """Returns one half's part of query, key and value. The part of the embeddings is the same in every step."""
-        x = copy_to_team(self._normed(x, f"{_LAYER}.{norm}"), self.team)
+        x = copy_to_team(self.normed(x, f"{_LAYER}.{norm}"), self.team)
         return [linear(x, weight) for weight in weights]
 
-    def _normed(self, x: Tensor, name: str) -> Tensor:
-        return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.shape.head_dim))
-
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return rotation(positions, *self.shape.rotation(positions.device), dtype)
+    def _by_heads(self, x: Tensor, shard: SequenceShard) -> Tensor:
+        repeats = shard.kv_repeats(self.shape.heads // self.team.size, self.shape.kv_heads // self.team.size)
+        return shard.by_heads(x if repeats == 1 else x.repeat_interleave(repeats, dim=1))
 
 
 class Eagle3Pass:
@@ -250,22 +237,21 @@ class Eagle3Pass:
     """
 
     def __init__(
-        self, network: Eagle3Network, outputs: Sequence[Tensor], features: DraftInputs, labels: Labels, chunk_rows: int
+        self, network: Eagle3Network, outputs: Sequence[Tensor], inputs: DraftInputs, labels: Labels, chunk_rows: int
     ) -> None:
-        self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
-        self._target = TargetDistributions(features.logits, network.vocabulary, network.shape.target_vocabulary)
-        self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
-        self.chunk_rows, self._first = chunk_rows, features.shard.own.start
+        self._network, self._outputs, self._inputs, self._labels = network, outputs, inputs, labels
+        self._gradients = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
+        self.chunk_rows, self._first = chunk_rows, inputs.shard.own.start
         # The outputs that this rank scores.
         self._scored = shard_slice(len(outputs[0]), network.team.index, network.team.size)
-        self._survival = AcceptanceProducts(len(outputs[0]), outputs[0])
-        self._counting = self._counted_rows()
+        self._products = AcceptanceProducts(len(outputs[0]), outputs[0])
+        self._all_rows = self._weighted_rows()
         self._chunk: DraftTokenChunk | None = None
         self._rows = slice(0, 0)
 
     @property
     def num_rows(self) -> int:
-        return len(self._counting)
+        return len(self._all_rows)
 
     def scores(self, rows: slice) -> DraftScores:
         self._rows = rows
@@ -274,66 +260,58 @@ class Eagle3Pass:
         # States that belong to another sequence may not be finite, and 0 * inf is NaN.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        self._chunk = DraftTokenChunk(hidden, head, network.vocabulary, self._target.of(self._counting[rows]))
-        return self._chunk.scores(exists, self._survival.at(sources))
+        target = TargetDistribution.of(self._inputs.logits(self._all_rows[rows]), network.vocabulary)
+        self._chunk = DraftTokenChunk(hidden, head, network.vocabulary, target, exists)
+        return self._chunk.scores(self._products, sources)
 
     def weights(self, rows: slice) -> Tensor:
-        return self._labels.weights[self._among_all(rows), None].expand(-1, len(self._outputs))
+        return self._labels.weights[self._tokens(rows), None].expand(-1, len(self._outputs))
 
-    def places(self, rows: slice) -> Tensor:
-        return self._among_all(rows)[:, None].expand(-1, len(self._outputs))
+    def label_indices(self, rows: slice) -> Tensor:
+        return self._tokens(rows)[:, None].expand(-1, len(self._outputs))
 
-    def backward(self, slopes: DraftGradients) -> None:
+    def backward(self, gradients: DraftGradients) -> None:
         assert self._chunk is not None
-        of_hidden, sources = self._chunk.backward(slopes), self._sources()
-        for i, slope in enumerate(self._slopes):
-            slope.index_add_(0, sources[:, i], of_hidden[:, i])
+        of_hidden, sources = self._chunk.backward(gradients), self._sources()
+        for i, gradient in enumerate(self._gradients):
+            gradient.index_add_(0, sources[:, i], of_hidden[:, i])
 
     def close(self) -> None:
-        for slope in self._slopes:
-            self._network.team.all_reduce(slope)
-        torch.autograd.backward(self._outputs, self._slopes)
+        for gradient in self._gradients:
+            self._network.team.all_reduce(gradient)
+        torch.autograd.backward(self._outputs, self._gradients)
 
-    def _counted_rows(self) -> Tensor:
+    def _weighted_rows(self) -> Tensor:
         """Returns the rows that have a weight: int64, ascending, indices into the tokens that this rank has features
         of. The first of these are the tokens with an output."""
-        scored, depth, device = self._scored, len(self._outputs), self._features.positions.device
-        num_known = len(self._features.positions) - self._first
-        stop = min(scored.stop + depth, num_known) if scored.start < scored.stop else scored.start
+        scored, depth, device = self._scored, len(self._outputs), self._inputs.positions.device
+        num_tokens = len(self._inputs.positions) - self._first
+        stop = min(scored.stop + depth, num_tokens) if scored.start < scored.stop else scored.start
         counts = torch.nn.functional.pad((self._labels.weights[self._first :] != 0).cumsum(0), (1, depth))
         # Counts weights of a row and of the rows that predictions through it reach.
-        counts[num_known + 1 :] = counts[num_known]
+        counts[num_tokens + 1 :] = counts[num_tokens]
         rows = torch.arange(scored.start, stop, device=device)
         return rows[counts[rows + depth] > counts[rows]]
 
     def _sources(self) -> Tensor:
         """Returns the tokens from which the predictions started, int64 [m, depth]; an arbitrary one where this rank has
         no such token."""
-        return self._before().clamp_(0, len(self._outputs[0]) - 1)
+        return self._unbounded_sources().clamp_(0, len(self._outputs[0]) - 1)
 
     def _exists(self) -> Tensor:
         """Returns bool [m, depth]: True where the starting token is in the same sequence and on this rank."""
-        sources = self._before()
+        sources = self._unbounded_sources()
         steps = torch.arange(sources.shape[1], device=sources.device)
         is_here = (sources >= self._scored.start) & (sources < self._scored.stop)
-        return is_here & (self._features.positions[self._among_all(self._rows), None] > steps)
+        return is_here & (self._inputs.positions[self._tokens(self._rows), None] > steps)
 
-    def _before(self) -> Tensor:
-        steps = torch.arange(len(self._outputs), device=self._features.positions.device)
-        return self._counting[self._rows, None] - 1 - steps
+    def _unbounded_sources(self) -> Tensor:
+        steps = torch.arange(len(self._outputs), device=self._inputs.positions.device)
+        return self._all_rows[self._rows, None] - 1 - steps
 
-    def _among_all(self, rows: slice) -> Tensor:
-        return self._first + self._counting[rows]
-
-
-def _number_of(rows: slice) -> int:
-    return rows.stop - rows.start
+    def _tokens(self, rows: slice) -> Tensor:
+        return self._first + self._all_rows[rows]
 
 
-def _row(chunks: Sequence[ContinuationChunk]) -> CachedRow:
+def _cached_packing(chunks: Sequence[ContinuationChunk]) -> CachedRow:
     return CachedRow((), chunks, None, chunks[-1].stop, ())
-
-
-def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:
-    """Returns for each token the index of the one `distance` after it, int64 [tokens]; it may be beyond the end."""
-    return torch.arange(distance, num_tokens + distance, device=device)

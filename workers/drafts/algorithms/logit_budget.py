@@ -28,10 +28,10 @@ class LogitBudget:
     max_bytes: int = _ON_CPU
 
     @staticmethod
-    def on(device: torch.device, num_guesses: int) -> "LogitBudget":
-        return LogitBudget(num_guesses, _ON_CPU if device.type == "cpu" else _ON_GPU)
+    def on(device: torch.device, max_draft_tokens: int) -> "LogitBudget":
+        return LogitBudget(max_draft_tokens, _ON_CPU if device.type == "cpu" else _ON_GPU)
 
-    def rows_of(self, depth: int, num_logits: int) -> int:
+    def chunk_rows(self, depth: int, num_logits: int) -> int:
         """Returns the number of rows in a chunk.
 
         Args:

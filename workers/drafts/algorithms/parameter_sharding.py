@@ -19,13 +19,13 @@ _DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0)
 _SUMMED = ("lm_head", "q_norm", "k_norm")
 
 
-def own_parameters(parameters: Sequence[ModelParameter], mesh: Mesh) -> list[ModelParameter]:
+def shard_parameters(parameters: Sequence[ModelParameter], mesh: Mesh) -> list[ModelParameter]:
     """Returns this rank's parts of the given whole parameters. Raises OperationError if the ranks cannot divide one
     evenly."""
-    return [_own(each, mesh) for each in parameters] if mesh.spec.tp > 1 else list(parameters)
+    return [_shard(each, mesh) for each in parameters] if mesh.spec.tp > 1 else list(parameters)
 
 
-def _own(parameter: ModelParameter, mesh: Mesh) -> ModelParameter:
+def _shard(parameter: ModelParameter, mesh: Mesh) -> ModelParameter:
     module, team = parameter.key.split(".")[-2], mesh.along("tp")
     if module not in _DIMS:
         return replace(parameter, is_replicated_over_tp=module not in _SUMMED)

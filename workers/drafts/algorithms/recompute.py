@@ -9,14 +9,14 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 # Calls a part of a draft with its arguments.
-Run = Callable[..., Any]
+RunPart = Callable[..., Any]
 
 
-def run_kept(part: Callable[..., Any], *arguments: Any) -> Any:
+def run_keeping(part: Callable[..., Any], *arguments: Any) -> Any:
     return part(*arguments)
 
 
-def run_recomputed(part: Callable[..., Any], *arguments: Any) -> Any:
+def run_recomputing(part: Callable[..., Any], *arguments: Any) -> Any:
     """Runs the part, and recomputes it in the backward pass with the same numbers to the last bit.
 
     Drafts draw no random numbers, so there is no random state to restore.

@@ -37,34 +37,34 @@ class _BlockAttention(torch.autograd.Function):
     product."""
 
     @staticmethod
-    def forward(ctx: Any, blocks: Blocks, scaling: float, query: Tensor, *memories: Tensor) -> Tensor:
-        kv_heads = memories[0].shape[1]
+    def forward(ctx: Any, blocks: Blocks, scaling: float, query: Tensor, *keys_values: Tensor) -> Tensor:
+        kv_heads = keys_values[0].shape[1]
         out = _by_block(torch.zeros_like(query), kv_heads, blocks.size)
         log_sums = out.new_zeros(out.shape[:-1])
         for span in _block_groups(blocks, query.shape[1]):
-            part = _BlockGroup(span, blocks, scaling, query, memories)
-            seen, own = part.context_scores(), part.own_scores()
-            sums = torch.logaddexp(seen.logsumexp(-1), own.logsumexp(-1))
+            part = _BlockGroup(span, blocks, scaling, query, keys_values)
+            context, own = part.context_scores(), part.own_scores()
+            sums = torch.logaddexp(context.logsumexp(-1), own.logsumexp(-1))
             log_sums[:, span.blocks] = sums
-            of_seen, of_own = (scores.sub_(sums.unsqueeze(-1)).exp_() for scores in (seen, own))
-            out[:, span.blocks] = _flat_product(of_seen, part.context.value) + of_own @ part.own.value
+            of_context, of_own = (scores.sub_(sums.unsqueeze(-1)).exp_() for scores in (context, own))
+            out[:, span.blocks] = _flat_product(of_context, part.context.value) + of_own @ part.own.value
         result = _by_token(out, blocks.size).to(query.dtype)
-        ctx.save_for_backward(result, log_sums, query, *memories)
+        ctx.save_for_backward(result, log_sums, query, *keys_values)
         ctx.blocks, ctx.scaling = blocks, scaling
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        out, log_sums, query, *memories = ctx.saved_tensors
+        out, log_sums, query, *keys_values = ctx.saved_tensors
         (grad,), blocks = grads, ctx.blocks
-        dtype, kv_heads = log_sums.dtype, memories[0].shape[1]
+        dtype, kv_heads = log_sums.dtype, keys_values[0].shape[1]
         along = torch.linalg.vecdot(grad.to(dtype), out.to(dtype)).unsqueeze(-1)
         along = _by_block(along, kv_heads, blocks.size)
         of_query = _by_block(torch.zeros_like(query), kv_heads, blocks.size)
-        of_context = [torch.zeros_like(each, dtype=dtype) for each in memories[:2]]
-        of_own = [_by_block(torch.zeros_like(each), kv_heads, blocks.size) for each in memories[2:]]
+        of_context = [torch.zeros_like(each, dtype=dtype) for each in keys_values[:2]]
+        of_own = [_by_block(torch.zeros_like(each), kv_heads, blocks.size) for each in keys_values[2:]]
         for span in _block_groups(blocks, query.shape[1]):
-            part = _BlockGroup(span, blocks, ctx.scaling, query, memories)
+            part = _BlockGroup(span, blocks, ctx.scaling, query, keys_values)
             of_out, sums = part.of_blocks(grad), log_sums[:, span.blocks].unsqueeze(-1)
             weights = part.context_scores().sub_(sums).exp_()
             of_context[1][span.context] += _flat_sum(weights, of_out)
@@ -77,8 +77,8 @@ class _BlockAttention(torch.autograd.Function):
             of_own[0][:, span.blocks] = of_scores.mT @ part.query
             of_query[:, span.blocks] += of_scores @ part.own.key
         of_query *= ctx.scaling
-        found = [_by_token(of_query, blocks.size), *of_context, *(_by_token(each, blocks.size) for each in of_own)]
-        return None, None, *(each.to(query.dtype) for each in found)
+        gradients = [_by_token(of_query, blocks.size), *of_context, *(_by_token(each, blocks.size) for each in of_own)]
+        return None, None, *(each.to(query.dtype) for each in gradients)
 
 
 class _BlockGroup:
@@ -88,12 +88,14 @@ class _BlockGroup:
     context: [kv_heads, seen, head_dim]. own: [kv_heads, c, size, head_dim].
     """
 
-    def __init__(self, span: Span, blocks: Blocks, scaling: float, query: Tensor, memories: Sequence[Tensor]) -> None:
+    def __init__(
+        self, span: Span, blocks: Blocks, scaling: float, query: Tensor, keys_values: Sequence[Tensor]
+    ) -> None:
         self._span, self._blocks = span, blocks
-        self._kv_heads = memories[0].shape[1]
+        self._kv_heads = keys_values[0].shape[1]
         self.query = self.of_blocks(query) * scaling
-        self.context = KeyValues(*(_upcast(each[span.context]).transpose(0, 1) for each in memories[:2]))
-        self.own = KeyValues(*(self.of_blocks(each) for each in memories[2:]))
+        self.context = KeyValues(*(_upcast(each[span.context]).transpose(0, 1) for each in keys_values[:2]))
+        self.own = KeyValues(*(self.of_blocks(each) for each in keys_values[2:]))
 
     def of_blocks(self, x: Tensor) -> Tensor:
         """Returns the part of x, [m * size, heads, head_dim] -> [kv_heads, c, queries, head_dim]."""

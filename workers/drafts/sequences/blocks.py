@@ -1,4 +1,5 @@
-"""The blocks that a block-drafting model predicts in parallel: a known token, the anchor, and the tokens after it."""
+"""The blocks that a block-drafting model predicts in parallel: an anchor, which is a token of the text, and the tokens
+after it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,13 +45,13 @@ class Blocks:
         stops: list[int] = []
         spans: list[Span] = []
         for number, tokens in zip(labels.numbers, _sequences(packing), strict=True):
-            lots = TokenRandom(int(options["seed"]), number)
-            found = (tokens.start + sample_anchors(weights[tokens], lots, int(options["num_anchors"]))).tolist()
-            if found:
-                blocks = slice(len(anchors), len(anchors) + len(found))
-                spans.append(Span(blocks, slice(tokens.start, found[-1])))
-                anchors += found
-                stops += [tokens.stop] * len(found)
+            random = TokenRandom(int(options["seed"]), number)
+            sampled = sample_anchors(weights[tokens], random, int(options["num_anchors"]))
+            if len(sampled):
+                blocks = slice(len(anchors), len(anchors) + len(sampled))
+                anchors += (tokens.start + sampled).tolist()
+                stops += [tokens.stop] * len(sampled)
+                spans.append(Span(blocks, slice(tokens.start, anchors[-1])))
         on_device = torch.tensor([anchors, stops], dtype=torch.int64, device=labels.weights.device)
         return Blocks(on_device[0], anchors, on_device[1], size, spans)
 
@@ -59,26 +60,25 @@ class Blocks:
         if chosen == slice(0, None, 1):
             return self
         numbers = range(len(self.host_anchors))[chosen]
-        known, spans, first = self.host_anchors[chosen], [], 0
+        anchors, spans, first = self.host_anchors[chosen], [], 0
         for span in self.spans:
             count = sum(span.blocks.start <= number < span.blocks.stop for number in numbers)
             if count:
-                spans.append(Span(slice(first, first + count), slice(span.context.start, known[first + count - 1])))
+                spans.append(Span(slice(first, first + count), slice(span.context.start, anchors[first + count - 1])))
                 first += count
-        return Blocks(self.anchors[chosen], known, self.stops[chosen], self.size, spans)
+        return Blocks(self.anchors[chosen], anchors, self.stops[chosen], self.size, spans)
 
-    def target_positions(self) -> Tensor:
-        """Returns the position after which each predicted token stands, int64 [m, size - 1]; the anchor beyond the end
-        of the sequence."""
-        behind = self._behind()
-        return torch.where(self.exists(), behind, self.anchors[:, None])
+    def label_indices(self) -> Tensor:
+        """Returns the index into the labels of each predicted token, int64 [m, size - 1]; the anchor beyond the end of
+        the sequence."""
+        return torch.where(self.exists(), self._unbounded_indices(), self.anchors[:, None])
 
     def exists(self) -> Tensor:
         """Returns bool [m, size - 1]: True where the sequence is long enough."""
-        return self._behind() < self.stops[:, None]
+        return self._unbounded_indices() < self.stops[:, None]
 
-    def _behind(self) -> Tensor:
-        """Returns positions; token k of a block stands after token k - 1 from its anchor."""
+    def _unbounded_indices(self) -> Tensor:
+        """Returns the indices as if no sequence ended. The label of token k of a block is at its anchor + k - 1."""
         return self.anchors[:, None] + torch.arange(self.size - 1, device=self.anchors.device)
 
 
@@ -99,14 +99,14 @@ class TokenRandom:
         return np.random.Philox(key=key).random_raw(num_tokens)
 
 
-def sample_anchors(weights: np.ndarray, lots: TokenRandom, num_anchors: int) -> np.ndarray:
+def sample_anchors(weights: np.ndarray, random: TokenRandom, num_anchors: int) -> np.ndarray:
     """Returns the tokens whose next one has a weight, ascending; if these are more than num_anchors, a random choice
     without replacement.
 
     The result does not depend on the rest of the batch.
     """
     candidates = np.flatnonzero(weights)
-    order = np.argsort(lots.drawn(len(weights))[candidates], kind="stable")
+    order = np.argsort(random.drawn(len(weights))[candidates], kind="stable")
     return np.sort(candidates[order[:num_anchors]])
 
 

@@ -41,8 +41,8 @@ class FeatureKind:
     @property
     def widths(self) -> Mapping[str, int]:
         """Returns the numbers per token of each tensor, by name."""
-        told = {} if self.target_repr is None else {self.target_repr: self.hidden}
-        return {CAPTURED: len(self.layers) * self.hidden} | told
+        target = {} if self.target_repr is None else {self.target_repr: self.hidden}
+        return {CAPTURED: len(self.layers) * self.hidden} | target
 
     @property
     def token_bytes(self) -> int:

@@ -18,22 +18,22 @@ Draw = Callable[[Tensor], Tensor]
 class DraftLengths:
     """The number of tokens that a draft proposes at a time.
 
-    usual: the default. most: the limit.
+    default: used if a request sets no number. most: the limit.
     block: tokens that a block draft processes to propose all of them in parallel; None = tokens are proposed one after
     the other.
     """
 
-    usual: int
+    default: int
     most: int
     block: int | None = None
 
-    def num_passes(self, num_guesses: float) -> float:
+    def num_passes(self, num_draft_tokens: float) -> float:
         """Returns the draft's forward passes for this many draft tokens."""
-        return num_guesses if self.block is None else 1
+        return num_draft_tokens if self.block is None else 1
 
-    def num_ahead(self, num_guesses: int) -> int:
-        """Returns the tokens that the draft's KV cache holds temporarily after the known ones while drafting."""
-        return num_guesses - 1 if self.block is None else self.block
+    def num_ahead(self, num_draft_tokens: int) -> int:
+        """Returns the draft tokens that the draft's KV cache holds temporarily while drafting."""
+        return num_draft_tokens - 1 if self.block is None else self.block
 
 
 @dataclass(frozen=True, eq=False)

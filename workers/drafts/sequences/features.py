@@ -34,9 +34,9 @@ class DraftInputs:
     positions: int64 [n], restarting with each sequence. embedded: [n, hidden], the input of the target's first layer.
     captured: [n, layers * hidden], outputs of the captured layers, concatenated.
     logits: computes the target's logits for the token after each of the given tokens.
+    shard: this rank's shard of the n tokens. Where ranks share them, embedded, captured and logits cover only the
+    shard, and the tokens after it as far as the draft looks ahead.
     mask: [hidden], the embedding of the draft's mask token, if it has one. head: for drafts without an output head.
-    stretch: set where ranks share the n tokens. Then embedded, captured and logits cover this rank's shard, and the
-    tokens after it as far as the draft looks ahead.
     """
 
     positions: Tensor
@@ -44,10 +44,6 @@ class DraftInputs:
     embedded: Tensor
     captured: Tensor
     logits: Logits
+    shard: SequenceShard
     mask: Tensor | None = None
     head: TargetHead | None = None
-    stretch: SequenceShard | None = None
-
-    @property
-    def shard(self) -> SequenceShard:
-        return self.stretch or SequenceShard(len(self.positions))

@@ -31,7 +31,7 @@ class SequenceShard:
 
     @property
     def round_robin(self) -> slice:
-        """Returns which items this rank gets of those that are dealt out round robin."""
+        """Returns which items this rank gets of those that are distributed round robin."""
         return slice(0, None, 1) if self.team is None else slice(self.team.index, None, self.team.size)
 
     def by_heads(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def attend_unrolled(
     values: Sequence[Tensor],
     packing: Packing,
     kind: AttentionKind,
-    stretch: SequenceShard | None = None,
+    shard: SequenceShard,
 ) -> Tensor:
     """Returns the output of attention in the last step, in the shape of the query.
 
@@ -30,10 +30,9 @@ def attend_unrolled(
         query: [tokens, heads, head_dim].
         keys, values: of each step so far, [tokens, kv_heads, head_dim].
         packing: of all tokens.
-        stretch: set where ranks share the tokens; keys and values of the first step are then `by_heads`.
+        shard: this rank's tokens; where ranks share them, keys and values of the first step are `by_heads`.
     """
-    whole = stretch or SequenceShard(len(query))
-    return _UnrolledAttention.apply(packing, kind, whole, query, *keys, *values)  # pyright: ignore[reportReturnType]
+    return _UnrolledAttention.apply(packing, kind, shard, query, *keys, *values)  # pyright: ignore[reportReturnType]
 
 
 class _UnrolledAttention(torch.autograd.Function):
@@ -41,10 +40,10 @@ class _UnrolledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packing: Packing, kind: AttentionKind, stretch: SequenceShard, query: Tensor, *tensors: Tensor
+        ctx: Any, packing: Packing, kind: AttentionKind, shard: SequenceShard, query: Tensor, *tensors: Tensor
     ) -> Tensor:
         keys, values = _halves(tensors)
-        first = _attend_first(query, keys[0], values[0], packing, kind, stretch)
+        first = _attend_first(query, keys[0], values[0], packing, kind, shard)
         own = _own_scores(query, keys[1:], kind)
         log_sums = torch.cat([first.log_sum_exps.unsqueeze(-1).to(own.dtype), own], dim=-1).logsumexp(-1)
         out = first.out.to(own.dtype) * (first.log_sum_exps - log_sums).exp().unsqueeze(-1)
@@ -52,7 +51,7 @@ class _UnrolledAttention(torch.autograd.Function):
             out += weights.unsqueeze(-1) * _by_query(value, query)
         out = out.to(query.dtype)
         ctx.save_for_backward(out, log_sums, query, *tensors)
-        ctx.packing, ctx.kind, ctx.stretch = packing, kind, stretch
+        ctx.packing, ctx.kind, ctx.shard = packing, kind, shard
         return out
 
     @staticmethod
@@ -62,9 +61,7 @@ class _UnrolledAttention(torch.autograd.Function):
         (grad,) = grads
         grad = grad.contiguous()
         whole = PartialAttention(out, log_sums)
-        of_query, *of_first = _first_gradients(
-            grad, query, keys[0], values[0], whole, ctx.packing, ctx.kind, ctx.stretch
-        )
+        of_query, *of_first = _first_gradients(grad, query, keys[0], values[0], whole, ctx.packing, ctx.kind, ctx.shard)
         along = (grad * out).sum(-1, dtype=log_sums.dtype)
         weights = (_own_scores(query, keys[1:], ctx.kind) - log_sums.unsqueeze(-1)).exp()
         of_query = of_query.to(log_sums.dtype)
@@ -79,12 +76,12 @@ class _UnrolledAttention(torch.autograd.Function):
 
 
 def _attend_first(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, stretch: SequenceShard
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, shard: SequenceShard
 ) -> PartialAttention:
     """Attends to the keys of step 0, which are split by heads over the ranks."""
-    attended = attend_part(stretch.by_heads(query), key, value, packing, kind)
+    attended = attend_part(shard.by_heads(query), key, value, packing, kind)
     return PartialAttention(
-        stretch.by_tokens(attended.out), stretch.by_tokens(attended.log_sum_exps.unsqueeze(-1)).squeeze(-1)
+        shard.by_tokens(attended.out), shard.by_tokens(attended.log_sum_exps.unsqueeze(-1)).squeeze(-1)
     )
 
 
@@ -96,12 +93,12 @@ def _first_gradients(
     whole: PartialAttention,
     packing: Packing,
     kind: AttentionKind,
-    stretch: SequenceShard,
+    shard: SequenceShard,
 ) -> AttentionGradients:
-    grad, query, out = (stretch.by_heads(each) for each in (grad, query, whole.out))
-    log_sums = stretch.by_heads(whole.log_sum_exps.unsqueeze(-1)).squeeze(-1)
+    grad, query, out = (shard.by_heads(each) for each in (grad, query, whole.out))
+    log_sums = shard.by_heads(whole.log_sum_exps.unsqueeze(-1)).squeeze(-1)
     found = part_gradients(grad, query, key, value, PartialAttention(out, log_sums), packing, kind)
-    return found._replace(query=stretch.by_tokens(found.query))
+    return found._replace(query=shard.by_tokens(found.query))
 
 
 def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

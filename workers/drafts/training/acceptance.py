@@ -1,4 +1,4 @@
-"""The acceptance length of a draft: expected tokens per verification pass of the target along a known text, where each
+"""The acceptance length of a draft: expected tokens per verification pass of the target along a given text, where each
 pass begins where the one before has ended."""
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ _SEGMENT = 64
 class Survivals:
     """Probabilities that the target accepts draft token k and all draft tokens before it.
 
-    tokens: int64 [m], the positions in the lesson after which the draft tokens were proposed.
+    anchors: int64 [m], the positions in the draft batch after which the draft tokens were proposed.
     values: float32 [KINDS, m, depth], NaN where this rank made no proposal.
     """
 
-    tokens: np.ndarray
+    anchors: np.ndarray
     values: np.ndarray
 
 
@@ -36,23 +36,22 @@ class SurvivalTable:
         # The last position collects draft tokens that do not exist.
         self._values = torch.full((len(KINDS), num_tokens + 1, depth), torch.nan, device=device)
 
-    def add(self, scores: DraftScores, places: Tensor) -> None:
+    def add(self, scores: DraftScores, label_indices: Tensor) -> None:
         """Adds the scores of some draft tokens.
 
         Args:
-            places: int64 [m, depth], the position after which each draft token stands: that of the first draft token of
-                the same anchor, plus k.
+            label_indices: int64 [m, depth], see DraftPass.label_indices.
         """
-        numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
-        behind = torch.where(scores.exists != 0, places - numbers, self._values.shape[1] - 1)
-        self._values[:, behind, numbers] = torch.stack([scores.greedy, scores.sampled]).to(self._values.dtype)
+        steps = torch.arange(label_indices.shape[1], device=label_indices.device).expand_as(label_indices)
+        anchors = torch.where(scores.exists != 0, label_indices - steps, self._values.shape[1] - 1)
+        self._values[:, anchors, steps] = torch.stack([scores.greedy, scores.sampled]).to(self._values.dtype)
 
-    def of(self, tokens: np.ndarray) -> Survivals:
-        """Returns what was collected. `tokens`, int64 [num_tokens], maps positions of this book to positions in the
-        lesson."""
+    def survivals(self, tokens: np.ndarray) -> Survivals:
+        """Returns what was collected. `tokens`, int64 [num_tokens], maps positions of this table to positions in the
+        draft batch."""
         values = self._values[:, :-1].cpu().numpy()
-        known = ~np.isnan(values).all(axis=(0, 2))
-        return Survivals(tokens[known], values[:, known])
+        is_anchor = ~np.isnan(values).all(axis=(0, 2))
+        return Survivals(tokens[is_anchor], values[:, is_anchor])
 
 
 def acceptance_lengths(
@@ -71,51 +70,51 @@ def acceptance_lengths(
         lengths: of the sequences, n in sum.
     """
     starts = np.cumsum((0, *lengths[:-1]))
-    follows, passes = _that_follow(weights, starts), np.zeros(len(KINDS))
-    if follows.any():
-        values = _joined(survivals, len(weights))
-        is_missing = follows & np.isnan(values[0, :, 0])
+    can_begin, passes = _can_begin(weights, starts), np.zeros(len(KINDS))
+    if can_begin.any():
+        values = _merge(survivals, len(weights))
+        is_missing = can_begin & np.isnan(values[0, :, 0])
         for start, length in zip(starts, lengths, strict=True):
             tokens = slice(start, start + length)
             if is_missing[tokens].any():
                 values[:, tokens][:, is_missing[tokens]] = _mean(values[:, tokens])[:, None]
-        passes = _num_passes(np.nan_to_num(values), follows)
-    num_tokens = float(follows.sum())
+        passes = _num_passes(np.nan_to_num(values), can_begin)
+    num_tokens = float(can_begin.sum())
     return {f"acceptance_length/{kind}": (num_tokens, float(num)) for kind, num in zip(KINDS, passes, strict=True)}
 
 
-def _that_follow(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Returns bool [n]: True where a pass may begin, since the token's target and its own both have a weight.
+def _can_begin(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Returns bool [n]: True where a pass can begin, since the token's target and its own both have a weight.
 
     The first token of a run is False, so that runs never touch.
     """
-    follows = weights != 0
-    follows[1:] &= weights[:-1] != 0
-    follows[starts] = False
-    return follows
+    can_begin = weights != 0
+    can_begin[1:] &= weights[:-1] != 0
+    can_begin[starts] = False
+    return can_begin
 
 
-def _joined(survivals: Sequence[Survivals], num_tokens: int) -> np.ndarray:
+def _merge(survivals: Sequence[Survivals], num_tokens: int) -> np.ndarray:
     values = np.full((len(KINDS), num_tokens, survivals[0].values.shape[2]), np.nan, np.float32)
     for part in survivals:
-        values[:, part.tokens] = np.fmax(values[:, part.tokens], part.values)
+        values[:, part.anchors] = np.fmax(values[:, part.anchors], part.values)
     return values
 
 
 def _mean(survivals: np.ndarray) -> np.ndarray:
-    """Returns the mean of the known survivals, [KINDS, depth]; 0 where none is known."""
+    """Returns the mean of the survivals that are not NaN, [KINDS, depth]; 0 where all are."""
     return np.nansum(survivals, axis=1) / np.maximum(1, (~np.isnan(survivals)).sum(axis=1))
 
 
-def _num_passes(survivals: np.ndarray, follows: np.ndarray) -> np.ndarray:
+def _num_passes(survivals: np.ndarray, can_begin: np.ndarray) -> np.ndarray:
     """Returns the expected number of passes over all runs, [KINDS]."""
-    places = np.flatnonzero(follows)
-    is_first = np.diff(places, prepend=-2) != 1
-    ends = np.append(np.flatnonzero(is_first)[1:], len(places))[np.cumsum(is_first) - 1]
-    return _expected(_steps(survivals[:, places], ends))[:, is_first].sum(axis=1)
+    tokens = np.flatnonzero(can_begin)
+    is_first = np.diff(tokens, prepend=-2) != 1
+    ends = np.append(np.flatnonzero(is_first)[1:], len(tokens))[np.cumsum(is_first) - 1]
+    return _expected_passes(_advances(survivals[:, tokens], ends))[:, is_first].sum(axis=1)
 
 
-def _steps(survivals: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _advances(survivals: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns [KINDS, n, depth + 1]: the probability that a pass that begins after token j advances by 1, 2, ...
     tokens.
 
@@ -126,32 +125,33 @@ def _steps(survivals: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """
     padded = np.pad(survivals.astype(np.float64), ((0, 0), (0, 0), (1, 1)))
     padded[:, :, 0] = 1
-    leads_to = np.arange(len(ends))[:, None] + np.arange(1, padded.shape[2])
-    return -np.diff(padded, axis=2) * (leads_to < ends[:, None])
+    next_tokens = np.arange(len(ends))[:, None] + np.arange(1, padded.shape[2])
+    return -np.diff(padded, axis=2) * (next_tokens < ends[:, None])
 
 
-def _expected(steps: np.ndarray) -> np.ndarray:
+def _expected_passes(advances: np.ndarray) -> np.ndarray:
     """Returns the expected number of passes from token j until its run ends, [KINDS, n].
 
-    They satisfy e_j = 1 + sum over i of steps_ji e_(j + i). The values of one segment's tokens are linear in the first
-    ones of the next segment: the factors are computed for all segments at once, and then the segments are solved one
-    after the other, from the last to the first.
+    They satisfy e_j = 1 + sum over i of advances_ji e_(j + i). The values of one segment's tokens are linear in the
+    first ones of the next segment: the factors are computed for all segments at once, and then the segments are solved
+    one after the other, from the last to the first.
     """
-    num, reach = steps.shape[1:]
-    size = max(_SEGMENT, reach)
-    steps = np.pad(steps, ((0, 0), (0, -num % size), (0, 0))).reshape(len(steps), -1, size, reach)
-    steps = np.ascontiguousarray(steps.transpose(2, 3, 0, 1))
-    # [size + reach, reach + 1, KINDS, segments]: factors of the next segment's first values, then the constant term.
-    factors = np.zeros((size + reach, reach + 1, *steps.shape[2:]))
-    factors[size:, :reach] = np.eye(reach)[:, :, None, None]
+    num, max_advance = advances.shape[1:]
+    size = max(_SEGMENT, max_advance)
+    advances = np.pad(advances, ((0, 0), (0, -num % size), (0, 0))).reshape(len(advances), -1, size, max_advance)
+    advances = np.ascontiguousarray(advances.transpose(2, 3, 0, 1))
+    # [size + max_advance, max_advance + 1, KINDS, segments]: factors of the next segment's first values, then the
+    # constant term.
+    factors = np.zeros((size + max_advance, max_advance + 1, *advances.shape[2:]))
+    factors[size:, :max_advance] = np.eye(max_advance)[:, :, None, None]
     for j in reversed(range(size)):
-        np.einsum("iks,imks->mks", steps[j], factors[j + 1 : j + 1 + reach], out=factors[j])
-        factors[j, reach] += 1
-    firsts = np.zeros((reach, *steps.shape[2:-1], steps.shape[-1] + 1))
-    for segment in reversed(range(steps.shape[-1])):
-        of_first = factors[:reach, :, :, segment]
-        firsts[:, :, segment] = np.einsum("jmk,mk->jk", of_first[:, :reach], firsts[:, :, segment + 1])
-        firsts[:, :, segment] += of_first[:, reach]
-    found = np.einsum("jmks,mks->ksj", factors[:size, :reach], firsts[:, :, 1:])
-    found += factors[:size, reach].transpose(1, 2, 0)
-    return found.reshape(len(found), -1)[:, :num]
+        np.einsum("iks,imks->mks", advances[j], factors[j + 1 : j + 1 + max_advance], out=factors[j])
+        factors[j, max_advance] += 1
+    firsts = np.zeros((max_advance, *advances.shape[2:-1], advances.shape[-1] + 1))
+    for segment in reversed(range(advances.shape[-1])):
+        of_first = factors[:max_advance, :, :, segment]
+        firsts[:, :, segment] = np.einsum("jmk,mk->jk", of_first[:, :max_advance], firsts[:, :, segment + 1])
+        firsts[:, :, segment] += of_first[:, max_advance]
+    passes = np.einsum("jmks,mks->ksj", factors[:size, :max_advance], firsts[:, :, 1:])
+    passes += factors[:size, max_advance].transpose(1, 2, 0)
+    return passes.reshape(len(passes), -1)[:, :num]

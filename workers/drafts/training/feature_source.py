@@ -40,21 +40,21 @@ class TargetFeatures:
 
     def stored(self, rows: slice, kind: FeatureKind) -> dict[str, Tensor]:
         """Returns the tensors to store for these rows. The embedding is frozen and need not be stored."""
-        kept = {CAPTURED: self.captured[rows]}
+        tensors = {CAPTURED: self.captured[rows]}
         if kind.target_repr is not None:
             assert self.last is not None
-            kept[kind.target_repr] = self.last[rows]
-        return kept
+            tensors[kind.target_repr] = self.last[rows]
+        return tensors
 
     @staticmethod
     def join(parts: Sequence[tuple[Tensor, "TargetFeatures"]]) -> "TargetFeatures":
         """Joins parts, given with the int64 rows of the whole that each covers. Rows of a part beyond these are
         padding."""
-        places = torch.cat([rows for rows, _ in parts]).argsort()
+        order = torch.cat([rows for rows, _ in parts]).argsort()
 
         def joined(tensors: Sequence[Tensor]) -> Tensor:
             own = [tensor[: len(rows)] for tensor, (rows, _) in zip(tensors, parts, strict=True)]
-            return torch.cat(own)[places]
+            return torch.cat(own)[order]
 
         embedded, captured = (joined([getattr(part, name) for _, part in parts]) for name in ("embedded", "captured"))
         lasts = [part.last for _, part in parts if part.last is not None]
@@ -69,37 +69,37 @@ class FeatureSource(Protocol):
 
 
 class HookedTarget:
-    """A teacher that runs the draft's target, without gradients."""
+    """Runs the draft's target, without gradients."""
 
     def __init__(
         self,
         base: BaseModel,
         adapters: AdapterRegistry,
         draft: DraftModel,
-        share_of: Callable[[MicroBatch], TokenShard],
+        shard_of: Callable[[MicroBatch], TokenShard],
     ) -> None:
-        self._base, self._adapters, self._draft, self._share_of = base, adapters, draft, share_of
+        self._base, self._adapters, self._draft, self._shard_of = base, adapters, draft, shard_of
 
     def features(self, micro_batch: MicroBatch) -> TargetFeatures:
-        share, own = self._share_of(micro_batch), self.own(micro_batch)
-        return own if share.is_all else own.mapped(share.joined)
+        shard, own = self._shard_of(micro_batch), self.own(micro_batch)
+        return own if shard.is_all else own.mapped(shard.joined)
 
     @torch.no_grad()
     def own(self, micro_batch: MicroBatch) -> TargetFeatures:
         """Returns the features of the tokens that this rank scores."""
-        layers, share = self._draft.capture_layers, self._share_of(micro_batch)
-        segments = [Segment(0, share.num_tokens, self._draft)]
-        if share.num_padding:
-            segments.append(Segment(share.num_tokens, share.num_padded, None))
+        layers, shard = self._draft.capture_layers, self._shard_of(micro_batch)
+        segments = [Segment(0, shard.num_tokens, self._draft)]
+        if shard.num_padding:
+            segments.append(Segment(shard.num_tokens, shard.num_padded, None))
         captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *layers), torch.empty(0))
-        with self._adapters.applied(clip_segments(segments, share.tokens)):
-            last = self._base.shared_hidden_states(micro_batch, share, captured)
+        with self._adapters.applied(clip_segments(segments, shard.tokens)):
+            last = self._base.shared_hidden_states(micro_batch, shard, captured)
         of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
-        return TargetFeatures(captured[EMBEDDING], of_layers, last).mapped(share.scored)
+        return TargetFeatures(captured[EMBEDDING], of_layers, last).mapped(shard.scored)
 
 
 class StoredFeatureSource:
-    """A teacher that reads captured features.
+    """Reads captured features.
 
     stored: those of the micro-batch's sequences, in their order.
     """
@@ -110,8 +110,8 @@ class StoredFeatureSource:
     @torch.no_grad()
     def features(self, micro_batch: MicroBatch) -> TargetFeatures:
         embedded, kind = self._base.embedded(micro_batch.tokens), self._draft.feature_kind
-        found = {name: self._read(name, embedded.new_empty(0, width)) for name, width in kind.widths.items()}
-        return TargetFeatures(embedded, found[CAPTURED], found[kind.target_repr] if kind.target_repr else None)
+        tensors = {name: self._read(name, embedded.new_empty(0, width)) for name, width in kind.widths.items()}
+        return TargetFeatures(embedded, tensors[CAPTURED], tensors[kind.target_repr] if kind.target_repr else None)
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         """Reads one tensor of all sequences. `like` is its empty value, which sets device and dtype."""

@@ -35,10 +35,9 @@ class DraftBatch:
         return sum(self.lengths)
 
     def for_other_rank(self, device: torch.device | str) -> "DraftBatch":
-        """Returns the lesson as other ranks see it, with its labels on `device`."""
-        labels = self.labels
-        there = Labels(labels.targets.to(device), labels.weights.to(device), labels.numbers)
-        return DraftBatch(self.task, self.lengths, there, None)
+        """Returns the batch as other ranks see it, with its labels on `device`."""
+        labels = Labels(self.labels.targets.to(device), self.labels.weights.to(device), self.labels.numbers)
+        return DraftBatch(self.task, self.lengths, labels, None)
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -48,26 +47,16 @@ class DraftBatch:
 
 @dataclass(frozen=True, eq=False)
 class DraftBatchShare:
-    """The sequences of a lesson that one block of ranks trains on, concatenated.
+    """The sequences of a draft batch that one shard group trains on, concatenated.
 
-    tokens: int64 [n], their positions in the lesson.
+    tokens: int64 [n], their positions in the batch.
     needed: the tokens whose features this rank needs: its own shard, and the look-ahead of the draft after it.
     """
 
-    lesson: DraftBatch
+    batch: DraftBatch
     sequences: Sequence[int]
     tokens: np.ndarray
     needed: slice
-
-    @staticmethod
-    def of(
-        lesson: DraftBatch, sequences: Sequence[int], stretch: int, num_stretches: int, halo: int
-    ) -> "DraftBatchShare":
-        pieces = [np.arange(lesson.lengths[i]) + lesson.starts[i] for i in sequences]
-        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-        own = shard_slice(len(tokens), stretch, num_stretches)
-        stop = min(len(tokens), own.stop + halo) if own.start < own.stop else own.stop
-        return DraftBatchShare(lesson, sequences, tokens, slice(own.start, stop))
 
     @property
     def num_needed(self) -> int:
@@ -75,7 +64,7 @@ class DraftBatchShare:
 
     @property
     def lengths(self) -> list[int]:
-        return [self.lesson.lengths[i] for i in self.sequences]
+        return [self.batch.lengths[i] for i in self.sequences]
 
     @property
     def packing(self) -> Packing:
@@ -85,88 +74,98 @@ class DraftBatchShare:
         return torch.from_numpy(np.concatenate([np.arange(length) for length in self.lengths])).to(device)
 
     def labels(self) -> Labels:
-        whole = self.lesson.labels
-        rows = torch.from_numpy(self.tokens).to(whole.weights.device)
-        return Labels(whole.targets[rows], whole.weights[rows], [whole.numbers[i] for i in self.sequences])
+        labels = self.batch.labels
+        rows = torch.from_numpy(self.tokens).to(labels.weights.device)
+        return Labels(labels.targets[rows], labels.weights[rows], [labels.numbers[i] for i in self.sequences])
 
-    def stretch(self, team: Team) -> SequenceShard | None:
-        return SequenceShard(len(self.tokens), team) if team.size > 1 else None
+    def shard(self, team: Team) -> SequenceShard:
+        return SequenceShard(len(self.tokens), team if team.size > 1 else None)
 
 
 class DraftDistribution:
-    """Distributes the lessons of an audience's micro-batches, taken in order.
+    """Distributes the draft batches of a feature team's micro-batches, taken in order.
 
-    Each block of ranks gets whole sequences, with about as many tokens as every other block, and each rank of a block
-    gets a shard of these.
+    Each shard group gets whole sequences, with about as many tokens as every other group, and each rank of a group gets
+    a shard of these.
     """
 
-    def __init__(self, groups: DraftGroups, lessons: Sequence[DraftBatch], halos: Sequence[int]) -> None:
-        """Decides the distribution. `halos` is the draft's look-ahead in each lesson, in tokens."""
-        self._groups, self._lessons, self._halos = groups, lessons, halos
-        places = [(i, j) for i, lesson in enumerate(lessons) for j in range(len(lesson.lengths))]
-        # Indexed by block and lesson.
+    def __init__(self, groups: DraftGroups, batches: Sequence[DraftBatch], lookaheads: Sequence[int]) -> None:
+        """Decides the distribution. `lookaheads` has the draft's look-ahead in each batch, in tokens."""
+        self._groups, self._batches, self._lookaheads = groups, batches, lookaheads
+        all_sequences = [(i, j) for i, batch in enumerate(batches) for j in range(len(batch.lengths))]
+        # Indexed by shard group and batch.
         self._sequences: list[list[list[int]]] = []
-        for block in balance_bins([lessons[i].lengths[j] for i, j in places], groups.num_blocks):
-            by_lesson: list[list[int]] = [[] for _ in lessons]
-            for i, j in sorted(places[k] for k in block):
-                by_lesson[i].append(j)
-            self._sequences.append(by_lesson)
+        for numbers in balance_bins([batches[i].lengths[j] for i, j in all_sequences], groups.num_shard_groups):
+            by_batch: list[list[int]] = [[] for _ in batches]
+            for i, j in sorted(all_sequences[number] for number in numbers):
+                by_batch[i].append(j)
+            self._sequences.append(by_batch)
 
-    def own(self) -> Iterator[tuple[DraftBatchShare, slice]]:
-        """Yields this rank's share of each lesson, and where it is among all tokens whose features this rank needs."""
+    def own_shares(self) -> Iterator[tuple[DraftBatchShare, slice]]:
+        """Yields this rank's share of each batch, and where it is among all tokens whose features this rank needs."""
         first = 0
-        for taken in self._of(self._groups.feature_team.index):
-            yield taken, slice(first, first + taken.num_needed)
-            first += taken.num_needed
+        for share in self._shares(self._groups.feature_team.index):
+            yield share, slice(first, first + share.num_needed)
+            first += share.num_needed
 
-    def wanted(self, index: int) -> np.ndarray:
-        """Returns the tokens whose features a rank of the audience needs, int64, in order, numbered over all
-        lessons."""
-        firsts = np.cumsum([0, *(lesson.num_tokens for lesson in self._lessons)])
+    def needed_tokens(self, index: int) -> np.ndarray:
+        """Returns the tokens whose features a rank of the feature team needs, int64, in order, numbered over all
+        batches."""
+        firsts = np.cumsum([0, *(batch.num_tokens for batch in self._batches)])
         return np.concatenate([
-            first + taken.tokens[taken.needed]
-            for first, taken in zip(firsts, self._of(index), strict=False)
+            first + share.tokens[share.needed]
+            for first, share in zip(firsts, self._shares(index), strict=False)
         ])  # fmt: skip
 
-    def _of(self, index: int) -> list[DraftBatchShare]:
+    def _shares(self, index: int) -> list[DraftBatchShare]:
         groups = self._groups
-        sequences, stretch = self._sequences[groups.block_of(index)], groups.shard_of(index)
+        sequences, shard = self._sequences[groups.shard_group_of(index)], groups.shard_of(index)
         return [
-            DraftBatchShare.of(lesson, own, stretch, groups.mesh.spec.sp, halo)
-            for lesson, own, halo in zip(self._lessons, sequences, self._halos, strict=True)
+            _share(batch, own, shard, groups.mesh.spec.sp, lookahead)
+            for batch, own, lookahead in zip(self._batches, sequences, self._lookaheads, strict=True)
         ]
+
+
+def _share(batch: DraftBatch, sequences: Sequence[int], shard: int, num_shards: int, lookahead: int) -> DraftBatchShare:
+    pieces = [np.arange(batch.lengths[i]) + batch.starts[i] for i in sequences]
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+    own = shard_slice(len(tokens), shard, num_shards)
+    stop = min(len(tokens), own.stop + lookahead) if own.start < own.stop else own.stop
+    return DraftBatchShare(batch, sequences, tokens, slice(own.start, stop))
 
 
 class FeatureExchange:
     """Sends features from the ranks that computed them (see TokenShard) to the ranks that need them."""
 
     def __init__(
-        self, team: Team, have: Sequence[np.ndarray], want: Sequence[np.ndarray], device: torch.device
+        self, team: Team, computed: Sequence[np.ndarray], needed: Sequence[np.ndarray], device: torch.device
     ) -> None:
-        """Plans the exchange. `have` and `want` hold the token numbers of each rank of the team; each token is held by
-        exactly one."""
+        """Plans the exchange.
+
+        Args:
+            computed, needed: for each rank of the team, the numbers of the tokens whose features it computed and needs.
+                Each token's are computed by exactly one rank.
+        """
         self._team = team
-        num_tokens = sum(map(len, have))
-        owner, place = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int64)
-        for index, tokens in enumerate(have):
-            owner[tokens], place[tokens] = index, np.arange(len(tokens))
-        to_each = [place[tokens[owner[tokens] == team.index]] for tokens in want]
-        of_owner = owner[want[team.index]]
-        self._sent, self._received = (
-            [len(each) for each in to_each],
-            np.bincount(of_owner, minlength=team.size).tolist(),
-        )
-        self._rows = torch.from_numpy(np.concatenate(to_each)).to(device)
+        num_tokens = sum(map(len, computed))
+        owner, row = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.int64)
+        for index, tokens in enumerate(computed):
+            owner[tokens], row[tokens] = index, np.arange(len(tokens))
+        to_each = [row[tokens[owner[tokens] == team.index]] for tokens in needed]
+        owners = owner[needed[team.index]]
+        self._num_sent = [len(rows) for rows in to_each]
+        self._num_received = np.bincount(owners, minlength=team.size).tolist()
+        self._sent_rows = torch.from_numpy(np.concatenate(to_each)).to(device)
         # Rows arrive grouped by owner.
-        self._order = torch.from_numpy(np.argsort(np.argsort(of_owner, kind="stable"), kind="stable")).to(device)
+        self._order = torch.from_numpy(np.argsort(np.argsort(owners, kind="stable"), kind="stable")).to(device)
 
     def exchange(self, own: Tensor) -> Tensor:
-        """Exchanges [held tokens, ...] for [wanted tokens, ...]. All ranks of the team call this together."""
-        return self._team.all_to_all(own[self._rows], self._sent, self._received)[self._order]
+        """Exchanges [computed tokens, ...] for [needed tokens, ...]. All ranks of the team call this together."""
+        return self._team.all_to_all(own[self._sent_rows], self._num_sent, self._num_received)[self._order]
 
 
 def draft_batches(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> list[DraftBatch]:
-    """Returns the lessons of a micro-batch. `numbers` has the index of each task's rows in its operation."""
+    """Returns the draft batches of a micro-batch. `numbers` has the index of each task's rows in its operation."""
     return [
         DraftBatch(
             part.operation,
@@ -186,22 +185,21 @@ def draft_batches(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> 
 def gather_draft_batches(
     groups: DraftGroups, own: Sequence[DraftBatch], device: torch.device
 ) -> list[list[DraftBatch]]:
-    """Returns the lessons of each micro-batch of the audience. Ranks that share a micro-batch contribute it once."""
+    """Returns the draft batches of each micro-batch of the feature team. Ranks that share a micro-batch contribute it
+    once."""
     if groups.num_micro_batches == 1:
         return [list(own)]
-    told = groups.feature_team.all_gather_object([lesson.for_other_rank("cpu") for lesson in own])[
-        :: groups.num_sharing
-    ]
-    of_all = [[lesson.for_other_rank(device) for lesson in lessons] for lessons in told]
-    of_all[groups.feature_team.index // groups.num_sharing] = list(own)
-    return of_all
+    of_ranks = groups.feature_team.all_gather_object([batch.for_other_rank("cpu") for batch in own])
+    gathered = [[batch.for_other_rank(device) for batch in batches] for batches in of_ranks[:: groups.num_sharing]]
+    gathered[groups.feature_team.index // groups.num_sharing] = list(own)
+    return gathered
 
 
 def tokens_by_rank(groups: DraftGroups, lengths: Sequence[int], ring: int) -> list[np.ndarray]:
-    """Returns for each rank of the audience the tokens whose features it computes, numbered over all micro-batches.
+    """Returns for each rank of the feature team the tokens whose features it computes, numbered over all micro-batches.
 
     Args:
-        lengths: of the audience's micro-batches, in tokens.
+        lengths: of the team's micro-batches, in tokens.
     """
     firsts, num = np.cumsum([0, *lengths]), groups.num_sharing
     return [

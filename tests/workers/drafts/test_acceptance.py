@@ -146,8 +146,8 @@ def test_scores_may_be_added_in_any_order() -> None:
     for rows in (slice(11, 20), slice(0, 4), slice(4, 11)):
         parts = (each[rows] for each in (nothing, nothing, nothing, nothing, exists, greedy, sampled))
         table.add(DraftScores(*parts), places[rows])
-    found = table.of(np.arange(100, 120))
-    np.testing.assert_array_equal(found.tokens, np.arange(101, 120))
+    found = table.survivals(np.arange(100, 120))
+    np.testing.assert_array_equal(found.anchors, np.arange(101, 120))
     num_missing = np.isnan(found.values[0]).sum(1)
     np.testing.assert_array_equal(num_missing, [0] * 17 + [1, 2])
     np.testing.assert_array_equal(found.values[:, :17], values[:, 1:18])

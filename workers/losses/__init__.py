@@ -2,7 +2,7 @@
 
 To add one, write its file, add its line here, and add its reference formula to FORMULAS in
 tests/workers/losses/test_losses.py, whose tests are parametrized over both. The losses of drafts have their references
-beside the tests of their algorithms, in tests/workers/drafts/.
+with the tests of their algorithms, in tests/workers/drafts/.
 """
 
 from .capture import CAPTURE

@@ -7,29 +7,19 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import Field, fields, replace
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
 from ...workers.scheduler.pool_factory import check_layouts
 from ...workers.shapes.model_shape import refuse_missing_weights
-from ..config.knobs import (
-    ADDRESS,
-    ENVIRONMENT_PREFIX,
-    REPEATED,
-    ConfigError,
-    ServerConfig,
-    choices_of,
-    flag_of,
-    knob_of,
-    load_config,
-    place_config_of,
-    shown_default,
-    store_config_of,
-    worker_knobs,
-)
+from ..config.knob import ADDRESS, Knob
+from ..config.knob_values import ENVIRONMENT_PREFIX, ConfigError
+from ..config.load import load_config, place_config_of, store_config_of
+from ..config.server_config import KNOBS, SECTION_OF, ServerConfig, worker_knobs
 from ..logs.setup import configure_logging
 from ..replication.state_lock import (
     STATE_PATTERNS,
@@ -74,7 +64,7 @@ def _say_error(command: str, error: Exception, status: int) -> int:
 
 
 def _nearest_flag(argument: str) -> str:
-    near = difflib.get_close_matches(argument.partition("=")[0], map(flag_of, fields(ServerConfig)), n=1)
+    near = difflib.get_close_matches(argument.partition("=")[0], [knob.flag for knob in KNOBS.values()], n=1)
     return f": did you mean {near[0]}?" if near else ": see --help"
 
 
@@ -99,10 +89,14 @@ def _add_serve(commands: _Commands) -> None:
     parser.add_argument("--help", "-h", action=_Print, text=serve_help, help=argparse.SUPPRESS)
     parser.add_argument("--help-all", action=_Print, text=serve_help_all, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
-    for entry in fields(ServerConfig):
-        action = "append" if entry.name in REPEATED else "store"
-        parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
+    _add_knobs(parser, KNOBS.values())
     parser.set_defaults(run=_serve)
+
+
+def _add_knobs(parser: argparse.ArgumentParser, knobs: Iterable[Knob]) -> None:
+    for knob in knobs:
+        action = "store" if knob.kind.separator is None else "append"
+        parser.add_argument(knob.flag, dest=knob.name, action=action, default=argparse.SUPPRESS)
 
 
 class _Print(argparse.Action):
@@ -119,11 +113,11 @@ class _Print(argparse.Action):
 
 def serve_help() -> str:
     """Returns the common knobs' help, which fits one screen of 24 lines and 80 columns."""
-    common = [entry for entry in fields(ServerConfig) if knob_of(entry).common]
+    rows = [*(_row(knob) for knob in KNOBS.values() if knob.common), _CONFIG_ROW, ("--help-all", "every knob")]
     return f"""\
 usage: {_SERVE_USAGE}
 
-{_knob_table(common, ("--help-all", "every knob"))}
+{_table(rows)}
 
 A flag overrides TRAINHOUSE_<KNOB> in the environment, which overrides --config.
 Example: trainhouse serve --base-model Qwen/Qwen3-0.6B=/models/Qwen3-0.6B"""
@@ -133,33 +127,32 @@ def serve_help_all() -> str:
     return f"""\
 usage: {_SERVE_USAGE}
 
-{_knob_table(fields(ServerConfig))}
+{_table(_rows_by_section(KNOBS.values()))}
 
 Every knob is a flag, a key of the file with _ for - (base_models: a list), and an environment variable
 TRAINHOUSE_<KEY> (base models separated by commas). A flag overrides the environment, which overrides the file.
-Sizes in bytes may be written as 256MiB."""
+The file may group its keys in tables named like the sections. Sizes in bytes may be written as 256MiB."""
 
 
-def _knob_table(entries: Sequence[Field], *more: tuple[str, str]) -> str:
-    rows = [(f"{flag_of(entry)} {_metavar(entry)}", _described(entry)) for entry in entries]
-    rows += [("--config FILE", "TOML: max_lora_rank = 64 is --max-lora-rank 64"), *more]
+_CONFIG_ROW = ("--config FILE", "TOML: max_lora_rank = 64 is --max-lora-rank 64")
+
+
+def _row(knob: Knob) -> tuple[str, str]:
+    return f"{knob.flag} {knob.metavar}", knob.described
+
+
+def _rows_by_section(knobs: Iterable[Knob]) -> Iterator[tuple[str, str]]:
+    """Yields a row for each knob, and a heading with no flag before each section."""
+    yield _CONFIG_ROW
+    for section, own in groupby(knobs, lambda knob: SECTION_OF[knob.name]):
+        yield "", f"\n[{section}]"
+        yield from map(_row, own)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    rows = list(rows)
     width = max(len(flag) for flag, _ in rows)
-    return "\n".join(f"  {flag:<{width}}  {text}" for flag, text in rows)
-
-
-def _described(entry: Field) -> str:
-    default = shown_default(entry)
-    return f"{knob_of(entry).help}{f' ({default})' if default else ''}"
-
-
-def _metavar(entry: Field) -> str:
-    if entry.name == "dtype":
-        return "TYPE"
-    named = {"base_models": "NAME[=SOURCE]", "state_dir": "DIR", "ready_file": "FILE", "host": "ADDRESS"}
-    named |= {"tls_certificate": "FILE", "tls_key": "FILE"}
-    named |= {"vllm_python": "FILE", "checkpoints": "URL", "mirrors": "URL", "shard": "PATTERN=STYLE"}
-    is_number = isinstance(entry.default, int | float) or entry.name == "max_context_length"
-    return "|".join(choices_of(entry)) or named.get(entry.name, "N" if is_number else entry.name.split("_")[-1].upper())
+    return "\n".join(f"  {flag:<{width}}  {text}" if flag else text for flag, text in rows)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -167,20 +160,20 @@ def _serve(options: argparse.Namespace) -> int:
     _refuse_impossible_models(config)
     from ..serving.server_process import serve  # imports the whole application, which takes seconds
 
-    configure_logging(config.log_level)
-    check_database_kind(StoreConfig(config.state_dir, config.database_url))
+    configure_logging(config.process.log_level)
+    check_database_kind(config.store_config())
     serve(config)
     return 0
 
 
 def _refuse_impossible_models(config: ServerConfig) -> None:
     """Raises ValueError for what is known to fail before anything is loaded, except by workers of another process."""
-    if config.workers is None:
+    if config.attach.workers is None:
         ranks = config.dispatch_config()
-        if config.parallel is None:  # chosen later, and drafts depend on it
+        if config.ranks.parallel is None:  # chosen later, and drafts depend on it
             ranks = replace(ranks, models=tuple(replace(model, draft_parallel=None) for model in ranks.models))
         check_layouts(ranks)
-    for model in config.base_models:
+    for model in config.models.base_models:
         refuse_missing_weights(model.source)
 
 
@@ -194,18 +187,17 @@ def _add_workers(commands: _Commands) -> None:
     parser.add_argument("--help", "-h", action=_Print, text=workers_help, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--listen", metavar="HOST:PORT")
-    for entry in worker_knobs():
-        action = "append" if entry.name in REPEATED else "store"
-        parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
+    _add_knobs(parser, worker_knobs())
     parser.set_defaults(run=_workers)
 
 
 def workers_help() -> str:
     listen = ("--listen HOST:PORT", "where servers attach, with --workers HOST:PORT")
+    rows = [listen, *_rows_by_section(worker_knobs())]
     return f"""\
 usage: {_WORKERS_USAGE}
 
-{_knob_table(worker_knobs(), listen)}
+{_table(rows)}
 
 The knobs are those of `trainhouse serve`, also from its file and environment: both may share one file."""
 
@@ -214,20 +206,20 @@ def _workers(options: argparse.Namespace) -> int:
     from .workers import run_daemon
 
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
-    if not config.base_models:
+    if not config.models.base_models:
         raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
-    listen = options.listen or config.workers
+    listen = options.listen or config.attach.workers
     if listen is None or not ADDRESS.holds(listen):
         given = "is not given" if listen is None else f"is {listen!r}"
         raise ConfigError(f"--listen {given}: expected {ADDRESS.words}, such as 127.0.0.1:7000")
-    configure_logging(config.log_level)
+    configure_logging(config.process.log_level)
     run_daemon(config, listen)
     return 0
 
 
 def _knob_flags(options: argparse.Namespace) -> Mapping[str, str | Sequence[str]]:
     given = vars(options)
-    return {entry.name: given[entry.name] for entry in fields(ServerConfig) if entry.name in given}
+    return {name: given[name] for name in KNOBS if name in given}
 
 
 def _config_file(options: argparse.Namespace) -> Path | None:

@@ -10,7 +10,7 @@ from ...workers.pools.remote.secure_channel import read_secret
 from ...workers.protocol.worker_config import DispatchConfig, SamplingConfig
 from ...workers.scheduler.pool_factory import PoolFactory, groups_of, pool_factory_of
 from ...workers.scheduler.worker_daemon import KeptGroup, WorkerDaemon
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..replication.attach import knobs_of_workers
 from ..replication.state_lock import StartError
 from ..serving.auto_layout import with_one_layout
@@ -27,14 +27,14 @@ def run_daemon(config: ServerConfig, listen: str) -> None:
     Args:
         listen: HOST:PORT; port 0 picks a free port.
     """
-    if config.workers_secret_file is None:
+    if config.attach.workers_secret_file is None:
         raise StartError(
             "--workers-secret-file is not given: make one with `openssl rand -hex 32` and give it to servers too"
         )
     allow_many_connections()
     host, _, port = listen.rpartition(":")
     try:
-        secret = read_secret(config.workers_secret_file)
+        secret = read_secret(config.attach.workers_secret_file)
     except ValueError as error:
         raise StartError(str(error)) from None
     with bound_socket(host.strip("[]"), int(port), "--listen", "--listen") as listener:
@@ -52,7 +52,7 @@ async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket, on
     source = pool_factory_of(of_all)
     groups = {name: KeptGroup(name, model, partial(source.new_pool, name, model)) for name, model in groups_of(of_all)}
     keeper = WorkerDaemon(groups, knobs_of_workers(config), secret)
-    with ready_file(config.ready_file) as write_ready:
+    with ready_file(config.process.ready_file) as write_ready:
         receiving = asyncio.create_task(keeper.serve(listener))
         try:
             await _started(source, keeper)
@@ -87,5 +87,5 @@ def _rank_config(config: ServerConfig) -> DispatchConfig:
     """Returns the part of the config that concerns ranks; directories and all else are up to the servers."""
     of_all = config.dispatch_config()
     models = tuple(replace(model, page_directory=None, shared_directories=()) for model in of_all.models)
-    sampling = SamplingConfig() if config.sampler == "vllm" else of_all.sampling
+    sampling = SamplingConfig() if config.sampling.sampler == "vllm" else of_all.sampling
     return replace(of_all, models=models, sampling=sampling, shared_devices="together")

@@ -1,8 +1,9 @@
-"""Parses values as users write them: base models, layouts, role groups, sizes in bytes."""
+"""Parses values as users write them: base models, layouts, role groups, sizes in bytes, weights."""
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...workers.protocol.parallel_spec import ParallelSpec
@@ -13,6 +14,14 @@ ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 # Replaces a layout in --parallel: the smallest layout that fits is chosen.
 AUTO = "auto"
 BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class TenantWeight:
+    """A tenant's weight in the fair share of passes. name: as given to `trainhouse keys create`."""
+
+    name: str
+    weight: float
 
 
 class ConfigError(ValueError):
@@ -80,3 +89,26 @@ def parse_bytes(text: str) -> int:
     if not found[2]:
         return int(found[1])
     return int(float(found[1]) * BYTE_UNITS[found[2]])
+
+
+def parse_weights(text: str) -> tuple[TenantWeight, ...]:
+    """Parses alice=2,bob=0.5. Raises ConfigError."""
+    weights = tuple(_parse_weight(entry.strip()) for entry in text.split(",") if entry.strip())
+    named: dict[str, float] = {}
+    for tenant in weights:
+        if tenant.name in named:
+            both = f"{named[tenant.name]:g} and {tenant.weight:g}"
+            raise ConfigError(f"tenant weights list {tenant.name} twice, with {both}: list it once")
+        named[tenant.name] = tenant.weight
+    return weights
+
+
+def _parse_weight(text: str) -> TenantWeight:
+    name, _, number = (part.strip() for part in text.rpartition("="))
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not name or not 0 < weight < math.inf:
+        raise ConfigError(f"tenant weight {text!r} is not NAME=WEIGHT with a finite weight above 0, such as alice=2")
+    return TenantWeight(name, weight)

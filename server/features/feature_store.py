@@ -20,7 +20,7 @@ from ...schemas.drafts import CaptureResponse
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import FeatureStock, draft_of
 from ...schemas.training import FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..store import RunRecord
 from .feature_files import FeatureFiles, FeatureRecord, FeatureReference, as_text
 from .space import FeatureSpace
@@ -69,7 +69,7 @@ class FeatureStore:
     def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         self.room = FeatureSpace(config, self.expire)
         self._files = FeatureFiles(root)
-        self._ttl_seconds = config.feature_ttl_seconds
+        self._ttl_seconds = config.features.feature_ttl_seconds
         self._clock = clock
         self._kept: dict[tuple[str, str], FeatureRecord] = {}
         # By run and seq_id. Those in _leaving have ended, but the files may not reflect it yet.

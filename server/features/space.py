@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...schemas.errors import RequestError
 from ...schemas.models import Limit
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 
 _RETRY_SECONDS = 5.0
 _OWN = "of yours"
@@ -91,7 +91,7 @@ class FeatureSpace:
 
     async def _wait(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
         """Waits for space. Raises FeatureLimitExceeded 429."""
-        until = time.monotonic() + self._config.feature_wait_seconds
+        until = time.monotonic() + self._config.features.feature_wait_seconds
         self.num_waiting += 1
         try:
             while reason is not None:
@@ -126,6 +126,6 @@ class FeatureSpace:
         own = self._stored[tenant_id] + self._claimed[tenant_id]
         of_all = self._stored.total() + self._claimed.total()
         return (
-            _SpaceLimit("tenant_feature_bytes", _OWN, self._config.tenant_feature_bytes, own),
-            _SpaceLimit("feature_bytes", "of all tenants", self._config.feature_bytes, of_all),
+            _SpaceLimit("tenant_feature_bytes", _OWN, self._config.limits.tenant_feature_bytes, own),
+            _SpaceLimit("feature_bytes", "of all tenants", self._config.features.feature_bytes, of_all),
         )

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive
 from ...schemas.codec import PROTOBUF, decode_forward_backward, decode_model, decompress, decompressed_size, is_protobuf
 from ...schemas.errors import RequestError
 from ...schemas.training import ForwardBackwardRequest
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from .decoding import decode_in_process
 
 LARGE_BYTES = 256 << 10
@@ -59,7 +59,8 @@ def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
     Args:
         is_large: the route's bodies carry training or sampling data.
     """
-    received, decompressed = config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2)
+    limits = config.limits
+    received, decompressed = limits.max_body_bytes, min(limits.max_decompressed_bytes, limits.queued_bytes // 2)
     if is_large:
         return BodyLimits(received, decompressed)
     return BodyLimits(min(received, CONTROL_BODY_BYTES), min(decompressed, CONTROL_BODY_BYTES))

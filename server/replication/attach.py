@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from ...workers.pools.remote.pool import describe
 from ...workers.pools.remote.secure_channel import read_secret
 from ...workers.protocol.aliases import merge_identical_models
 from ...workers.protocol.worker_config import AttachClaim, DispatchConfig, KeptWorkersAddress, ServedModel, WorkerConfig
-from ..config.knobs import ConfigError, ServerConfig, flag_of
+from ..config.knob import Knob
+from ..config.knob_values import ConfigError
+from ..config.server_config import KNOBS, ServerConfig
 from .state_lock import StartError
 
 logger = logging.getLogger(__name__)
@@ -24,15 +26,14 @@ _PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 
 _OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {
-    *("shard", "role_groups", "sampler_workers", "sampler_parallel", "sampler_device"),
+    *("base_models", "shard", "role_groups", "sampler_workers", "sampler_parallel", "sampler_device"),
 }
 _OWN = {"hang_seconds", "model_cache", "shared_directories"}
 
 
 def knobs_of_workers(config: ServerConfig) -> dict[str, Any]:
     """Returns the knobs that workers are created with. A server that attaches to workers cannot choose them."""
-    names = [entry.name for entry in fields(config) if entry.name in _OF_WORKERS - _OWN]
-    return {name: getattr(config, name) for name in ("base_models", *names)}
+    return {name: config.value(name) for name in KNOBS if name in _OF_WORKERS - _OWN}
 
 
 def dispatch_config(config: ServerConfig, at: KeptWorkersAddress | None, epoch: int | None) -> DispatchConfig:
@@ -53,19 +54,18 @@ async def adopt_workers_config(config: ServerConfig) -> tuple[ServerConfig, Kept
 
     The second value is None if the server runs its own workers. Raises StartError.
     """
-    if config.workers is None or config.workers_secret_file is None:
+    if config.attach.workers is None or config.attach.workers_secret_file is None:
         return config, None
-    at = KeptWorkersAddress(config.workers, _secret(config.workers_secret_file), _new_claim(None))
+    at = KeptWorkersAddress(config.attach.workers, _secret(config.attach.workers_secret_file), _new_claim(None))
     knobs = await _knobs_at(at)
     _check_known(knobs, at.address)
-    if config.sampler == "vllm":
+    if config.sampling.sampler == "vllm":
         knobs = {name: value for name, value in knobs.items() if not name.startswith("sampler_")}
-    for entry in fields(config):
-        if entry.name in knobs:
-            _check_same(config, entry, knobs[entry.name], at.address)
-    own = {"base_models": config.base_models} if config.base_models else {}
+    for name in sorted(knobs, key=list(KNOBS).index):
+        _check_same(config, KNOBS[name], knobs[name], at.address)
+    own = {"base_models": config.models.base_models} if config.models.base_models else {}
     try:
-        return replace(config, **{**knobs, **own}), replace(at, knobs=knobs)
+        return config.with_knobs(**{**knobs, **own}), replace(at, knobs=knobs)
     except ConfigError as error:
         raise StartError(f"{error} (configured by the workers at {at.address})") from None
 
@@ -96,19 +96,19 @@ async def _knobs_at(at: KeptWorkersAddress) -> Mapping[str, Any]:
 
 
 def _check_known(knobs: Mapping[str, Any], address: str) -> None:
-    if unknown := knobs.keys() - {entry.name for entry in fields(ServerConfig)}:
+    if unknown := knobs.keys() - KNOBS.keys():
         raise StartError(
             f"the workers at {address} have {', '.join(sorted(unknown))}, which this trainhouse ({VERSION}) does not "
             "support: run the same version on both sides"
         )
 
 
-def _check_same(config: ServerConfig, entry: Field[Any], theirs: object, address: str) -> None:
-    mine = getattr(config, entry.name)
-    if mine == entry.default or _names(mine) == _names(theirs):
+def _check_same(config: ServerConfig, knob: Knob, theirs: object, address: str) -> None:
+    mine = config.value(knob.name)
+    if mine == knob.default or _names(mine) == _names(theirs):
         return
     raise StartError(
-        f"{flag_of(entry)} is {_shown(mine)} here and {_shown(theirs)} at the workers at {address}: leave it out here, "
+        f"{knob.flag} is {_shown(mine)} here and {_shown(theirs)} at the workers at {address}: leave it out here, "
         "or restart the workers with it"
     )
 

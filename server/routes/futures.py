@@ -36,7 +36,7 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     `Accept` names application/x-protobuf, else JSON.
     """
     submit = await receive_submit(request, json_decoder(RetrieveFutureRequest))
-    seconds = services.config.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
+    seconds = services.config.network.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
     answered = await result_response(request, services, tenant, submit.content.request_id, seconds)
     # A poll counts as a sign of life, for clients that send no heartbeats; a request id begins with its session's id.
     services.sessions.touch(submit.content.request_id.partition(":")[0])
@@ -60,7 +60,7 @@ async def retrieve_futures(
     """
     submit = await receive_submit(request, json_decoder(RetrieveFuturesRequest))
     seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
-    seconds = min(seconds, services.config.long_poll_seconds)
+    seconds = min(seconds, services.config.network.long_poll_seconds)
     return await services.sampling.retrieve_completed(tenant, submit.content, seconds)
 
 

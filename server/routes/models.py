@@ -110,10 +110,10 @@ async def get_info(
 
 
 async def _served_model(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
-    for model in services.config.base_models:
+    for model in services.config.models.base_models:
         if model.name == name:
             return model
-    served = ", ".join(model.name for model in services.config.base_models)
+    served = ", ".join(model.name for model in services.config.models.base_models)
     raise RequestError(f"base model {name} is not served here; use one of: {served}", status=404)
 
 
@@ -154,5 +154,5 @@ def _local_file(model: ServedModel, file: str) -> Path | None:
 
 
 def _tokenizer_id(services: Services, name: str) -> str:
-    (model,) = (model for model in services.config.base_models if model.name == name)
+    (model,) = (model for model in services.config.models.base_models if model.name == name)
     return tokenizer_id(model, services.config.is_loopback)

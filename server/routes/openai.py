@@ -136,7 +136,7 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
         submit = await receive_unordered(request, admission, decoder(kind.request))
         asked = submit.content
         kind.check(asked)
-        check_alternatives(asked, services.config.max_logprobs)
+        check_alternatives(asked, services.config.limits.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, asked, admission.num_bytes)
             _admit(services, tenant, stack, admission, prepared, len(submit.received.body))
@@ -202,10 +202,10 @@ def _admit(
     """
     sizes = [max(num_bytes, prepared.sizes[0]), *prepared.sizes[1:]]
     config, most_bytes = services.config, services.quotas.max_request_bytes
-    if len(sizes) > config.tenant_queued_operations or sum(sizes) > most_bytes:
+    if len(sizes) > config.limits.tenant_queued_operations or sum(sizes) > most_bytes:
         raise OpenAiError(
             f"{len(sizes)} prompts and their samples, at their maximum length, may take {sum(sizes)} bytes; the limits "
-            f"are {config.tenant_queued_operations} prompts and {most_bytes} bytes: lower n, logprobs or "
+            f"are {config.limits.tenant_queued_operations} prompts and {most_bytes} bytes: lower n, logprobs or "
             "max_tokens, or send several requests"
         )
     first.grow(sizes[0], UNORDERED)

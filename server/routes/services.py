@@ -7,7 +7,7 @@ from fastapi import Depends, Request
 
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Journal

@@ -56,10 +56,10 @@ async def client_config(services: ServicesDependency, tenant: TenantDependency) 
     """Returns how clients must split and encode their batches; the SDK requests this first."""
     config = services.config
     return ClientConfig(
-        fwdbwd_max_chunk_len=config.sdk_max_chunk_datums,
-        fwdbwd_max_chunk_bytes_count=config.sdk_max_chunk_bytes,
-        proto_compress_fwdbwd=config.sdk_compression == "zstd",
-        sample_use_retrieve_futures=config.sdk_sample_polling == "together",
+        fwdbwd_max_chunk_len=config.sdk.sdk_max_chunk_datums,
+        fwdbwd_max_chunk_bytes_count=config.sdk.sdk_max_chunk_bytes,
+        proto_compress_fwdbwd=config.sdk.sdk_compression == "zstd",
+        sample_use_retrieve_futures=config.sdk.sdk_sample_polling == "together",
     )
 
 

@@ -202,7 +202,7 @@ async def _feature_bytes(services: Services, draft: Run) -> int:
     try:
         return (await draft.info()).feature_bytes
     except RequestError:
-        record, seconds = draft.record, services.config.feature_wait_seconds
+        record, seconds = draft.record, services.config.features.feature_wait_seconds
     created = await services.futures.wait(draft.request_id(0), record.tenant_id, seconds)
     if isinstance(created, Pending):
         message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
@@ -254,7 +254,7 @@ async def submit_response(request: Request, services: Services, tenant: Tenant, 
     """Returns the submit response, or the result itself if `Prefer: wait=SECONDS` is sent and it is ready in time."""
     seconds = _seconds_to_wait(request)
     if seconds:
-        seconds = min(seconds, services.config.long_poll_seconds)
+        seconds = min(seconds, services.config.network.long_poll_seconds)
         try:
             response = await result_response(request, services, tenant, submitted.request_id, seconds)
         except RequestError as error:

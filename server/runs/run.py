@@ -88,7 +88,7 @@ class Run:
         self._awaits_first_operation = False
         self._checkpoint_paths: Sequence[str] = ()
         self._working: asyncio.Task[None] | None = None
-        self._gap = MissingSeqTimer(services.config.seq_gap_seconds, self._give_up_gap)
+        self._gap = MissingSeqTimer(services.config.sessions.seq_gap_seconds, self._give_up_gap)
 
     async def info(self) -> RunInfo:
         """Raises RequestError 409 until the run has been created."""
@@ -667,7 +667,7 @@ class Run:
     def _give_up_gap(self) -> None:
         """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
         run_id, copied, first = self.record.run_id, self._services.restore_marker, min(self._slots)
-        within = f"within {self._services.config.seq_gap_seconds:g} s"
+        within = f"within {self._services.config.sessions.seq_gap_seconds:g} s"
         if copied.is_waiting(run_id):
             copied.mark_behind(run_id)
             self._unusable = self._behind()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Journal

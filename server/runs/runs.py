@@ -102,7 +102,7 @@ class Runs:
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
         asked = _requested_training(request)
-        if isinstance(asked, LoraConfig) and asked.rank > (most := self._services.config.max_lora_rank):
+        if isinstance(asked, LoraConfig) and asked.rank > (most := self._services.config.models.max_lora_rank):
             raise RequestError(
                 f"rank {asked.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
                 f"with --max-lora-rank {asked.rank}"
@@ -312,7 +312,7 @@ class Runs:
         """Raises RequestError if there are too many full models. Samplers' copies of weights are counted only by the
         workers.
         """
-        most = self._services.config.max_full_models
+        most = self._services.config.models.max_full_models
         if isinstance(new.training, FullConfig) and self._num_full(new.base_model) >= most:
             raise RequestError(
                 f"{new.base_model} has as many full models as max_full_models {most} allows: end "

@@ -154,7 +154,7 @@ class RunState:
         """
         if not self.is_live or self._snapshotting:
             return
-        steps, num_bytes = self._services.config.snapshot_steps, self._services.config.snapshot_bytes
+        steps, num_bytes = self._services.config.journal.snapshot_steps, self._services.config.journal.snapshot_bytes
         limits = (steps, num_bytes) if is_step else (math.inf, _WINDOW_SHARE * num_bytes)
         if self.history.is_due(*limits) or self._is_overdue:
             self.snapshot(boundary)

@@ -23,7 +23,7 @@ from ...schemas.openai import ErrorBody, OpenAiError
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
 from ..files.wal import Guard
 from ..journal.completion_log import Completions
@@ -92,7 +92,7 @@ class LiveState:
 def create_app(
     config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None, guard: Guard = lambda: None
 ) -> FastAPI:
-    """Returns an ASGI application whose lifespan opens and closes everything under `config.state_dir`.
+    """Returns an ASGI application whose lifespan opens and closes everything under `config.store.state_dir`.
 
     Args:
         live: set if the server shares its database with others.
@@ -138,17 +138,23 @@ def create_app(
 def _services(
     config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None, guard: Guard
 ) -> Services:
-    directory, guard = (config.state_dir, guard) if live is None else (live.directory, live.tenure.check)
+    directory, guard = (config.store.state_dir, guard) if live is None else (live.directory, live.tenure.check)
     store.required_lease = None if live is None else live.tenure.record
-    auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.unauthenticated_per_minute)
+    auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.limits.unauthenticated_per_minute)
     quotas = Quotas(config)
-    sessions = Sessions(store, config.session_expiry_seconds, check_room=quotas.check_sessions)
-    checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())
-    sync = config.durability == "power"
+    sessions = Sessions(store, config.sessions.session_expiry_seconds, check_room=quotas.check_sessions)
+    checkpoints = Checkpoints(store, auth, config.store.state_dir, config=config.place_config())
+    sync = config.store.durability == "power"
+    journal_config = config.journal
     futures = Futures(
-        directory / "results", store, config.result_ttl_seconds, config.result_memory_bytes, sync=sync, guard=guard
+        directory / "results",
+        store,
+        journal_config.result_ttl_seconds,
+        journal_config.result_memory_bytes,
+        sync=sync,
+        guard=guard,
     )
-    journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
+    journal = Journal(directory / "journal", journal_config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
     weights = EphemeralWeights(directory / "ephemeral", sync)
     adapters = SamplerWeights(dispatch, weights)
@@ -185,7 +191,7 @@ def _services(
         journal=journal,
         recordings=recordings,
         quotas=quotas,
-        tokenizers=Tokenizers(config.base_models),
+        tokenizers=Tokenizers(config.models.base_models),
         tenure=None if live is None else live.tenure,
     )
 
@@ -238,7 +244,7 @@ async def _resume(services: Services) -> None:
 async def _warn_of_unknown_tenants(services: Services) -> None:
     # Not an error: keys may be created later. But the name may be misspelt.
     known = {tenant.name for tenant in await services.store.tenants.list_all()}
-    for weight in services.config.tenant_weights:
+    for weight in services.config.scheduler.tenant_weights:
         if weight.name not in known:
             logger.warning("tenant_weights names %s, which has no key yet: see `trainhouse keys list`", weight.name)
 
@@ -250,8 +256,10 @@ async def _tidy_up(services: Services) -> None:
     await services.features.delete_unneeded()
     services.quotas.forget_idle()
     config = services.config
-    most_ended = _ENDED_SESSIONS * config.tenant_sessions
-    await services.sessions.delete_ended(config.session_ttl_seconds, most_ended, services.runs.ending_session_ids)
+    most_ended = _ENDED_SESSIONS * config.limits.tenant_sessions
+    await services.sessions.delete_ended(
+        config.sessions.session_ttl_seconds, most_ended, services.runs.ending_session_ids
+    )
 
 
 async def _run_periodically(name: str, chores: Callable[[], Awaitable[object]]) -> None:

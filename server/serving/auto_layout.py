@@ -13,7 +13,7 @@ from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import DispatchConfig, WorkerConfig
 from ...workers.shapes.model_shape import ModelShape, read_model
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 
 _ASKING = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _ASKING_SECONDS = 10.0
@@ -100,17 +100,16 @@ class _Devices:
 
 def with_one_layout(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
     """Returns the config with the chosen layout. Raises ValueError if the base models need different ones."""
-    if config.parallel is not None:
+    if config.ranks.parallel is not None:
         return config
-    models = with_layouts(config.dispatch_config(), config.device_memory_bytes, say).models
+    models = with_layouts(config.dispatch_config(), config.ranks.device_memory_bytes, say).models
     chosen = {(model.parallel, model.activations): model.model.name for model in models}
     if len(chosen) > 1:
         layouts = ", ".join(f"{spec} for {name}" for (spec, _), name in chosen.items())
         raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or run separate workers for each")
-    device = (
-        ",".join(model.device for model in models) if len({model.device for model in models}) > 1 else config.device
-    )
-    return replace(config, parallel=models[0].parallel, activations=models[0].activations, device=device)
+    devices = [model.device for model in models]
+    device = ",".join(devices) if len(set(devices)) > 1 else config.ranks.device
+    return config.with_knobs(parallel=models[0].parallel, activations=models[0].activations, device=device)
 
 
 def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> PlannedLayout:

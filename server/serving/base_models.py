@@ -13,7 +13,7 @@ from pathlib import Path
 from ...workers.models.model_cache import ModelCache, ModelUnavailableError
 from ...workers.protocol.worker_config import ServedModel
 from ..config.knob_values import is_url
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..replication.state_lock import StartError
 
 
@@ -29,13 +29,13 @@ async def download_models(config: ServerConfig, say: Callable[[str], None]) -> S
         raise StartError(str(error)) from None
     finally:
         thread.shutdown(wait=False)
-    return replace(config, base_models=models)
+    return config.with_knobs(base_models=models)
 
 
 def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[ServedModel, ...]:
-    cache, weights = ModelCache(config.model_cache), _are_loaded_here(config)
+    cache, weights = ModelCache(config.models.model_cache), _are_loaded_here(config)
     models = []
-    for model in config.base_models:
+    for model in config.models.base_models:
         origin = cache.newest(model.source) if is_url(model.source) else model.origin
         if origin is None or Path(model.source).is_dir():
             models.append(model)
@@ -45,4 +45,4 @@ def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[Serve
 
 
 def _are_loaded_here(config: ServerConfig) -> bool:
-    return config.vllm_python is not None or (config.workers is None and config.pool == "local")
+    return config.sampling.vllm_python is not None or (config.attach.workers is None and config.ranks.pool == "local")

@@ -17,7 +17,6 @@ import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.worker_config import KeptWorkersAddress
 from ..config.knob_values import is_url
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..files.wal import Guard
 from ..replication.attach import adopt_workers_config, dispatch_config
 from ..replication.leases import Lease, LeaseExpired, Tenure
@@ -82,15 +81,15 @@ def serve(config: ServerConfig) -> None:
     check_certificate(config)
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    claimed = locked_state_directory if config.database_url is None else created_state_directory
+    claimed = locked_state_directory if config.store.database_url is None else created_state_directory
     # The socket is bound first, so that no state directory is created if the server cannot listen.
     with (
-        bound_socket(config.host, config.port) as listener,
-        claimed(config.state_dir, config.durability == "power") as claim,
+        bound_socket(config.network.host, config.network.port) as listener,
+        claimed(config.store.state_dir, config.store.durability == "power") as claim,
     ):
-        keep_private(config.state_dir, STATE_PATTERNS)
-        if config.checkpoints is not None and not is_url(config.checkpoints):
-            keep_private(Path(config.checkpoints).expanduser(), CHECKPOINT_PATTERNS)
+        keep_private(config.store.state_dir, STATE_PATTERNS)
+        if config.checkpoint_storage.checkpoints is not None and not is_url(config.checkpoint_storage.checkpoints):
+            keep_private(Path(config.checkpoint_storage.checkpoints).expanduser(), CHECKPOINT_PATTERNS)
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner, bounded_exit():
             runner.run(until_signal(partial(_serve, config, listener, claim)))
@@ -123,14 +122,15 @@ def _leave_soon(threads: Sequence[threading.Thread], status: int) -> None:
 
 def check_certificate(config: ServerConfig) -> None:
     """Raises StartError if the TLS certificate and key cannot be used."""
-    if config.tls_certificate is None or config.tls_key is None:
+    certificate, key = config.network.tls_certificate, config.network.tls_key
+    if certificate is None or key is None:
         return
     try:
         # An empty passphrase instead of a prompt, which no one would answer.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, lambda: "")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, lambda: "")
     except OSError as error:  # SSLError is one
         raise StartError(
-            f"certificate {config.tls_certificate} with key {config.tls_key} cannot be used ({error}): give a "
+            f"certificate {certificate} with key {key} cannot be used ({error}): give a "
             "certificate and its key in PEM, readable and without a passphrase"
         ) from None
 
@@ -149,12 +149,12 @@ async def _serve(
 ) -> None:
     config, kept_at = await adopt_workers_config(config)
     config = await download_models(config, say)
-    url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
+    url = url_of(config.network.host, listener, "http" if config.network.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
-    with ready_file(config.ready_file) as write_ready:
+    with ready_file(config.process.ready_file) as write_ready:
 
         def announce(words: str) -> None:
-            for warning in warn_unresolved(config.base_models, config.is_loopback):
+            for warning in warn_unresolved(config.models.base_models, config.is_loopback):
                 logger.warning("%s", warning)
             on_ready()
             write_ready(url)
@@ -165,7 +165,8 @@ async def _serve(
                 greet = partial(announce, greeting(config, url, has_keys))
                 await _HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:
-            advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
+            host = HOST_NAMES.get(config.network.host, config.network.host)
+            advertised = url_of(host, listener, url.partition(":")[0])
             async with _lease(config, advertised) as lease:
                 await _LeasedServer(config, kept_at, lease, partial(greeting, config, url, has_keys), announce).run(
                     listener
@@ -177,9 +178,9 @@ async def _leading(
     config: ServerConfig, kept_at: KeptWorkersAddress | None, live: LiveState | None, guard: Guard = lambda: None
 ) -> AsyncIterator[FastAPI]:
     """Loads the models and runs the application for the duration of the block. Raises StartError."""
-    scratch_dir = config.state_dir if live is None else live.directory
+    scratch_dir = config.store.state_dir if live is None else live.directory
     epoch = None if live is None else live.tenure.record.epoch
-    async with _loaded_workers(replace(config, state_dir=scratch_dir), kept_at, epoch) as dispatch:
+    async with _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept_at, epoch) as dispatch:
         if live is not None:  # the lease may have expired while models were loaded
             live.tenure.check()
         app = create_app(config, dispatch, live, guard)
@@ -198,10 +199,10 @@ async def _leading(
 async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
     """Yields a lease, which is released at the end of the block. Raises StartError."""
     store = _opened_store(config)
-    names = [model.name for model in config.base_models]
-    lease = Lease(store, names, config.advertise_url or url, config.lease_seconds)
+    names = [model.name for model in config.models.base_models]
+    lease = Lease(store, names, config.store.advertise_url or url, config.store.lease_seconds)
     try:
-        await _prepare(lease, config.state_dir)
+        await _prepare(lease, config.store.state_dir)
         yield lease
     finally:
         try:
@@ -319,7 +320,7 @@ class _LeasedServer:
 
     async def _live_state(self, tenure: Tenure) -> LiveState:
         try:
-            directory = await asyncio.to_thread(tenure.take_live_state, self._config.state_dir)
+            directory = await asyncio.to_thread(tenure.take_live_state, self._config.store.state_dir)
         except ValueError as error:
             raise StartError(str(error)) from None
         return LiveState(directory, tenure)
@@ -371,7 +372,7 @@ def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
     origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
     return "\n".join(
         (
-            f"ready: {url} serves {', '.join(model.name for model in config.base_models)} (API at {url}/docs)",
+            f"ready: {url} serves {', '.join(model.name for model in config.models.base_models)} (API at {url}/docs)",
             f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
             f'  client = trainhouse.ServiceClient("{url}", "{key}")',
         )
@@ -439,8 +440,8 @@ async def _loaded_workers(
     """Yields a dispatch to loaded workers; at the end, stops them, except kept workers. Raises StartError."""
     try:
         settings = dispatch_config(config, at, epoch)
-        if config.parallel is None:
-            settings = with_layouts(settings, config.device_memory_bytes, say)
+        if config.ranks.parallel is None:
+            settings = with_layouts(settings, config.ranks.device_memory_bytes, say)
         dispatch = WorkerDispatch(settings)
         await dispatch.start(say)
     except (ValueError, OSError, OperationError) as error:
@@ -473,16 +474,16 @@ class _HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
-                timeout_keep_alive=config.keep_alive_seconds,
-                ssl_certfile=config.tls_certificate,
-                ssl_keyfile=config.tls_key,
-                timeout_graceful_shutdown=config.shutdown_seconds,
+                timeout_keep_alive=config.network.keep_alive_seconds,
+                ssl_certfile=config.network.tls_certificate,
+                ssl_keyfile=config.network.tls_key,
+                timeout_graceful_shutdown=config.process.shutdown_seconds,
             )
         )
         self._on_ready = on_ready
         self._services = services
-        self._drain_seconds = config.drain_seconds
-        self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
+        self._drain_seconds = config.process.drain_seconds
+        self._draw_seconds = max(0.0, config.process.shutdown_seconds - _ANSWER_SECONDS)
 
     async def run_until_cancelled(self, listener: socket.socket) -> None:
         """Serves until cancelled, then drains accepted work and lets open requests end."""

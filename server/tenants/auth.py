@@ -17,7 +17,8 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 
 from ...schemas.errors import RequestError
-from ..config.knobs import ServerConfig
+from ..config.sections import LimitsSection
+from ..config.server_config import ServerConfig
 from ..store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .rate_limits import UNCOUNTED, RateLimits, UnauthenticatedLimits
 from .scopes import OPERATOR, TENANT_SCOPES, check_scopes
@@ -58,7 +59,7 @@ class Auth:
         store: Store,
         loopback: bool,
         clock: Callable[[], float] = time.monotonic,
-        unauthenticated_per_minute: int = ServerConfig.unauthenticated_per_minute,
+        unauthenticated_per_minute: int = LimitsSection.unauthenticated_per_minute,
     ) -> None:
         self._store = store
         self._loopback = loopback
@@ -268,16 +269,16 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
         return
     if not (await store.keys.count()).active:
         raise ValueError(
-            f"host {config.host} can be reached from other machines and no API key is in force: "
+            f"host {config.network.host} can be reached from other machines and no API key is in force: "
             f"make one with `trainhouse keys create NAME {_place_of(config)}`, or listen on 127.0.0.1"
         )
 
 
 def _place_of(config: ServerConfig) -> str:
     """Returns the flag with which `trainhouse keys` finds this server's keys. Hides a URL: it may have a password."""
-    if config.database_url is not None:
+    if config.store.database_url is not None:
         return "--database-url URL"
-    return f"--state-dir {shlex.quote(str(config.state_dir))}"
+    return f"--state-dir {shlex.quote(str(config.store.state_dir))}"
 
 
 async def create_key(

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..http.bodies import body_limits, limited
 from .scopes import LARGE_BODIES, find_route
 

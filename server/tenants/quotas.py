@@ -18,7 +18,7 @@ from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, QueueState
 from ...schemas.models import Limit, Limits
 from ...schemas.sampling import ALTERNATIVES
-from ..config.knobs import ServerConfig
+from ..config.server_config import ServerConfig
 from ..http.bodies import LARGE_BYTES
 from .auth import Tenant
 
@@ -192,24 +192,24 @@ class Quotas:
 
     def check_sessions(self, tenant_id: str, num_sessions: int) -> None:
         """Raises RequestError 429 if the tenant cannot have one more."""
-        limit = self._config.tenant_sessions
+        limit = self._config.limits.tenant_sessions
         if num_sessions >= limit:
             reason = (
                 f"you have {num_sessions} open sessions, and {_limit_words('tenant_sessions', limit)}: close those "
-                "you no "
-                f"longer need, or stop their heartbeats for {self._config.session_expiry_seconds:g} s to end them"
+                "you no longer need, or stop their heartbeats for "
+                f"{self._config.sessions.session_expiry_seconds:g} s to end them"
             )
             put_off = ThrottleReason("tenant_sessions", reason, "paused_capacity", _SESSION_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
     def check_runs(self, tenant_id: str, num_runs: int) -> None:
         """Raises RequestError 429 if the tenant cannot have one more."""
-        limit = self._config.tenant_runs
+        limit = self._config.limits.tenant_runs
         if num_runs >= limit:
             reason = (
                 f"you have {num_runs} live runs, and {_limit_words('tenant_runs', limit)}: close sessions you no "
                 "longer "
-                f"need, or stop their heartbeats for {self._config.session_expiry_seconds:g} s to end them"
+                f"need, or stop their heartbeats for {self._config.sessions.session_expiry_seconds:g} s to end them"
             )
             self._refuse(
                 tenant_id, ThrottleReason("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock())
@@ -218,12 +218,12 @@ class Quotas:
     @property
     def max_logprobs(self) -> int:
         """Most alternatives per token that a sample may request."""
-        return self._config.max_logprobs
+        return self._config.limits.max_logprobs
 
     @property
     def max_request_bytes(self) -> int:
         """The size in bytes beyond which a request could never be accepted."""
-        return min(self._config.tenant_queued_bytes, self._config.queued_bytes // 2)
+        return min(self._config.limits.tenant_queued_bytes, self._config.limits.queued_bytes // 2)
 
     def check_results(self, tenant_id: str, kept_bytes: int, result_bytes: int) -> None:
         """Checks that one more result has room.
@@ -240,12 +240,12 @@ class Quotas:
                 "num_samples, "
                 f"max_tokens, {', '.join(ALTERNATIVES)}, or send several requests"
             )
-        limit = self._config.tenant_result_bytes
+        limit = self._config.limits.tenant_result_bytes
         if kept_bytes and kept_bytes + result_bytes > limit:
             reason = (
                 f"your results take {kept_bytes} bytes, that of this request may take {result_bytes}, and "
                 f"{_limit_words('tenant_result_bytes', limit)}: a result is deleted "
-                f"{self._config.result_ttl_seconds:g} s "
+                f"{self._config.journal.result_ttl_seconds:g} s "
                 "after it is ready (--result-ttl-seconds)"
             )
             put_off = ThrottleReason("tenant_result_bytes", reason, "paused_rate_limit", _MOST_SECONDS, self._clock())
@@ -254,16 +254,16 @@ class Quotas:
     def limits(self, tenant: Tenant, num_runs: int, num_sessions: int = 0, result_bytes: int = 0) -> Limits:
         """Returns the tenant's limits and its usage of them."""
         config, usage = self._config, self._usage(tenant.id)
-        tokens = config.tenant_tokens_per_minute
+        tokens = config.limits.tenant_tokens_per_minute
         return Limits(
             tenant=tenant.name,
-            sessions=Limit(limit=config.tenant_sessions, used=num_sessions),
-            runs=Limit(limit=config.tenant_runs, used=num_runs),
-            queued_operations=Limit(limit=config.tenant_queued_operations, used=usage.num_operations),
-            queued_bytes=Limit(limit=config.tenant_queued_bytes, used=usage.num_bytes),
+            sessions=Limit(limit=config.limits.tenant_sessions, used=num_sessions),
+            runs=Limit(limit=config.limits.tenant_runs, used=num_runs),
+            queued_operations=Limit(limit=config.limits.tenant_queued_operations, used=usage.num_operations),
+            queued_bytes=Limit(limit=config.limits.tenant_queued_bytes, used=usage.num_bytes),
             tokens_per_minute=Limit(limit=tokens or None, used=usage.bucket.used(self._clock()) if tokens else 0),
-            server_queued_bytes=Limit(limit=config.queued_bytes, used=self._num_bytes),
-            result_bytes=Limit(limit=config.tenant_result_bytes, used=result_bytes),
+            server_queued_bytes=Limit(limit=config.limits.queued_bytes, used=self._num_bytes),
+            result_bytes=Limit(limit=config.limits.tenant_result_bytes, used=result_bytes),
         )
 
     def pending(self, tenant_id: str) -> Pending | None:
@@ -290,8 +290,8 @@ class Quotas:
     def check_sending(self, tenant_id: str, num_bytes: int) -> None:
         """Raises RequestError 429 if the result exceeds a limit; one at a time per tenant is always allowed."""
         of_tenant, of_all = (
-            self._config.tenant_queued_bytes // _LEAVING_PART,
-            self._config.queued_bytes // _LEAVING_PART,
+            self._config.limits.tenant_queued_bytes // _LEAVING_PART,
+            self._config.limits.queued_bytes // _LEAVING_PART,
         )
         own = self._usage(tenant_id).num_bytes_sending
         if own and (own + num_bytes > of_tenant or self._num_bytes_leaving + num_bytes > of_all):
@@ -314,7 +314,7 @@ class Quotas:
     def fits(self, tenant_id: str, num_bytes: int) -> bool:
         """True if a request of this size is accepted regardless of its position in the order of its run."""
         within = self._tenant_throttle(self._usage(tenant_id), num_bytes, UNORDERED) is None
-        return within and not self.is_closed and self._num_bytes + num_bytes <= self._config.queued_bytes // 2
+        return within and not self.is_closed and self._num_bytes + num_bytes <= self._config.limits.queued_bytes // 2
 
     def check(self, tenant_id: str, num_bytes: int, position: QueuePosition) -> None:
         """Raises RequestError 429 if the request exceeds a limit, 503 if the server is stopping."""
@@ -352,7 +352,7 @@ class Quotas:
     def _usage(self, tenant_id: str) -> _TenantUsage:
         usage = self._usages.get(tenant_id)
         if usage is None:
-            now, per_minute = self._clock(), self._config.tenant_tokens_per_minute
+            now, per_minute = self._clock(), self._config.limits.tenant_tokens_per_minute
             bucket = _TokenBudget(per_minute, per_minute, now)
             usage = self._usages[tenant_id] = _TenantUsage(
                 bucket, _ThroughputEstimate(now, now), _ThroughputEstimate(now, now)
@@ -371,9 +371,9 @@ class Quotas:
         return None if put_off and self._has_precedence(usage, num_bytes, standing) else put_off
 
     def _queue_throttle(self, usage: _TenantUsage, num_bytes: int) -> ThrottleReason | None:
-        if usage.num_operations >= self._config.tenant_queued_operations:
+        if usage.num_operations >= self._config.limits.tenant_queued_operations:
             return self._too_many_operations(usage)
-        if usage.num_bytes + num_bytes > self._config.tenant_queued_bytes:
+        if usage.num_bytes + num_bytes > self._config.limits.tenant_queued_bytes:
             return self._too_many_bytes(usage, num_bytes)
         return None
 
@@ -383,7 +383,7 @@ class Quotas:
         Otherwise stalled runs of a tenant, each of which misses an operation, could fill its limits forever. So one of
         them at a time may use on its own what the limits allow for all, and all together twice that.
         """
-        most, most_bytes = self._config.tenant_queued_operations, self._config.tenant_queued_bytes
+        most, most_bytes = self._config.limits.tenant_queued_operations, self._config.limits.tenant_queued_bytes
         fits = (
             standing.num_operations + usage.num_arriving < most
             and standing.num_bytes + usage.num_bytes_arriving + num_bytes <= most_bytes
@@ -393,7 +393,7 @@ class Quotas:
         return standing.may_unblock and fits and usage.stalled_runs.is_first(standing.run_id, self._clock())
 
     def _too_many_tokens(self, usage: _TenantUsage, seconds: float) -> ThrottleReason:
-        limit = self._config.tenant_tokens_per_minute
+        limit = self._config.limits.tenant_tokens_per_minute
         reason = (
             f"you have used {usage.bucket.used(self._clock())} tokens recently, and "
             f"{_limit_words('tenant_tokens_per_minute', limit)}: more are accepted in {math.ceil(seconds)} s"
@@ -401,7 +401,7 @@ class Quotas:
         return ThrottleReason("tenant_tokens_per_minute", reason, "paused_rate_limit", seconds, self._clock())
 
     def _too_many_operations(self, usage: _TenantUsage) -> ThrottleReason:
-        limit, now = self._config.tenant_queued_operations, self._clock()
+        limit, now = self._config.limits.tenant_queued_operations, self._clock()
         reason = (
             f"{usage.num_operations} of your operations are queued, and "
             f"{_limit_words('tenant_queued_operations', limit)}: "
@@ -411,7 +411,7 @@ class Quotas:
         return ThrottleReason("tenant_queued_operations", reason, "paused_rate_limit", seconds, now)
 
     def _too_many_bytes(self, usage: _TenantUsage, num_bytes: int) -> ThrottleReason:
-        limit, now = self._config.tenant_queued_bytes, self._clock()
+        limit, now = self._config.limits.tenant_queued_bytes, self._clock()
         reason = (
             f"your queued operations have {usage.num_bytes} bytes, this one has {num_bytes}, and "
             f"{_limit_words('tenant_queued_bytes', limit)}: more are accepted as those finish"
@@ -425,7 +425,7 @@ class Quotas:
         Any operation may use half of the limit. The other half is for operations that can run at once, so it empties by
         itself, and for the run that has been stalled longest, which must leave room for the largest such operation.
         """
-        limit, now = self._config.queued_bytes, self._clock()
+        limit, now = self._config.limits.queued_bytes, self._clock()
         missing = self._num_bytes + num_bytes - self._most_bytes(num_bytes, standing, now)
         if missing <= 0:
             return None
@@ -437,12 +437,12 @@ class Quotas:
         return ThrottleReason("queued_bytes", reason, "paused_capacity", seconds, now)
 
     def _most_bytes(self, num_bytes: int, standing: QueuePosition, now: float) -> int:
-        limit = self._config.queued_bytes
+        limit = self._config.limits.queued_bytes
         if standing.is_ready:
             return limit
         beyond = standing.may_unblock and self._num_bytes + num_bytes > limit // 2
         if beyond and self._stalled_runs.is_first(standing.run_id, now):
-            return limit - self._config.max_body_bytes
+            return limit - self._config.limits.max_body_bytes
         return limit // 2
 
     def mark_unstalled(self, tenant_id: str, run_id: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.batch.micro_batch import MicroBatch
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.parallel.mesh import Mesh

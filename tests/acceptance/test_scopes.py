@@ -24,7 +24,7 @@ def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 def key_with(server: Served, scopes: str, capsys: pytest.CaptureFixture[str]) -> str:
-    place = ["--state-dir", str(server.services.config.state_dir)]
+    place = ["--state-dir", str(server.services.config.store.state_dir)]
     assert main(["keys", "create", "team", "--scopes", scopes, *place]) == 0
     return capsys.readouterr().out.strip()
 

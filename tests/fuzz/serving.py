@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.routes.services import Services
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.serving.connections import HttpConnection

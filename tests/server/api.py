@@ -10,7 +10,7 @@ import httpx
 from fastapi import FastAPI
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import (
@@ -90,7 +90,7 @@ async def running_api(
 ) -> AsyncIterator[Api]:
     """Runs the API; entering it again with the same `state_dir` is a restart."""
     clock = Clock()
-    config = ServerConfig(base_models=(ServedModel(MODEL, source),), host=host, state_dir=state_dir)
+    config = ServerConfig.of(base_models=(ServedModel(MODEL, source),), host=host, state_dir=state_dir)
     dispatch = WorkerDispatch(config.dispatch_config())
     dispatch.models = {MODEL: MODEL_INFO}
     store = STORES["sqlite"](state_dir / DATABASE_NAME)
@@ -100,7 +100,7 @@ async def running_api(
         dispatch=dispatch,
         store=store,
         auth=auth,
-        sessions=Sessions(store, config.session_expiry_seconds, clock),
+        sessions=Sessions(store, config.sessions.session_expiry_seconds, clock),
         checkpoints=Checkpoints(store, auth, state_dir, clock, places),
     )
     app = create_app(config, dispatch)

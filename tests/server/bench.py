@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.features.feature_store import FeatureStore
 from trainhouse.server.files.wal import RecordPosition
 from trainhouse.server.http.bodies import ReceivedBody
@@ -174,7 +174,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             operations = RecordingOperations()
             if not hold:
                 operations.may_proceed.set()
-            config = ServerConfig(
+            config = ServerConfig.of(
                 base_models=(ServedModel("tiny", "tiny"),),
                 seq_gap_seconds=gap_seconds,
                 snapshot_steps=snapshot_steps,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.serving.app import create_app
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
@@ -30,7 +30,7 @@ async def api(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
 @pytest.fixture
 async def app(tmp_path: Path, anyio_backend: str) -> AsyncIterator[FastAPI]:
     """The application without workers."""
-    config = ServerConfig(base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path)
+    config = ServerConfig.of(base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path)
     app = create_app(config, WorkerDispatch(config.dispatch_config()))
     async with app.router.lifespan_context(app):
         yield app

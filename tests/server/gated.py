@@ -9,7 +9,7 @@ from unittest import mock
 
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.protocol.calls import Failure, Pass
 from trainhouse.workers.worker.worker import Worker

@@ -12,7 +12,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig, TrainingConfig, training_of
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunInfo, RunSpec
 from trainhouse.workers.protocol.worker_config import DispatchConfig, WorkerConfig
 

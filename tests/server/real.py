@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.routes.services import Services
 from trainhouse.server.serving.app import LiveState, create_app
 from trainhouse.server.serving.standby import LeaseGuard
@@ -29,7 +29,7 @@ ADAM = {"learning_rate": 1e-2}
 
 def server_config(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
     defaults = {"threads": 1, "max_lora_rank": 16, "max_body_bytes": 200_000, "max_decompressed_bytes": 1_000_000}
-    return ServerConfig(base_models=(ServedModel(MODEL, str(model)),), state_dir=state_dir, **(defaults | options))
+    return ServerConfig.of(base_models=(ServedModel(MODEL, str(model)),), state_dir=state_dir, **(defaults | options))
 
 
 def soon_back(dispatch: WorkerDispatch) -> WorkerDispatch:
@@ -55,7 +55,7 @@ async def started_dispatch(
 async def running_server(
     config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None
 ) -> AsyncIterator["Server"]:
-    """Runs the server; entering it again with the same `config.state_dir` is a restart."""
+    """Runs the server; entering it again with the same `config.store.state_dir` is a restart."""
     app = create_app(config, dispatch, live)
     async with app.router.lifespan_context(app), AsyncExitStack() as stack:
         transport = httpx.ASGITransport(app if live is None else LeaseGuard(app, live.tenure))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 
 def files_below(api: Api) -> list[str]:
-    root = api.services.config.state_dir / "checkpoints"
+    root = api.services.config.store.state_dir / "checkpoints"
     return sorted(path.name for path in root.rglob("*") if path.is_file())
 
 

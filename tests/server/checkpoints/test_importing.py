@@ -114,7 +114,7 @@ async def test_invalid_adapters_are_refused_and_leave_nothing(
 
 
 def checkpoint_files(server: Server) -> set[Path]:
-    return set(Path(server.services.config.state_dir, "checkpoints").rglob("*"))
+    return set(Path(server.services.config.store.state_dir, "checkpoints").rglob("*"))
 
 
 async def test_a_body_beyond_the_limit_is_refused(server: Server) -> None:

@@ -6,22 +6,15 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from trainhouse.server.config.knobs import (
-    ConfigError,
-    ServedModel,
-    ServerConfig,
-    knob_of,
-    load_config,
-    parse_bytes,
-    parse_served_model,
-    store_config_of,
-)
+from trainhouse.server.config.knob_values import ConfigError, parse_bytes, parse_served_model
+from trainhouse.server.config.load import load_config, store_config_of
+from trainhouse.server.config.server_config import KNOBS, SECTIONS, ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.serving.auto_layout import with_layouts, with_one_layout
 from trainhouse.server.store import StoreConfig
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.worker_config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.worker_config import RoleGroup, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = {"base_models": ["a/b"]}
@@ -37,12 +30,17 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
     file.write_text("port = 1\nthreads = 1\nmax_lora_rank = 1\n")
     environment = {"TRAINHOUSE_PORT": "2", "TRAINHOUSE_THREADS": "2", "OTHER": "x"}
     config = load_config({**MODEL, "port": "3"}, environment, file)
-    assert (config.port, config.threads, config.max_lora_rank, config.pass_tokens) == (3, 2, 1, 8192)
+    assert (config.network.port, config.ranks.threads, config.models.max_lora_rank, config.scheduler.pass_tokens) == (
+        3,
+        2,
+        1,
+        8192,
+    )
 
 
 def test_shard_overrides_become_part_of_the_layout() -> None:
     config = config_of(parallel="fsdp=2,tp=2", shard="layers.*.self_attn.*=replicate")
-    parallel = config.worker_config(config.base_models[0]).parallel
+    parallel = config.worker_config(config.models.base_models[0]).parallel
     assert str(parallel) == "fsdp=2,tp=2 (self_attn replicated)"
     assert (parallel.tp_size_of("self_attn"), parallel.tp_size_of("mlp")) == (1, 2)
 
@@ -63,8 +61,12 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
     }
     assert load_config({}, {}, file) == load_config({}, environment, None)
     config = load_config({}, {}, file)
-    assert config.base_models == (ServedModel("a/b", "/"), ServedModel("c", "c"))
-    assert (config.state_dir, config.long_poll_seconds, config.max_context_length) == (Path("s"), 3.0, 99)
+    assert config.models.base_models == (ServedModel("a/b", "/"), ServedModel("c", "c"))
+    assert (config.store.state_dir, config.network.long_poll_seconds, config.models.max_context_length) == (
+        Path("s"),
+        3.0,
+        99,
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,6 +202,21 @@ def test_mistakes_in_the_file_are_named(text: str, reason: str, tmp_path: Path) 
         load_config(MODEL, {}, file)
 
 
+def test_keys_of_the_file_may_be_in_the_tables_of_their_sections(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("threads = 3\n[network]\nport = 1\n[limits]\nmax_body_bytes = '1MiB'\n")
+    assert load_config(MODEL, {}, file) == config_of(threads="3", port="1", max_body_bytes="1MiB")
+    for text, reason in (
+        ("[network]\nprot = 1", "unknown key 'prot': did you mean port?"),
+        ("[network]\nthreads = 1", r"has threads in \[network\]: move it to \[ranks\]"),
+        ("[netwrok]\nport = 1", "unknown key 'netwrok'"),
+        ("mirrors = 3", "mirrors in .* is 3: expected a string, or a list of strings"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            load_config(MODEL, {}, file)
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/no/such\.toml cannot be read: No such file"):
         load_config(MODEL, {}, Path("/no/such.toml"))
@@ -256,7 +273,7 @@ def test_tenant_weights_and_the_page_directory_reach_the_dispatch(tmp_path: Path
     file = tmp_path / "server.toml"
     file.write_text('tenant_weights = ["alice=2", "bob = 0.5"]\npass_tokens = 100\nadapter_slots = 3\n')
     config = load_config({**MODEL, "state_dir": str(tmp_path)}, {}, file)
-    assert config.tenant_weights == config_of(tenant_weights="alice=2,bob=0.5").tenant_weights
+    assert config.scheduler.tenant_weights == config_of(tenant_weights="alice=2,bob=0.5").scheduler.tenant_weights
     dispatch = config.dispatch_config()
     assert (dispatch.tenant_weights, dispatch.pass_tokens) == ({"alice": 2.0, "bob": 0.5}, 100)
     assert dispatch.models[0].adapter_slots == 3
@@ -274,7 +291,7 @@ def test_auto_chooses_the_fewest_ranks_that_fit_each_base_model(tmp_path: Path) 
     assert [str(model.parallel) for model in chosen.models] == ["single", "sp=2,tp=8"]
     assert said[0].startswith("small: --parallel single (7")
     assert said[0].endswith(" GB of 80.0 GB on each rank, as planned)")
-    assert chosen.models[1].model == config.base_models[1]
+    assert chosen.models[1].model == config.models.base_models[1]
     with pytest.raises(ValueError, match=r"no layout of small fits: .*: lower --.*--kv-cache-bytes"):
         with_layouts(config.dispatch_config(), 10**9, said.append)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -340,7 +357,7 @@ def test_auto_settles_devices_for_kept_workers(monkeypatch: pytest.MonkeyPatch) 
     }
     config = load_config({**flags, "max_context_length": "2048", "adapter_slots": "2"}, {}, None)
     after = with_one_layout(config, print)
-    assert (str(after.parallel), after.device) == ("tp=2", "cuda,cuda:2")
+    assert (str(after.ranks.parallel), after.ranks.device) == ("tp=2", "cuda,cuda:2")
 
 
 def test_auto_reads_device_memory_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,14 +365,14 @@ def test_auto_reads_device_memory_from_nvidia_smi(tmp_path: Path, monkeypatch: p
     config = config_of(parallel="auto", base_models=model, max_context_length="4096", adapter_slots="1")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="nvidia-smi reports none here: give --device-memory"):
-        with_layouts(config.dispatch_config(), config.device_memory_bytes, print)
+        with_layouts(config.dispatch_config(), config.ranks.device_memory_bytes, print)
     asked = tmp_path / "nvidia-smi"
     asked.write_text("#!/bin/sh\necho 81559\necho 24564\n")
     asked.chmod(0o755)
     said: list[str] = []
-    with_layouts(config.dispatch_config(), config.device_memory_bytes, said.append)
+    with_layouts(config.dispatch_config(), config.ranks.device_memory_bytes, said.append)
     assert " of 25.8 GB on each rank" in said[0]
-    assert config_of(parallel="auto", device_memory_bytes="80GB").device_memory_bytes == 80 * 10**9
+    assert config_of(parallel="auto", device_memory_bytes="80GB").ranks.device_memory_bytes == 80 * 10**9
 
 
 def test_auto_avoids_the_devices_of_role_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,9 +388,9 @@ def test_role_groups_are_read_from_all_sources_and_printed_as_written(tmp_path: 
     file = tmp_path / "server.toml"
     file.write_text(f"role_groups = {written}\n")
     models = {"base_models": ["a=/", "b=/"]}
-    of_flags = load_config({**models, "role_groups": written}, {}, None).role_groups
-    assert of_flags == load_config(models, {"TRAINHOUSE_ROLE_GROUPS": "; ".join(written)}, None).role_groups
-    assert of_flags == load_config(models, {}, file).role_groups
+    of_flags = load_config({**models, "role_groups": written}, {}, None).ranks.role_groups
+    assert of_flags == load_config(models, {"TRAINHOUSE_ROLE_GROUPS": "; ".join(written)}, None).ranks.role_groups
+    assert of_flags == load_config(models, {}, file).ranks.role_groups
     assert of_flags == (
         RoleGroup(("critic",), ParallelSpec(fsdp=2, tp=2), ("cuda:1", "cuda:5")),
         RoleGroup(("reference",)),
@@ -416,7 +433,7 @@ def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:
 
 def test_tenant_weights_accept_any_python_number() -> None:
     config = config_of(tenant_weights="a=1e2, b=.5, c=+3, d=2.")
-    assert [weight.weight for weight in config.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
+    assert [weight.weight for weight in config.scheduler.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
 
 
 def test_the_store_config_needs_no_base_model() -> None:
@@ -441,7 +458,7 @@ def test_a_database_url_is_checked_and_never_shown(url: str) -> None:
 def test_advertise_url_and_lease_seconds_are_checked() -> None:
     shared = {"database_url": "postgresql://h/d"}
     for url in ("http://a:8000", "https://trainhouse.example", "http://[::1]:8000/"):
-        assert config_of(advertise_url=url, **shared).advertise_url == url
+        assert config_of(advertise_url=url, **shared).store.advertise_url == url
     for url in ("a:8000", "http://a:8000/api", "ftp://a", "http://"):
         with pytest.raises(ConfigError, match=r"advertise_url is .* expected http://HOST:PORT"):
             config_of(advertise_url=url, **shared)
@@ -455,22 +472,22 @@ def test_the_example_configuration_is_valid() -> None:
     file = ROOT / "deploy" / "example.toml"
     with pytest.raises(ConfigError, match=r"there is no /models/Qwen3-0\.6B"):
         load_config({}, {}, file)
-    assert load_config(MODEL, {}, file).pool == "local"
+    assert load_config(MODEL, {}, file).ranks.pool == "local"
 
 
 # Every knob is read
 
 
 def attributes_of_configs(package: str) -> Iterator[str]:
-    """Yields the x of every `config.x` or `self._config.x`, and of `model.x`, as the dispatch calls a WorkerConfig."""
+    """Yields the x of every `config.x` or `section.x`, and of `model.x`, as the dispatch calls a WorkerConfig."""
     for path in (ROOT / package).rglob("*.py"):
-        if path == ROOT / "server" / "config" / "knobs.py":
+        if path.parent == ROOT / "server" / "config":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value
                 name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-                if "config" in name or name in ("model", "sampling", "vllm"):
+                if "config" in name or name in ("model", "vllm", *SECTIONS):
                     yield node.attr
 
 
@@ -478,10 +495,10 @@ def test_every_knob_is_read() -> None:
     handed_on = {entry.name for target in (WorkerConfig, DispatchConfig) for entry in fields(target)}
     read_in_server, read_in_workers = set(attributes_of_configs("server")), set(attributes_of_configs("workers"))
     unread = {
-        entry.name
-        for entry in fields(ServerConfig)
-        if entry.name not in (read_in_workers if entry.name in handed_on else read_in_server)
-        and not entry.name.startswith(("sampler", "vllm_"))
+        name
+        for name in KNOBS
+        if name not in (read_in_workers if name in handed_on else read_in_server)
+        and not name.startswith(("sampler", "vllm_"))
     }
     assert unread == {"shard"}  # it becomes a part of `parallel`
     # Knobs of sampling have other names in SamplingConfig and VllmConfig.
@@ -491,10 +508,10 @@ def test_every_knob_is_read() -> None:
 
 def test_every_knob_has_help_and_a_default_that_passes_its_check() -> None:
     defaults = config_of()
-    for entry in fields(ServerConfig):
-        assert knob_of(entry).help
-        if entry.name != "base_models":
-            assert getattr(defaults, entry.name) == entry.default
+    for name, knob in KNOBS.items():
+        assert knob.help
+        if name != "base_models":
+            assert defaults.value(name) == knob.default
 
 
 def test_each_base_model_can_have_its_own_device() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.features.feature_files import FeatureFiles
 from trainhouse.server.runs import run as server_run
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -81,7 +81,7 @@ async def feature_stats(server: Server) -> dict[str, int]:
 
 
 def feature_files(server: Server) -> list[str]:
-    return sorted(path.name for path in (server.services.config.state_dir / "features").glob("*/*"))
+    return sorted(path.name for path in (server.services.config.store.state_dir / "features").glob("*/*"))
 
 
 async def charged_bytes(server: Server, number: int = 1) -> int:
@@ -187,7 +187,7 @@ async def test_references_expire(server: Server, monkeypatch: pytest.MonkeyPatch
     )
     assert "error" not in await train_draft(draft, later)
     answer = await draft.do("capture", data=some_data(1))
-    assert answer["expires_at"] == pytest.approx(now + 61 + server.services.config.feature_ttl_seconds, abs=1)
+    assert answer["expires_at"] == pytest.approx(now + 61 + server.services.config.features.feature_ttl_seconds, abs=1)
 
 
 async def test_ttl_is_limited_by_the_server_except_for_accepted_captures(
@@ -571,7 +571,7 @@ async def test_accepted_operations_run_after_a_restart_without_their_features(
         wanted = await train_draft(unharmed, some_data(1))
         server.services.runs._runs[draft.model_id]._may_begin = lambda slot: False
         accepted = await draft.submit("forward_backward", data=data, **LOSS)
-    for path in (config.state_dir / "features").glob("*/*"):
+    for path in (config.store.state_dir / "features").glob("*/*"):
         path.unlink()
     async with running_server(config, dispatch) as server:
         assert await server.result(accepted["request_id"]) == wanted
@@ -581,7 +581,7 @@ async def test_files_without_an_answered_capture_are_swept(config: ServerConfig,
     async with running_server(config, dispatch) as server:
         draft = await create_draft(server)
         data = await capture(draft, some_data(1))
-        (directory,) = (config.state_dir / "features").iterdir()
+        (directory,) = (config.store.state_dir / "features").iterdir()
         (directory / f"{'1' * 32}.safetensors").write_bytes(b"a capture that a death ended")
         (directory / ".staging-1").write_bytes(b"a write that a death ended")
         of_another = directory.parent / "another-tenant"
@@ -615,7 +615,7 @@ async def test_unknown_files_are_swept_after_failures_and_periodically(server: S
     """Steps and captures look at their own files only."""
     draft = await create_draft(server)
     await capture(draft, some_data(1))
-    (directory,) = (server.services.config.state_dir / "features").iterdir()
+    (directory,) = (server.services.config.store.state_dir / "features").iterdir()
     unknown = directory / f"{'1' * 32}.safetensors"
     unknown.write_bytes(b"")
     data = await capture(draft, some_data(2), uses=1)
@@ -668,7 +668,7 @@ async def test_policy_and_draft_train_on_one_forward(server: Server) -> None:
 
 
 def tenant_directory(server: Server) -> Path:
-    (directory,) = (server.services.config.state_dir / "features").iterdir()
+    (directory,) = (server.services.config.store.state_dir / "features").iterdir()
     return directory
 
 
@@ -735,7 +735,7 @@ async def test_a_policy_trains_although_its_captured_files_disappear(
 
     async def delete_afterwards(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         output = await forward_backward(request)
-        for path in (server.services.config.state_dir / "features").glob("*/*"):
+        for path in (server.services.config.store.state_dir / "features").glob("*/*"):
             path.unlink()
         return output
 

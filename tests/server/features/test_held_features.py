@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import Run, Server, running_server
@@ -57,7 +57,7 @@ async def test_uses_before_a_restart_are_taken_by_the_next_step(
         await learn(draft, data)
         if between.startswith("snapshots"):
             await server.services.runs.snapshot_old_runs(0)
-            assert len(list((config.state_dir / "snapshots").glob("*/[0-9]*"))) == 2
+            assert len(list((config.store.state_dir / "snapshots").glob("*/[0-9]*"))) == 2
         if between != "snapshots":
             await learn(draft, later)
     if between == "a restart":

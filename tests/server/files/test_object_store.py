@@ -62,7 +62,7 @@ async def test_a_checkpoint_is_uploaded_with_its_manifest_last(remote: Api, s3: 
     assert record.directory.startswith(place) and record.size_bytes == 12
     puts = [request.rpartition("/")[2] for request in s3.requests if request.startswith("PUT")]
     assert puts == FILES
-    assert [path.name for path in remote.services.config.state_dir.rglob("adapter_*")] == []
+    assert [path.name for path in remote.services.config.store.state_dir.rglob("adapter_*")] == []
     assert await weights_of(remote, record) == b"0123456789"
 
 
@@ -72,7 +72,7 @@ async def test_a_checkpoint_is_read_from_the_cache_and_checked_there(remote: Api
     s3.requests.clear()
     assert await weights_of(remote, record) == b"right"
     assert s3.requests == []
-    (cached,) = remote.services.config.state_dir.glob("cache/*/adapter_model.safetensors")
+    (cached,) = remote.services.config.store.state_dir.glob("cache/*/adapter_model.safetensors")
     cached.write_bytes(b"wrong")
     assert await weights_of(remote, record) == b"right"
     assert s3.requests != []
@@ -203,7 +203,7 @@ async def test_deleting_overwriting_and_expiring_remove_the_files(remote: Api, p
     remote.clock.now += 60
     await remote.services.checkpoints.expire()
     await wait_for_names(place, [])
-    assert list(remote.services.config.state_dir.glob("cache/*")) == []
+    assert list(remote.services.config.store.state_dir.glob("cache/*")) == []
 
 
 async def test_a_copy_is_made_at_the_store_without_a_download(remote: Api, s3: S3) -> None:

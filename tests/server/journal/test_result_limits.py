@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from trainhouse.schemas.codec import decode_sample_response, encode_sample_response_json
 from trainhouse.schemas.sampling import SampleResponse, TopkLogprobs
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.completion_log import MAX_COMPLETIONS_PER_RESPONSE, CompletionLog
 from trainhouse.server.journal.futures import ResultSummary
 from trainhouse.server.routes.submission import _LargeResponse
@@ -132,7 +132,7 @@ async def test_kept_results_throttle_more_samples_until_they_expire(serve: Calla
 
 async def result_bytes(server: Server, key: str = "tml-alice") -> int:
     limits = (await server.clients[key].get("limits")).json()
-    assert limits["result_bytes"]["limit"] == server.services.config.tenant_result_bytes
+    assert limits["result_bytes"]["limit"] == server.services.config.limits.tenant_result_bytes
     return limits["result_bytes"]["used"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from trainhouse.server.cli.commands import main, workers_help
 from trainhouse.server.config.knob_values import ConfigError
-from trainhouse.server.config.knobs import ServerConfig, flag_of, worker_knobs
+from trainhouse.server.config.server_config import ServerConfig, worker_knobs
 from trainhouse.server.replication import attach as attached
 from trainhouse.server.replication.attach import adopt_workers_config, dispatch_config, knobs_of_workers
 from trainhouse.server.replication.state_lock import StartError
@@ -44,7 +44,7 @@ async def kept_workers(
 
     Clients can only request the description; there are no ranks.
     """
-    config = ServerConfig(base_models=knobs.pop("base_models", MODELS), **knobs)
+    config = ServerConfig.of(base_models=knobs.pop("base_models", MODELS), **knobs)
     keeper = WorkerDaemon({}, knobs_of_workers(config) | (unknown or {}), read_secret(secret_file))
     with socket.create_server(("127.0.0.1", port)) as listener:
         listener.setblocking(False)
@@ -65,18 +65,26 @@ async def test_a_server_takes_over_the_knobs_of_its_workers(secret_file: Path) -
     } | of_samplers
     worker_options["role_groups"] = (RoleGroup(("critic",)),)
     async with kept_workers(secret_file, **worker_options) as address:
-        given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
+        given = ServerConfig.of(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
         config, _ = await adopt_workers_config(given)
-        assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(tp=2), 3)
-        assert config.role_groups == (RoleGroup(("critic",)),)
-        assert (config.sampler_workers, config.sampler_parallel, config.port) == (1, ParallelSpec(tp=2), 1)
-        assert config.worker_config(config.base_models[0]).parallel.replicated == ("self_attn",)
-        assert config.hang_seconds == given.hang_seconds, "this timeout is the server's own"
+        assert (config.models.base_models, config.ranks.parallel, config.memory.adapter_slots) == (
+            MODELS,
+            ParallelSpec(tp=2),
+            3,
+        )
+        assert config.ranks.role_groups == (RoleGroup(("critic",)),)
+        assert (config.sampling.sampler_workers, config.sampling.sampler_parallel, config.network.port) == (
+            1,
+            ParallelSpec(tp=2),
+            1,
+        )
+        assert config.worker_config(config.models.base_models[0]).parallel.replicated == ("self_attn",)
+        assert config.ranks.hang_seconds == given.ranks.hang_seconds, "this timeout is the server's own"
         elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
         config, _ = await adopt_workers_config(
-            ServerConfig(workers=address, workers_secret_file=secret_file, base_models=elsewhere)
+            ServerConfig.of(workers=address, workers_secret_file=secret_file, base_models=elsewhere)
         )
-        assert config.base_models == elsewhere
+        assert config.models.base_models == elsewhere
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,7 @@ async def test_knobs_that_differ_from_the_workers_are_refused(
     worker_options["role_groups"] = (RoleGroup(("critic",)),)
     async with kept_workers(secret_file, **worker_options) as address:
         with pytest.raises(StartError, match=re.escape(reason)):
-            await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
+            await adopt_workers_config(ServerConfig.of(workers=address, workers_secret_file=secret_file, **knobs))
 
 
 async def test_a_wrong_secret_is_refused_and_never_shown(
@@ -118,7 +126,7 @@ async def test_a_wrong_secret_is_refused_and_never_shown(
     other.write_text("anders" + SECRET)
     async with kept_workers(secret_file) as address:
         with pytest.raises(StartError, match="the secrets of the two sides differ") as refused:
-            await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=other))
+            await adopt_workers_config(ServerConfig.of(workers=address, workers_secret_file=other))
     assert "geheim" not in caplog.text + str(refused.value)
 
 
@@ -145,7 +153,7 @@ async def test_workers_restarted_with_other_knobs_are_not_attached(
     then: dict[str, Any], reason: str, own_models: tuple[ServedModel, ...], sampler: str, secret_file: Path
 ) -> None:
     async with kept_workers(secret_file, parallel=ParallelSpec(fsdp=2)) as address:
-        given = ServerConfig(
+        given = ServerConfig.of(
             workers=address,
             workers_secret_file=secret_file,
             base_models=own_models,
@@ -164,7 +172,7 @@ async def test_workers_restarted_with_another_sampler_layout_are_not_attached(se
     """Both layouts have the same number of ranks, and those would answer requests."""
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
     async with kept_workers(secret_file, **of_samplers) as address:
-        config, at = await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=secret_file))
+        config, at = await adopt_workers_config(ServerConfig.of(workers=address, workers_secret_file=secret_file))
     worker_options = dispatch_config(config, at, epoch=7)
     [_, (name, sampler), *_] = groups_of(worker_options)
     assert (name, sampler.parallel) == ("tiny/a (sampler 1)", ParallelSpec(tp=2))
@@ -177,14 +185,14 @@ async def test_workers_restarted_with_another_sampler_layout_are_not_attached(se
 async def test_unknown_knobs_of_the_workers_are_refused(secret_file: Path) -> None:
     async with kept_workers(secret_file, unknown={"adapter_colour": "blue"}) as address:
         with pytest.raises(StartError, match=r"have adapter_colour, which this trainhouse .* does not support: run"):
-            await adopt_workers_config(ServerConfig(workers=address, workers_secret_file=secret_file))
+            await adopt_workers_config(ServerConfig.of(workers=address, workers_secret_file=secret_file))
 
 
 async def test_missing_workers_are_refused_after_a_wait(secret_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "_LOOK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    config = ServerConfig(workers=address, workers_secret_file=secret_file)
+    config = ServerConfig.of(workers=address, workers_secret_file=secret_file)
     monkeypatch.setattr(attached, "_PATIENCE_SECONDS", 0.1)
     with pytest.raises(StartError, match=f"start them with `trainhouse workers --listen {address}`"):
         await adopt_workers_config(config)
@@ -211,10 +219,10 @@ def test_missing_and_wrong_flags_of_workers_are_refused(
         assert "choose another --listen" in refusal(*own, listen, f"--workers-secret-file={secret_file}")
     assert "workers needs workers_secret_file" in refusal("serve", "--workers=127.0.0.1:1")
     with pytest.raises(ConfigError, match="workers is 'nowhere': expected HOST:PORT"):
-        ServerConfig(workers="nowhere", workers_secret_file=secret_file)
+        ServerConfig.of(workers="nowhere", workers_secret_file=secret_file)
 
 
 def test_the_help_of_workers_names_its_knobs() -> None:
-    for entry in worker_knobs():
-        assert flag_of(entry) in workers_help()
+    for knob in worker_knobs():
+        assert knob.flag in workers_help()
     assert max(map(len, workers_help().splitlines())) <= 120

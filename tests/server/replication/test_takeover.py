@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.cli.commands import main
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.replication.leases import Lease, LeaseExpired
 from trainhouse.server.replication.state_lock import StartError
 from trainhouse.server.serving import server_process as process
@@ -42,9 +42,9 @@ async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> 
     """Takes the lease and serves, as the process does."""
     store = open_store(config.store_config())
     lease = Lease(store, [MODEL], f"http://{name}", LEASE_SECONDS)
-    await lease.prepare(config.state_dir)
+    await lease.prepare(config.store.state_dir)
     tenure = await lease.acquire()
-    live = LiveState(tenure.take_live_state(config.state_dir), tenure)
+    live = LiveState(tenure.take_live_state(config.store.state_dir), tenure)
     keeping = asyncio.create_task(tenure.keep_renewing())
     try:
         with suppress(LeaseLost, LeaseExpired):

@@ -133,7 +133,7 @@ async def test_invalid_checkpoint_names_are_refused(server: Server, verb: str) -
     for name in names:
         answer = await run.do(verb, path=name)
         assert answer["category"] == "user" and "not allowed" in answer["error"]
-    assert not list(server.services.config.state_dir.rglob("*passwd*"))
+    assert not list(server.services.config.store.state_dir.rglob("*passwd*"))
     await assert_run_continues(run, first=len(names) + 1, tainted=False)
 
 

@@ -182,7 +182,7 @@ async def test_an_access_token_loads_another_tenants_checkpoint_and_is_not_store
     await server.post("load_weights", body, key=BOB, status=404)
     created = await server.post("load_weights", body | {"weights_access_token": ALICE}, key=BOB)
     assert "error" not in await server.result(created["request_id"], key=BOB)
-    files = [file.read_bytes() for file in server.services.config.state_dir.rglob("*") if file.is_file()]
+    files = [file.read_bytes() for file in server.services.config.store.state_dir.rglob("*") if file.is_file()]
     assert any(path.encode() in content for content in files), "the request itself is journaled"
     assert not any(ALICE.encode() in content for content in files)
 

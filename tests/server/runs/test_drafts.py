@@ -8,7 +8,6 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tinker import types
 from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.server.config.knob_values import parse_role_group
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.manifest import read_manifest
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.server.routes.examples import DRAFT_ID, MODEL_ID
@@ -63,7 +62,7 @@ def config(tiny_models: dict[str, Path], tmp_path: Path) -> ServerConfig:
 
 def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
     config = server_config(tiny_models["qwen3"], state_dir)
-    return replace(config, base_models=(*config.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
+    return config.with_knobs(base_models=(*config.models.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,7 @@ async def kill_worker(server: Server) -> None:
 
 def pinned_names(server: Server, run: Run) -> list[str]:
     """Returns the names of the checkpoints that are pinned for the run."""
-    directory = server.services.config.state_dir / "loaded" / run.model_id.replace(":", "_")
+    directory = server.services.config.store.state_dir / "loaded" / run.model_id.replace(":", "_")
     return sorted(path.name for path in directory.glob("[0-9]*"))
 
 
@@ -234,7 +233,7 @@ async def test_a_target_must_be_a_readable_policy_checkpoint_of_the_base_model(s
 
 async def test_a_drawn_seed_is_journaled(server: Server) -> None:
     drafts = [await create_draft(server, seed=None) for _ in range(2)]
-    (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
+    (segment,) = (server.services.config.store.state_dir / "journal").glob("*.segment")
     drawn = {entry.header.run_id: dict(entry.header.drawn) for entry in read_journal(segment)}
     seeds = [(await info(draft))["draft"]["seed"] for draft in drafts]
     assert [drawn[draft.model_id] for draft in drafts] == [{"draft_seed": seed} for seed in seeds]
@@ -251,7 +250,7 @@ async def test_the_next_server_runs_what_the_last_one_only_accepted(
     run_id = f"{session_id}:train:0"
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft"}
     body |= {"draft": {"algorithm": "dflash"}, "target_path": target}
-    journal = Journal(config.state_dir / "journal", 1 << 20)
+    journal = Journal(config.store.state_dir / "journal", 1 << 20)
     header = Header("create_model", tenant.id, run_id, 0, f"{run_id}:0", drawn={"draft_seed": 9}, target_path=target)
     await journal.append(header, json.dumps(body).encode())
     loss = {"model_id": run_id, "seq_id": 1, "loss_fn": "dflash", "data": DATA}
@@ -339,7 +338,7 @@ async def test_a_target_set_after_the_last_snapshot_is_set_again(
         await draft.do("set_target", path=second)
         await draft.do("forward_backward", data=DATA, loss_fn="eagle3")
         await draft.do("optim_step")
-        snapshots = config.state_dir / "snapshots" / draft.model_id.replace(":", "_")
+        snapshots = config.store.state_dir / "snapshots" / draft.model_id.replace(":", "_")
         await until(lambda: (snapshots / "2").exists())
     for snapshot in lost:
         if (snapshots / snapshot).exists():  # a later snapshot has replaced it
@@ -574,7 +573,7 @@ async def test_the_seed_for_anchors_is_journaled(server: Server) -> None:
     seeds.append(output.metrics["seed:last"])
     assert (await draft_metrics(draft, loss_fn="dflash", loss_fn_config={"seed": 12}))["seed"] == 12
     assert (await draft_metrics(draft, loss_fn="eagle3"))["seed"] == -1
-    (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
+    (segment,) = (server.services.config.store.state_dir / "journal").glob("*.segment")
     drawn = {entry.header.seq_id: dict(entry.header.drawn) for entry in read_journal(segment) if entry.header.seq_id}
     assert [drawn[seq_id] for seq_id in (1, 2, 3)] == [{"seed": int(seed)} for seed in seeds]
     assert len(set(seeds)) == 3 and drawn[4] == drawn[5] == {}
@@ -648,7 +647,7 @@ async def test_a_draft_from_a_checkpoint_is_rebuilt_after_its_deletion(
         for path in (target, saved):
             await remove(server, path)
         await draft_metrics(draft)
-    for snapshots in (config.state_dir / "snapshots").glob("*/*"):
+    for snapshots in (config.store.state_dir / "snapshots").glob("*/*"):
         (snapshots / "manifest.json").unlink()
     async with running_server(config, dispatch) as server:
         draft.server = server
@@ -700,7 +699,7 @@ async def test_the_examples_of_draft_routes_work(server: Server) -> None:
 async def test_drafts_can_run_in_a_separate_rank_group(
     config: ServerConfig, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    config = replace(server_config(tiny_models["qwen3"], tmp_path), role_groups=(parse_role_group("draft=single"),))
+    config = server_config(tiny_models["qwen3"], tmp_path, role_groups=(parse_role_group("draft=single"),))
     dispatch = WorkerDispatch(with_noting_worker(config.dispatch_config()))
     await dispatch.start(lambda message: None)
     try:

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tinker import types
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -118,7 +117,7 @@ async def test_contradictory_fields_are_refused_and_not_journaled(server: Server
 
 async def test_a_drawn_seed_is_journaled(server: Server) -> None:
     first, second = await create(server), await create(server)
-    (segment,) = (server.services.config.state_dir / "journal").glob("*.segment")
+    (segment,) = (server.services.config.store.state_dir / "journal").glob("*.segment")
     drawn = {entry.header.run_id: dict(entry.header.drawn) for entry in read_journal(segment)}
     seeds = [(await recorded_config(server, run)).seed for run in (first, second)]
     assert [drawn[run.model_id] for run in (first, second)] == [{"full_seed": seed} for seed in seeds]
@@ -145,7 +144,7 @@ async def test_the_next_server_creates_the_journaled_kind_of_model(
         run_id = f"{await former.create_session()}:train:0"
         tenant = await former.services.auth.authenticate(ALICE)
     body = {"session_id": run_id.partition(":")[0], "model_seq_id": 0, "base_model": MODEL} | fields
-    journal = Journal(config.state_dir / "journal", 1 << 20)
+    journal = Journal(config.store.state_dir / "journal", 1 << 20)
     header = Header("create_model", tenant.id, run_id, 0, f"{run_id}:0", drawn=drawn)
     await journal.append(header, json.dumps(body).encode())
     await journal.close()
@@ -191,7 +190,7 @@ async def test_a_full_model_can_be_sampled_by_path_and_live(server: Server) -> N
 
 
 async def test_full_models_are_limited_and_only_live_ones_count(config: ServerConfig, dispatch: WorkerDispatch) -> None:
-    async with running_server(replace(config, max_full_models=2), dispatch) as server:
+    async with running_server(config.with_knobs(max_full_models=2), dispatch) as server:
         lora_run = await create(server, lora_config={"rank": 4})
         failed = {"session_id": lora_run.session_id, "model_seq_id": 1, "base_model": MODEL, "seed": NO_ROOM}
         answer = await server.result((await server.post("create_model", failed))["request_id"])
@@ -217,12 +216,12 @@ async def test_weights_of_a_sampler_that_failed_are_deleted_from_disk(server: Se
     await kept.do("save_weights_for_sampler")
     failed = await refused.do("save_weights_for_sampler")
     assert failed["error"] == "there is no room for a copy"
-    (left,) = (server.services.config.state_dir / "ephemeral").iterdir()
+    (left,) = (server.services.config.store.state_dir / "ephemeral").iterdir()
     assert kept.session_id in left.name
 
 
 async def test_max_full_models_0_allows_only_lora(config: ServerConfig, dispatch: WorkerDispatch) -> None:
-    async with running_server(replace(config, max_full_models=0), dispatch) as server:
+    async with running_server(config.with_knobs(max_full_models=0), dispatch) as server:
         body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
         assert "max_full_models 0" in (await server.post("create_model", body, status=400))["detail"]
         await create(server, training="lora")

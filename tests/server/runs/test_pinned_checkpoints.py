@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.manifest import write_manifest
 from trainhouse.server.runs.pinned_checkpoints import PinnedCheckpoints
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -69,7 +69,7 @@ async def test_recovery_loads_the_pinned_checkpoint(
         expected = (await run.forward_backward(batch(), forward_only=True)).metrics["loss:sum"]
         await lose(source, path)
         other = (await source.forward_backward(batch(), forward_only=True)).metrics["loss:sum"]
-    shutil.rmtree(config.state_dir / "snapshots")
+    shutil.rmtree(config.store.state_dir / "snapshots")
     async with running_server(config, dispatch) as server:
         run.server = server
         found = (await run.forward_backward(batch(), forward_only=True)).metrics["loss:sum"]
@@ -83,7 +83,7 @@ async def test_a_pin_is_removed_by_a_snapshot_or_at_the_end_of_the_session(
         source = await server.create_run()
         await source.train(batch(), 1)
         run = await load_into_a_live_run(server, (await source.do("save_weights", path="a"))["path"])
-        kept = config.state_dir / "loaded" / run.model_id.replace(":", "_")
+        kept = config.store.state_dir / "loaded" / run.model_id.replace(":", "_")
         assert [one.name for one in kept.iterdir()] == ["3"]
         await server.services.runs.snapshot_old_runs(held_seconds=0)
         await until(lambda: not any(kept.iterdir()))
@@ -110,7 +110,7 @@ async def test_a_queued_load_by_access_token_is_done_after_a_restart(
         allowed, refused = [await server.result(one["request_id"], BOB) for one in loads]
         assert allowed["path"] == path
         assert "not yours to read" in refused["error"]
-    files = [file.read_bytes() for file in config.state_dir.rglob("*") if file.is_file()]
+    files = [file.read_bytes() for file in config.store.state_dir.rglob("*") if file.is_file()]
     assert not any(ALICE.encode() in content for content in files)
 
 
@@ -187,15 +187,15 @@ async def test_a_damaged_copy_is_replaced_before_but_not_after_the_load(
         source = await server.create_run()
         path = (await source.do("save_weights", path="a"))["path"]
         run = await server.create_run()
-        kept = config.state_dir / "loaded" / run.model_id.replace(":", "_") / "1"
+        kept = config.store.state_dir / "loaded" / run.model_id.replace(":", "_") / "1"
         kept.mkdir(parents=True)
         assert (await run.do("load_weights", path=path, optimizer=True))["path"] == path
         (kept / "adapter_model.safetensors").unlink()
-    shutil.rmtree(config.state_dir / "snapshots")
+    shutil.rmtree(config.store.state_dir / "snapshots")
     async with running_server(config, dispatch) as server:
         run.server = server
         error = (await run.optim_step())["error"]
-        assert "the loaded checkpoint is damaged" in error and str(config.state_dir) not in error
+        assert "the loaded checkpoint is damaged" in error and str(config.store.state_dir) not in error
 
 
 async def test_a_pin_without_a_journal_record_is_dropped(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Journal
 from trainhouse.server.store.tables import runs
 from trainhouse.workers.dispatch import WorkerDispatch

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.sampling import ModelInput, SampleRequest
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Header, Journal
 from trainhouse.server.sampling.draft_loader import DraftLoader, draft_id
 from trainhouse.server.tenants.auth import Tenant
@@ -63,7 +62,7 @@ def model(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 def config_of(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
     config = server_config(model, state_dir, **options)
-    return replace(config, base_models=(*config.base_models, ServedModel(OTHER, str(model))))
+    return config.with_knobs(base_models=(*config.models.base_models, ServedModel(OTHER, str(model))))
 
 
 @pytest.fixture(scope="module")
@@ -436,7 +435,7 @@ async def test_a_deleted_draft_is_used_while_it_is_loaded(server: Server, dispat
 async def test_a_damaged_draft_fails_the_sample(server: Server, dispatch: RecordingDispatch) -> None:
     path = await saved_draft(server)
     sampler_id = await create_sampler(server, draft_path=path)
-    for file in (server.services.config.state_dir / "checkpoints").rglob("*.safetensors"):
+    for file in (server.services.config.store.state_dir / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
     failed = await server.result((await server.post("asample", sample_request(sampler_id)))["request_id"])
     assert f"{path} cannot be read: its files are lost" in failed["error"] and failed["category"] == "server"
@@ -447,7 +446,7 @@ async def test_a_damaged_draft_fails_the_sample(server: Server, dispatch: Record
 
 async def journal_sample(config: ServerConfig, tenant: Tenant, sampler_id: str, number: int, **fields: Any) -> None:
     """Journals a request as a server does that accepts it and then stops."""
-    journal = Journal(config.state_dir / "journal", 1 << 20)
+    journal = Journal(config.store.state_dir / "journal", 1 << 20)
     header = Header("sample", tenant.id, sampler_id, number, f"{sampler_id}:{number}", drawn={"seed": 5})
     await journal.append(header, json.dumps(sample_request(sampler_id, **fields) | {"seq_id": number}).encode())
     await journal.close()
@@ -481,7 +480,7 @@ async def test_a_recovered_request_continues_without_a_damaged_draft(
         path = await saved_draft(former)
         sampler_id = await create_sampler(former, draft_path=path)
         tenant = await former.services.auth.authenticate(ALICE)
-    for file in (config.state_dir / "checkpoints").rglob("*.safetensors"):
+    for file in (config.store.state_dir / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
     await journal_sample(config, tenant, sampler_id, 1)
     with caplog.at_level(logging.WARNING):
@@ -534,7 +533,7 @@ async def test_openai_errors_name_the_draft(server: Server) -> None:
         assert whole.json() == streamed.json()
         return whole.json()["error"]
 
-    for file in (server.services.config.state_dir / "checkpoints").rglob("*.safetensors"):
+    for file in (server.services.config.store.state_dir / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
     cases = [({"draft_path": "nothing"}, 400), ({"draft_path": of_policy}, 400), ({"draft_path": f"{path}-not"}, 404)]
     for fields, status in [*cases, ({"draft_path": path}, 503), ({"model": own}, 503)]:

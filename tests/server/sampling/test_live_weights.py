@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import MODEL, Run, Server, batch, running_server, sample, sample_body, server_config, started_dispatch

@@ -40,13 +40,13 @@ async def test_a_failed_start_leaves_no_store_open(tmp_path: Path) -> None:
         return threads + [name for name in open_files if DATABASE_NAME in name]
 
     config = server_config(tmp_path, tmp_path / "state")
-    config.state_dir.mkdir()
-    (config.state_dir / "journal").write_text("no directory can be here")
+    config.store.state_dir.mkdir()
+    (config.store.state_dir / "journal").write_text("no directory can be here")
     app, before = create_app(config, WorkerDispatch(config.dispatch_config())), store_handles()
     with pytest.raises(FileExistsError):
         async with app.router.lifespan_context(app):
             pass
-    assert (config.state_dir / DATABASE_NAME).exists() and store_handles() == before
+    assert (config.store.state_dir / DATABASE_NAME).exists() and store_handles() == before
 
 
 def test_an_unreachable_database_is_an_outage_reported_in_one_line(

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trainhouse
-from trainhouse.server.config.knobs import ConfigError
+from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.replication.state_lock import StartError
 from trainhouse.server.serving.server_process import check_certificate
 

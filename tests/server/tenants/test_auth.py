@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,8 @@ from tinker.cli.auth_api import SelfApiKeyResponse
 from tinker.lib._jwt_auth import jwt_claims
 from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.config.knobs import ServerConfig, TenantWeight, parse_weights
+from trainhouse.server.config.knob_values import TenantWeight, parse_weights
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
 from trainhouse.server.store.database import Database
 from trainhouse.server.store.key_table import KeyTable
@@ -100,7 +100,7 @@ async def test_keys_are_stored_as_hashes_and_listed_by_name(api: Api) -> None:
     assert key.startswith("tml-") and len(key) > 40 and key != other
     assert [info.name for info in await list_keys(api.services.store)] == ["team", "team"]
     assert await api.tenant(key) == await api.tenant(other)
-    stored = b"".join(file.read_bytes() for file in api.services.config.state_dir.glob(f"{DATABASE_NAME}*"))
+    stored = b"".join(file.read_bytes() for file in api.services.config.store.state_dir.glob(f"{DATABASE_NAME}*"))
     assert key.encode() not in stored
 
 
@@ -211,15 +211,15 @@ async def test_revoking_an_unknown_key_fails(api: Api) -> None:
 async def test_listening_beyond_loopback_requires_keys(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     here, everywhere = (
-        ServerConfig(base_models=(ServedModel("m", "m/m"),), host=host) for host in ("127.0.0.1", "0.0.0.0")
+        ServerConfig.of(base_models=(ServedModel("m", "m/m"),), host=host) for host in ("127.0.0.1", "0.0.0.0")
     )
     await require_keys(here, store)
     with pytest.raises(ValueError, match=r"0\.0\.0\.0.*trainhouse keys create"):
         await require_keys(everywhere, store)
     with pytest.raises(ValueError, match="`trainhouse keys create NAME --state-dir '/a b'`"):
-        await require_keys(replace(everywhere, state_dir=Path("/a b")), store)
+        await require_keys(everywhere.with_knobs(state_dir=Path("/a b")), store)
     with pytest.raises(ValueError, match="`trainhouse keys create NAME --database-url URL`") as refused:
-        await require_keys(replace(everywhere, database_url="postgresql://me:geheim@h/d"), store)
+        await require_keys(everywhere.with_knobs(database_url="postgresql://me:geheim@h/d"), store)
     assert "geheim" not in str(refused.value)
     await create_key(store, "team")
     await require_keys(everywhere, store)

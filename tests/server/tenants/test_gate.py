@@ -12,7 +12,7 @@ import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.http.bodies import CONTROL_BODY_BYTES
 from trainhouse.server.serving import connections
 from trainhouse.server.serving.app import create_app
@@ -251,7 +251,7 @@ async def test_over_the_limit_unknown_keys_are_not_looked_up_and_known_ones_work
 
 
 async def test_requests_without_a_key_over_the_limit_get_retry_after(tmp_path: Path) -> None:
-    config = ServerConfig(
+    config = ServerConfig.of(
         base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path, unauthenticated_per_minute=2
     )
     app = create_app(config, WorkerDispatch(config.dispatch_config()))

@@ -14,7 +14,8 @@ import pytest
 import zstandard
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.config.knobs import ServerConfig, TenantWeight
+from trainhouse.server.config.knob_values import TenantWeight
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
@@ -35,7 +36,7 @@ EARLY = QueuePosition("run", is_ready=False, may_unblock=True)
 
 
 def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
-    config = ServerConfig(base_models=(ServedModel("tiny", "tiny"),), **({"max_body_bytes": 100} | limits))  # pyright: ignore[reportArgumentType]
+    config = ServerConfig.of(base_models=(ServedModel("tiny", "tiny"),), **({"max_body_bytes": 100} | limits))  # pyright: ignore[reportArgumentType]
     return Quotas(config, clock or Clock())
 
 

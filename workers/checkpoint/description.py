@@ -9,7 +9,8 @@ from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig, TrainingConfig, training_of
 from ..programs.policy import POLICY
 from ..registry.programs import program_of
-from ..state.trainable import GradientWindow, Trainable
+from ..state.gradients import GradientWindow
+from ..state.trainable import Trainable
 
 _NAME = "trainhouse.json"
 

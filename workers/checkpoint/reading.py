@@ -13,8 +13,10 @@ from ...schemas.models import DraftConfig
 from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from ..programs.policy import POLICY
 from ..registry.model_registry import ModelRegistry
+from ..state.gradients import GradientWindow
 from ..state.program import Program
-from ..state.trainable import MOMENT_VECTORS, GradientWindow, Trainable
+from ..state.trainable import Trainable
+from ..state.vectors import MOMENT_VECTORS
 from .description import CheckpointDescription
 from .formats import format_of
 from .saving import TARGET
@@ -45,7 +47,7 @@ class SavedModel:
         gradients."""
         layout = model.layout
         format_of(model).load_constants(self.weights, self.description)
-        model.clear_window()
+        model.gradients.clear_window()
         model.clear_optimizer()
         if self.num_steps:
             _ = model.exp_avg, model.exp_avg_sq  # allocates them, before the weights are changed
@@ -58,7 +60,7 @@ class SavedModel:
             model.num_steps = self.num_steps
         if self.gradients:
             model.fill("accumulator", partial(layout.copy_parts, saved=self.gradients, lacking=self.missing_tensors))
-        model.window = self.window
+        model.gradients.window = self.window
 
 
 def read_saved(model: Trainable, directory: Path, *, optimizer: bool) -> SavedModel:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..state.trainable import MOMENT_VECTORS
+from ..state.vectors import MOMENT_VECTORS
 from .description import CheckpointDescription, write_json
 from .formats import format_of
 from .tensor_files import file_name, save_tensors

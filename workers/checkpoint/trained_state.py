@@ -10,7 +10,9 @@ from ..lora import Adapter
 from ..ops.memory import is_out_of_memory
 from ..parallel.mesh import Mesh
 from ..state.flat_params import FlatLayout
-from ..state.trainable import TRAINED_VECTORS, GradientWindow, Trainable
+from ..state.gradients import GradientWindow
+from ..state.trainable import Trainable
+from ..state.vectors import TRAINED_VECTORS
 
 
 class NamedTensors(Protocol):
@@ -82,7 +84,7 @@ class TrainedState:
     @staticmethod
     def with_window(model: Trainable, mesh: Mesh) -> "TrainedState":
         """Returns the state of a model on the device with gradients and moments, outside of any operation."""
-        window = replace(model.window, losses=dict(model.window.losses))
+        window = replace(model.gradients.window, losses=dict(model.gradients.window.losses))
         target = (
             None
             if model.trunk_model in (None, model)

@@ -54,10 +54,9 @@ class DraftModel(Trainable):
             shard_parameters(program.algorithm.parameters(self.shape), groups.mesh),
             multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
         )
-        super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
-        self.zero = None if is_alone else ZeroShards(layout, groups.mesh)
-        self.moments, self.groups = moments, groups
-        self.mesh = groups.mesh
+        zero = None if is_alone else ZeroShards(layout, groups.mesh)
+        super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout), moments, zero)
+        self.groups, self.mesh = groups, groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.vocabulary_is_chosen = self.has_full_vocabulary
         self.target: Trainable | None = None
@@ -104,7 +103,9 @@ class DraftModel(Trainable):
         """
         if len(token_ids) != self.shape.vocabulary:
             raise OperationError(f"{len(token_ids)} tokens do not fit a draft_vocab_size of {self.shape.vocabulary}")
-        if self.vocabulary_is_chosen and (self.num_steps or self.window.num_operations or self.has_loaded_weights):
+        if self.vocabulary_is_chosen and (
+            self.num_steps or self.gradients.window.num_operations or self.has_loaded_weights
+        ):
             raise OperationError(
                 f"the draft was already trained with its vocabulary, for {self.num_steps} steps"
                 f"{' and before it was loaded' if self.has_loaded_weights else ''}: build the map before the first"
@@ -112,7 +113,7 @@ class DraftModel(Trainable):
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
         self.vocabulary_is_chosen = True
-        self.clear_window()  # operations that were refused because the vocabulary was not chosen
+        self.gradients.clear_window()  # operations that were refused because the vocabulary was not chosen
         self.initialize()
 
     @property
@@ -139,9 +140,9 @@ class DraftModel(Trainable):
         Args:
             trains: whether backward passes add to the draft's gradients.
         """
-        weights = self.weight_views()
+        weights = self.vectors.weight_views()
         if trains:
-            gradients = self.gradient_views()
+            gradients = self.gradients.of_lane().views
             weights = {name: _trainable_leaf(weight, gradients[name]) for name, weight in weights.items()}
         recomputes, team = self._base.activations != "keep", self.groups.mesh.along("tp")
         return self._algorithm.network(self.shape, weights, self.vocabulary, recomputes, team)

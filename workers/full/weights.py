@@ -23,9 +23,8 @@ class FullWeights(Trainable):
     def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: MomentFormat) -> None:
         self.full = self.training = full
         layout = FlatLayout(parameters_of(base, program))
-        super().__init__(layout, base.device, base.dtype, program, partial(_views, layout))
+        super().__init__(layout, base.device, base.dtype, program, partial(_views, layout), moments)
         self._base = base
-        self.moments = moments
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -1,7 +1,7 @@
 """One LoRA adapter: its targets, its flat vectors, and the views of A and B in them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
@@ -18,7 +18,7 @@ from .target import Target
 
 
 class Adapter(Trainable):
-    """A trainable LoRA adapter on a frozen base, with views of its vectors for each target in `pairs`."""
+    """A trainable LoRA adapter on a frozen base. The views of its vectors are A and B^T by target."""
 
     def __init__(
         self,
@@ -57,15 +57,7 @@ class Adapter(Trainable):
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns A and B^T of the target `name`: float32 views of the weights."""
-        return self._vector("weights").views[name]
-
-    def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Returns, by target, the views that collect the gradients of A and B^T in this thread's lane."""
-        return self.gradient_views()
-
-    def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Returns A and B^T by target, in the base's dtype."""
-        return self.weight_views()
+        return self.tensor((name, "lora_A")), self.tensor((name, "lora_B"))
 
     def initialize(self) -> None:
         """Draws A as PEFT does and leaves B zero.

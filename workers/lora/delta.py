@@ -95,7 +95,7 @@ class _GroupTerms:
             the gradient of the reduced x, [rows, rank], for `grad_x`.
         """
         grad_reduced = self._rows.scale(self._grad_reduced(grad))
-        gradients = [adapter.all_gradients() for adapter in self._adapters]
+        gradients = [adapter.gradients.of_lane().views for adapter in self._adapters]
         for name, (ranks, columns, _) in zip(self._site.names, self._parts(), strict=True):
             of_a, of_b = zip(*(matrices[name] for matrices in gradients), strict=True)
             self._rows.add_outer(of_a, grad_reduced[:, ranks], x)

@@ -107,7 +107,7 @@ class ExpertPlan:
         key = name, bundle.adapters
         if key in self._copies:
             return self._copies[key]
-        pairs = [adapter.all_factors()[name] for adapter in bundle.adapters]
+        pairs = [adapter.vectors.weight_views()[name] for adapter in bundle.adapters]
         a, b = (_stacked([pair[side] for pair in pairs], num_experts) for side in (0, 1))
         # The matrices of a single adapter are used in place, and must not be held: they may be offloaded.
         if is_kept and len(pairs) > 1:
@@ -205,7 +205,7 @@ class _BundleTerms:
 
         Shapes are [experts, rank, in] and [experts, rank, out].
         """
-        pairs = [adapter.all_gradients()[name] for adapter in self._bundle.adapters]
+        pairs = [adapter.gradients.of_lane().views[name] for adapter in self._bundle.adapters]
         of_a, of_b = ([_by_expert(pair[side], self._num_experts) for pair in pairs] for side in (0, 1))
         return of_a, of_b
 

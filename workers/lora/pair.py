@@ -32,26 +32,26 @@ class LoraPair:
     @property
     def a_grad(self) -> Tensor:
         """The gradient of A in this thread's lane: float32 [rank, in]."""
-        return self._adapter.all_gradients()[self._name][0]
+        return self._adapter.gradients.of_lane().views[self._name][0]
 
     @property
     def b_grad(self) -> Tensor:
         """The gradient of B in this thread's lane: float32 [out, rank]."""
-        return self._adapter.all_gradients()[self._name][1].t()
+        return self._adapter.gradients.of_lane().views[self._name][1].t()
 
     def project_down(self, x: Tensor) -> Tensor:
         """Returns x A^T [tokens, rank] for x [tokens, in]. x has the base's dtype, as in the other products."""
-        a, _ = self._adapter.all_factors()[self._name]
+        a, _ = self._adapter.vectors.weight_views()[self._name]
         return x @ a.t()
 
     def add_projection_up(self, y: Tensor, reduced: Tensor) -> None:
         """Adds scale * reduced B^T to y [tokens, out]."""
-        _, b_t = self._adapter.all_factors()[self._name]
+        _, b_t = self._adapter.vectors.weight_views()[self._name]
         y.addmm_(reduced, b_t, alpha=self.scale)
 
     def backward_of_x(self, grad: Tensor, grad_x: Tensor) -> None:
         """Adds to the gradient of x alone, for a pair that is not trained."""
-        a, b_t = self._adapter.all_factors()[self._name]
+        a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_x.addmm_((grad @ b_t.t()).mul_(self.scale), a)
 
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
@@ -59,7 +59,7 @@ class LoraPair:
 
         `grad` [tokens, out] is the gradient of y; x and reduced are those of `project_down` and `add_projection_up`.
         """
-        a, b_t = self._adapter.all_factors()[self._name]
+        a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_reduced = (grad @ b_t.t()).mul_(self.scale)
         _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
         _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from ..parallel.token_shard import overlap
@@ -27,7 +28,7 @@ class Segment:
     stop: int
     model: Trainable | None
 
-    @property
+    @cached_property
     def adapter(self) -> Adapter | None:
         of_trunk = None if self.model is None else self.model.trunk_model
         return of_trunk if isinstance(of_trunk, Adapter) else None

@@ -75,7 +75,7 @@ class StackedFactors:
 
     def _stacks(self, which: int) -> list[Tensor]:
         """Returns, for each layer, the adapters' A (which=0) or B^T (which=1)."""
-        matrices = [adapter.all_factors() for adapter in self._adapters]
+        matrices = [adapter.vectors.weight_views() for adapter in self._adapters]
         return [self._stack([each[name][which] for each in matrices]) for name in self._site.names]
 
     def _scales(self, like: Tensor) -> Tensor | float:

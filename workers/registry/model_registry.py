@@ -14,7 +14,8 @@ from ..models.model import BaseModel
 from ..programs.policy import POLICY
 from ..state.program import Program
 from ..state.resident_models import ResidentModels
-from ..state.trainable import FORWARD_VECTORS, STEP_VECTORS, Trainable
+from ..state.trainable import Trainable
+from ..state.vectors import FORWARD_VECTORS, STEP_VECTORS
 
 
 class ModelRegistry:
@@ -145,7 +146,7 @@ class ModelRegistry:
             return nullcontext()
         assert all(model is own for model in of_trunk), "a model with weights of its own runs alone"
         learns = learns and own in models
-        return self._base.with_weights(own.weight_views(), own.gradient_views() if learns else None)
+        return self._base.with_weights(own.vectors.weight_views(), own.gradients.of_lane().views if learns else None)
 
     @property
     def has_full(self) -> bool:

@@ -13,7 +13,7 @@ from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure, SampleJob, SamplingSlice, SliceResult
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
-from ..state.trainable import FORWARD_VECTORS
+from ..state.vectors import FORWARD_VECTORS
 from .cache.cache import KVCache
 from .cache.draft_caches import DraftCaches
 from .cache.weight_versions import WeightVersions

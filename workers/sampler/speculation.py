@@ -132,7 +132,7 @@ class SpeculativeDecoder:
             return True
         draft = self._draft(row)
         num = guessed.num_draft_tokens / guessed.num_passes
-        of_draft = draft.draft_lengths.num_passes(num) * draft.num_parameters / self._base.num_parameters
+        of_draft = draft.draft_lengths.num_passes(num) * draft.layout.num_weights / self._base.num_parameters
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
         return guessed.acceptance_length >= 1 + of_draft + num * to_check
 
@@ -160,7 +160,7 @@ class SpeculativeDecoder:
         draft = self._draft(row)
         if not self._caches.of(draft).allocate(row, self._num_cached(row, draft, count)):
             return False
-        self._states[row] = _State(draft, draft.num_changes)
+        self._states[row] = _State(draft, draft.vectors.num_changes)
         return True
 
     def find_prefix(self, row: SequenceState, namespace: int, sequence: np.ndarray, most: int) -> list[BlockRange]:
@@ -182,7 +182,7 @@ class SpeculativeDecoder:
     def keep(self, row: SequenceState, namespace: int, sequence: np.ndarray) -> None:
         """Stores the tokens that the draft has processed, of `sequence` int64, in its prefix cache."""
         state = self._states.get(row)
-        if state is not None and state.num_changes == state.draft.num_changes:
+        if state is not None and state.num_changes == state.draft.vectors.num_changes:
             known = sequence[: state.num_cached + 1]
             self._caches.of(state.draft).store_prefix(row, _draft_weight_version(state.draft, namespace), known)
 
@@ -424,7 +424,7 @@ def verify(guesses: DraftTokens, target: Tensor, vocabulary: Tensor, key: np.uin
 
 def _draft_weight_version(draft: DraftModel, of_target: int) -> int:
     """Returns the namespace of a draft's entries: they depend on its weights and on its target's."""
-    return of_target << 32 | draft.num_changes
+    return of_target << 32 | draft.vectors.num_changes
 
 
 def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) -> Tensor:

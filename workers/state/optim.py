@@ -15,8 +15,9 @@ from ...schemas.training import AdamParams
 from ..ops.memory import reporting_out_of_memory
 from ..parallel.mesh import Mesh, Team
 from ..protocol.calls import Failure, OptimizerStep
+from .gradients import GradientWindow
 from .moments import EightBitMoments
-from .trainable import GradientWindow, Trainable
+from .trainable import Trainable
 
 _NORM_PART = 1 << 14
 
@@ -35,7 +36,7 @@ class PendingStep:
 
     @property
     def gradient(self) -> Tensor:
-        return self.learner.accumulator
+        return self.learner.gradients.accumulator
 
     @property
     def clip_coefficient(self) -> float:
@@ -48,7 +49,7 @@ class PendingStep:
 
         None has a name that loggers use (`step`, `num_tokens`, `time`), because scripts merge these into their own.
         """
-        window = self.learner.window
+        window = self.learner.gradients.window
         return window.losses | {
             "unclipped_grad_l2:mean": self.norm,
             "grad_clipped:mean": float(self.clip_coefficient < 1.0),
@@ -93,7 +94,7 @@ def all_reduce_gradients(adapters: Sequence[Trainable], mesh: Mesh) -> None:
     if mesh.along("tp").index > 0:
         for adapter in adapters:
             for repeated in adapter.layout.replicated:
-                adapter.accumulator[repeated].zero_()
+                adapter.gradients.accumulator[repeated].zero_()
     for axes in _axes(adapters):
         team, regions = mesh.across(*axes), [_region(adapter, axes) for adapter in adapters]
         if team.size > 1:
@@ -118,7 +119,7 @@ def keep_on_first_rank(adapter: Trainable, mesh: Mesh) -> None:
 
     `all_reduce_gradients` then counts them once.
     """
-    if not adapter.window.num_operations or adapter.zero is not None:
+    if not adapter.gradients.window.num_operations or adapter.zero is not None:
         return
     for axes in _axes([adapter]):
         if mesh.across(*axes).index > 0:
@@ -126,12 +127,12 @@ def keep_on_first_rank(adapter: Trainable, mesh: Mesh) -> None:
 
 
 def _norms(adapters: Sequence[Trainable], mesh: Mesh) -> list[float]:
-    in_parts = [adapter.zero.norm(adapter.accumulator) for adapter in adapters if adapter.zero is not None]
+    in_parts = [adapter.zero.norm(adapter.gradients.accumulator) for adapter in adapters if adapter.zero is not None]
     if in_parts:
         assert len(in_parts) == len(adapters), "a model whose gradients are sharded over ranks steps alone"
         return in_parts
     if mesh.is_single or not adapters:
-        return global_norms([adapter.accumulator for adapter in adapters])
+        return global_norms([adapter.gradients.accumulator for adapter in adapters])
     squares = torch.zeros(len(adapters), dtype=torch.float64)
     for axes in _axes(adapters):
         own = global_norms([_region(adapter, axes) for adapter in adapters])
@@ -145,7 +146,7 @@ def _axes(adapters: Sequence[Trainable]) -> list[tuple[str, ...]]:
 
 def _region(adapter: Trainable, axes: tuple[str, ...]) -> Tensor:
     """Returns the accumulated gradients that ranks along these axes have parts of; may be empty."""
-    return adapter.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
+    return adapter.gradients.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
 
 
 def _agreed(checked: list[PendingStep | Failure], mesh: Mesh) -> list[PendingStep | Failure]:
@@ -156,7 +157,7 @@ def _agreed(checked: list[PendingStep | Failure], mesh: Mesh) -> list[PendingSte
 
 def refuse_window(adapter: Trainable, step: OptimizerStep) -> None:
     """Marks the window as incomplete if the step says that it lost an operation, even if the step then fails."""
-    adapter.window.refused = adapter.window.refused or step.refusal_reason
+    adapter.gradients.window.refused = adapter.gradients.window.refused or step.refusal_reason
 
 
 def _check(adapter: Trainable, step: OptimizerStep) -> PendingStep | Failure:
@@ -164,7 +165,7 @@ def _check(adapter: Trainable, step: OptimizerStep) -> PendingStep | Failure:
     try:
         _refuse_unusable_window(adapter)
         _refuse_vanishing_eps(step.params)
-        scale = _gradient_scale(adapter.window, step.gradient_scale)
+        scale = _gradient_scale(adapter.gradients.window, step.gradient_scale)
         _allocate_moments(adapter)
     except OperationError as error:
         return Failure(error.message, error.category)
@@ -172,14 +173,14 @@ def _check(adapter: Trainable, step: OptimizerStep) -> PendingStep | Failure:
 
 
 def _refuse_unusable_window(adapter: Trainable) -> None:
-    refused = adapter.window.refused
+    refused = adapter.gradients.window.refused
     if refused is not None:
-        adapter.clear_window()
+        adapter.gradients.clear_window()
         raise OperationError(
             f"a forward_backward since the last step was refused ({refused}), so the gradients are incomplete; the"
             " weights are unchanged and the gradients are discarded: send the whole batch again"
         )
-    if not adapter.window.num_operations:
+    if not adapter.gradients.window.num_operations:
         raise OperationError("no gradients since the last step: call forward_backward first")
 
 
@@ -207,7 +208,7 @@ def _allocate_moments(adapter: Trainable) -> None:
     remedy = (
         "gradients are kept: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
     )
-    with reporting_out_of_memory(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
+    with reporting_out_of_memory(f"the optimizer state of {adapter.layout.num_weights} parameters", remedy):
         _ = adapter.exp_avg, adapter.exp_avg_sq
 
 
@@ -264,7 +265,7 @@ def _step_together(learners: Sequence[Trainable], **hyper_parameters: float) -> 
     in_float32 = []
     for learner in learners:
         if isinstance(learner.moments, EightBitMoments):
-            vectors = learner.local_weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
+            vectors = learner.local_weights, learner.gradients.accumulator, learner.exp_avg, learner.exp_avg_sq
             learner.moments.step(*vectors, learner.num_steps, **hyper_parameters)
             increment_version([learner.weights, learner.exp_avg, learner.exp_avg_sq])
         else:
@@ -284,7 +285,7 @@ def _fused_adamw(adapters: Sequence[Trainable], **hyper_parameters: float) -> No
     num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)
     torch.ops.aten._fused_adamw_.default(
         weights,
-        [adapter.accumulator for adapter in adapters],
+        [adapter.gradients.accumulator for adapter in adapters],
         exp_avgs,
         exp_avg_sqs,
         [],
@@ -299,7 +300,7 @@ def _fused_adamw(adapters: Sequence[Trainable], **hyper_parameters: float) -> No
 
 def _result(update: PendingStep) -> dict[str, float] | Failure:
     metrics = update.metrics()
-    update.learner.clear_window()
+    update.learner.gradients.clear_window()
     if math.isfinite(update.norm):
         return metrics
     return Failure(

@@ -16,7 +16,8 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ..ops.memory import is_out_of_memory, reporting_out_of_memory
 from .page_file import FilePage, PageFile
-from .trainable import STEP_VECTORS, Trainable
+from .trainable import Trainable
+from .vectors import STEP_VECTORS
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 class DiskPage:
     """A learner's page on disk.
 
-    vectors: on the meta device, by name. num_changes: Trainable.num_changes when the page was written.
+    vectors: on the meta device, by name. num_changes: StateVectors.num_changes when the page was written.
     """
 
     page: FilePage
@@ -104,7 +105,7 @@ class Residency:
         ):
             for learner in tuple(self._on_device):
                 self._to_host(learner)
-            for learner in [each for each in self._on_host if not each.has_gradients]:
+            for learner in [each for each in self._on_host if each.gradients.is_empty]:
                 if self._device.type == "cpu" and not self._to_disk(learner):
                     return
         self._bound_host()
@@ -115,8 +116,8 @@ class Residency:
         Args:
             things: the learners' name in the keys.
         """
-        parked = sum(learner.num_parked_bytes for learner in self._on_device)
-        on_device = sum(learner.num_bytes for learner in self._on_device) - parked
+        parked = sum(learner.vectors.num_parked_bytes for learner in self._on_device)
+        on_device = sum(learner.vectors.num_bytes for learner in self._on_device) - parked
         on_host = sum(self._on_host.values()) + parked
         return {
             things: on_device + on_host,
@@ -134,7 +135,7 @@ class Residency:
         absent = [learner for learner in dict.fromkeys(learners) if learner not in self._on_device]
         self._free_slots(len(absent))
         for learner in dict.fromkeys(learners):
-            if learner in absent or learner.has_parked(wanted):
+            if learner in absent or learner.vectors.are_on_host(wanted):
                 with self._timed():
                     self._to_device(learner, wanted)
         for learner in learners:
@@ -153,7 +154,7 @@ class Residency:
         if self._most_host_bytes is None:
             return
         surplus = sum(self._on_host.values()) - self._most_host_bytes
-        idle = ((each, num_bytes) for each, num_bytes in tuple(self._on_host.items()) if not each.has_gradients)
+        idle = ((each, num_bytes) for each, num_bytes in tuple(self._on_host.items()) if each.gradients.is_empty)
         for learner, num_bytes in idle:
             if surplus <= 0 or not self._to_disk(learner):
                 return
@@ -161,15 +162,19 @@ class Residency:
 
     def _to_host(self, learner: Trainable) -> None:
         if self._device.type != "cpu":
-            self._moved_bytes += sum(each.nbytes for each in learner.live_vectors().values()) - learner.num_parked_bytes
-        learner.move({name: _on_host(vector) for name, vector in learner.live_vectors().items()}, "host")
+            self._moved_bytes += (
+                sum(each.nbytes for each in learner.live_vectors().values()) - learner.vectors.num_parked_bytes
+            )
+        learner.vectors.move("host", {}, {name: _on_host(each) for name, each in learner.live_vectors().items()})
         del self._on_device[learner]
-        self._on_host[learner] = learner.num_bytes
+        self._on_host[learner] = learner.vectors.num_bytes
 
     def _to_device(self, learner: Trainable, wanted: frozenset[str]) -> None:
         try:
             there = self._read(learner) if learner in self._on_disk else learner.live_vectors()
-            parked = {name: each for name, each in there.items() if not (name in wanted or learner.is_on_device(name))}
+            parked = {
+                name: each for name, each in there.items() if not (name in wanted or learner.vectors.is_on_device(name))
+            }
             # A pinned vector is copied in stream order, before the device's next work; torch holds it until then.
             vectors = {
                 name: vector.to(self._device, non_blocking=True) for name, vector in there.items() if name not in parked
@@ -178,11 +183,13 @@ class Residency:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
             raise OperationError(
-                f"a model's trained state cannot be brought back from {learner.place}: {error}", "server"
+                f"a model's trained state cannot be brought back from {learner.vectors.place}: {error}", "server"
             ) from None
         if self._device.type != "cpu" or learner in self._on_disk:
-            self._moved_bytes += sum(each.nbytes for name, each in vectors.items() if not learner.is_on_device(name))
-        learner.move(vectors, "device", parked)
+            self._moved_bytes += sum(
+                each.nbytes for name, each in vectors.items() if not learner.vectors.is_on_device(name)
+            )
+        learner.vectors.move("device", vectors, parked)
         self._on_host.pop(learner, None)
         self._on_disk.pop(learner, None)
         self._on_device[learner] = None
@@ -193,14 +200,16 @@ class Residency:
         If it has not changed since it was read, its page is still valid.
         """
         saved = self._saved.get(learner)
-        if saved is None or saved.num_changes != learner.num_changes:
+        if saved is None or saved.num_changes != learner.vectors.num_changes:
             self._forget_page(learner)
             try:
                 self._write(learner)
             except OSError as error:
-                logger.warning("a model's trained state, %d bytes, stays in host memory: %s", learner.num_bytes, error)
+                logger.warning(
+                    "a model's trained state, %d bytes, stays in host memory: %s", learner.vectors.num_bytes, error
+                )
                 return False
-        learner.move({}, "disk")
+        learner.vectors.move("disk", {}, {})
         del self._on_host[learner]
         self._on_disk[learner] = None
         return True
@@ -211,7 +220,7 @@ class Residency:
         vectors = learner.live_vectors()
         page = self._pages.write(list(vectors.values()))
         shapes = {name: vector.to("meta") for name, vector in vectors.items()}
-        self._saved[learner] = DiskPage(page, shapes, learner.num_changes)
+        self._saved[learner] = DiskPage(page, shapes, learner.vectors.num_changes)
 
     def _read(self, learner: Trainable) -> dict[str, Tensor]:
         saved = self._saved[learner]
@@ -220,7 +229,8 @@ class Residency:
             name: torch.empty(each.shape, dtype=each.dtype, pin_memory=pinned) for name, each in saved.vectors.items()
         }
         self._pages.read(saved.page, list(vectors.values()))
-        return vectors
+        # An optimizer that was cleared on disk is still in the page.
+        return vectors if learner.num_steps else {"weights": vectors["weights"]}
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

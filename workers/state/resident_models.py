@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from .residency import Residency
-from .trainable import STEP_VECTORS, Trainable
+from .trainable import Trainable
+from .vectors import STEP_VECTORS
 
 Model = TypeVar("Model", bound=Trainable)
 

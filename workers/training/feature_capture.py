@@ -155,9 +155,9 @@ class PolicyCapture:
     def _version(self, model: Trainable) -> str:
         """Returns the version of the model's weights; it is computed only after a change."""
         num_changes, version = self._versions.get(model, (-1, ""))
-        if num_changes != model.num_changes:
+        if num_changes != model.vectors.num_changes:
             version = self._models.drafts.version_of(model)
-            self._versions[model] = model.num_changes, version
+            self._versions[model] = model.vectors.num_changes, version
         return version
 
 

@@ -228,8 +228,8 @@ class Task:
         Refuses the operation if the sum is not finite.
         """
         if self.progress.gradient is not None:
-            model.scratch.add_(self.progress.gradient.to(model.scratch.device))
-        if not model.scratch_is_finite():
+            model.gradients.scratch.add_(self.progress.gradient.to(model.gradients.scratch.device))
+        if not model.gradients.are_finite():
             self.refuse(f"the gradient of {self.operation.loss_name} is not finite")
 
     def suspend(self, model: Trainable, totals: OperationTotals) -> None:
@@ -238,8 +238,8 @@ class Task:
         `totals` are those of all ranks, as in `complete`.
         """
         if not self.forward_only:
-            self.progress.gradient = model.scratch.to("cpu", copy=True)
-            model.abandon_operation()
+            self.progress.gradient = model.gradients.scratch.to("cpu", copy=True)
+            model.gradients.abandon_operation()
         self._advance(totals)
 
     def complete(self, model: Trainable, totals: OperationTotals) -> PartAnswer:
@@ -248,7 +248,7 @@ class Task:
         whole = self.progress.totals
         if not self.forward_only:
             losses = {f"loss/{self.operation.loss_name}": whole.loss}
-            model.commit(whole.num_tokens, whole.denominator, losses)
+            model.gradients.commit(whole.num_tokens, whole.denominator, losses)
         return self.progress.shared_output() if self.part.shared else self.progress.output()
 
     def _advance(self, totals: OperationTotals) -> None:

@@ -33,7 +33,8 @@ from ..parallel.token_shard import TokenShard, overlap
 from ..protocol.calls import Failure, OperationPart
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
-from ..state.trainable import BACKWARD_VECTORS, FORWARD_VECTORS, Trainable
+from ..state.trainable import Trainable
+from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
 from .draft_pass import DraftPassRunner, NeededSources, drop_partly_stored, find_stored_rows
 from .feature_capture import PolicyCapture, set_feature_versions
@@ -257,11 +258,11 @@ class PassRunner:
 
     def _is_finite(self, model: Trainable) -> bool:
         """True if the model's weights are finite; checked only after a change."""
-        if self._changes_when_finite.get(model) != model.num_changes:
+        if self._changes_when_finite.get(model) != model.vectors.num_changes:
             low, high = torch.aminmax(model.weights)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
                 return False
-            self._changes_when_finite[model] = model.num_changes
+            self._changes_when_finite[model] = model.vectors.num_changes
         return True
 
     def _give_up(self, task: Task, trouble: BatchFailure, token_budget: int) -> None:
@@ -295,9 +296,9 @@ class PassRunner:
         run_id = part.request.model_id
         if run_id in self._models and not part.request.forward_only:
             model = self._models.get(run_id)
-            model.abandon_operation()
+            model.gradients.abandon_operation()
             if model.program.trains:
-                model.window.refused = model.window.refused or failure.message
+                model.gradients.window.refused = model.gradients.window.refused or failure.message
         return failure
 
     def _compute(
@@ -319,9 +320,9 @@ class PassRunner:
         lanes = pack([task.operation for task in tasks], token_budget, self._base.device, most_lanes)
         for i, (task, model) in enumerate(zip(tasks, models, strict=True)):
             task.begin()
-            model.weight_views()  # makes the copy in the base's dtype before several lanes use it
+            model.vectors.weight_views()  # makes the copy in the base's dtype before several lanes use it
             if gradients:
-                model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
+                model.gradients.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
         run = self._micro_batch_function(tasks, models, gradients, needed)
         heads = {name: head.split_budget(len(lanes)) for name, head in self._heads.items()}
         is_alone = not self._mesh.has_forward_collectives
@@ -333,7 +334,7 @@ class PassRunner:
                     run(heads, empty_micro_batch(self._base.device), tasks, [])
         finally:
             for model in models:
-                model.join_lanes()
+                model.gradients.join_lanes()
 
     def _micro_batch_function(
         self, tasks: list[Task], models: list[Trainable], gradients: bool, needed: NeededSources | None

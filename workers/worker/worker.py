@@ -56,7 +56,8 @@ from ..sampler import SAMPLERS
 from ..shapes.model_shape import ModelShape, read_model
 from ..state.optim import all_reduce_gradients, apply_steps, keep_on_first_rank, refuse_window
 from ..state.residency import Residency
-from ..state.trainable import FORWARD_VECTORS, STEP_VECTORS, Trainable
+from ..state.trainable import Trainable
+from ..state.vectors import FORWARD_VECTORS, STEP_VECTORS
 from ..training.operation_progress import PartAnswer
 from ..training.pass_runner import PassRunner
 from .rank_memory import RankMemory
@@ -179,13 +180,13 @@ class Worker:
         targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
         feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
         names = tuple(target.name for target in targets)
-        return RunInfo(model.num_parameters, names, model.training, feature_bytes, others)
+        return RunInfo(model.layout.num_weights, names, model.training, feature_bytes, others)
 
     def drop_run(self, run_id: str) -> None:
         """Drops the run; ignores unknown ones."""
         self._passes.forget(run_id)
         if self._models.full.is_shared(run_id):  # samplers keep using its weights
-            self._models.get(run_id).clear_window()
+            self._models.get(run_id).gradients.clear_window()
             self._models.get(run_id).clear_optimizer()
         self._models.drop(run_id)
 
@@ -206,7 +207,7 @@ class Worker:
     def clear_gradients(self, run_id: str) -> None:
         self._passes.forget(run_id)
         with self._resident(run_id, FORWARD_VECTORS) as model:
-            model.clear_window()
+            model.gradients.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory; pending gradients stay."""
@@ -220,7 +221,7 @@ class Worker:
         Contents other than "all" are as of the last optimizer step. Pending gradients stay.
         """
         with self._resident(run_id, FORWARD_VECTORS if contents == "weights" else STEP_VECTORS) as model:
-            if contents == "all" and model.window.num_operations:
+            if contents == "all" and model.gradients.window.num_operations:
                 all_reduce_gradients([model], self._mesh)
             try:
                 learned = _contents(model, contents, self._mesh)
@@ -262,7 +263,7 @@ class Worker:
             try:
                 self._on_all(reporting_out_of_memory("the checkpoint", "try again")(partial(saved.load_into, model)))
             except Exception:
-                model.window.refused = "its checkpoint was loaded only in part: load it again"
+                model.gradients.window.refused = "its checkpoint was loaded only in part: load it again"
                 raise
             keep_on_first_rank(model, self._mesh)
         if run_id in self._models.drafts:

@@ -130,10 +130,10 @@ def test_gradients_of_transformers_layers_equal_peft(model_type: str, tmp_path: 
     tuned = load_in_peft(adapted.directory, adapter)
     data = sequences(vocab_size=adapted.base.vocab_size)
     logits, wanted = adapted.logits(data, adapter), peft_logits(tuned, data)
-    adapter.begin_operation()
+    adapter.gradients.begin_operation()
     (logits * probe(logits)).sum().backward()
     (wanted * probe(wanted)).sum().backward()
-    gradients = adapter.layout.named_views(adapter.scratch)
+    gradients = adapter.layout.named_views(adapter.gradients.scratch)
     experts = [target for target in adapter.targets if target.num_experts is not None]
     linears = list(dict.fromkeys(target.saved_kind for target in experts))
     theirs = peft_gradients(tuned, max((target.num_experts or 0 for target in experts), default=0), linears)
@@ -207,7 +207,7 @@ def test_adapter_saved_without_experts_loads_as_the_same_function(tmp_path: Path
     data = sequences(vocab_size=adapted.base.vocab_size)
     with torch.no_grad():
         assert torch.equal(adapted.logits(data, loaded), adapted.logits(data, adapter))
-    a, b = loaded.all_factors()[next(name for name in loaded.all_factors() if ".experts." in name)]
+    a, b = loaded.vectors.weight_views()[next(name for name in loaded.vectors.weight_views() if ".experts." in name)]
     assert bool(a.any()) and not bool(b.any())
     read_saved(adapter, directory, optimizer=True).load_into(adapter)
     other = adapted.create("other", train_mlp=False)

@@ -26,9 +26,9 @@ STEP = OptimizerStep("run", AdamParams(learning_rate=1e-2))
 
 
 def accumulate(adapter: Adapter, seed: int) -> None:
-    adapter.begin_operation()
-    adapter.scratch.copy_(torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed)))
-    adapter.commit()
+    adapter.gradients.begin_operation()
+    adapter.gradients.scratch.copy_(torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed)))
+    adapter.gradients.commit()
 
 
 def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapter:
@@ -126,7 +126,7 @@ def test_checkpoint_loads_as_a_sampler_adapter_without_optimizer(tiny_models: di
     directory = saved(adapter, tmp_path / "checkpoint")
     sampler = read_new_model(adapted.models, directory)
     assert torch.equal(sampler.weights, adapter.weights)
-    assert sampler.num_bytes == sampler.weights.nbytes
+    assert sampler.vectors.num_bytes == sampler.weights.nbytes
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -170,14 +170,14 @@ def test_damaged_checkpoint_is_refused_and_the_adapter_unchanged(
     adapter = trained(Adapted(tiny_models["llama"]))
     directory = saved(adapter, tmp_path / "checkpoint")
     accumulate(adapter, seed=3)
-    before = [vector.clone() for vector in (adapter.weights, adapter.exp_avg, adapter.accumulator)]
+    before = [vector.clone() for vector in (adapter.weights, adapter.exp_avg, adapter.gradients.accumulator)]
     spoil, reason = DAMAGES[damage]
     spoil(directory)
     with pytest.raises(OperationError, match=reason):
         read_saved(adapter, directory, optimizer=True)
-    after = (adapter.weights, adapter.exp_avg, adapter.accumulator)
+    after = (adapter.weights, adapter.exp_avg, adapter.gradients.accumulator)
     assert all(map(torch.equal, before, after))
-    assert (adapter.num_steps, adapter.window.num_operations) == (2, 1)
+    assert (adapter.num_steps, adapter.gradients.window.num_operations) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def train_once(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Wor
 
 
 def gradient(worker: Worker) -> torch.Tensor:
-    return worker._models.get("draft").accumulator
+    return worker._models.get("draft").gradients.accumulator
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -58,7 +58,7 @@ def learned(
 ) -> tuple[ForwardBackwardOutput, Tensor]:
     """Makes one pass, and returns its output and gradient; leaves the draft as it was."""
     (output,) = run(worker, requested)
-    gradient = worker._models.get(run_id).accumulator.clone()
+    gradient = worker._models.get(run_id).gradients.accumulator.clone()
     worker.clear_gradients(run_id)
     return output, gradient
 
@@ -270,9 +270,9 @@ def test_capture_does_not_change_the_draft(tiny_models: dict[str, Path], tmp_pat
     worker = a_worker(tiny_models["llama"])
     created(worker)
     run(worker, request(some_data(1)))
-    before = worker._models.get("draft").accumulator.clone()
+    before = worker._models.get("draft").gradients.accumulator.clone()
     captured(worker, some_data(2), tmp_path)
-    assert torch.equal(worker._models.get("draft").accumulator, before)
+    assert torch.equal(worker._models.get("draft").gradients.accumulator, before)
 
 
 def test_policies_cannot_use_captured_features(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -390,13 +390,13 @@ def test_one_forward_of_a_policy_also_captures_for_its_draft(
     (alone, _) = run(worker, pair.of_policy(data, forward_only, captures=False), other)
     wanted = torch.empty(0)
     if not forward_only:
-        wanted = worker._models.get("policy").accumulator.clone()
+        wanted = worker._models.get("policy").gradients.accumulator.clone()
         worker.clear_gradients("policy")
     (output, theirs) = run(worker, pair.of_policy(data, forward_only), other)
     assert output.metrics == alone.metrics and "features" not in theirs.loss_fn_outputs[0]
     assert len(list(pair.features.iterdir())) == len(data)
     if not forward_only:
-        assert torch.equal(worker._models.get("policy").accumulator, wanted), (
+        assert torch.equal(worker._models.get("policy").gradients.accumulator, wanted), (
             "the capture changed the policy's gradient"
         )
         stepped(worker, "policy")

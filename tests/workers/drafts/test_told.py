@@ -61,7 +61,7 @@ class Bench:
         request = ForwardBackwardRequest("draft", 1, tuple(data), "eagle3", CONFIG)
         (output,) = self.worker.run_pass(Pass((OperationPart(0, request),)))
         assert isinstance(output, ForwardBackwardOutput), output
-        layout, total = self.draft.layout, self.draft.accumulator
+        layout, total = self.draft.layout, self.draft.gradients.accumulator
         gradients = {str(matrix.key): layout.view(total, matrix.key) for matrix in layout.matrices}
         return [each["losses"] for each in output.loss_fn_outputs], gradients, output.metrics
 
@@ -69,7 +69,7 @@ class Bench:
         self, data: Sequence[Datum], captured: Sequence[int] = CAPTURED
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         shape = self.draft.shape
-        weights = {name: each.double().requires_grad_() for name, each in self.draft.weight_views().items()}
+        weights = {name: each.double().requires_grad_() for name, each in self.draft.vectors.weight_views().items()}
         draft = NaiveDraft(
             weights, self.draft.vocabulary, shape.heads, shape.kv_heads, shape.head_dim, shape.eps, self.theta
         )

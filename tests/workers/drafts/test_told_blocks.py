@@ -50,12 +50,12 @@ class Bench:
         request = ForwardBackwardRequest("draft", 1, tuple(data), "dflash", CONFIG)
         (output,) = self.worker.run_pass(Pass((OperationPart(0, request),)))
         assert isinstance(output, ForwardBackwardOutput), output
-        layout, total = self.draft.layout, self.draft.accumulator
+        layout, total = self.draft.layout, self.draft.gradients.accumulator
         return output.metrics["loss:sum"], {str(each.key): layout.view(total, each.key) for each in layout.matrices}
 
     def naively(self, data: Sequence[Datum]) -> tuple[float, dict[str, Tensor]]:
         shape = self.draft.shape
-        weights = {name: each.double().requires_grad_() for name, each in self.draft.weight_views().items()}
+        weights = {name: each.double().requires_grad_() for name, each in self.draft.vectors.weight_views().items()}
         draft = NaiveDraft(weights, 1, shape.heads, shape.kv_heads, shape.head_dim, shape.eps, theta=10000.0)
         total = torch.zeros((), dtype=torch.float64)
         for datum in data:

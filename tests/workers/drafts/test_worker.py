@@ -129,11 +129,11 @@ def test_metrics_do_not_depend_on_how_the_batch_is_split(worker: Worker, directo
     created(worker)
     data = some_data(1)
     (whole,) = run(worker, request(data))
-    gradient = worker._models.get("draft").accumulator.clone()
+    gradient = worker._models.get("draft").gradients.accumulator.clone()
     other = a_worker(directory, micro_batch_tokens=12, head_chunk_tokens=5)
     created(other)
     parts = [run(other, request([datum]))[0] for datum in reversed(data)]
-    torch.testing.assert_close(other._models.get("draft").accumulator, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(other._models.get("draft").gradients.accumulator, gradient, rtol=1e-4, atol=1e-5)
     for name, value in whole.metrics.items():
         if name.endswith(":sum"):
             assert sum(part.metrics[name] for part in parts) == pytest.approx(value, rel=1e-5, abs=1e-5), name
@@ -153,10 +153,10 @@ def test_small_micro_batches_give_the_same_gradient(worker: Worker, directory: P
         created(each, algorithm=algorithm)
         run(each, request(some_data(1), loss_fn=algorithm))
     wanted, found = (each._models.get("draft") for each in (worker, other))
-    torch.testing.assert_close(found.accumulator, wanted.accumulator, rtol=1e-4, atol=1e-5)
-    assert found.window.weight_sum == pytest.approx(wanted.window.weight_sum)
+    torch.testing.assert_close(found.gradients.accumulator, wanted.gradients.accumulator, rtol=1e-4, atol=1e-5)
+    assert found.gradients.window.weight_sum == pytest.approx(wanted.gradients.window.weight_sum)
     run(other, request(some_data(1)[:1], loss_fn=algorithm))
-    assert (found.accumulator - wanted.accumulator).abs().max() > 1e-2
+    assert (found.gradients.accumulator - wanted.gradients.accumulator).abs().max() > 1e-2
 
 
 def test_step_divides_by_the_sum_of_weights(worker: Worker) -> None:
@@ -164,7 +164,7 @@ def test_step_divides_by_the_sum_of_weights(worker: Worker) -> None:
     data = some_data(1)
     run(worker, request(data))
     weights = sum(float(datum.loss_fn_inputs["weights"][1:-1].sum()) for datum in data)
-    assert worker._models.get("draft").window.weight_sum == pytest.approx(weights)
+    assert worker._models.get("draft").gradients.window.weight_sum == pytest.approx(weights)
     stepped(worker)
 
 

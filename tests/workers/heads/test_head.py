@@ -86,7 +86,7 @@ def ours(
     gradient = torch.full_like(hidden, float("nan"))
     pair = adapter.unembed if adapter is not None else None
     if adapter is not None:
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
     output = score_alone(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
     pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
     return output.scores, output.loss.losses.sum(), gradient, *pair_gradients
@@ -153,9 +153,9 @@ def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adap
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
-    head, before = LogprobHead(base, 5), adapter.scratch.clone()
+    head, before = LogprobHead(base, 5), adapter.gradients.scratch.clone()
     (output,) = score({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
-    assert torch.equal(adapter.scratch, before)
+    assert torch.equal(adapter.gradients.scratch, before)
     with_gradient = score_alone(head, hidden, adapter, wanted, torch.empty_like(hidden))
     assert torch.equal(output.scores, with_gradient.scores)
     torch.testing.assert_close(output.loss.losses, with_gradient.loss.losses)
@@ -215,14 +215,14 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseM
     owners = [adapter, other, None, adapter]
     segments = [Segment(each.start, each.stop, owner) for each, owner in zip(mixed_objectives(), owners, strict=True)]
     for each in (adapter, other):
-        each.begin_operation()
+        each.gradients.begin_operation()
     heads = {"logprobs": LogprobHead(base, chunk_rows)}
     found = score_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
     pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
     pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
     only_forward = score(heads, hidden, segments, mixed_objectives())
     for each in (adapter, other):
-        each.begin_operation()
+        each.gradients.begin_operation()
     for each, output, forward, owner in zip(mixed_objectives(), found, only_forward, owners, strict=True):
         rows = slice(each.start, each.stop)
         own = torch.empty_like(gradient[rows])
@@ -262,7 +262,7 @@ class LargestTensor(TorchDispatchMode):
 
 def largest(chunk_rows: int, name: str, base: BaseModel, adapter: Adapter) -> int:
     hidden, wanted = some_hidden(base), objective(name)
-    with LargestTensor(base.unembedding, adapter.weights, adapter.scratch) as recorder:
+    with LargestTensor(base.unembedding, adapter.weights, adapter.gradients.scratch) as recorder:
         ours(hidden, base, adapter, wanted, chunk_rows)
     return recorder.num_elements
 

@@ -48,12 +48,12 @@ def assert_equal_to_peft(adapted: Adapted) -> None:
     tuned = load_in_peft(adapted.directory, adapter)
 
     logits, wanted = adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())
-    adapter.begin_operation()
+    adapter.gradients.begin_operation()
     (logits * probe(logits)).sum().backward()
     (wanted * probe(wanted)).sum().backward()
 
     assert relative_error(logits, wanted) < TOLERANCE
-    gradients = adapter.layout.named_views(adapter.scratch)
+    gradients = adapter.layout.named_views(adapter.gradients.scratch)
     wanted_gradients = peft_gradients(tuned, max(target.num_experts or 0 for target in adapter.targets))
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in wanted_gradients.items():
@@ -75,18 +75,18 @@ def test_adapters_of_two_ranks_in_one_row_equal_each_alone(tiny_models: dict[str
     border = LENGTHS[0]
     mixed = adapted.hidden(rows, [Segment(0, border, small), Segment(border, sum(LENGTHS), large)])
     (mixed * probe(mixed)).sum().backward()
-    gradients = [small.scratch.clone(), large.scratch.clone()]
+    gradients = [small.gradients.scratch.clone(), large.gradients.scratch.clone()]
     weight = probe(mixed)
 
     for adapter, part, rows_alone, gradient in (
         (small, slice(0, border), rows[:1], gradients[0]),
         (large, slice(border, None), rows[1:], gradients[1]),
     ):
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
         alone = adapted.hidden(rows_alone, [Segment(0, sum(map(len, rows_alone)), adapter)])
         (alone * weight[part]).sum().backward()
         assert relative_error(mixed[part], alone) < TOLERANCE
-        assert relative_error(gradient, adapter.scratch) < 10 * TOLERANCE
+        assert relative_error(gradient, adapter.gradients.scratch) < 10 * TOLERANCE
     other = adapted.hidden(rows[:1], [Segment(0, border, large)])
     assert relative_error(mixed[:border], other) > 1e-2
 
@@ -96,10 +96,10 @@ def test_gradients_of_an_adapters_segments_add_up(tiny_models: dict[str, Path]) 
     adapter = adapted.create("one")
     total, gradients = sum(LENGTHS), []
     for segments in ([Segment(0, total, adapter)], [Segment(0, 7, adapter), Segment(7, total, adapter)]):
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
         hidden = adapted.hidden(sequences(), segments)
         (hidden * probe(hidden)).sum().backward()
-        gradients.append(adapter.scratch.clone())
+        gradients.append(adapter.gradients.scratch.clone())
     assert relative_error(*gradients) < 10 * TOLERANCE
 
 
@@ -132,20 +132,20 @@ def test_nan_in_one_segment_stays_in_it(kind: str, tiny_models: dict[str, Path])
     segments = [Segment(0, border, sick), Segment(border, sum(LENGTHS), well)]
 
     def run() -> torch.Tensor:
-        well.begin_operation()
+        well.gradients.begin_operation()
         hidden = adapted.hidden(sequences(), segments)
         (hidden * probe(hidden)).sum().backward()
         return hidden
 
-    healthy, gradient = run(), well.scratch.clone()
+    healthy, gradient = run(), well.gradients.scratch.clone()
     sick.weights.fill_(torch.nan)
     with_nan = run()
     assert with_nan[:border].isnan().all()
     # Not bit for bit: tokens that are NaN choose other experts, whose batches then have other sizes.
     assert relative_error(with_nan[border:], healthy[border:]) < TOLERANCE
-    assert relative_error(well.scratch, gradient) < 10 * TOLERANCE
-    assert well.scratch_is_finite()
-    assert not sick.scratch_is_finite()
+    assert relative_error(well.gradients.scratch, gradient) < 10 * TOLERANCE
+    assert well.gradients.are_finite()
+    assert not sick.gradients.are_finite()
 
 
 def test_new_adapter_has_no_effect_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
@@ -188,7 +188,7 @@ def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: 
     dense = {f"model.layers.0.mlp.{kind}_proj" for kind in ("gate", "up", "down")}
     sparse = {f"model.layers.1.mlp.experts.{kind}_proj" for kind in ("gate", "up", "down")}
     assert {target.name for target in adapter.targets} == dense | sparse
-    assert adapter.num_parameters == 2 * 3 * ((64 + 128) + 4 * (64 + 32))
+    assert adapter.layout.num_weights == 2 * 3 * ((64 + 128) + 4 * (64 + 32))
     assert len(adapter.layout.named_views(adapter.weights)) == 2 * 3 * (1 + 4)
 
 
@@ -214,24 +214,28 @@ def test_copy_is_a_snapshot_until_copied_again(tiny_models: dict[str, Path]) -> 
     assert not torch.equal(snapshot.weights, run.weights)
     assert copy_adapter(adapted.adapters, "run", "sampler") is snapshot
     assert torch.equal(snapshot.weights, run.weights)
-    assert snapshot.num_bytes == snapshot.weights.nbytes
+    assert snapshot.vectors.num_bytes == snapshot.weights.nbytes
 
 
 def test_operation_enters_the_gradient_window_only_on_commit(tiny_models: dict[str, Path]) -> None:
     adapter = Adapted(tiny_models["llama"]).create("one")
-    adapter.begin_operation()
-    adapter.scratch.fill_(1.0)
-    adapter.commit(num_tokens=3, weight_sum=2.0, losses={"loss:sum": 1.5})
-    adapter.begin_operation()
-    adapter.scratch.fill_(5.0)
-    adapter.begin_operation()
-    adapter.scratch.fill_(2.0)
-    adapter.commit(num_tokens=1, weight_sum=0.5, losses={"loss:sum": 1.0, "kl:sum": 7.0})
-    assert (adapter.accumulator == 3.0).all()
-    assert (adapter.window.num_operations, adapter.window.num_tokens, adapter.window.weight_sum) == (2, 4, 2.5)
-    assert adapter.window.losses == {"loss:sum": 2.5, "kl:sum": 7.0}
-    adapter.clear_window()
-    assert not adapter.accumulator.any()
+    adapter.gradients.begin_operation()
+    adapter.gradients.scratch.fill_(1.0)
+    adapter.gradients.commit(num_tokens=3, weight_sum=2.0, losses={"loss:sum": 1.5})
+    adapter.gradients.begin_operation()
+    adapter.gradients.scratch.fill_(5.0)
+    adapter.gradients.begin_operation()
+    adapter.gradients.scratch.fill_(2.0)
+    adapter.gradients.commit(num_tokens=1, weight_sum=0.5, losses={"loss:sum": 1.0, "kl:sum": 7.0})
+    assert (adapter.gradients.accumulator == 3.0).all()
+    assert (
+        adapter.gradients.window.num_operations,
+        adapter.gradients.window.num_tokens,
+        adapter.gradients.window.weight_sum,
+    ) == (2, 4, 2.5)
+    assert adapter.gradients.window.losses == {"loss:sum": 2.5, "kl:sum": 7.0}
+    adapter.gradients.clear_window()
+    assert not adapter.gradients.accumulator.any()
 
 
 def test_a_dropped_adapter_is_freed_at_once(tiny_models: dict[str, Path]) -> None:
@@ -258,11 +262,11 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
         hidden = adapted.hidden(sequences(), [Segment(0, sum(LENGTHS), adapter)])
         (hidden.float() * probe(hidden)).sum().backward()
         hiddens.append(hidden.float())
-        gradients.append(adapter.scratch)
+        gradients.append(adapter.gradients.scratch)
     assert gradients[1].dtype == torch.float32
     snapshot = copy_adapter(rounded.adapters, "one", "sampler")
     rounded.hidden(sequences(), [Segment(0, sum(LENGTHS), snapshot)])
-    assert snapshot.num_bytes == 1.5 * snapshot.weights.nbytes
+    assert snapshot.vectors.num_bytes == 1.5 * snapshot.weights.nbytes
     assert relative_error(hiddens[1], hiddens[0]) < 5e-2
     assert relative_error(gradients[1], gradients[0]) < 1e-1
     assert relative_error(exact.hidden(sequences(), []), hiddens[0]) > 1e-1

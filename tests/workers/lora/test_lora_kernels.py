@@ -98,7 +98,7 @@ def assert_equal_to_naive(
     x = torch.randn(segments[-1].stop, linears[0].weight.shape[1], generator=generator, requires_grad=True)
     adapters = {id(segment.adapter): segment.adapter for segment in segments if segment.adapter is not None}
     for adapter in adapters.values():
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
     with adapted.adapters.applied(segments):
         y = module(x.to(adapted.base.dtype)).float()
         weights = torch.randn(y.shape, generator=generator)
@@ -171,15 +171,15 @@ def test_gradients_of_a_mixed_row_are_those_of_each_adapter_alone(tiny_models: d
     hidden = adapted.hidden(rows, segments)
     weights = probe(hidden)
     (hidden * weights).sum().backward()
-    together = [adapter.scratch.clone() for adapter in adapters]
+    together = [adapter.gradients.scratch.clone() for adapter in adapters]
 
     for row, segment, adapter, gradient in zip(rows, segments, adapters, together, strict=True):
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
         alone = adapted.hidden([row], [Segment(0, len(row), adapter)])
         (alone * weights[segment.start : segment.stop]).sum().backward()
         assert relative_error(hidden[segment.start : segment.stop], alone) < TOLERANCE
-        assert relative_error(gradient, adapter.scratch) < 2 * TOLERANCE
-        assert relative_error(gradient * (1 + 1e-5), adapter.scratch) > 2 * TOLERANCE
+        assert relative_error(gradient, adapter.gradients.scratch) < 2 * TOLERANCE
+        assert relative_error(gradient * (1 + 1e-5), adapter.gradients.scratch) > 2 * TOLERANCE
 
 
 @pytest.mark.usefixtures("way")
@@ -193,12 +193,12 @@ def test_nonfinite_adapter_leaves_the_others_bit_for_bit(tiny_models: dict[str, 
 
     def run() -> list[Tensor]:
         for adapter in well:
-            adapter.begin_operation()
+            adapter.gradients.begin_operation()
         with adapted.adapters.applied(segments):
             y = module(x)
             (grad_x,) = torch.autograd.grad(y, x, grad)
         rest = torch.cat([torch.arange(5), torch.arange(8, 12)])
-        return [y[rest], grad_x[rest], *(adapter.scratch.clone() for adapter in well)]
+        return [y[rest], grad_x[rest], *(adapter.gradients.scratch.clone() for adapter in well)]
 
     healthy = run()
     sick.weights.fill_(torch.inf)
@@ -206,7 +206,7 @@ def test_nonfinite_adapter_leaves_the_others_bit_for_bit(tiny_models: dict[str, 
     with torch.no_grad():
         x[5:8] = torch.nan
     assert all(torch.equal(before, after) for before, after in zip(healthy, run(), strict=True))
-    assert not sick.scratch_is_finite()
+    assert not sick.gradients.are_finite()
 
 
 def test_merged_layers_hold_their_weights_once_and_still_work_alone(tiny_models: dict[str, Path]) -> None:
@@ -270,7 +270,7 @@ def test_plan_is_reused_until_a_weight_changes(tiny_models: dict[str, Path]) -> 
     with adapted.adapters.applied(segments):
         assert relative_error(module(x), y) > 1e-2
     moved = adapted.adapters.plan(segments)
-    one.move({"weights": one.weights.clone()}, "device")
+    one.vectors.move("device", {"weights": one.weights.clone()}, {})
     assert moved.is_current
     one.weights.mul_(2)
     assert not moved.is_current

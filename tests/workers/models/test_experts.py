@@ -116,7 +116,7 @@ class Pairs:
         """Returns the largest difference from the adapter's gradients, relative to the largest gradient."""
         errors = []
         for kind, leaves in self.leaves.items():
-            for leaf, found in zip(leaves, adapter.all_gradients()[f"{LAYER}.{kind}"], strict=True):
+            for leaf, found in zip(leaves, adapter.gradients.of_lane().views[f"{LAYER}.{kind}"], strict=True):
                 wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 errors.append(float((found.view_as(wanted) - wanted).abs().max() / wanted.abs().max()))
         return max(errors)
@@ -153,7 +153,7 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
     wanted.backward(gradient)
     wanted_grad, x.grad = x.grad, None
     for adapter in made.values():
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
     with adapted.adapters.applied(segments):
         found = experts_of(adapted).forward(x, same_tokens=False)
         found.backward(gradient)
@@ -167,7 +167,7 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
         assert of_adapter.largest_error(adapter) <= EXACT
     for adapter in made.values():
         if adapter not in pairs:
-            assert not adapter.scratch.any()
+            assert not adapter.gradients.scratch.any()
     # Control: the tolerances detect bare experts, and another adapter's pairs.
     with torch.no_grad():
         bare = experts_of(adapted).forward(x, same_tokens=True)
@@ -180,7 +180,7 @@ def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted
     x = torch.randn(9, 64)
     with adapted.adapters.applied([Segment(0, 9, adapter)]):
         experts_of(adapted).forward(x, same_tokens=False).sum().backward()
-    assert adapter.scratch.any()
+    assert adapter.gradients.scratch.any()
 
 
 def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Adapted) -> None:
@@ -213,12 +213,12 @@ def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
         if weight is not None:
             sick.weights.fill_(weight)
         for adapter in (sick, well):
-            adapter.begin_operation()
+            adapter.gradients.begin_operation()
         with adapted.adapters.applied(segments):
             y = experts_of(adapted).forward(x, same_tokens=False)
             y.backward(torch.ones_like(y))
-        results.append((y.detach()[6:], well.scratch.clone()))
-    assert y.detach()[:6].isnan().all() and not sick.scratch_is_finite()
+        results.append((y.detach()[6:], well.gradients.scratch.clone()))
+    assert y.detach()[:6].isnan().all() and not sick.gradients.are_finite()
     for healthy, with_nan in zip(*results, strict=True):
         assert torch.equal(healthy, with_nan)
 
@@ -232,7 +232,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path) -> None:
         with adapted.adapters.applied([Segment(0, 40, adapter)]):
             y = experts_of(adapted).forward(x.to(adapted.base.dtype), same_tokens=False)
             y.backward(torch.ones_like(y))
-        gradients.append(adapter.scratch)
+        gradients.append(adapter.gradients.scratch)
     exact, rounded = gradients
     assert rounded.dtype == torch.float32
     assert (rounded - exact).norm() < 3e-2 * exact.norm()

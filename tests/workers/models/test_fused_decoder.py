@@ -75,12 +75,12 @@ def fused_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Pa
 
 def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
     """Returns the hidden states, and the gradient that backward leaves in the adapter's scratch."""
-    adapter.begin_operation()
+    adapter.gradients.begin_operation()
     tokens, positions, packing = packed()
     with bench.adapters.applied([Segment(0, len(tokens), adapter)]):
         hidden = forward(bench, tokens, positions, packing)
         hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))
-    return hidden.detach().float(), adapter.scratch.clone()
+    return hidden.detach().float(), adapter.gradients.scratch.clone()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -135,11 +135,11 @@ def test_nonfinite_sequence_leaves_the_others_unchanged(name: str, tmp_path: Pat
 
     def states_and_gradients() -> list[Tensor]:
         for adapter in adapters:
-            adapter.begin_operation()
+            adapter.gradients.begin_operation()
         with bench.adapters.applied(segments):
             hidden = bench.base.hidden_states(tokens, positions, packing)
             hidden.backward(torch.ones_like(hidden))
-        return [*hidden.detach().split(LENGTHS), *(adapter.scratch.clone() for adapter in adapters)]
+        return [*hidden.detach().split(LENGTHS), *(adapter.gradients.scratch.clone() for adapter in adapters)]
 
     before = states_and_gradients()
     adapters[1].weights.fill_(math.nan)

@@ -54,7 +54,7 @@ def test_4bit_base_trains_and_samples_like_its_rounded_weights(kind: str, tmp_pa
         (output,) = run(worker, supervised("run", some_data(1)))
         losses.append(output.metrics["loss:sum"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] != pytest.approx(losses[2], rel=1e-5)
-    gradients = [worker._models.get("run").accumulator for worker in (ours, theirs, plain)]
+    gradients = [worker._models.get("run").gradients.accumulator for worker in (ours, theirs, plain)]
     assert relative_error(gradients[0], gradients[1]) < 1e-5 < relative_error(gradients[0], gradients[2])
     for worker in (ours, theirs):
         stepped(worker, "run")

@@ -129,7 +129,7 @@ def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[s
         data = tuple(supervised(length, weights=np.full(length, weight)) for length in lengths)
         parts.append(OperationPart(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
     answers = dict(zip(RUNS, worker.run_pass(Pass(tuple(parts))), strict=True))
-    gradients = {run_id: worker._models.get(run_id).accumulator.clone() for run_id in RUNS if run_id != spoil}
+    gradients = {run_id: worker._models.get(run_id).gradients.accumulator.clone() for run_id in RUNS if run_id != spoil}
     for run_id in RUNS:
         worker.drop_run(run_id)
     return answers, gradients

@@ -12,7 +12,7 @@ from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import SamplingSlice, SliceResult
 from trainhouse.workers.sampler.rank_sync import RankSync, VerifyResult
 from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecoder
-from trainhouse.workers.state.trainable import FORWARD_VECTORS
+from trainhouse.workers.state.vectors import FORWARD_VECTORS
 
 from .watched_worker import ERRORS, WatchedWorker
 

@@ -27,7 +27,7 @@ class MeasuringWorker(Worker):
         return {name: tuple(parameter.shape) for name, parameter in named}
 
     def model_size(self, training: TrainingConfig) -> int:
-        return self._models.build(training).vector_size
+        return self._models.build(training).layout.size
 
 
 class AccountingWorker(Worker):

@@ -48,7 +48,7 @@ def held(where: Measured) -> int:
 def test_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))
-    assert worker._models.build(FULL).vector_size == full_size(shape, SINGLE) >= num_parameters(shape)
+    assert worker._models.build(FULL).layout.size == full_size(shape, SINGLE) >= num_parameters(shape)
 
 
 LAYOUTS = [

@@ -31,7 +31,7 @@ def _averaged(adapters: Sequence[Adapter], mesh: Mesh) -> None:
     all_reduce_gradients(adapters, mesh)
     for adapter in adapters:
         for axes, region in adapter.layout.regions.items():
-            adapter.accumulator[region] /= mesh.across(*axes).size
+            adapter.gradients.accumulator[region] /= mesh.across(*axes).size
 
 
 def _left_alone(adapters: Sequence[Adapter], mesh: Mesh) -> None:

@@ -246,7 +246,7 @@ def test_an_optimizer_cleared_while_offloaded_is_not_reloaded(tmp_path: Path) ->
     worker.drop_run("full")
     assert sampled(worker, "sampler") == expected
     memory = worker.memory()
-    assert memory["full_models"] == 4 * worker._models.get("sampler").vector_size
+    assert memory["full_models"] == 4 * worker._models.get("sampler").layout.size
 
 
 def test_changing_tensors_are_copied_each_time() -> None:

@@ -33,9 +33,9 @@ def adapter(tiny_models: dict[str, Path]) -> Adapter:
 
 
 def accumulate(adapter: Adapter, gradient: torch.Tensor, **window: float) -> None:
-    adapter.begin_operation()
-    adapter.scratch.copy_(gradient)
-    adapter.commit(
+    adapter.gradients.begin_operation()
+    adapter.gradients.scratch.copy_(gradient)
+    adapter.gradients.commit(
         num_tokens=int(window.get("num_tokens", 1)),
         weight_sum=window.get("weight_sum", 1.0),
         losses={"loss:sum": window.get("loss", 0.0)},
@@ -109,9 +109,9 @@ def test_a_lora_step_equals_peft_and_torch(tiny_models: dict[str, Path]) -> None
 
     for _ in range(2):
         logits, wanted = adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())
-        adapter.begin_operation()
+        adapter.gradients.begin_operation()
         (logits * probe(logits)).sum().backward()
-        adapter.commit()
+        adapter.gradients.commit()
         optimizer.zero_grad()
         (wanted * probe(wanted)).sum().backward()
         apply_step(adapter, step(learning_rate=1e-3, eps=1e-8, weight_decay=0.1))
@@ -130,8 +130,8 @@ def test_a_step_returns_its_metrics_and_consumes_the_window(adapter: Adapter) ->
     metrics = apply_step(adapter, step(learning_rate=1e-3, grad_clip_norm=norm / 2))
     assert metrics.pop("unclipped_grad_l2:mean") == pytest.approx(norm, rel=1e-5)
     assert metrics == {"loss:sum": 2.5, "window_tokens:sum": 8.0, "grad_clipped:mean": 1.0, "optimizer_step:last": 1.0}
-    assert adapter.window.num_operations == 0
-    assert not adapter.accumulator.any()
+    assert adapter.gradients.window.num_operations == 0
+    assert not adapter.gradients.accumulator.any()
 
 
 @pytest.mark.parametrize("max_norm, clipped", [(0.0, 0.0), (1e9, 0.0), (1e-3, 1.0)])
@@ -201,7 +201,7 @@ def test_a_sum_that_is_not_finite_is_refused_and_discarded(adapter: Adapter, val
 def test_a_window_that_lost_an_operation_is_refused_and_discarded(adapter: Adapter) -> None:
     before = adapter.weights.clone()
     accumulate(adapter, random_gradient(adapter))
-    adapter.window.refused = "token 9999 is out of range"
+    adapter.gradients.window.refused = "token 9999 is out of range"
     assert "token 9999 is out of range" in refusal(adapter, step())
     assert torch.equal(adapter.weights, before)
     assert "no gradients" in refusal(adapter, step())
@@ -250,8 +250,8 @@ def test_a_refused_step_does_not_affect_others_of_its_call(tiny_models: dict[str
     before = [adapter.weights.clone() for adapter in adapters]
     for adapter in (good, overflow, lost, also_good):
         accumulate(adapter, random_gradient(adapter))
-    overflow.accumulator[7] = float("inf")
-    lost.window.refused = "it was too large"
+    overflow.gradients.accumulator[7] = float("inf")
+    lost.gradients.window.refused = "it was too large"
     answers = apply_steps(adapters, [step(learning_rate=1e-2)] * len(adapters))
     assert [isinstance(answer, Failure) for answer in answers] == [True, False, True, True, False]
     assert relative_error(good.weights, wanted) < 1e-6
@@ -266,22 +266,22 @@ def test_a_bfloat16_base_uses_the_weights_of_the_step(tiny_models: dict[str, Pat
     adapted = Adapted(tiny_models["qwen3"], dtype="bfloat16")
     adapter = adapted.create("run")
     name = adapter.targets[0].name
-    before = adapter.all_factors()[name][0].clone()
+    before = adapter.vectors.weight_views()[name][0].clone()
     accumulate(adapter, random_gradient(adapter))
     apply_step(adapter, step(learning_rate=1e-1))
-    assert torch.equal(adapter.all_factors()[name][0], adapter.pairs[name].a.bfloat16())
-    assert not torch.equal(adapter.all_factors()[name][0], before)
+    assert torch.equal(adapter.vectors.weight_views()[name][0], adapter.pairs[name].a.bfloat16())
+    assert not torch.equal(adapter.vectors.weight_views()[name][0], before)
 
 
 def test_a_windows_first_operation_is_not_copied(adapter: Adapter) -> None:
     accumulate(adapter, random_gradient(adapter))
-    place = adapter.accumulator.data_ptr()
+    place = adapter.gradients.accumulator.data_ptr()
     apply_step(adapter, step())
-    adapter.begin_operation()
-    assert adapter.scratch.data_ptr() == place
-    assert not adapter.scratch.any()
-    adapter.commit()
-    assert adapter.accumulator.data_ptr() == place
+    adapter.gradients.begin_operation()
+    assert adapter.gradients.scratch.data_ptr() == place
+    assert not adapter.gradients.scratch.any()
+    adapter.gradients.commit()
+    assert adapter.gradients.accumulator.data_ptr() == place
 
 
 def test_a_step_without_memory_fails_alone_and_keeps_its_gradients(
@@ -291,7 +291,7 @@ def test_a_step_without_memory_fails_alone_and_keeps_its_gradients(
     new, old = adapted.create("new"), adapted.create("old")
     for adapter in (new, old):
         accumulate(adapter, random_gradient(adapter))
-    gradient = new.accumulator.clone()
+    gradient = new.gradients.accumulator.clone()
     apply_step(old, step())
     accumulate(old, random_gradient(old))
     with monkeypatch.context() as patch:
@@ -300,7 +300,7 @@ def test_a_step_without_memory_fails_alone_and_keeps_its_gradients(
     assert isinstance(failed, Failure) and failed.category == "server"
     assert "no memory for the optimizer state of" in failed.message
     assert isinstance(stepped, dict) and stepped["optimizer_step:last"] == 2.0
-    assert torch.equal(new.accumulator, gradient)
+    assert torch.equal(new.gradients.accumulator, gradient)
     assert apply_step(new, step(0.5))["unclipped_grad_l2:mean"] == pytest.approx(float(gradient.norm()) / 2, rel=1e-5)
 
 

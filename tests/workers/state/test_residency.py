@@ -53,9 +53,9 @@ def new_registry(directory: Path, slots: int, host_adapters: int, device: str = 
 
 
 def accumulate(adapter: Adapter, seed: int) -> None:
-    adapter.begin_operation()
-    adapter.scratch.copy_(torch.randn(adapter.vector_size, generator=torch.Generator().manual_seed(seed)))
-    adapter.commit(num_tokens=3, weight_sum=2.0, losses={"loss": float(seed)})
+    adapter.gradients.begin_operation()
+    adapter.gradients.scratch.copy_(torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(seed)))
+    adapter.gradients.commit(num_tokens=3, weight_sum=2.0, losses={"loss": float(seed)})
 
 
 def train(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
@@ -69,7 +69,7 @@ def state(adapters: AdapterRegistry, adapter_id: str) -> tuple[object, ...]:
     """Returns all that must survive, in a form that compares bit by bit."""
     with adapters.resident([adapter_id]) as (adapter,):
         vectors = {name: vector.cpu().numpy().tobytes() for name, vector in adapter.live_vectors().items()}
-        return vectors, adapter.num_steps, adapter.window
+        return vectors, adapter.num_steps, adapter.gradients.window
 
 
 def places(adapters: AdapterRegistry) -> list[int]:
@@ -115,7 +115,7 @@ def begin_and_commit(adapters: AdapterRegistry, adapter_id: str, seed: int) -> N
 
 def clear(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
     with resident(adapters, adapter_id) as adapter:
-        adapter.clear_window()
+        adapter.gradients.clear_window()
 
 
 def clear_moments(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
@@ -179,18 +179,18 @@ def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, 
         create_adapter(adapters, adapter_id, LORA)
     begin_and_commit(adapters, "window", 1)
     with adapters.resident(["open"]) as (opened,):
-        opened.begin_operation()
-        opened.scratch.fill_(2.0)
+        opened.gradients.begin_operation()
+        opened.gradients.scratch.fill_(2.0)
     state(adapters, "idle")
     assert places(adapters) == [1, 2, 0]
     with adapters.resident(["open"]):
-        assert (opened.scratch == 2.0).all()
-        opened.abandon_operation()
+        assert (opened.gradients.scratch == 2.0).all()
+        opened.gradients.abandon_operation()
     train(adapters, "idle", 1)
     assert places(adapters) == [1, 1, 1]
     with adapters.resident(["window"]) as (kept,):
-        assert kept.accumulator.norm() > 1
-        assert kept.window.losses == {"loss": 1.0}
+        assert kept.gradients.accumulator.norm() > 1
+        assert kept.gradients.window.losses == {"loss": 1.0}
 
 
 def test_only_trained_state_is_paged(tiny_models: dict[str, Path]) -> None:
@@ -201,7 +201,7 @@ def test_only_trained_state_is_paged(tiny_models: dict[str, Path]) -> None:
     train(adapters, "trained", 1)
     state(adapters, "fresh")
     assert adapters.memory()["adapters_on_disk"] == 3 * size
-    assert not adapters.get("fresh").has_moments
+    assert adapters.get("fresh").vectors.in_memory().keys() == {"weights"}
 
 
 def test_an_unchanged_adapter_is_not_written_again(
@@ -256,7 +256,7 @@ def test_adapters_in_use_are_not_offloaded_for_others(tiny_models: dict[str, Pat
     with adapters.resident(["run-0"]) as (held,):
         for i in range(1, 4):
             with adapters.resident([f"run-{i}"]) as (other,):
-                assert held.place == other.place == "device"
+                assert held.vectors.place == other.vectors.place == "device"
 
 
 def test_a_bfloat16_base_uses_the_reloaded_weights(tiny_models: dict[str, Path]) -> None:
@@ -266,12 +266,12 @@ def test_a_bfloat16_base_uses_the_reloaded_weights(tiny_models: dict[str, Path])
         create_adapter(adapters, adapter_id, LORA)
         train(adapters, adapter_id, 1)
         with adapters.resident([adapter_id]) as (adapter,):
-            adapter.all_factors()
+            adapter.vectors.weight_views()
     train(adapters, "one", 2)
     with adapters.resident(["one"]) as (adapter,):
         name = adapter.targets[0].name
-        assert torch.equal(adapter.all_factors()[name][1].t(), adapter.pairs[name].b.bfloat16())
-        assert adapter.all_factors()[name][1].any()
+        assert torch.equal(adapter.vectors.weight_views()[name][1].t(), adapter.pairs[name].b.bfloat16())
+        assert adapter.vectors.weight_views()[name][1].any()
 
 
 @contextmanager
@@ -409,7 +409,7 @@ def test_an_adapter_that_cannot_be_reloaded_fails_only_its_run(
     for i in range(4):
         worker.create_run(RunSpec(f"run-{i}", LORA))
     run_pass(worker, ["run-1", "run-3"])
-    assert worker._models.get("run-0").place == "disk"
+    assert worker._models.get("run-0").vectors.place == "disk"
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken_disk)
         answers = worker.apply_steps(tuple(OptimizerStep(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
@@ -423,7 +423,7 @@ def cut_off_page(adapters: AdapterRegistry, adapter_id: str) -> None:
     """Truncates the file before the adapter's page; other pages stay whole."""
     residency = adapters._residency
     page = residency._saved[adapters.get(adapter_id)].page
-    assert adapters.get(adapter_id).place == "disk" and page.stop == residency._pages._size
+    assert adapters.get(adapter_id).vectors.place == "disk" and page.stop == residency._pages._size
     os.ftruncate(residency._pages._file, page.offset)
 
 

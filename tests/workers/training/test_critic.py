@@ -110,7 +110,7 @@ def test_values_and_gradients_equal_those_of_transformers(worker: Worker, direct
         assert found.keys() == {"values"} and close(found["values"], expected.detach())
         assert not close(found["values"], 1.001 * expected.detach() + 0.001)
     assert output.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=TOLERANCE)
-    gradients = adapter.layout.named_views(adapter.accumulator)
+    gradients = adapter.layout.named_views(adapter.gradients.accumulator)
     theirs = {name.replace(".modules_to_save", ""): each for name, each in peft_parameters(model).items()}
     assert gradients.keys() == theirs.keys() and {"base_model.model.score.weight"} <= gradients.keys()
     for name, parameter in theirs.items():
@@ -126,7 +126,7 @@ def test_critics_and_a_policy_in_one_pass_equal_each_alone(worker: Worker) -> No
         value_request("other", some_values(4, (6, 22))),
     )
     together = run(worker, *requests)
-    gradients = {each.model_id: worker._models.get(each.model_id).accumulator.clone() for each in requests}
+    gradients = {each.model_id: worker._models.get(each.model_id).gradients.accumulator.clone() for each in requests}
     for request, found in zip(requests, together, strict=True):
         worker.clear_gradients(request.model_id)
         (alone,) = run(worker, request)
@@ -134,7 +134,7 @@ def test_critics_and_a_policy_in_one_pass_equal_each_alone(worker: Worker) -> No
         for one, other in zip(found.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
             assert one.keys() == other.keys()
             assert all(close(one[name], torch.from_numpy(other[name])) for name in one)
-        own = worker._models.get(request.model_id).accumulator
+        own = worker._models.get(request.model_id).gradients.accumulator
         assert close(gradients[request.model_id], own) and not close(1.01 * gradients[request.model_id] + 1e-4, own)
 
 
@@ -174,7 +174,7 @@ def test_values_near_the_old_ones_are_not_clipped_by_an_ulp(worker: Worker) -> N
 
 def test_a_snapshot_keeps_a_critics_pending_gradients(worker: Worker, tmp_path: Path) -> None:
     run(worker, value_request("critic", some_values(8)))
-    waiting = worker._models.get("critic").accumulator.clone()
+    waiting = worker._models.get("critic").gradients.accumulator.clone()
     assert waiting.any()
     worker.begin_snapshot(1, "critic", str(tmp_path))
     deadline = time.monotonic() + 30
@@ -183,7 +183,7 @@ def test_a_snapshot_keeps_a_critics_pending_gradients(worker: Worker, tmp_path: 
     assert ended == {1: None}
     run(worker, value_request("critic", some_values(9)))
     worker.load_run("critic", str(tmp_path), True)
-    assert torch.equal(worker._models.get("critic").accumulator, waiting)
+    assert torch.equal(worker._models.get("critic").gradients.accumulator, waiting)
 
 
 def test_a_checkpoint_without_a_role_is_a_policy(worker: Worker, tmp_path: Path) -> None:

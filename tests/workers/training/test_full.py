@@ -26,7 +26,7 @@ from trainhouse.workers.protocol.calls import (
     SamplingSlice,
 )
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.state.trainable import MOMENT_VECTORS
+from trainhouse.workers.state.vectors import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Glm4MoeConfig
 
@@ -240,12 +240,12 @@ def test_a_failed_operation_leaves_no_gradients(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path))
     worker.create_run(RunSpec("full", FullConfig()))
     run(worker, supervised("full", some_data(1)))
-    before = worker._models.get("full").accumulator.clone()
+    before = worker._models.get("full").gradients.accumulator.clone()
     bad = some_data(2)
     bad[1].loss_fn_inputs["weights"][3] = 3e38
     (answer,) = worker.run_pass(Pass((OperationPart(7, supervised("full", bad)),)))
     assert isinstance(answer, Failure) and "not finite" in answer.message, answer
-    assert torch.equal(worker._models.get("full").accumulator, before)
+    assert torch.equal(worker._models.get("full").gradients.accumulator, before)
     # The base takes no gradients.
     assert not any(each.requires_grad or each.grad is not None for each in worker._base.model.parameters())
 
@@ -454,7 +454,7 @@ def test_models_paged_to_disk_continue_bit_equal(tmp_path: Path) -> None:
 def vectors_on_device(worker: Worker) -> float:
     """Returns the full models' memory on the device, in vectors of all parameters."""
     memory = worker.memory()
-    size = 4 * worker._models.get("one").vector_size
+    size = 4 * worker._models.get("one").layout.size
     assert (memory["full_models_on_device"] + memory["full_models_on_host"]) % size == 0
     return memory["full_models_on_device"] / size
 
@@ -560,7 +560,7 @@ def test_8bit_optimizer_states_train_nearly_like_float32(tmp_path: Path) -> None
     assert relative_error(moved[0] * 1.2, moved[1]) > 0.1
     for name in MOMENT_VECTORS:
         assert 0 < relative_error(one.in_float32(name), other.in_float32(name)) < 0.05, name
-    size = one.vector_size
+    size = one.layout.size
     assert one.exp_avg.nbytes == one.exp_avg_sq.nbytes == size + 4 * -(-size // 256)
     # Weights, gradients and two 8-bit moments.
     assert ours.memory()["full_models"] == 4 * 2 * size + 2 * one.exp_avg.nbytes

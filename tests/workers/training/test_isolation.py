@@ -129,7 +129,7 @@ class TenantRuns:
         weights.copy_(healthy)
 
     def accumulator(self, run_id: str) -> Tensor:
-        return self.worker._models.get(run_id).accumulator
+        return self.worker._models.get(run_id).gradients.accumulator
 
     def run(self, *requests: ForwardBackwardRequest) -> dict[str, Result | Failure]:
         """Runs all requests in one pass, then clears the gradients of all runs but "bad"."""

@@ -49,10 +49,10 @@ class Bench:
 
     def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
         """Returns the gradient that the requests accumulate."""
-        self.adapter.clear_window()
+        self.adapter.gradients.clear_window()
         for request in requests:
             expect_output(run(self.pass_runner(**knobs), request))
-        return self.adapter.accumulator.clone()
+        return self.adapter.gradients.accumulator.clone()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def module_bench(tiny_models: dict[str, Path]) -> Bench:
 @pytest.fixture
 def bench(module_bench: Bench) -> Iterator[Bench]:
     yield module_bench
-    module_bench.adapter.clear_window()
+    module_bench.adapter.gradients.clear_window()
 
 
 def run(pass_runner: PassRunner, request: ForwardBackwardRequest) -> PartAnswer:
@@ -158,16 +158,16 @@ def test_the_first_loss_equals_that_of_transformers(kind: str, tiny_models: dict
     assert output.metrics["loss:sum"] == pytest.approx(float(losses.sum()), abs=rounding)
     assert output.metrics["loss:sum"] != pytest.approx(float(losses.sum()) + 10 * rounding, abs=rounding)
     assert output.metrics["num_tokens:sum"] == sum(LENGTHS)
-    assert bench.adapter.accumulator.any()
+    assert bench.adapter.gradients.accumulator.any()
 
 
 def test_at_learning_rate_zero_ten_passes_are_bit_identical(bench: Bench) -> None:
     data = some_data("ppo")
     gradients, outputs = [], []
     for _ in range(10):
-        bench.adapter.clear_window()
+        bench.adapter.gradients.clear_window()
         outputs.append(expect_output(run(bench.pass_runner(micro_batch_tokens=40), request(data, "ppo"))))
-        gradients.append(bench.adapter.accumulator.clone())
+        gradients.append(bench.adapter.gradients.accumulator.clone())
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     assert all(output.metrics == outputs[0].metrics for output in outputs)
     for output in outputs:
@@ -181,18 +181,18 @@ def test_every_metric_has_one_colon_and_means_are_over_counted_positions(bench: 
     assert set(metrics) == {"loss:sum", "num_tokens:sum", "kl:mean", "clip_fraction:mean"}
     counted = sum(int(np.count_nonzero(datum.loss_fn_inputs["advantages"])) for datum in data)
     assert metrics["num_tokens:sum"] == counted
-    assert bench.adapter.window.weight_sum == counted
+    assert bench.adapter.gradients.window.weight_sum == counted
     assert 0 < metrics["clip_fraction:mean"] < 1
 
 
 def test_forward_only_gives_the_outputs_and_leaves_the_gradients(bench: Bench) -> None:
     data = some_data("cross_entropy")
     trained = expect_output(run(bench.pass_runner(), request(data)))
-    accumulated, operations = bench.adapter.accumulator.clone(), bench.adapter.window.num_operations
+    accumulated, operations = bench.adapter.gradients.accumulator.clone(), bench.adapter.gradients.window.num_operations
     output = expect_output(run(bench.pass_runner(), request(data, forward_only=True)))
     assert output.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
-    assert torch.equal(bench.adapter.accumulator, accumulated)
-    assert bench.adapter.window.num_operations == operations
+    assert torch.equal(bench.adapter.gradients.accumulator, accumulated)
+    assert bench.adapter.gradients.window.num_operations == operations
 
 
 def test_loss_weight_scales_the_loss_and_the_gradient(bench: Bench) -> None:
@@ -230,16 +230,16 @@ def test_an_operation_that_fails_contributes_nothing(case: str, bench: Bench) ->
     failure = expect_failure(run(bench.pass_runner(micro_batch_tokens=30), request(bad)))
     assert failure.category == "user"
     assert all(fragment in failure.message for fragment in fragments), failure.message
-    assert torch.equal(bench.adapter.accumulator, before)
-    assert bench.adapter.window.num_operations == 1
-    assert bench.adapter.window.refused == failure.message
+    assert torch.equal(bench.adapter.gradients.accumulator, before)
+    assert bench.adapter.gradients.window.num_operations == 1
+    assert bench.adapter.gradients.window.refused == failure.message
     assert torch.equal(bench.gradient(request(good)), before)
 
 
 def test_a_failed_forward_does_not_refuse_the_window(bench: Bench) -> None:
     bad = with_inputs(some_data("cross_entropy", (3,))[0], weights=np.array([1.0, np.nan, 1.0]))
     expect_failure(run(bench.pass_runner(), request((bad,), forward_only=True)))
-    assert bench.adapter.window.refused is None
+    assert bench.adapter.gradients.window.refused is None
 
 
 def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
@@ -301,7 +301,7 @@ def test_an_adapter_of_only_the_head_trains(bench: Bench) -> None:
     adapter = create_adapter(bench.adapters, "head", lora)
     expect_output(run(bench.pass_runner(), request(some_data("cross_entropy"), model_id="head")))
     bench.adapters.drop("head")
-    assert adapter.accumulator.any()
+    assert adapter.gradients.accumulator.any()
 
 
 def test_an_unknown_run_fails(bench: Bench) -> None:

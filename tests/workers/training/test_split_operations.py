@@ -100,39 +100,41 @@ def test_an_operation_split_over_passes_gives_the_same_results(forward_only: boo
     """Other operations run between its parts and together with them."""
     request, adapter = some_request(forward_only=forward_only), adapter_of(worker)
     expected = expect_output(run(worker, OperationPart(0, request)))
-    window, gradient = replace(adapter.window), None if forward_only else adapter.accumulator.clone()
+    window = replace(adapter.gradients.window)
+    gradient = None if forward_only else adapter.gradients.accumulator.clone()
     worker.clear_gradients("run")
     first, second, last = parts_of(request)
     assert run(worker, first) is None
     expect_output(run(worker, OperationPart(1, some_request("other"))))
     assert run(worker, OperationPart(2, some_request("other")), second) is None
-    assert not adapter.window.num_operations
+    assert not adapter.gradients.window.num_operations
     found = expect_output(run(worker, last))
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
     assert found.metrics != pytest.approx({name: 1.0001 * value for name, value in expected.metrics.items()}, rel=1e-6)
     assert len(found.loss_fn_outputs) == len(request.data)
     for one, other in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1.5e-6)
-    assert adapter.window.num_operations == window.num_operations == (not forward_only)
-    assert (adapter.window.num_tokens, adapter.window.weight_sum) == (window.num_tokens, window.weight_sum)
+    in_parts = adapter.gradients.window
+    assert in_parts.num_operations == window.num_operations == (not forward_only)
+    assert (in_parts.num_tokens, in_parts.weight_sum) == (window.num_tokens, window.weight_sum)
     if gradient is not None:
-        assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
-        assert float((adapter.accumulator - gradient * (1 + 1e-5)).norm() / gradient.norm()) > 1e-6
+        assert float((adapter.gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+        assert float((adapter.gradients.accumulator - gradient * (1 + 1e-5)).norm() / gradient.norm()) > 1e-6
 
 
 @pytest.mark.parametrize("bad_part", [0, 1, 2])
 def test_a_failed_part_fails_the_whole_operation(bad_part: int, worker: Worker) -> None:
     adapter = adapter_of(worker)
     expect_output(run(worker, OperationPart(0, some_request())))
-    before = adapter.accumulator.clone()
+    before = adapter.gradients.accumulator.clone()
     parts = parts_of(some_request())
     for part in parts[:bad_part]:
         assert run(worker, part) is None
     failure = expect_failure(run(worker, with_bad_datum(parts[bad_part], 0)))
     assert f"datum {parts[bad_part].first_datum}: the ppo loss" in failure.message
-    assert torch.equal(adapter.accumulator, before)
-    assert adapter.window.num_operations == 1
-    assert adapter.window.refused == failure.message
+    assert torch.equal(adapter.gradients.accumulator, before)
+    assert adapter.gradients.window.num_operations == 1
+    assert adapter.gradients.window.refused == failure.message
     for late in parts[bad_part + 1 :]:
         assert "are gone" in expect_failure(run(worker, late)).message
 
@@ -142,7 +144,7 @@ def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.
     monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["ppo"], function=explodes))
     request, adapter = some_request(), adapter_of(worker)
     expected = expect_output(run(worker, OperationPart(0, request)))
-    gradient = adapter.accumulator.clone()
+    gradient = adapter.gradients.accumulator.clone()
     worker.clear_gradients("run")
     monkeypatch.setattr(
         worker._passes, "_token_budget", 1
@@ -155,7 +157,7 @@ def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.
     assert answers[0] is None
     assert "ArithmeticError: boom" in expect_failure(answers[1]).message
     assert expect_output(run(worker, last)).metrics == pytest.approx(expected.metrics, rel=1e-6)
-    assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+    assert float((adapter.gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
 
 
 DISCARDING: dict[str, Callable[[Worker, Path], None]] = {
@@ -184,7 +186,7 @@ def test_dropping_clearing_or_loading_a_run_discards_its_unfinished_operation(
 def test_an_unfinished_operation_survives_an_offload_of_its_adapter(worker: Worker) -> None:
     """Three runs take turns on two slots."""
     expected = expect_output(run(worker, OperationPart(0, some_request())))
-    gradient = adapter_of(worker).accumulator.clone()
+    gradient = adapter_of(worker).gradients.accumulator.clone()
     worker.clear_gradients("run")
     worker.create_run(RunSpec("third", LORA))
     for part in parts_of(some_request()):
@@ -192,7 +194,7 @@ def test_an_unfinished_operation_survives_an_offload_of_its_adapter(worker: Work
         worker.run_pass(Pass((OperationPart(1, some_request("other")), OperationPart(2, some_request("third")))))
     assert expect_output(answer).metrics == pytest.approx(expected.metrics, rel=1e-6)
     with worker._models.resident(["run"]) as (adapter,):
-        assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+        assert float((adapter.gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
     worker.drop_run("third")
 
 
@@ -201,7 +203,7 @@ def test_operations_of_one_run_in_a_pass_accumulate_in_order(worker: Worker) -> 
     first, _, third = (replace(some_request(), data=some_request().data[i : i + 2]) for i in (0, 2, 4))
     for request in (first, third):
         expect_output(run(worker, OperationPart(0, request)))
-    expected = adapter_of(worker).accumulator.clone()
+    expected = adapter_of(worker).gradients.accumulator.clone()
     worker.clear_gradients("run")
     bad = with_bad_datum(OperationPart(1, some_request()), 4)
     answers = worker.run_pass(
@@ -215,8 +217,8 @@ def test_operations_of_one_run_in_a_pass_accumulate_in_order(worker: Worker) -> 
         "ForwardBackwardOutput",
         "ForwardBackwardOutput",
     ]
-    assert torch.equal(adapter_of(worker).accumulator, expected)
-    assert adapter_of(worker).window.num_operations == 2
+    assert torch.equal(adapter_of(worker).gradients.accumulator, expected)
+    assert adapter_of(worker).gradients.window.num_operations == 2
     (step,) = worker.apply_steps((OptimizerStep("run", AdamParams()),))
     assert "datum 4" in expect_failure(step).message
 

@@ -261,8 +261,8 @@ def test_the_cache_and_adapter_slots_are_sized_by_free_memory(
     new_run(worker, "run", rank=32)
     train(worker, "run")
     # Steps of one operation do not allocate every vector, nor the copies that passes of several runs make.
-    assert 0.7 * one < adapters.get("run").num_bytes <= one
-    assert adapters.get("run").num_bytes > adapters.bytes_at_rank(16)
+    assert 0.7 * one < adapters.get("run").vectors.num_bytes <= one
+    assert adapters.get("run").vectors.num_bytes > adapters.bytes_at_rank(16)
 
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     sized = {}

@@ -30,7 +30,7 @@ class WeightVersions:
             return self._of_base[owner]
         model = self._models.get(job.adapter_id)
         num_changes, number = self._of_models.get(model, (-1, -1))
-        if num_changes != model.num_changes:
+        if num_changes != model.vectors.num_changes:
             number = next(self._numbers)
-            self._of_models[model] = model.num_changes, number
+            self._of_models[model] = model.vectors.num_changes, number
         return number

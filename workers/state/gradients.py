@@ -1,0 +1,137 @@
+"""The gradients of a model's operations: `scratch` while one runs, and their sum since the last step, `accumulator`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..ops.lanes import current_lane
+from .vectors import StateVectors, ViewedVector
+from .zero import ZeroShards
+
+
+@dataclass
+class GradientWindow:
+    """Sums over the operations accumulated since the last step.
+
+    num_tokens: tokens that carry a loss. weight_sum: their summed weights. losses: loss sums by name. refused: why an
+    operation of the window contributed nothing, None when all did.
+    """
+
+    num_operations: int = 0
+    num_tokens: int = 0
+    weight_sum: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    refused: str | None = None
+
+    def add(self, num_tokens: int, weight_sum: float, losses: Mapping[str, float]) -> None:
+        self.num_operations += 1
+        self.num_tokens += num_tokens
+        self.weight_sum += weight_sum
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+
+
+class Gradients:
+    """Adds an operation's gradients to scratch, and from there, if it succeeds, to the accumulator: float32 [P].
+
+    window: what the accumulator holds.
+    """
+
+    def __init__(self, vectors: StateVectors, zero: ZeroShards | None) -> None:
+        """Starts without gradients; `zero` shards the accumulator over ranks."""
+        self.window = GradientWindow()
+        self._vectors, self._zero = vectors, zero
+        self._operation_is_open = False
+        # The first lane uses scratch.
+        self._other_lanes: dict[int, ViewedVector] = {}
+
+    @property
+    def scratch(self) -> Tensor:
+        """The gradients of the running operation; meaningless between operations."""
+        return (self._vectors.get("scratch") or self._allocate_scratch()).tensor
+
+    @property
+    def accumulator(self) -> Tensor:
+        """The summed gradients of the window, or this rank's part of them."""
+        if (vector := self._vectors.get("accumulator")) is None:
+            weights = self._vectors.weights
+            own = weights if self._zero is None else weights[self._zero.own_range]
+            vector = self._vectors.set("accumulator", torch.zeros_like(own))
+        return vector.tensor
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no gradients, neither of a window nor of a running operation."""
+        return not (self.window.num_operations or self._operation_is_open)
+
+    def live_vectors(self) -> tuple[str, ...]:
+        """Returns the names of the vectors whose content matters."""
+        window = ("accumulator",) if self.window.num_operations else ()
+        return (*window, "scratch") if self._operation_is_open else window
+
+    def of_lane(self) -> ViewedVector:
+        """Returns the vector that collects the gradients of this thread's lane."""
+        own = self._other_lanes.get(current_lane()) if self._other_lanes else None
+        return own or self._vectors.get("scratch") or self._allocate_scratch()
+
+    def begin_operation(self, lanes: Sequence[int] = ()) -> None:
+        """Zeroes scratch, and keeps it until the operation is committed or abandoned.
+
+        Args:
+            lanes: those in which gradients are computed; each but the first has a separate vector until `join_lanes`.
+        """
+        self._operation_is_open = True
+        if (vector := self._vectors.get("scratch")) is not None:
+            vector.tensor.zero_()
+        scratch = self.scratch
+        self._other_lanes = {lane: self._vectors.viewed(torch.zeros_like(scratch)) for lane in lanes[1:]}
+
+    def join_lanes(self) -> None:
+        """Adds the gradients of all lanes to scratch."""
+        for vector in self._other_lanes.values():
+            self.scratch.add_(vector.tensor)
+        self._other_lanes = {}
+
+    def are_finite(self) -> bool:
+        """True if the running operation's gradients are finite."""
+        low, high = torch.aminmax(self.scratch)
+        return bool(torch.isfinite(low) & torch.isfinite(high))
+
+    def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
+        """Adds a successful operation's gradients to the window.
+
+        The window's first gradients become the accumulator without a copy. If ranks keep parts of it, the gradients are
+        summed over the ranks, which all commit together.
+        """
+        self._operation_is_open = False
+        if self._zero is not None:
+            self._commit_part(self._zero)
+        elif self.window.num_operations:
+            self.accumulator.add_(self.scratch)
+        else:
+            self._vectors.rename("scratch", "accumulator")
+        self.window.add(num_tokens, weight_sum, losses or {})
+
+    def _commit_part(self, zero: ZeroShards) -> None:
+        part = zero.reduce_scatter(self._vectors.take("scratch"))
+        if self.window.num_operations:
+            self.accumulator.add_(part)
+        else:
+            self._vectors.set("accumulator", part)
+
+    def abandon_operation(self) -> None:
+        """Discards the gradients of a failed operation."""
+        self._operation_is_open = False
+        self._other_lanes = {}
+
+    def clear_window(self) -> None:
+        """Discards the accumulated gradients; their memory becomes the next operation's scratch."""
+        if self._zero is None and not self._operation_is_open and self._vectors.is_on_device("accumulator"):
+            self._vectors.rename("accumulator", "scratch")
+        self._vectors.discard("accumulator")
+        self.window = GradientWindow()
+
+    def _allocate_scratch(self) -> ViewedVector:
+        return self._vectors.set("scratch", torch.zeros_like(self._vectors.weights))

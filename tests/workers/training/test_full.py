@@ -117,7 +117,8 @@ class Reference:
 
 def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Tensor]:
     model = worker._models.get(run_id)
-    return {str(matrix.key): model.layout.view(getattr(model, vector), matrix.key) for matrix in model.layout.matrices}
+    vectors = model.vectors.in_memory()
+    return {str(matrix.key): model.layout.view(vectors[vector], matrix.key) for matrix in model.layout.matrices}
 
 
 MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in (*MORE_KINDS, *FAMILY_KINDS, "cohere2", "qwen2_moe")]

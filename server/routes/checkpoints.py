@@ -28,6 +28,7 @@ from ..checkpoints.importing import ImportRequest, import_checkpoint, read_uploa
 from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord
 from ..tenants.auth import Tenant, TenantDependency
+from ..tenants.reservation import Reservation
 from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
 from .services import Services, ServicesDependency
 from .submission import receive_unordered
@@ -180,7 +181,7 @@ async def import_weights(
 
     The body is adapter_config.json followed by adapter_model.safetensors.
     """
-    with services.quotas.reservation(tenant.id) as admission:
+    with Reservation(services.quotas, tenant.id) as admission:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
         submit = await receive_unordered(request, admission, decode)
         imported = ImportRequest(submit.content, base_model, name, ttl_seconds)

@@ -41,7 +41,8 @@ from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.quotas import UNORDERED, Reservation
+from ..tenants.quotas import UNORDERED
+from ..tenants.reservation import Reservation
 from ..text.tokenizer import Tokenizer
 from .examples import BASE_MODEL, ModelPath
 from .services import Services, ServicesDependency
@@ -132,7 +133,7 @@ async def create_chat_completion(request: Request, services: ServicesDependency,
 
 async def _complete(request: Request, services: Services, tenant: Tenant, kind: CompletionKind[Asked]) -> Response:
     with ExitStack() as stack:
-        admission = stack.enter_context(services.quotas.reservation(tenant.id))
+        admission = stack.enter_context(Reservation(services.quotas, tenant.id))
         submit = await receive_unordered(request, admission, decoder(kind.request))
         asked = submit.content
         kind.check(asked)
@@ -209,7 +210,7 @@ def _admit(
             "max_tokens, or send several requests"
         )
     first.grow(sizes[0], UNORDERED)
-    others = [stack.enter_context(services.quotas.reservation(tenant.id)) for _ in sizes[1:]]
+    others = [stack.enter_context(Reservation(services.quotas, tenant.id)) for _ in sizes[1:]]
     for admission, size in zip(others, sizes[1:], strict=True):
         admission.claim(size, UNORDERED)
     for admission, size, job in zip((first, *others), sizes, prepared.jobs, strict=True):

@@ -12,6 +12,7 @@ from ...schemas.sampling import (
 )
 from ..http.bodies import json_body, json_decoder
 from ..tenants.auth import TenantDependency
+from ..tenants.reservation import Reservation
 from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
 from .services import ServicesDependency
 from .submission import SUBMIT_RESPONSES, receive_submit, receive_unordered, submit_response
@@ -83,7 +84,7 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     checkpoint). `draft_path` names a draft that proposes `num_draft_tokens` tokens at a time; `guesses` of the result
     counts the proposed and the accepted ones.
     """
-    with services.quotas.reservation(tenant.id) as admission:
+    with Reservation(services.quotas, tenant.id) as admission:
         submit = await receive_unordered(request, admission, json_decoder(SampleRequest))
         submitted = await services.sampling.submit(tenant, submit.content, submit.received, admission)
     return await submit_response(request, services, tenant, submitted)

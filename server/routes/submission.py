@@ -46,7 +46,8 @@ from ..runs.operations import Operation
 from ..runs.queued import RefusedOperation
 from ..runs.run import Run
 from ..tenants.auth import Tenant
-from ..tenants.quotas import UNORDERED, QueuePosition, Reservation, ResultReservation
+from ..tenants.quotas import UNORDERED, QueuePosition
+from ..tenants.reservation import Reservation
 from .services import Services
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ async def run_operation(
     request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
 ) -> Response:
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
-    with services.quotas.reservation(tenant.id) as admission:
+    with Reservation(services.quotas, tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
         operation = await _reserve_features(services, tenant, submit, kind, admission)
         submitted = await submit_operation(services, tenant, submit, operation, admission)
@@ -280,35 +281,35 @@ async def result_response(
         RequestError: 404 if the request id is unknown, 429 if too many large results are being sent to the tenant.
     """
     as_it_is = PROTOBUF in request.headers.get("accept", "")
-    leaving = services.quotas.result_reservation(tenant.id)
+    sending = Reservation(services.quotas, tenant.id)
     times = 1 if as_it_is else _JSON_TIMES
     try:
-        claim = leaving.claim
+        claim = sending.claim_result
         result = await services.futures.wait(request_id, tenant.id, seconds, lambda num_bytes: claim(times * num_bytes))
         if isinstance(result, Pending):
             return result
-        return await _result_response(services, result, as_it_is, leaving)
+        return await _result_response(services, result, as_it_is, sending)
     except BaseException:
-        leaving.release()
+        sending.release()
         raise
 
 
-async def _result_response(services: Services, result: Result, as_it_is: bool, leaving: ResultReservation) -> Response:
+async def _result_response(services: Services, result: Result, as_it_is: bool, sending: Reservation) -> Response:
     body, media_type = result.body, PROTOBUF if as_it_is and not result.is_json else JSON
     if len(body) < LARGE_BYTES:
-        leaving.release()
+        sending.release()
         return Response(body, media_type=media_type) if result.is_json or as_it_is else _as_json(result)
     if result.is_json or as_it_is:
-        return _LargeResponse(_slices(body), media_type, leaving, {"Content-Length": str(len(body))})
+        return _LargeResponse(_slices(body), media_type, sending, {"Content-Length": str(len(body))})
     async with services.futures.large_result_lock:
         pieces = await asyncio.to_thread(_json_pieces, result)
-    return _LargeResponse(pieces, media_type, leaving)
+    return _LargeResponse(pieces, media_type, sending)
 
 
 class _LargeResponse(StreamingResponse):
     """Streams a large result.
 
-    A thread produces each piece after the client has read the one before. `leaving` is released at the end, also if the
+    A thread produces each piece after the client has read the one before. `sending` is released at the end, also if the
     client disconnects.
     """
 
@@ -316,17 +317,17 @@ class _LargeResponse(StreamingResponse):
         self,
         pieces: Iterable[bytes],
         media_type: str,
-        leaving: ResultReservation,
+        sending: Reservation,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(pieces, headers=headers, media_type=media_type)
-        self._leaving = leaving
+        self._sending = sending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._leaving.release()
+            self._sending.release()
 
 
 def _slices(body: bytes) -> Iterator[bytes]:

@@ -31,6 +31,7 @@ from ..http.bodies import (
 )
 from ..runs.operations import LoadWeights
 from ..tenants.auth import TenantDependency
+from ..tenants.reservation import Reservation
 from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
 from .services import ServicesDependency
 from .submission import (
@@ -117,7 +118,7 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
     `model_role` is `policy`; `critic`, whose head predicts a value per token; `reference`, which is not trained; or
     `draft`, which predicts the tokens of a policy: `draft` configures it, `target_path` names the policy's checkpoint.
     """
-    with services.quotas.reservation(tenant.id) as admission:
+    with Reservation(services.quotas, tenant.id) as admission:
         submit = await receive_unordered(request, admission, json_decoder(CreateModelRequest))
         submitted = await services.runs.create(tenant, submit.content, submit.received, admission)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
@@ -198,7 +199,7 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     starts fresh.
     """
     decode = json_decoder(LoadWeightsRequest)
-    with services.quotas.reservation(tenant.id) as admission:
+    with Reservation(services.quotas, tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, "load_weights", decode)
         load, submit = submit.content, _without_secret(submit)
         if load.model_id is not None:

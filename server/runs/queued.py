@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..files.wal import RecordPosition
 from ..journal.futures import Future
-from ..tenants.quotas import Reservation
+from ..tenants.reservation import Reservation
 from .operations import Operation, is_chained, kind_of
 from .replay_log import REFUSED, Outcome, ReplayEntry
 

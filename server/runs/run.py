@@ -30,7 +30,8 @@ from ..journal.journal import Header
 from ..journal.quarantine import STRIKE, PoisonOperation, Strikes
 from ..store import RunRecord
 from ..store.database_errors import OUTAGE_ERRORS, driver_message
-from ..tenants.quotas import QueuePosition, Reservation
+from ..tenants.quotas import QueuePosition
+from ..tenants.reservation import Reservation
 from .missing_seq import MissingSeqTimer
 from .operations import CreateRun, LoadWeights, Operation, has_room, kind_of, loads_files, size_of
 from .queued import GAP, JournalHandle, QueuedOperation, RefusedOperation
@@ -389,7 +390,7 @@ class Run:
     def _restore_admission(self, feature_bytes: int) -> Reservation:
         """Reserves space for what a resumed operation captures."""
         tenant_id = self.record.tenant_id
-        admission = self._services.quotas.reservation(tenant_id)
+        admission = Reservation(self._services.quotas, tenant_id)
         admission.add_features(feature_bytes, self._services.features.room.reserve_unchecked(tenant_id, feature_bytes))
         return admission
 

@@ -30,7 +30,7 @@ from ..journal.request_decoding import decode_entry
 from ..journal.seeds import draw_seed
 from ..store import CheckpointRecord, RunRecord, Store, string_metadata
 from ..tenants.auth import Tenant
-from ..tenants.quotas import Reservation
+from ..tenants.reservation import Reservation
 from .compatibility import check_role, check_target
 from .operations import CreateRun
 from .recovery import JournaledRun

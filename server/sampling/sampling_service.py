@@ -28,7 +28,8 @@ from ..journal.recordings import Recordings
 from ..journal.request_decoding import decode_entry
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
-from ..tenants.quotas import UNORDERED, Quotas, Reservation
+from ..tenants.quotas import UNORDERED, Quotas
+from ..tenants.reservation import Reservation
 from ..tenants.sessions import Sessions
 from .draft_loader import DraftLoader
 from .sampler import Sampler

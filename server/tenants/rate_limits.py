@@ -5,10 +5,10 @@ Each process counts for itself.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 
 from ...schemas.errors import RequestError
+from .token_bucket import TokenBucket
 
 UNCOUNTED = frozenset(
     {
@@ -24,33 +24,18 @@ _ADDRESSES_IN_ALL = 10
 """All addresses together may send this many times the requests without a key of one address."""
 
 
-@dataclass
-class _RequestBucket:
-    """A token bucket that holds at most a minute's worth. level: requests allowed at once, as of time `at`."""
-
-    per_minute: int
-    level: float
-    at: float
-
-    def seconds_to_wait(self, now: float) -> float:
-        """Returns the seconds until one request is allowed, 0 if one is allowed now."""
-        self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
-        self.at = now
-        return max(0.0, (1 - self.level) * 60 / self.per_minute)
-
-
 class RateLimits:
     """Counts the requests of each key. clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[int, _RequestBucket] = {}
+        self._buckets: dict[int, TokenBucket] = {}
 
     def take(self, key_id: int, per_minute: int) -> None:
         """Counts one request. Raises RequestError 429 if the key has exceeded its rate."""
         now = self._clock()
-        bucket = self._buckets.setdefault(key_id, _RequestBucket(per_minute, per_minute, now))
-        if seconds := bucket.seconds_to_wait(now):
+        bucket = self._buckets.setdefault(key_id, TokenBucket.full(per_minute, now))
+        if seconds := bucket.seconds_until(1, now):
             raise RequestError(
                 f"this key has used up its limit of {per_minute} requests a minute: send fewer, larger ones, or use a "
                 f"key made by `trainhouse keys create NAME --requests-per-minute {2 * per_minute}`",
@@ -69,13 +54,13 @@ class UnauthenticatedLimits:
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._clock = clock
-        self._of_address: dict[str, _RequestBucket] = {}
-        self._of_all = _full_bucket(_ADDRESSES_IN_ALL * per_minute, clock())
+        self._of_address: dict[str, TokenBucket] = {}
+        self._of_all = TokenBucket.full(_ADDRESSES_IN_ALL * per_minute, clock())
 
     def check(self, address: str) -> None:
         """Raises RequestError 429 if the address, or all addresses together, have sent too many."""
         now, bucket = self._clock(), self._of_address.get(network_of(address))
-        if seconds := max(self._of_all.seconds_to_wait(now), bucket.seconds_to_wait(now) if bucket else 0.0):
+        if seconds := max(each.seconds_until(1, now) for each in (self._of_all, bucket) if each):
             raise RequestError(
                 f"too many requests without a valid API key: the limit is {self._per_minute} a minute for each "
                 "address: send a key as X-API-Key",
@@ -87,7 +72,7 @@ class UnauthenticatedLimits:
         """Counts one request. Raises RequestError 429 as `check` does."""
         self.check(address)
         now, network = self._clock(), network_of(address)
-        bucket = self._of_address.pop(network, None) or _full_bucket(self._per_minute, now)
+        bucket = self._of_address.pop(network, None) or TokenBucket.full(self._per_minute, now)
         while len(self._of_address) >= _MOST_ADDRESSES:
             del self._of_address[next(iter(self._of_address))]
         self._of_address[network] = bucket
@@ -102,7 +87,3 @@ def network_of(address: str) -> str:
     except ValueError:
         return address
     return str(IPv6Address(int(known) >> 64 << 64)) if isinstance(known, IPv6Address) else address
-
-
-def _full_bucket(per_minute: int, now: float) -> _RequestBucket:
-    return _RequestBucket(per_minute, per_minute, now)

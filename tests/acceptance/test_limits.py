@@ -3,7 +3,6 @@ unaffected.
 """
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,14 +18,12 @@ from ..official import official_service
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 MODEL = "tiny/qwen3"
-TOKENS_PER_MINUTE = 12_000
 ADAM = types.AdamParams(learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
 def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    limits = {"tenant_queued_operations": 3, "tenant_tokens_per_minute": TOKENS_PER_MINUTE}
-    options = {"sdk_max_chunk_datums": 2} | limits
+    options = {"sdk_max_chunk_datums": 2, "tenant_queued_operations": 3}
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), **options) as running:
         yield running
 
@@ -81,17 +78,3 @@ def test_only_the_tenant_over_its_limits_is_slowed(server: LiveServer) -> None:
             same.optim_step(ADAM).result(60)
         logprobs = [same.forward(batch()[start : start + 2], "cross_entropy").result(60) for start in range(0, 8, 2)]
         assert sum(output.metrics["loss:sum"] for output in logprobs) == pytest.approx(loss, rel=1e-4)
-
-
-def test_tokens_per_minute_slow_training_down(server: LiveServer) -> None:
-    """The requests exceed the burst by two minutes' tokens, so that a slow machine is throttled, too."""
-    before, tokens, burst = set(throttled(server)), 600, TOKENS_PER_MINUTE
-    with official_service(server.url, "tml-fast") as service:
-        client = service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
-        began = time.monotonic()
-        passes = [client.forward_backward(batch(2, 300), "cross_entropy") for _ in range(3 * burst // tokens)]
-        for number, future in enumerate(passes[: burst // tokens + 4]):
-            future.result(120)
-            # A pass is accepted unless those before it have used more than there was.
-            assert number * tokens <= burst + TOKENS_PER_MINUTE * (time.monotonic() - began) / 60
-    assert "tenant-tokens-per-minute" in [limit for _, limit in set(throttled(server)) - before]

@@ -26,6 +26,7 @@ from trainhouse.server.runs.run import Run, Submitted
 from trainhouse.server.runs.run_services import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
 from trainhouse.server.tenants.quotas import Quotas
+from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.protocol.worker_config import ServedModel
 
@@ -99,7 +100,7 @@ class Bench:
         return (await self.submit(seq_id, request, ReceivedBody(FORWARD_BACKWARD))).request_id
 
     async def submit(self, seq_id: int, request: Operation, received: ReceivedBody = BODY) -> Submitted:
-        with self.quotas.reservation("alice") as admission:
+        with Reservation(self.quotas, "alice") as admission:
             return await self.run.submit(seq_id, request, received, admission)
 
     async def optim_step(self, seq_id: int) -> str:

@@ -17,6 +17,7 @@ from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.completion_log import MAX_COMPLETIONS_PER_RESPONSE, CompletionLog
 from trainhouse.server.journal.futures import ResultSummary
 from trainhouse.server.routes.submission import _LargeResponse
+from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import BOB, MODEL, PROTOBUF, Server, batch, running_server, sample, sample_body, server_config
@@ -182,7 +183,7 @@ async def test_a_large_result_is_encoded_in_pieces_between_other_tasks(serve: Ca
     answer = json.loads(working.result().content)
     expected = encode_sample_response_json(decode_sample_response(binary.content))
     assert answer == json.loads(json.dumps(expected)) and len(answer["topk_prompt_logprobs"][999]) == 512
-    assert server.services.quotas._num_bytes_leaving == 0
+    assert server.services.quotas.server_usage.num_bytes_sending == 0
 
 
 async def test_encoding_a_large_result_at_once_blocks_other_tasks() -> None:
@@ -201,13 +202,13 @@ async def test_large_results_being_sent_are_bounded_per_tenant(serve: Callable) 
     server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
     submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
     assert (await server.retrieve(submitted["request_id"], accept=PROTOBUF)).status_code == 200
-    slow = server.services.quotas.result_reservation((await server.services.auth.authenticate("tml-alice")).id)
-    slow.claim(4_000_000)
+    slow = Reservation(server.services.quotas, (await server.services.auth.authenticate("tml-alice")).id)
+    slow.claim_result(4_000_000)
     refused = await server.retrieve(submitted["request_id"], accept=PROTOBUF)
     assert refused.status_code == 429 and "are being sent to you" in refused.json()["detail"]
     slow.release()
     assert (await server.retrieve(submitted["request_id"])).status_code == 200, "one may be of any size"
-    assert server.services.quotas._num_bytes_leaving == 0
+    assert server.services.quotas.server_usage.num_bytes_sending == 0
 
 
 async def test_an_accepted_submit_returns_its_id_if_the_result_cannot_be_sent(
@@ -215,8 +216,8 @@ async def test_an_accepted_submit_returns_its_id_if_the_result_cannot_be_sent(
 ) -> None:
     """A refusal would make the client send it again, and it would run twice where the server numbers requests."""
     server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
-    slow = server.services.quotas.result_reservation((await server.services.auth.authenticate("tml-alice")).id)
-    slow.claim(4_000_000)
+    slow = Reservation(server.services.quotas, (await server.services.auth.authenticate("tml-alice")).id)
+    slow.claim_result(4_000_000)
     sampler_id = await sampler_of(server)
     submitted = await server.post("asample", sample_body(sampler_id) | LARGE, Prefer="wait=30")
     slow.release()
@@ -233,11 +234,11 @@ async def test_a_disconnected_client_releases_the_room_of_its_answer(serve: Call
         raise OSError("the client has left")
 
     quotas = server.services.quotas
-    leaving = quotas.result_reservation("alice")
-    leaving.claim(1 << 20)
+    sending = Reservation(quotas, "alice")
+    sending.claim_result(1 << 20)
     with pytest.raises(ClientDisconnect):
-        await _LargeResponse([b"x"], PROTOBUF, leaving)(scope, pytest.fail, disconnected)
-    assert quotas._num_bytes_leaving == 0
+        await _LargeResponse([b"x"], PROTOBUF, sending)(scope, pytest.fail, disconnected)
+    assert quotas.server_usage.num_bytes_sending == 0
 
 
 def test_many_completions_are_reported_page_by_page() -> None:

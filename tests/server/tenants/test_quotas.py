@@ -20,7 +20,8 @@ from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.server.tenants.auth import Tenant, create_key
-from trainhouse.server.tenants.quotas import UNORDERED, QueuePosition, Quotas, Reservation
+from trainhouse.server.tenants.quotas import UNORDERED, QueuePosition, Quotas
+from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 
@@ -42,7 +43,7 @@ def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
 
 def accept(quotas: Quotas, num_bytes: int, standing: QueuePosition = UNORDERED, tenant: str = "alice") -> Reservation:
     """Admits an operation as a route does; raises RequestError with status 429 if it is over a limit."""
-    with quotas.reservation(tenant) as admission:
+    with Reservation(quotas, tenant) as admission:
         if not admission.try_claim(num_bytes):
             admission.claim(num_bytes, standing)
         admission.keep(num_bytes, num_tokens=10)
@@ -74,18 +75,18 @@ def test_a_reservation_is_released_once() -> None:
     admission = accept(server_quotas, 50)
     admission.release()
     admission.release()
-    with pytest.raises(ValueError), server_quotas.reservation("alice") as broken:
+    with pytest.raises(ValueError), Reservation(server_quotas, "alice") as broken:
         broken.try_claim(70)
         assert used(server_quotas) == (1, 70, 70)
         raise ValueError
-    with server_quotas.reservation("alice") as duplicate:
+    with Reservation(server_quotas, "alice") as duplicate:
         duplicate.try_claim(70)
     assert used(server_quotas) == (0, 0, 0)
 
 
 def test_an_operation_may_hold_another_size_than_its_body() -> None:
     server_quotas = quotas()
-    with server_quotas.reservation("alice") as admission:
+    with Reservation(server_quotas, "alice") as admission:
         admission.try_claim(50)
         admission.keep(80, 0)
     assert used(server_quotas) == (1, 80, 80)
@@ -140,13 +141,14 @@ def test_polls_report_a_recent_refusal() -> None:
 
 
 def test_idle_tenants_are_forgotten_and_busy_ones_are_not() -> None:
-    server_quotas = quotas(tenant_tokens_per_minute=100)
+    clock = Clock()
+    server_quotas = quotas(clock, tenant_tokens_per_minute=100)
     for tenant in ("alice", "bob"):
         accept(server_quotas, 1, tenant=tenant).release()
     accept(server_quotas, 1, tenant="alice")
     server_quotas.forget_idle()
     assert set(server_quotas._usages) == {"alice", "bob"}, "both have used tokens"
-    server_quotas._clock.now += 60  # type: ignore[attr-defined]
+    clock.now += 60
     server_quotas.forget_idle()
     assert set(server_quotas._usages) == {"alice"}
 
@@ -206,7 +208,7 @@ class Client:
     async def send(self, seq_id: int, num_bytes: int) -> None:
         while True:
             await asyncio.sleep(self.random.uniform(0, 0.01))
-            with self.quotas.reservation(self.run.record.tenant_id) as admission:
+            with Reservation(self.quotas, self.run.record.tenant_id) as admission:
                 try:
                     if not admission.try_claim(num_bytes):
                         admission.claim(num_bytes, self.run.priority_of(seq_id))
@@ -289,7 +291,7 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
     (bench,) = await benches(1, tenant_queued_operations=20, tenant_tokens_per_minute=60)
     num_throttled = 0
     for seq_id in order:
-        with bench.quotas.reservation("alice") as admission:
+        with Reservation(bench.quotas, "alice") as admission:
             try:
                 if not admission.try_claim(1):
                     admission.claim(1, bench.run.priority_of(seq_id))
@@ -299,10 +301,10 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
             operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
             await bench.run.submit(seq_id, operation, ReceivedBody(b"x"), admission)
     assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
-    bench.quotas.charge("alice", 100)
-    with pytest.raises(RequestError, match="40 s"), bench.quotas.reservation("alice") as admission:
+    Reservation(bench.quotas, "alice").charge(100)
+    with pytest.raises(RequestError, match="40 s"), Reservation(bench.quotas, "alice") as admission:
         admission.claim(1, bench.run.priority_of(500))
-    with bench.quotas.reservation("alice") as admission:
+    with Reservation(bench.quotas, "alice") as admission:
         admission.claim(1, bench.run.priority_of(1))
 
 
@@ -312,7 +314,7 @@ async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> No
     await bench.optim_step(2)
     async with AsyncExitStack() as stack:
         for seq_id in range(3, 100):
-            admission = stack.enter_context(bench.quotas.reservation("alice"))
+            admission = stack.enter_context(Reservation(bench.quotas, "alice"))
             try:
                 admission.claim(1, bench.run.priority_of(seq_id))
             except RequestError:
@@ -396,23 +398,45 @@ async def test_a_throttled_operation_uses_no_seq_id_and_can_be_retried(limited: 
 
 
 async def test_trained_and_sampled_tokens_count_against_the_limit(limited: Server) -> None:
+    clock = limited.services.quotas.clock = Clock()
     run = await limited.create_run()
     before = (await limits_of(limited))["tokens_per_minute"]
     assert before == {"limit": 600, "used": 0}
     data = batch(2)
     await run.forward_backward(data)
     num_trained = sum(one.model_input.length for one in data)
-    assert num_trained - 5 <= (await limits_of(limited))["tokens_per_minute"]["used"] <= num_trained
+    assert (await limits_of(limited))["tokens_per_minute"]["used"] == num_trained
     sampler = await run.do("save_weights_for_sampler")
     body = sample_body(sampler["sampling_session_id"], num_samples=8, sampling_params={"max_tokens": 90, "stop": []})
     await limited.result((await limited.post("asample", body))["request_id"])
     used = (await limits_of(limited))["tokens_per_minute"]["used"]
-    assert 8 * 90 < used <= num_trained + 3 + 8 * 90
+    assert num_trained + 8 * 90 < used <= num_trained + 3 + 8 * 90
     refused = await run.send(run.encode(data, seq_id := next(run.numbers)))
     assert refused.status_code == 429 and "tenant-tokens-per-minute" in refused.json()["detail"]
-    assert int(refused.headers["Retry-After"]) == pytest.approx((used - 600) / 10, abs=2)
-    limited.services.quotas._usages[(await limited.services.auth.authenticate(ALICE)).id].bucket.level = 1
+    assert float(refused.headers["Retry-After-Ms"]) == pytest.approx(1000 * (used - 600) / 10, abs=1)
+    clock.now += (used - 600) / 10 - 0.1
+    assert (await run.send(run.encode(data, seq_id))).status_code == 429
+    clock.now += 0.11
     assert (await run.send(run.encode(data, seq_id))).status_code == 200
+
+
+async def test_tokens_per_minute_slow_training_down_to_the_limit(limited: Server) -> None:
+    """A client that waits as long as Retry-After says is accepted then, and trains 600 tokens a minute."""
+    clock = limited.services.quotas.clock = Clock()
+    began, num_tokens, num_throttled = clock.now, 0, 0
+    run, data = await limited.create_run(), batch(12)
+    for _ in range(40):
+        body = run.encode(data, next(run.numbers))
+        answer = await run.send(body)
+        if answer.status_code == 429:
+            num_throttled += 1
+            clock.now += float(answer.headers["Retry-After-Ms"]) / 1000 + 0.001
+            answer = await run.send(body)
+        assert answer.status_code == 200, answer.text
+        assert "error" not in await limited.result(answer.json()["request_id"])
+        assert num_tokens <= 600 + 10 * (clock.now - began), "a pass is accepted once there is no debt"
+        num_tokens += sum(one.model_input.length for one in data)
+    assert num_throttled > 30 and num_tokens == pytest.approx(600 + 10 * (clock.now - began), rel=0.1)
 
 
 async def test_runs_are_limited_and_those_of_ended_sessions_do_not_count(limited: Server) -> None:
@@ -465,7 +489,7 @@ async def test_memory_is_reserved_before_a_body_is_decompressed(limited: Server)
     run = await limited.create_run()
     services = limited.services
     tenant = await services.auth.authenticate(ALICE)
-    with services.quotas.reservation("bob") as held:
+    with Reservation(services.quotas, "bob") as held:
         held.claim(150_000, UNORDERED)
         text = json.dumps({"model_id": run.model_id, "seq_id": 1, "adam_params": ADAM, "x": "y" * 90_000}).encode()
         for declares in (True, False):
@@ -499,7 +523,7 @@ async def test_only_operators_see_the_usage_of_other_tenants(limited: Server) ->
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(limited.app), base_url="http://test/api/v1/"
     ) as anonymous:
-        with services.quotas.reservation("bob") as held:
+        with Reservation(services.quotas, "bob") as held:
             held.claim(150_000, UNORDERED)
             assert (await limits_of(limited))["server_queued_bytes"] == {"limit": 200_000, "used": 0}
             assert (await limits_of(limited, BOB))["server_queued_bytes"]["used"] == 150_000

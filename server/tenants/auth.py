@@ -83,14 +83,23 @@ class Auth:
             RequestError: 401 without a valid key, 429 if the address has sent too many such requests, 403 if the key
                 lacks the scope, 429 if the key exceeds its rate.
         """
-        known = await self._require(presented_key(request), address_of(request))
+        key, address = presented_key(request), address_of(request)
+        known = await self._look_up(key, address) if key else None
+        if known is None:
+            self._unauthenticated_limits.take(address)
+            raise self._refusal(key)
         if known.key is not None:
-            self._check(known.key, route)
+            if known.key.requests_per_minute is not None and route not in UNCOUNTED:
+                self._rates.take(known.key.key_id, known.key.requests_per_minute)
+            check_scopes(known.key.scopes or TENANT_SCOPES, route)
         return known.tenant
 
     async def authenticate(self, key: str | None) -> Tenant:
         """Returns the key's tenant. Raises RequestError 401."""
-        return (await self._require(key)).tenant
+        known = await self._look_up(key) if key else None
+        if known is None:
+            raise self._refusal(key)
+        return known.tenant
 
     async def token_for(self, key: str) -> str:
         """Returns a token that replaces the key for an hour. Raises RequestError 401."""
@@ -120,27 +129,23 @@ class Auth:
         await revoke_key(self._store, key.key_id)
         self._clear_caches()
 
-    def _check(self, key: ApiKeyRecord, route: str) -> None:
-        if key.requests_per_minute is not None and route not in UNCOUNTED:
-            self._rates.take(key.key_id, key.requests_per_minute)
-        check_scopes(key.scopes or TENANT_SCOPES, route)
-
-    async def _require(self, key: str | None, address: str | None = None) -> _AuthenticatedKey:
-        """Returns the tenant of the key. Raises RequestError 401, 429.
-
-        Args:
-            address: the sender's, if its requests are limited.
-        """
-        known = await self._look_up(key, address) if key else None
-        if known is not None:
-            return known
-        if address is not None:
-            self._unauthenticated_limits.take(address)
+    def _refusal(self, key: str | None) -> RequestError:
+        """Returns the error of a request whose key is missing or not valid."""
         if not key:
-            raise RequestError(
-                "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
+            text = "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY"
+        elif key.startswith(KEY_PREFIX):
+            text = (
+                f"the API key is unknown or revoked (once a key has been made, made-up {KEY_PREFIX} keys no longer "
+                "work): use a key made by `trainhouse keys create NAME`"
             )
-        raise RequestError(_refusal(key, self._was_open()), status=401)
+        else:
+            may_be_made_up = self._loopback and self._counts is not None and self._counts.created == 0
+            made_up = f"send any that does, such as {KEY_PREFIX}me, as no key was made here yet, or "
+            text = (
+                f"the API key does not start with {KEY_PREFIX}, and is not a valid token: "
+                f"{made_up if may_be_made_up else ''}use a key made by `trainhouse keys create NAME`"
+            )
+        return RequestError(text, status=401)
 
     async def _look_up(self, key: str, address: str | None = None) -> _AuthenticatedKey | None:
         """Returns the key's tenant, or None if the key is not valid.
@@ -196,10 +201,6 @@ class Auth:
     async def _is_open(self) -> bool:
         return self._loopback and (await self._store.keys.count()).created == 0
 
-    def _was_open(self) -> bool:
-        """True if the server was open when the keys were last counted."""
-        return self._loopback and self._counts is not None and self._counts.created == 0
-
     async def _own_tenant(self, key_hash: str) -> Tenant:
         tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
         await self._store.tenants.ensure(TenantRecord(tenant.id, tenant.name, time.time()))
@@ -211,19 +212,6 @@ def _cache(cache: dict[str, T], key_hash: str, found: T) -> None:
     while len(cache) >= _MOST_CACHED:
         del cache[next(iter(cache))]
     cache[key_hash] = found
-
-
-def _refusal(key: str, is_open: bool) -> str:
-    if not key.startswith(KEY_PREFIX):
-        made_up = f"send any that does, such as {KEY_PREFIX}me, as no key was made here yet, or " if is_open else ""
-        return (
-            f"the API key does not start with {KEY_PREFIX}, and is not a valid token: {made_up}use a key made by "
-            "`trainhouse keys create NAME`"
-        )
-    return (
-        f"the API key is unknown or revoked (once a key has been made, made-up {KEY_PREFIX} keys no longer work): use "
-        "a key made by `trainhouse keys create NAME`"
-    )
 
 
 _ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_error=False))]

@@ -58,7 +58,7 @@ class QueuePosition:
 
 UNORDERED = QueuePosition()
 UNKNOWN = QueuePosition(is_ready=False)
-"""The position of a request that is accepted only if it has room whatever its position is."""
+"""The position with the least priority: a request that has room there has room at any position."""
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,12 @@ def test_retry_after_follows_the_throughput() -> None:
     with pytest.raises(RequestError) as refusal:
         accept(server_quotas, 1)
     assert refusal.value.retry_after_seconds == pytest.approx(2, rel=0.5)
+    clock.now += 3600
+    queue[10].release()
+    accept(server_quotas, 1)
+    with pytest.raises(RequestError) as refusal:
+        accept(server_quotas, 1)
+    assert 2 < (refusal.value.retry_after_seconds or 0) <= 5, "a pause is no measure of the throughput"
 
 
 def test_polls_report_a_recent_refusal() -> None:

@@ -133,8 +133,8 @@ class Quotas:
         self.server_usage = Usage(clock())
         self.is_closed = False
         self._limits = config.limits
-        self._expiry_seconds = config.sessions.session_expiry_seconds
-        self._ttl_seconds = config.journal.result_ttl_seconds
+        self._session_expiry_seconds = config.sessions.session_expiry_seconds
+        self._result_ttl_seconds = config.journal.result_ttl_seconds
         self._usages: dict[str, TenantUsage] = {}
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Quotas:
         if num_sessions >= limit:
             text = (
                 f"you have {num_sessions} open sessions, and {_limit_words('tenant_sessions', limit)}: close those you "
-                f"no longer need, or stop their heartbeats for {self._expiry_seconds:g} s to end them"
+                f"no longer need, or stop their heartbeats for {self._session_expiry_seconds:g} s to end them"
             )
             self._refuse(tenant_id, ThrottleReason("tenant_sessions", text, "paused_capacity", _SESSION_SECONDS))
 
@@ -209,7 +209,7 @@ class Quotas:
         if num_runs >= limit:
             text = (
                 f"you have {num_runs} live runs, and {_limit_words('tenant_runs', limit)}: close sessions you no "
-                f"longer need, or stop their heartbeats for {self._expiry_seconds:g} s to end them"
+                f"longer need, or stop their heartbeats for {self._session_expiry_seconds:g} s to end them"
             )
             self._refuse(tenant_id, ThrottleReason("tenant_runs", text, "paused_capacity", _RUN_SECONDS))
 
@@ -232,7 +232,7 @@ class Quotas:
             text = (
                 f"your results take {kept_bytes} bytes, that of this request may take {result_bytes}, and "
                 f"{_limit_words('tenant_result_bytes', limit)}: a result is deleted "
-                f"{self._ttl_seconds:g} s after it is ready (--result-ttl-seconds)"
+                f"{self._result_ttl_seconds:g} s after it is ready (--result-ttl-seconds)"
             )
             self._refuse(tenant_id, ThrottleReason("tenant_result_bytes", text, "paused_rate_limit", _MOST_SECONDS))
 

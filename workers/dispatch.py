@@ -23,9 +23,8 @@ from .engines.engine import Engine
 from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
-from .engines.vllm.server import RemoteVllm
-from .engines.vllm.vllm_engine import VllmEngine
-from .engines.vllm.vllm_process import VllmProcess
+from .engines.vllm.engine import VllmEngine
+from .engines.vllm.server import VllmProcess, VllmServer
 from .protocol.calls import ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob
 from .protocol.worker_config import DispatchConfig, WorkerConfig
 from .scheduler.cohorts import OnProgress
@@ -314,7 +313,7 @@ class WorkerDispatch:
         training, sampling = self._groups[model.model.name], self._config.sampling
         directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
         if sampling.vllm is not None and sampling.vllm.urls:
-            return VllmEngine(training, RemoteVllm(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
+            return VllmEngine(training, VllmServer(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
         if sampling.vllm is not None:
             return VllmEngine(
                 training, VllmProcess(sampler_configs(model, sampling)[0], sampling.vllm, directory), directory

@@ -18,8 +18,8 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardReques
 from trainhouse.tests.live import save_byte_tokenizer
 from trainhouse.tests.tiny import tiny_model
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines.vllm import vllm_engine as vllm
-from trainhouse.workers.engines.vllm.vllm_process import VllmProcess
+from trainhouse.workers.engines.vllm import requests
+from trainhouse.workers.engines.vllm.server import VllmProcess
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 
@@ -334,7 +334,7 @@ def test_top_logprobs_fetched_in_pieces_are_the_same(
     async def check() -> None:
         asked = job("top", None, 30, num_samples=3, topk_sample_logprobs=7)
         whole = await dispatch.sample("tiny", asked)
-        monkeypatch.setattr(vllm, "_MOST_CELLS_AT_ONCE", 100)
+        monkeypatch.setattr(requests, "_MOST_CELLS_AT_ONCE", 100)
         pieces = await dispatch.sample("tiny", asked)
         assert_close(whole, pieces)
         for one, other in zip(whole.sequences, pieces.sequences, strict=True):

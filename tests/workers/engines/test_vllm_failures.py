@@ -30,9 +30,9 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.engines.groups.adapter_copies import AdapterCopies
 from trainhouse.workers.engines.in_flight import StreamDeduplicator
 from trainhouse.workers.engines.vllm import watchdog
-from trainhouse.workers.engines.vllm.api import SampleRange, VllmApi
-from trainhouse.workers.engines.vllm.server import RemoteVllm
-from trainhouse.workers.engines.vllm.vllm_process import VllmProcess
+from trainhouse.workers.engines.vllm.api import VllmApi
+from trainhouse.workers.engines.vllm.requests import VllmRequest
+from trainhouse.workers.engines.vllm.server import VllmProcess, VllmServer
 from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.scheduler.backoff import RestartBackoff
@@ -120,7 +120,7 @@ def test_requests_wait_for_an_unreachable_vllm_until_the_timeout(monkeypatch: py
                 dispatch.cancel("job")
                 with pytest.raises(OperationError, match="job was cancelled"):
                     await waiting
-                monkeypatch.setattr(RemoteVllm, "retry_seconds", 1.0)
+                monkeypatch.setattr(VllmServer, "retry_seconds", 1.0)
                 with pytest.raises(OperationError, match=rf"{url} has not responded for .* --sampler native") as failed:
                     await dispatch.sample("tiny", JOB)
                 assert failed.value.category == "server"
@@ -287,7 +287,7 @@ def test_stream_that_differs_after_a_restart_fails(tmp_path: Path) -> None:
 
 def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a request that takes longer than the timeout succeeds while the server is alive."""
-    monkeypatch.setattr(RemoteVllm, "retry_seconds", 2.0)
+    monkeypatch.setattr(VllmServer, "retry_seconds", 2.0)
 
     async def check(url: str, pid: int) -> None:
         dispatch = WorkerDispatch(config(SamplingConfig(vllm=VllmConfig(urls=(url,)))))
@@ -537,9 +537,9 @@ def test_large_answer_does_not_block_the_event_loop(tmp_path: Path) -> None:
         for _ in range(5):  # retries, because other processes may delay it, too
             longest = 0.0
             watching = asyncio.create_task(watch())
-            answer = await api.complete(asked, SampleRange(0, 64), "tiny", 16_000)
+            answer = await api.complete(VllmRequest(asked, range(64), "tiny", 16_000))
             watching.cancel()
-            assert [len(piece.tokens) for piece in answer.choices] == [16_000] * 64
+            assert [len(each.tokens) for each in answer.parts] == [16_000] * 64
             started = time.monotonic()
             json.loads(text)
             to_read = time.monotonic() - started

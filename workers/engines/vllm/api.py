@@ -1,4 +1,4 @@
-"""HTTP client of a vLLM server. Only this module uses the formats of vLLM's requests and responses.
+"""HTTP client of a vLLM server. Only this module and requests.py use the formats of vLLM's requests and responses.
 
 Prompts and samples are token ids both ways, so no text is tokenized twice. Log-probabilities are the model's at
 temperature 1: vLLM's `--logprobs-mode raw_logprobs`, its default.
@@ -8,19 +8,24 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import math
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
 
 from ....schemas.errors import OperationError
-from ....schemas.sampling import EMPTY_LOGPROB, TopkLogprobs
-from ...protocol.calls import SampleJob
+from ....schemas.sampling import EMPTY_LOGPROB, SampledSequence, SampleResponse, TopkLogprobs
+from ...protocol.calls import SampledPart, SampleJob
+from ...scheduler.cohorts import OnProgress
+from ..in_flight import cancel_and_wait
+from .requests import VllmModel, VllmRequest, is_greedy
 from .server import VllmServer
 
 logger = logging.getLogger(__name__)
@@ -33,12 +38,10 @@ _KEPT_ALIVE_SECONDS = 2.0
 # Larger responses are parsed in a thread.
 _LARGE_BYTES = 256 << 10
 
-SAID_AS_THEY_ARE = ("top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
-SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "logit_bias", *SAID_AS_THEY_ARE})
-"""The fields of SamplingParams that reach vLLM."""
+# Health checks within the time for which requests wait.
+_NUM_LOOKS = 12
 
-# Both native sampling and vLLM are greedy below this.
-_LOWEST_TEMPERATURE = 1e-5
+Done = TypeVar("Done")
 
 
 class VllmUnreachable(Exception):
@@ -57,43 +60,14 @@ class UnknownModel(Exception):
     """The server has no model of that name, or lost it in a restart."""
 
 
-@dataclass(frozen=True)
-class VllmModel:
-    """The base model under the name that the server uses."""
-
-    name: str
-    max_length: int
-
-
-@dataclass(frozen=True)
-class SampleRange:
-    """One request for the samples first, first + 1, ... of a job."""
-
-    first: int
-    num_samples: int
-
-
-@dataclass(frozen=True, eq=False)
-class VllmChoice:
-    """A part of sample number `sample` of a request, from a response or one of its events.
-
-    tokens: int32, [n].
-    logprobs: float32, [n].
-    finish_reason: None while the sample continues.
-    """
-
-    sample: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    top: TopkLogprobs | None
-    finish_reason: str | None
-
-
 @dataclass(frozen=True, eq=False)
 class VllmCompletion:
-    """Holds a response, or one event of a stream. num_cached: cached prompt tokens, if vLLM reports them."""
+    """Holds a response, or one event of a stream.
 
-    choices: list[VllmChoice]
+    parts: numbered by their samples' places in the request. num_cached: cached prompt tokens, if vLLM reports them.
+    """
+
+    parts: list[SampledPart]
     num_cached: int | None
 
 
@@ -104,6 +78,7 @@ class VllmApi:
         self._server = server
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_ALIVE_SECONDS)
         self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False)
+        self._checked_at = self._healthy_at = -math.inf
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -151,23 +126,46 @@ class VllmApi:
         with contextlib.suppress(OperationError, UnknownModel, VllmUnreachable):
             await self._request_json("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def complete(self, job: SampleJob, ask: SampleRange, model: str, max_tokens: int) -> VllmCompletion:
-        answer = await self._request_json("POST", "/v1/completions", _body(job, ask, model, max_tokens))
-        return await _read(answer, job)
+    async def complete(self, request: VllmRequest) -> VllmCompletion:
+        answer = await self._request_json("POST", "/v1/completions", request.body())
+        return await _read(answer, request.job)
 
-    async def stream(
-        self, job: SampleJob, ask: SampleRange, model: str, max_tokens: int
-    ) -> AsyncGenerator[VllmCompletion, None]:
+    async def stream(self, request: VllmRequest) -> AsyncGenerator[VllmCompletion, None]:
         """Yields the samples while they grow."""
-        body = _body(job, ask, model, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
-        request = self._request("POST", "/v1/completions", body)
-        async with self._translate_errors(), aclosing(await self._client.send(request, stream=True)) as response:
+        body = request.body() | {"stream": True, "stream_options": {"include_usage": True}}
+        sent = self._request("POST", "/v1/completions", body)
+        async with self._translate_errors(), aclosing(await self._client.send(sent, stream=True)) as response:
             if not response.is_success:
                 await response.aread()
                 _raise_for_status(response)
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    yield await _read(line.removeprefix("data: "), job)
+                    yield await _read(line.removeprefix("data: "), request.job)
+
+    async def watch(self, work: Coroutine[None, None, Done]) -> Done:
+        """Returns the result of `work`. Raises OperationError if the server hangs, which keeps its connections open."""
+        if self._server.retry_seconds is None:
+            return await work
+        tasks = working, silence = asyncio.create_task(work), asyncio.create_task(self._silence())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if silence.done() and not working.done():
+                raise self._server.silence_error("it accepts requests but does not respond")
+            return working.result()
+        finally:
+            await cancel_and_wait(tasks)
+
+    async def _silence(self) -> None:
+        """Returns when the server has been silent for `retry_seconds`."""
+        most = self._server.retry_seconds or math.inf
+        started, pause = time.monotonic(), most / _NUM_LOOKS
+        while time.monotonic() - max(started, self._healthy_at) < most:
+            await asyncio.sleep(pause)
+            # One check serves all waiting requests.
+            if time.monotonic() - self._checked_at >= pause:
+                self._checked_at = time.monotonic()
+                if await self.is_healthy(pause):
+                    self._healthy_at = time.monotonic()
 
     async def _request_json(self, method: str, path: str, body: object = None) -> bytes:
         async with self._translate_errors():
@@ -191,46 +189,49 @@ class VllmApi:
             raise VllmUnreachable(f"broke the connection: {error or type(error).__name__}", reached=True) from None
 
 
-def is_greedy(job: SampleJob) -> bool:
-    return job.params.temperature < _LOWEST_TEMPERATURE
+class SampleCollector:
+    """The samples of a job while they grow."""
+
+    def __init__(self, job: SampleJob, on_progress: OnProgress | None) -> None:
+        self._job = job
+        self._on_progress = on_progress
+        self._parts: defaultdict[int, list[SampledPart]] = defaultdict(list)
+        self._num_cached: list[int] = []
+
+    def add(self, request: VllmRequest, answer: VllmCompletion) -> None:
+        if answer.num_cached is not None:
+            self._num_cached.append(answer.num_cached)
+        for part in answer.parts:
+            drawn = request.samples[part.sample]
+            # All samples of a greedy job are equal, and one was drawn.
+            for sample in range(self._job.num_samples) if is_greedy(self._job) else (drawn,):
+                self._add(replace(part, sample=sample))
+
+    def _add(self, part: SampledPart) -> None:
+        self._parts[part.sample].append(part)
+        if self._on_progress is not None and len(part.tokens):
+            self._on_progress((part,))
+
+    def response(self) -> SampleResponse:
+        """Returns all samples, which must have ended."""
+        sequences = tuple(_sequence(self._parts[sample]) for sample in range(self._job.num_samples))
+        return SampleResponse(sequences, prompt_cache_hit_tokens=min(self._num_cached, default=0))
 
 
-def _body(job: SampleJob, ask: SampleRange, model: str, max_tokens: int) -> dict[str, object]:
-    """Sends every parameter explicitly: vLLM may take missing ones from its own configuration."""
-    params = job.params
-    assert params.seed is not None, "the seed is drawn at submit"
-    return {
-        "model": model,
-        "prompt": job.prompt.tolist(),
-        "add_special_tokens": False,
-        "n": ask.num_samples,
-        # vLLM adds the index of the sample within the request.
-        "seed": _hash_seed(params.seed) + ask.first,
-        "max_tokens": max_tokens,
-        "temperature": 0.0 if is_greedy(job) else params.temperature,
-        "top_k": max(0, params.top_k),
-        "logit_bias": {str(token): bias for token, bias in (params.logit_bias or {}).items()},
-        **{name: getattr(params, name) for name in SAID_AS_THEY_ARE},
-        "stop": list(job.stop_strings),
-        "stop_token_ids": list(job.stop_token_ids),
-        # The stop tokens include the model's end-of-sequence tokens if these must stop the sample.
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-        "logprobs": job.topk_sample_logprobs,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        # Without a salt, response times and cached-token counts would reveal other tenants' prompts.
-        **({"cache_salt": job.tenant_id} if job.tenant_id else {}),
-    }
+def _sequence(parts: list[SampledPart]) -> SampledSequence:
+    if not parts or parts[-1].stop_reason is None:
+        raise VllmUnreachable("did not end a sample", reached=True)
+    tops = [part.topk_logprobs for part in parts if part.topk_logprobs is not None]
+    return SampledSequence(
+        stop_reason=parts[-1].stop_reason,
+        tokens=np.concatenate([part.tokens for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        topk_logprobs=_concatenate(tops) if tops else None,
+    )
 
 
-def _hash_seed(seed: int) -> int:
-    """Maps the seed to 62 bits, far from the next seed's, because sample i uses seed + i.
-
-    Else the samples of seed 1 would be those of seed 0, shifted by one.
-    """
-    return int.from_bytes(blake2b(str(seed).encode(), digest_size=8).digest()) >> 2
+def _concatenate(tops: list[TopkLogprobs]) -> TopkLogprobs:
+    return TopkLogprobs(np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops]))
 
 
 async def _read(text: str | bytes, job: SampleJob) -> VllmCompletion:
@@ -249,17 +250,22 @@ def _parse(answer: dict[str, Any], job: SampleJob) -> VllmCompletion:
     if "error" in answer:
         raise VllmFailed(str(answer["error"].get("message", answer["error"])), reached=True)
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return VllmCompletion([_piece(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
+    return VllmCompletion([_part(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
 
 
-def _piece(choice: dict[str, Any], job: SampleJob) -> VllmChoice:
-    tokens, found = choice.get("token_ids") or [], choice.get("logprobs") or {}
-    return VllmChoice(
+def _part(choice: dict[str, Any], job: SampleJob) -> SampledPart:
+    """Parses a part of a sample. Raises VllmUnreachable if vLLM ended the sample with an error."""
+    reason, found = choice.get("finish_reason"), choice.get("logprobs") or {}
+    if reason not in (None, "stop", "length"):
+        raise VllmUnreachable(f"ended a sample with {reason}", reached=True)
+    return SampledPart(
         sample=choice["index"],
-        tokens=np.array(tokens, np.int32),
+        tokens=np.array(choice.get("token_ids") or [], np.int32),
         logprobs=np.array(found.get("token_logprobs") or [], np.float32),
-        top=_top(found.get("top_logprobs") or [], job.topk_sample_logprobs) if job.topk_sample_logprobs else None,
-        finish_reason=choice.get("finish_reason"),
+        topk_logprobs=_top(found.get("top_logprobs") or [], job.topk_sample_logprobs)
+        if job.topk_sample_logprobs
+        else None,
+        stop_reason=reason,
     )
 
 
@@ -267,14 +273,10 @@ def _top(rows: list[dict[str, float]], k: int) -> TopkLogprobs:
     """Keeps the k likeliest of each token: vLLM adds the sampled token even if it is not among them."""
     top = TopkLogprobs(np.zeros((len(rows), k), np.int32), np.full((len(rows), k), EMPTY_LOGPROB, np.float32))
     for position, row in enumerate(rows):
-        _fill(top, position, {int(token.removeprefix("token_id:")): logprob for token, logprob in row.items()})
+        for rank, (token, logprob) in enumerate(sorted(row.items(), key=lambda entry: -entry[1])[:k]):
+            top.token_ids[position, rank] = int(token.removeprefix("token_id:"))
+            top.logprobs[position, rank] = logprob
     return top
-
-
-def _fill(top: TopkLogprobs, position: int, entries: dict[int, float]) -> None:
-    k = top.token_ids.shape[1]
-    for rank, (token, logprob) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])[:k]):
-        top.token_ids[position, rank], top.logprobs[position, rank] = token, logprob
 
 
 def _raise_for_status(response: httpx.Response) -> None:

@@ -1,6 +1,7 @@
 """The engine that samples with a vLLM server, ours or one at a URL, using the adapters that we train."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
@@ -12,23 +13,19 @@ from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
+from ...scheduler.backoff import backoff
 from ...scheduler.cohorts import OnProgress
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import WorkerCall
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
 from .adapters import VllmAdapters, VllmAdapterVersion, link_files
-from .api import SampleRange, UnknownModel, VllmApi, VllmModel, VllmUnreachable, is_greedy
-from .limits import check_size, check_supported, max_tokens_of, num_cells
-from .sample_collector import SampleCollector
+from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
+from .requests import VllmModel, VllmRequest, check_supported, split
 from .server import VllmServer
-from .timeouts import HealthMonitor, RetryDeadline
 
-_MOST_AT_ONCE = 64
-"""Most samples of one request to vLLM, which runs at most --max-num-seqs at a time."""
-
-_MOST_CELLS_AT_ONCE = 1 << 18
-"""Most top log-probabilities in one response, about 40 bytes each. Larger responses are streamed."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 8.0
+"""Between the attempts at a request."""
 
 _BARE = "bare-base"
 """Id of the base model as an adapter. Runs and samplers cannot have it: their ids contain session ids."""
@@ -37,17 +34,20 @@ Done = TypeVar("Done")
 
 
 @dataclass
-class _Request:
-    """A request and its attempts.
+class _RetriedJob:
+    """A job and its attempts.
 
     version: the adapter; None means the base model.
-    num_strikes: failures that only this request can have caused.
+    num_strikes: failures that only this job can have caused.
+    gone_since: when the server was found gone; None until then.
     """
 
     job: SampleJob
     version: VllmAdapterVersion | None
     streamed: StreamDeduplicator
     num_strikes: int = 0
+    num_retries: int = 0
+    gone_since: float | None = None
 
 
 class VllmEngine:
@@ -64,7 +64,6 @@ class VllmEngine:
         self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
         self._in_flight = InFlightRequests()
         self._quarantine = Quarantine(server.name)
-        self._health = HealthMonitor(server, self._api)
         self._model: VllmModel | None = None
         self._base_adapter_id: str | None = None
 
@@ -130,7 +129,7 @@ class VllmEngine:
 
     async def _answer(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
         with self._weights(job) as version:
-            sampling = self._sample(_Request(job, version, StreamDeduplicator(on_progress)))
+            sampling = self._sample(_RetriedJob(job, version, StreamDeduplicator(on_progress)))
             if not _wants_scores(job):
                 return await sampling
             sampled, scored = await _gather_or_cancel([sampling, self._score(job, version)])
@@ -162,67 +161,75 @@ class VllmEngine:
         scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
         return await self._training.sample(scoring)
 
-    async def _sample(self, request: _Request) -> SampleResponse:
-        deadline, job_id = RetryDeadline(self._server), request.job.job_id
+    async def _sample(self, retried: _RetriedJob) -> SampleResponse:
+        job_id = retried.job.job_id
         try:
             while True:
                 try:
-                    return await self._sample_when_admitted(request)
+                    return await self._sample_when_admitted(retried)
                 except VllmUnreachable as gone:
                     self._model = None
-                    if request.num_strikes >= MAX_STRIKES:
+                    if retried.num_strikes >= MAX_STRIKES:
                         raise OperationError(
                             f"sampling request {job_id} failed {MAX_STRIKES} times: {self._server.name} {gone};"
                             " see its log",
                             "server",
                         ) from None
-                    await deadline.wait(gone)
+                    await self._pause(retried, gone)
         finally:
             self._quarantine.clear(job_id)
 
-    async def _sample_when_admitted(self, request: _Request) -> SampleResponse:
-        async with self._quarantine.admitted(request.job.job_id):
+    async def _sample_when_admitted(self, retried: _RetriedJob) -> SampleResponse:
+        job_id = retried.job.job_id
+        async with self._quarantine.admitted(job_id):
             await self._server.ready()
             start = self._server.num_starts
             try:
-                with self._quarantine.running(request.job.job_id):
-                    return await self._health.watch(request.streamed.run(partial(self._attempt, request)))
+                with self._quarantine.running(job_id):
+                    return await self._api.watch(retried.streamed.run(partial(self._attempt, retried)))
             except UnknownModel as error:
-                if request.version is not None:
-                    request.version.vllm_epoch = None
-                request.num_strikes += 1
+                if retried.version is not None:
+                    retried.version.vllm_epoch = None
+                retried.num_strikes += 1
                 raise VllmUnreachable(str(error), reached=True) from None
             except VllmUnreachable as gone:
-                if gone.reached and await self._failed_alone(request.job.job_id, start):
-                    request.num_strikes += 1
+                if gone.reached and await self._failed_alone(job_id, start):
+                    retried.num_strikes += 1
                 raise
 
     async def _failed_alone(self, job_id: str, start: int) -> bool:
-        """True if only this request can have caused the failure: the server is alive, or crashed while it ran alone."""
+        """True if only this job can have caused the failure: the server is alive, or crashed while it ran alone."""
         if self._server.num_starts == start and await self._api.is_healthy():
             return True
         return self._quarantine.record_crash(job_id)
 
-    async def _attempt(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
-        job, version = request.job, request.version
+    async def _pause(self, retried: _RetriedJob, gone: VllmUnreachable) -> None:
+        """Waits before the next attempt. Raises OperationError if the server has been gone for too long."""
+        now, most = time.monotonic(), self._server.retry_seconds
+        if gone.reached or retried.gone_since is None:
+            retried.gone_since = now
+        if most is not None and now - retried.gone_since > most:
+            raise self._server.silence_error(str(gone))
+        retried.num_retries += 1
+        await asyncio.sleep(backoff(retried.num_retries, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
+
+    async def _attempt(self, retried: _RetriedJob, on_progress: OnProgress | None) -> SampleResponse:
+        job, version = retried.job, retried.version
         model = self._model = self._model or await self._api.model(self._training.name)
-        max_tokens = max_tokens_of(job, model)
-        check_size(job, max_tokens)
+        requests = split(job, model, version and version.name)
         if version is not None:
             await self._adapters.load_into_vllm(version, self._server.num_starts)
-        samples, name = SampleCollector(job, on_progress), version.name if version is not None else model.name
-        await _gather_or_cancel([self._draw(ask, job, name, max_tokens, samples) for ask in _split(job)])
+        samples = SampleCollector(job, on_progress)
+        await _gather_or_cancel([self._draw(request, samples) for request in requests])
         return samples.response()
 
-    async def _draw(
-        self, ask: SampleRange, job: SampleJob, name: str, max_tokens: int, samples: SampleCollector
-    ) -> None:
-        if not job.streams and num_cells(job, max_tokens) <= _MOST_CELLS_AT_ONCE:
-            samples.add(ask, await self._api.complete(job, ask, name, max_tokens))
+    async def _draw(self, request: VllmRequest, samples: SampleCollector) -> None:
+        if not request.streams:
+            samples.add(request, await self._api.complete(request))
             return
-        async with aclosing(self._api.stream(job, ask, name, max_tokens)) as answers:
+        async with aclosing(self._api.stream(request)) as answers:
             async for answer in answers:
-                samples.add(ask, answer)
+                samples.add(request, answer)
 
     async def _add_base_adapter(self) -> None:
         """Adds the base model as an adapter that changes nothing.
@@ -247,13 +254,6 @@ def _check_adapter(directory: Path) -> None:
             "vLLM samples only LoRA adapters, and this model is fully trained: sample it from a server with --sampler "
             "native"
         )
-
-
-def _split(job: SampleJob) -> list[SampleRange]:
-    """Splits the job into requests to vLLM. Greedy samples are all equal, and vLLM refuses more than one."""
-    num_samples = 1 if is_greedy(job) else job.num_samples
-    starts = range(0, num_samples, _MOST_AT_ONCE)
-    return [SampleRange(start, min(_MOST_AT_ONCE, num_samples - start)) for start in starts]
 
 
 async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:

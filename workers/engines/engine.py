@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import SampleJob
 from ..scheduler.cohorts import OnProgress
@@ -69,12 +68,3 @@ class Engine(Protocol):
     async def memory(self) -> dict[str, dict[str, int]]:
         """Returns bytes by purpose, for each of its own running processes by name."""
         ...
-
-
-def adapter_gone_error(adapter_id: str) -> OperationError:
-    """Returns the error of a request whose adapter does not exist."""
-    return OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
-
-
-def adapter_not_stored_error(adapter_id: str, error: OSError) -> OperationError:
-    return OperationError(f"adapter {adapter_id} cannot be kept for sampling: {error}", "server")

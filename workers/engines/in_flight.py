@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,7 @@ class InFlightRequests:
 
 
 class StreamDeduplicator:
-    """The tokens that a job has already streamed to its caller.
+    """Streams the tokens of a job, whose attempts follow one another, each once.
 
     A retried request samples everything again from the start: tokens already streamed are left out. The same seed gives
     the same tokens, unless the adapter has a newer version by then or vLLM batched the request differently.
@@ -79,13 +79,17 @@ class StreamDeduplicator:
         """Runs the request. Raises OperationError as soon as its tokens differ from those already streamed."""
         if self._on_progress is None:
             return await attempt(None)
-        repetition = _Attempt({sample: np.concatenate(parts) for sample, parts in self._streamed.items()})
-        task = asyncio.create_task(attempt(lambda parts: self._forward_new(repetition, parts)))
+        # By sample: the tokens that earlier attempts streamed, and how many tokens this one has sampled.
+        self._earlier = {sample: np.concatenate(parts) for sample, parts in self._streamed.items()}
+        self._num_sampled: Counter[int] = Counter()
+        self._differs: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(attempt(self._forward_new))
         try:
-            await asyncio.wait({task, repetition.failed}, return_when=asyncio.FIRST_COMPLETED)
-            if not repetition.failed.done():
-                repetition.check(task.result())
-            if repetition.failed.done():
+            await asyncio.wait({task, self._differs}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._differs.done():
+                for sample, earlier in self._earlier.items():
+                    self._compare(task.result().sequences[sample].tokens[: len(earlier)], earlier)
+            if self._differs.done():
                 raise OperationError(
                     "the sampler crashed during this request, and the retry sampled tokens that differ from those"
                     " already streamed: send the request again",
@@ -95,40 +99,27 @@ class StreamDeduplicator:
         finally:
             await cancel_and_wait([task])
 
-    def _forward_new(self, repetition: "_Attempt", parts: tuple[SampledPart, ...]) -> None:
-        fresh = tuple(rest for part in parts if (rest := repetition.unseen(part)) is not None)
-        if fresh and not repetition.failed.done():
+    def _forward_new(self, parts: tuple[SampledPart, ...]) -> None:
+        fresh = tuple(rest for part in parts if (rest := self._unseen(part)) is not None)
+        if fresh and not self._differs.done():
             for part in fresh:
                 self._streamed[part.sample].append(part.tokens)
             assert self._on_progress is not None
             self._on_progress(fresh)
 
-
-class _Attempt:
-    """One attempt, compared with what was streamed before it. failed: done as soon as a token differs."""
-
-    def __init__(self, told: Mapping[int, np.ndarray]) -> None:
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._told = told
-        self._num_seen: Counter[int] = Counter()
-
-    def unseen(self, part: SampledPart) -> SampledPart | None:
+    def _unseen(self, part: SampledPart) -> SampledPart | None:
         """Returns the tokens of this part that have not been streamed; None if all of them have."""
-        start = self._num_seen[part.sample]
-        self._num_seen[part.sample] += len(part.tokens)
-        told = self._told.get(part.sample, part.tokens[:0])[start : start + len(part.tokens)]
-        self._compare(part.tokens[: len(told)], told)
-        if len(told) == len(part.tokens):
+        start = self._num_sampled[part.sample]
+        self._num_sampled[part.sample] += len(part.tokens)
+        earlier = self._earlier.get(part.sample, part.tokens[:0])[start : start + len(part.tokens)]
+        self._compare(part.tokens[: len(earlier)], earlier)
+        if len(earlier) == len(part.tokens):
             return None
-        return _without_first(part, len(told)) if len(told) else part
+        return _without_first(part, len(earlier)) if len(earlier) else part
 
-    def check(self, response: SampleResponse) -> None:
-        for sample, told in self._told.items():
-            self._compare(response.sequences[sample].tokens[: len(told)], told)
-
-    def _compare(self, tokens: np.ndarray, told: np.ndarray) -> None:
-        if not np.array_equal(tokens, told) and not self.failed.done():
-            self.failed.set_result(None)
+    def _compare(self, tokens: np.ndarray, earlier: np.ndarray) -> None:
+        if not np.array_equal(tokens, earlier) and not self._differs.done():
+            self._differs.set_result(None)
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:

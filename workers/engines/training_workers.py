@@ -8,7 +8,7 @@ from ..protocol.calls import SampleJob
 from ..scheduler.cohorts import OnProgress
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import WorkerCall
-from .drafts import drop_draft, load_draft
+from .weights import drop_weights, load_weights
 
 
 class TrainingWorkersEngine:
@@ -35,21 +35,19 @@ class TrainingWorkersEngine:
         )
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
-        verb = WorkerCall("load_adapter", (adapter_id, str(directory)), creates=adapter_id)
-        await self._group.submit(adapter_id, "", verb)
+        await load_weights(self._group, "load_adapter", adapter_id, directory)
 
     async def drop_adapter(self, adapter_id: str) -> None:
-        if not self._group.forget_lost(adapter_id):
-            await self._group.submit(adapter_id, "", WorkerCall("drop_adapter", (adapter_id,), drops=adapter_id))
+        await drop_weights(self._group, adapter_id)
 
     def has_draft(self, draft_id: str) -> bool:
         return self._group.holds(draft_id)
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
-        await load_draft(self._group, draft_id, directory)
+        await load_weights(self._group, "load_draft", draft_id, directory)
 
     async def drop_draft(self, draft_id: str) -> None:
-        await drop_draft(self._group, draft_id)
+        await drop_weights(self._group, draft_id)
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         return await self._group.sample(job, on_progress)

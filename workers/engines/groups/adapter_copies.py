@@ -9,8 +9,7 @@ import numpy as np
 
 from ....schemas.models import TrainingConfig
 from ...protocol.calls import AdapterWeights
-from ..engine import adapter_gone_error, adapter_not_stored_error
-from .scratch import ScratchDirectory
+from ..weights import ScratchDirectory, adapter_gone_error, adapter_not_stored_error
 
 
 @dataclass(frozen=True)

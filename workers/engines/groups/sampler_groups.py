@@ -18,8 +18,8 @@ from ...scheduler.cohorts import OnProgress
 from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import WorkerCall
-from ..drafts import drop_draft, load_draft
 from ..in_flight import InFlightRequests, StreamDeduplicator
+from ..weights import drop_weights, load_weights
 from .adapter_copies import AdapterCopies
 from .adapter_versions import GroupAdapter, GroupAdapterVersion, WeightTransferStats
 
@@ -66,10 +66,10 @@ class SamplerGroups:
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Loads the draft into each running group. A group that restarts loads it at the next request."""
         lacking = self._without_draft(draft_id)
-        await asyncio.gather(*(load_draft(group, draft_id, directory) for group in lacking))
+        await asyncio.gather(*(load_weights(group, "load_draft", draft_id, directory) for group in lacking))
 
     async def drop_draft(self, draft_id: str) -> None:
-        await asyncio.gather(*(drop_draft(replica.group, draft_id) for replica in self._replicas))
+        await asyncio.gather(*(drop_weights(replica.group, draft_id) for replica in self._replicas))
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         return await self._in_flight.run(job.job_id, self._sample(job, StreamDeduplicator(on_progress)))

@@ -18,10 +18,8 @@ from pathlib import Path
 
 from ....schemas.errors import OperationError
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import WorkerCall
-from ..engine import adapter_gone_error, adapter_not_stored_error
-from ..groups.scratch import ScratchDirectory
 from ..in_flight import cancel_and_wait
+from ..weights import ScratchDirectory, adapter_gone_error, adapter_not_stored_error, drop_weights, load_weights
 from .api import VllmApi
 
 _READS_ON_SECONDS = 5.0
@@ -119,8 +117,7 @@ class VllmAdapters:
         async with version.training_lock:
             num_deaths = self._training.num_deaths
             if version.training_crash_epoch != num_deaths:
-                verb = WorkerCall("load_adapter", (version.name, str(version.directory)), creates=version.name)
-                await self._training.submit(version.name, "", verb)
+                await load_weights(self._training, "load_adapter", version.name, version.directory)
                 version.training_crash_epoch = num_deaths
 
     async def close(self) -> None:
@@ -144,10 +141,9 @@ class VllmAdapters:
 
     async def _discard(self, version: VllmAdapterVersion) -> None:
         await self._unload(version)
-        if version.training_crash_epoch is not None and not self._training.forget_lost(version.name):
+        if version.training_crash_epoch is not None:
             with contextlib.suppress(OperationError):  # the server is shutting down
-                verb = WorkerCall("drop_adapter", (version.name,), drops=version.name)
-                await self._training.submit(version.name, "", verb)
+                await drop_weights(self._training, version.name)
         await asyncio.sleep(_READS_ON_SECONDS)
         await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
 

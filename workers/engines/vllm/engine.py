@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,23 +128,14 @@ class VllmEngine:
         return {}
 
     async def _answer(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
-        with self._weights(job) as version:
+        adapter_id = job.adapter_id or self._base_adapter_id
+        with nullcontext() if adapter_id is None else self._adapters.in_use(adapter_id) as version:
             sampling = self._sample(_RetriedJob(job, version, StreamDeduplicator(on_progress)))
             if not _wants_scores(job):
                 return await sampling
             sampled, scored = await _gather_or_cancel([sampling, self._score(job, version)])
             hits = sampled.prompt_cache_hit_tokens
             return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits)
-
-    @contextmanager
-    def _weights(self, job: SampleJob) -> Iterator[VllmAdapterVersion | None]:
-        """Yields the version to sample; None means the base model."""
-        adapter_id = job.adapter_id or self._base_adapter_id
-        if adapter_id is None:
-            yield None
-            return
-        with self._adapters.in_use(adapter_id) as version:
-            yield version
 
     async def _score(self, job: SampleJob, version: VllmAdapterVersion | None) -> SampleResponse:
         """Scores the prompt with the training workers.

@@ -1,0 +1,65 @@
+"""What engines share to hold weights: in the workers of a group, and in files of the server's own."""
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from ...schemas.errors import OperationError
+from ..scheduler.rank_group import RankGroup
+from ..scheduler.work import WorkerCall
+
+
+async def load_weights(
+    group: RankGroup, method: Literal["load_adapter", "load_draft"], weights_id: str, directory: Path
+) -> None:
+    """Loads an adapter or draft into the group's workers, whose crash loses it. Raises OperationError."""
+    await group.submit(weights_id, "", WorkerCall(method, (weights_id, str(directory)), creates=weights_id))
+
+
+async def drop_weights(group: RankGroup, weights_id: str) -> None:
+    """Drops an adapter or draft. Unknown and lost ones are ignored. Raises OperationError."""
+    if not group.forget_lost(weights_id):
+        await group.submit(weights_id, "", WorkerCall("drop_adapter", (weights_id,), drops=weights_id))
+
+
+class ScratchDirectory:
+    """A directory for files that are useless after this process has ended.
+
+    directory: created at first use, and emptied of an earlier process's files; None means a temporary one.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._requested = directory
+        self._directory: Path | None = None
+        self._making = asyncio.Lock()
+
+    async def path(self) -> Path:
+        """Creates the directory if necessary. Raises OSError."""
+        async with self._making:
+            if self._directory is None:
+                self._directory = await asyncio.to_thread(_make, self._requested)
+            return self._directory
+
+    def close(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _make(directory: Path | None) -> Path:
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="trainhouse-adapters-"))
+    shutil.rmtree(directory, ignore_errors=True)
+    # Files that could not be removed may be left.
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def adapter_gone_error(adapter_id: str) -> OperationError:
+    """Returns the error of a request whose adapter does not exist."""
+    return OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
+
+
+def adapter_not_stored_error(adapter_id: str, error: OSError) -> OperationError:
+    return OperationError(f"adapter {adapter_id} cannot be kept for sampling: {error}", "server")

@@ -1,4 +1,4 @@
-"""What engines share to hold weights: in the workers of a group, and in files of the server's own."""
+"""Holds weights for engines: in the workers of a group, and in files of the server's own."""
 
 import asyncio
 import shutil

@@ -25,7 +25,7 @@ cli serving routes openai runs sampling checkpoints features journal tenants rep
 text
 """
 WORKERS = """
-engines/vllm engines/groups engines scheduler pools/ray pools/remote pools
+engines/vllm engines/groups engines scheduler pools/ray pools
 worker training sampler sampler/decoding sampler/cache sampler/requests sampler/logits checkpoint registry heads
 drafts/training drafts drafts/algorithms drafts/sequences full lora programs models batch state losses parallel ops
 planner shapes protocol

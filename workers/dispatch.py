@@ -31,9 +31,9 @@ from .scheduler.cohorts import OnProgress
 from .scheduler.device_sharing import DeviceScheduler
 from .scheduler.fair_queue import PassLimits
 from .scheduler.pool_factory import (
+    PoolFactory,
     named_sampler_configs,
     policy_configs,
-    pool_factory_of,
     role_config,
     role_group_name,
     sampler_configs,
@@ -60,7 +60,7 @@ class WorkerDispatch:
         _check_weights(config.tenant_weights)
         self.models = {}
         self._config = config
-        self._source = pool_factory_of(config)
+        self._source = PoolFactory(config)
         self._device_turns = DeviceScheduler() if config.shared_devices == "turns" else None
         models = policy_configs(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}

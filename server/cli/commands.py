@@ -1,4 +1,4 @@
-"""The command line of `trainhouse serve`, `workers`, `keys`, `backup` and `verify`: parses, calls, prints errors."""
+"""The command line of `trainhouse serve`, `keys`, `backup` and `verify`: parses, calls, prints errors."""
 
 import argparse
 import asyncio
@@ -16,10 +16,10 @@ from typing import TypeAlias
 
 from ...workers.scheduler.pool_factory import check_layouts
 from ...workers.shapes.model_shape import refuse_missing_weights
-from ..config.knob import ADDRESS, Knob
+from ..config.knob import Knob
 from ..config.knob_values import ENVIRONMENT_PREFIX, ConfigError
-from ..config.load import load_config, place_config_of, store_config_of
-from ..config.server_config import KNOBS, SECTION_OF, ServerConfig, worker_knobs
+from ..config.load import WORKERS_ARE_ON_RAY, load_config, place_config_of, store_config_of
+from ..config.server_config import KNOBS, SECTION_OF, ServerConfig
 from ..logs.setup import configure_logging
 from ..replication.state_lock import (
     STATE_PATTERNS,
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 if the command failed, 2 if it was used wrongly."""
     options, unknown = _parser().parse_known_args(arguments)
     try:
-        if unknown:
+        if unknown and options.run is not _workers:
             raise ConfigError(f"unknown argument {unknown[0]}{_nearest_flag(unknown[0])}")
         with nullcontext() if options.command in _COMMANDS_FOR_USERS else private_files():
             return options.run(options)
@@ -64,6 +64,8 @@ def _say_error(command: str, error: Exception, status: int) -> int:
 
 
 def _nearest_flag(argument: str) -> str:
+    if argument.startswith("--workers"):
+        return f": {WORKERS_ARE_ON_RAY}"
     near = difflib.get_close_matches(argument.partition("=")[0], [knob.flag for knob in KNOBS.values()], n=1)
     return f": did you mean {near[0]}?" if near else ": see --help"
 
@@ -167,54 +169,25 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _refuse_impossible_models(config: ServerConfig) -> None:
-    """Raises ValueError for what is known to fail before anything is loaded, except by workers of another process."""
-    if config.attach.workers is None:
-        ranks = config.dispatch_config()
-        if config.ranks.parallel is None:  # chosen later, and drafts depend on it
-            ranks = replace(ranks, models=tuple(replace(model, draft_parallel=None) for model in ranks.models))
-        check_layouts(ranks)
+    """Raises ValueError for what is known to fail before anything is loaded."""
+    ranks = config.dispatch_config()
+    if config.ranks.parallel is None:  # chosen later, and drafts depend on it
+        ranks = replace(ranks, models=tuple(replace(model, draft_parallel=None) for model in ranks.models))
+    check_layouts(ranks)
     for model in config.models.base_models:
         refuse_missing_weights(model.source)
 
 
 # trainhouse workers
 
-_WORKERS_USAGE = "trainhouse workers --base-model NAME[=PATH_OR_HUB_ID] --listen HOST:PORT [FLAGS]"
-
 
 def _add_workers(commands: _Commands) -> None:
-    parser = commands.add_parser("workers", usage=_WORKERS_USAGE, add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action=_Print, text=workers_help, help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--listen", metavar="HOST:PORT")
-    _add_knobs(parser, worker_knobs())
-    parser.set_defaults(run=_workers)
+    """Adds a command that existed once, to name what replaces it."""
+    commands.add_parser("workers", add_help=False, allow_abbrev=False).set_defaults(run=_workers)
 
 
-def workers_help() -> str:
-    listen = ("--listen HOST:PORT", "where servers attach, with --workers HOST:PORT")
-    rows = [listen, *_rows_by_section(worker_knobs())]
-    return f"""\
-usage: {_WORKERS_USAGE}
-
-{_table(rows)}
-
-The knobs are those of `trainhouse serve`, also from its file and environment: both may share one file."""
-
-
-def _workers(options: argparse.Namespace) -> int:
-    from .workers import run_daemon
-
-    config = load_config(_knob_flags(options), os.environ, _config_file(options))
-    if not config.models.base_models:
-        raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
-    listen = options.listen or config.attach.workers
-    if listen is None or not ADDRESS.holds(listen):
-        given = "is not given" if listen is None else f"is {listen!r}"
-        raise ConfigError(f"--listen {given}: expected {ADDRESS.words}, such as 127.0.0.1:7000")
-    configure_logging(config.process.log_level)
-    run_daemon(config, listen)
-    return 0
+def _workers(_: argparse.Namespace) -> int:
+    raise ConfigError(WORKERS_ARE_ON_RAY)
 
 
 def _knob_flags(options: argparse.Namespace) -> Mapping[str, str | Sequence[str]]:

@@ -11,7 +11,6 @@ from .knob import DEVICES
 from .knob_values import NO_SHARD_OF_AUTO, ConfigError, is_url
 from .sections import (
     SEPARABLE_ROLES,
-    AttachSection,
     CheckpointsSection,
     LimitsSection,
     ModelsSection,
@@ -43,26 +42,25 @@ def check_limits(limits: LimitsSection) -> None:
         )
 
 
-def check_attach(models: ModelsSection, attach: AttachSection, scheduler: SchedulerSection) -> None:
-    if attach.workers is None:
-        if not models.base_models:
-            raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
+def check_kept_workers(ranks: RanksSection, scheduler: SchedulerSection) -> None:
+    if ranks.pool != "ray" or not ranks.keep_workers_seconds:
         return
-    if attach.workers_secret_file is None:
+    if ranks.ray_address is None:
         raise ConfigError(
-            "workers needs workers_secret_file, the file that `trainhouse workers` was started with: "
-            "make one with `openssl rand -hex 32`"
+            "keep_workers_seconds needs ray_address, of a Ray cluster that outlives this server: "
+            "`ray start --head --port=6379` starts one on this machine, at 127.0.0.1:6379"
         )
     if scheduler.shared_devices == "turns":
         raise ConfigError(
-            f"shared_devices turns: the workers at {attach.workers} load all models at once, before a server attaches"
-            " and assigns turns: leave out --shared-devices or --workers"
+            "shared_devices turns: kept workers stay on their devices: leave out shared_devices or keep_workers_seconds"
         )
 
 
 def check_models(models: ModelsSection, ranks: RanksSection) -> None:
     num_devices, num_models = len(ranks.device.split(",")), len(models.base_models)
-    if num_models and num_devices not in (1, num_models):
+    if not num_models:
+        raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
+    if num_devices not in (1, num_models):
         raise ConfigError(
             f"device names {num_devices} devices for {num_models} base models: name one for all, "
             "or one for each, in the same order"
@@ -92,7 +90,7 @@ def check_role_groups(models: ModelsSection, ranks: RanksSection) -> None:
             named.add(role)
         if group.devices and not DEVICES.holds(",".join(group.devices)):
             raise ConfigError(f"role_groups: {group} is at {','.join(group.devices)}: expected {DEVICES.words}")
-        if num_models and len(group.devices) not in (0, 1, num_models):
+        if len(group.devices) not in (0, 1, num_models):
             raise ConfigError(
                 f"role_groups: {group} names {len(group.devices)} devices for {num_models} base models: "
                 "name one for all, or one for each, in the same order"
@@ -111,10 +109,9 @@ def _check_role_apart(role: str, group: RoleGroup, named: Collection[str]) -> No
         raise ConfigError(f"role_groups: {group}: {role} already has a group: name it once")
 
 
-def check_ranks(ranks: RanksSection, attach: AttachSection) -> None:
+def check_ranks(ranks: RanksSection) -> None:
     layouts = (ranks.parallel, *(group.parallel for group in ranks.role_groups))
-    may_have_fsdp = ranks.parallel is None or attach.workers is not None
-    if ranks.zero_stage == "2" and not may_have_fsdp and all(spec is None or spec.fsdp == 1 for spec in layouts):
+    if ranks.zero_stage == "2" and all(spec is not None and spec.fsdp == 1 for spec in layouts):
         raise ConfigError(f"zero_stage 2 has no effect without fsdp, and the layout is {ranks.parallel}: leave it out")
     if ranks.shard and ranks.parallel is None:
         raise ConfigError(NO_SHARD_OF_AUTO)

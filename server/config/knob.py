@@ -143,7 +143,6 @@ URLS = matches(
 )
 ONE_URL = matches(r"https?://[^\s/?#]+/?", "http://HOST:PORT or https://HOST:PORT")
 DATABASE_URL = matches(r"postgresql(\+psycopg)?://[^\s]+", "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE")
-ADDRESS = matches(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", "HOST:PORT")
 
 
 class KnobOptions(TypedDict, total=False):

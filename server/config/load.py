@@ -14,6 +14,12 @@ from .knob import Knob
 from .knob_values import ENVIRONMENT_PREFIX, ConfigError
 from .server_config import KNOBS, SECTION_OF, SECTIONS, ServerConfig
 
+WORKERS_ARE_ON_RAY = (
+    "workers that outlive the server are on Ray: `ray start --head --port=6379`, then `trainhouse serve --pool ray "
+    "--ray-address HOST:6379 --keep-workers-seconds 600` (docs/cluster.md)"
+)
+REPLACED = ("workers", "workers_secret_file")
+"""Former knobs, replaced by these."""
 Flags = Mapping[str, str | Sequence[str]]
 """Flags as typed, by knob."""
 
@@ -107,12 +113,14 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
             separator = KNOBS[name].kind.separator
             entries = text if separator is None else [entry.strip() for entry in text.split(separator)]
             found[name] = KNOBS[name].kind.read(entries, key)
-        elif difflib.get_close_matches(name, KNOBS, cutoff=0.9):
+        elif name in REPLACED or difflib.get_close_matches(name, KNOBS, cutoff=0.9):
             raise ConfigError(f"unknown environment variable {key}{_nearest(name)}")
     return found
 
 
 def _nearest(name: str) -> str:
+    if name in REPLACED:
+        return f": {WORKERS_ARE_ON_RAY}"
     near = difflib.get_close_matches(name, KNOBS, n=1)
     return f": did you mean {near[0]}?" if near else ": see `trainhouse serve --help-all` for all knobs"
 

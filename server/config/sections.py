@@ -13,7 +13,6 @@ from ...schemas.models import Role
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
 from .knob import (
-    ADDRESS,
     BASE_MODELS,
     DATABASE_URL,
     DEVICES,
@@ -134,6 +133,9 @@ class RanksSection(Section):
     hang_seconds: float = knob(
         60.0, "how far a worker may exceed a call's expected time before a restart", check=above(0)
     )
+    keep_workers_seconds: float = knob(
+        0.0, "how long workers stay without a server (0: they end with it)", check=NOT_NEGATIVE, only_with=WITH_RAY
+    )
     ray_address: str | None = knob(
         None, "address of a running Ray cluster (default: a small local one)", only_with=WITH_RAY
     )
@@ -209,14 +211,6 @@ class SchedulerSection(Section):
     tenant_weights: Annotated[tuple[TenantWeight, ...], WEIGHTS] = knob(
         (), "weights of the fair share, alice=2,bob=0.5; all others: 1"
     )
-
-
-@dataclass(frozen=True)
-class AttachSection(Section):
-    """Workers that another process runs."""
-
-    workers: str | None = knob(None, "HOST:PORT of a running `trainhouse workers`", common=True, check=ADDRESS)
-    workers_secret_file: Path | None = knob(None, "file with the secret shared with `trainhouse workers`")
 
 
 @dataclass(frozen=True)

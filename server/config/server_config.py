@@ -12,7 +12,7 @@ from ...workers.shapes.styles import replicated_units
 from ..files.storage_config import CheckpointStorageConfig
 from ..store import StoreConfig
 from .checks import (
-    check_attach,
+    check_kept_workers,
     check_limits,
     check_models,
     check_network,
@@ -24,7 +24,6 @@ from .checks import (
 from .knob import Knob, Section, knobs_of
 from .knob_values import is_url
 from .sections import (
-    AttachSection,
     CheckpointsSection,
     FeaturesSection,
     JournalSection,
@@ -56,7 +55,6 @@ class ServerConfig:
     memory: MemorySection = field(default_factory=MemorySection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
-    attach: AttachSection = field(default_factory=AttachSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     sessions: SessionsSection = field(default_factory=SessionsSection)
     features: FeaturesSection = field(default_factory=FeaturesSection)
@@ -69,11 +67,11 @@ class ServerConfig:
         """Checks the values against each other; each section has checked its own. Raises ConfigError."""
         check_network(self.network, self.store)
         check_limits(self.limits)
-        check_attach(self.models, self.attach, self.scheduler)
         check_models(self.models, self.ranks)
+        check_kept_workers(self.ranks, self.scheduler)
         check_role_groups(self.models, self.ranks)
         check_sampling(self.models, self.sampling)
-        check_ranks(self.ranks, self.attach)
+        check_ranks(self.ranks)
         check_storage(self.checkpoint_storage)
 
     @classmethod
@@ -109,7 +107,7 @@ class ServerConfig:
     def worker_config(self, model: ServedModel) -> WorkerConfig:
         devices, base_models = self.ranks.device.split(","), self.models.base_models
         # On another machine of a Ray cluster our directories may not exist.
-        pages = None if self._may_be_elsewhere else str((self.store.state_dir / "pages").absolute())
+        pages = None if self.ranks.pool == "ray" else str((self.store.state_dir / "pages").absolute())
         cache = self.models.model_cache
         derived = {
             "parallel": replace(self.ranks.parallel or SINGLE, replicated=replicated_units(self.ranks.shard)),
@@ -121,13 +119,8 @@ class ServerConfig:
         return WorkerConfig(model=model, **(self._shared(WorkerConfig) | derived))
 
     @property
-    def _may_be_elsewhere(self) -> bool:
-        """True if ranks may run on other machines."""
-        return self.ranks.pool == "ray" or self.attach.workers is not None
-
-    @property
     def _shared_directories(self) -> tuple[str, ...]:
-        if not self._may_be_elsewhere:
+        if self.ranks.pool != "ray":
             return ()
         place = self.checkpoint_storage.checkpoints
         checkpoints = () if place is None or is_url(place) else (Path(place),)
@@ -185,13 +178,3 @@ SECTIONS: Mapping[str, type[Section]] = get_type_hints(ServerConfig)
 KNOBS: Mapping[str, Knob] = {name: knob for section in SECTIONS.values() for name, knob in knobs_of(section).items()}
 """All knobs by name, in the order of their sections."""
 SECTION_OF = {name: section for section, declared in SECTIONS.items() for name in knobs_of(declared)}
-
-_WORKER_KNOBS = {
-    *(name for section in ("models", "ranks", "memory") for name in knobs_of(SECTIONS[section])),
-    *("sampler_workers", "sampler_parallel", "sampler_device", "workers_secret_file", "log_level", "ready_file"),
-}
-
-
-def worker_knobs() -> list[Knob]:
-    """Returns the knobs that `trainhouse workers` has."""
-    return [knob for name, knob in KNOBS.items() if name in _WORKER_KNOBS]

@@ -18,11 +18,13 @@ from .leases import live_directory
 logger = logging.getLogger(__name__)
 
 _LOCK_NAME = "server.lock"
+KEPT_WORKERS_NAME = "workers.id"
+"""A file with the id of the workers that outlive the server; deleting it ends them."""
 _OTHERS = 0o077
 """The permission bits of group and others."""
 STATE_PATTERNS = (
-    *(f"{DATABASE_NAME}*", _LOCK_NAME, "url_secret", "*.json", "*.log", "live-*", "checkpoints", "staging", "cache"),
-    *("journal", "results", "recordings", "snapshots", "loaded", "features", "ephemeral", "pages"),
+    *(f"{DATABASE_NAME}*", _LOCK_NAME, KEPT_WORKERS_NAME, "url_secret", "*.json", "*.log", "live-*", "checkpoints"),
+    *("staging", "cache", "journal", "results", "recordings", "snapshots", "loaded", "features", "ephemeral", "pages"),
 )
 """Patterns of everything that servers store in their state directory."""
 CHECKPOINT_PATTERNS = ("*/weights", "*/sampler_weights", "*/external_weights")

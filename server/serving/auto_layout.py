@@ -13,7 +13,6 @@ from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import DispatchConfig, WorkerConfig
 from ...workers.shapes.model_shape import ModelShape, read_model
-from ..config.server_config import ServerConfig
 
 _ASKING = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _ASKING_SECONDS = 10.0
@@ -96,20 +95,6 @@ class _Devices:
         if ":" in model.device:
             return first_device(model.device)
         return next(number for number in count() if number not in self._taken)
-
-
-def with_one_layout(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
-    """Returns the config with the chosen layout. Raises ValueError if the base models need different ones."""
-    if config.ranks.parallel is not None:
-        return config
-    models = with_layouts(config.dispatch_config(), config.ranks.device_memory_bytes, say).models
-    chosen = {(model.parallel, model.activations): model.model.name for model in models}
-    if len(chosen) > 1:
-        layouts = ", ".join(f"{spec} for {name}" for (spec, _), name in chosen.items())
-        raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or run separate workers for each")
-    devices = [model.device for model in models]
-    device = ",".join(devices) if len(set(devices)) > 1 else config.ranks.device
-    return config.with_knobs(parallel=models[0].parallel, activations=models[0].activations, device=device)
 
 
 def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> PlannedLayout:

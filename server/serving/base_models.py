@@ -45,4 +45,4 @@ def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[Serve
 
 
 def _are_loaded_here(config: ServerConfig) -> bool:
-    return config.sampling.vllm_python is not None or (config.attach.workers is None and config.ranks.pool == "local")
+    return config.sampling.vllm_python is not None or config.ranks.pool == "local"

@@ -17,6 +17,7 @@ import ssl
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +28,12 @@ from starlette.types import ASGIApp
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.worker_config import KeptWorkersAddress
+from ...workers.protocol.aliases import merge_identical_models
+from ...workers.protocol.worker_config import KeptWorkers
 from ..config.knob_values import is_url
 from ..config.server_config import ServerConfig
 from ..files.wal import Guard
-from ..replication.attach import adopt_workers_config, dispatch_config
+from ..replication.kept_workers import kept_workers
 from ..replication.leases import Lease, LeaseExpired, Tenure
 from ..replication.state_lock import (
     CHECKPOINT_PATTERNS,
@@ -147,7 +149,6 @@ def allow_many_connections() -> None:
 async def _serve(
     config: ServerConfig, listener: socket.socket, claim: StateLock | None, on_ready: Callable[[], None]
 ) -> None:
-    config, kept_at = await adopt_workers_config(config)
     config = await download_models(config, say)
     url = url_of(config.network.host, listener, "http" if config.network.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
@@ -161,26 +162,22 @@ async def _serve(
             say(words)
 
         if claim is not None:
-            async with _leading(config, kept_at, None, claim.check) as app:
+            async with _leading(config, None, claim.check) as app:
                 greet = partial(announce, greeting(config, url, has_keys))
                 await _HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:
             host = HOST_NAMES.get(config.network.host, config.network.host)
             advertised = url_of(host, listener, url.partition(":")[0])
             async with _lease(config, advertised) as lease:
-                await _LeasedServer(config, kept_at, lease, partial(greeting, config, url, has_keys), announce).run(
-                    listener
-                )
+                await _LeasedServer(config, lease, partial(greeting, config, url, has_keys), announce).run(listener)
 
 
 @contextlib.asynccontextmanager
-async def _leading(
-    config: ServerConfig, kept_at: KeptWorkersAddress | None, live: LiveState | None, guard: Guard = lambda: None
-) -> AsyncIterator[FastAPI]:
+async def _leading(config: ServerConfig, live: LiveState | None, guard: Guard = lambda: None) -> AsyncIterator[FastAPI]:
     """Loads the models and runs the application for the duration of the block. Raises StartError."""
     scratch_dir = config.store.state_dir if live is None else live.directory
-    epoch = None if live is None else live.tenure.record.epoch
-    async with _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept_at, epoch) as dispatch:
+    kept = kept_workers(config, None if live is None else live.tenure.record.epoch)
+    async with _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept) as dispatch:
         if live is not None:  # the lease may have expired while models were loaded
             live.tenure.check()
         app = create_app(config, dispatch, live, guard)
@@ -233,13 +230,11 @@ class _LeasedServer:
     def __init__(
         self,
         config: ServerConfig,
-        kept_at: KeptWorkersAddress | None,
         lease: Lease,
         greet: Callable[[], str],
         announce: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._at = kept_at
         self._lease = lease
         self._greet = greet
         self._announce = announce
@@ -306,7 +301,7 @@ class _LeasedServer:
         say(f"taking over, with epoch {tenure.record.epoch}")
         keeping = asyncio.create_task(tenure.keep_renewing())
         try:
-            async with _leading(self._config, self._at, await self._live_state(tenure)) as app:
+            async with _leading(self._config, await self._live_state(tenure)) as app:
                 self._services = app.state.services
                 self._switch.target = LeaseGuard(app, tenure)
                 self._announce(self._greet())
@@ -327,31 +322,28 @@ class _LeasedServer:
 
 
 _BIND_REMEDIES = {
-    errno.EADDRINUSE: "something listens there already: stop it, or choose another {port} (0 picks a free one)",
-    errno.EACCES: "that needs root privileges: choose a {port} above 1023",
-    errno.EADDRNOTAVAIL: "this machine has no such address: choose another {host}",
+    errno.EADDRINUSE: "something listens there already: stop it, or choose another --port (0 picks a free one)",
+    errno.EACCES: "that needs root privileges: choose a --port above 1023",
+    errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
 }
 
 
 @contextlib.contextmanager
-def bound_socket(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> Iterator[socket.socket]:
+def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yields a socket that is bound but not listening: clients are refused, not kept waiting, while models load.
 
-    Args:
-        host_flag: the flag that set the host, named in errors; port_flag likewise.
-    Raises:
-        StartError: the address cannot be bound.
+    Raises StartError if the address cannot be bound.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another {host_flag}") from None
+        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another --host") from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
         except OSError as error:
-            remedy = _BIND_REMEDIES.get(error.errno or 0, str(error.strerror)).format(host=host_flag, port=port_flag)
+            remedy = _BIND_REMEDIES.get(error.errno or 0, str(error.strerror))
             raise StartError(f"cannot listen on {host} port {port}: {remedy}") from None
         yield listener
 
@@ -434,12 +426,10 @@ def _opened_store(config: ServerConfig) -> Store:
 
 
 @contextlib.asynccontextmanager
-async def _loaded_workers(
-    config: ServerConfig, at: KeptWorkersAddress | None, epoch: int | None
-) -> AsyncIterator[WorkerDispatch]:
+async def _loaded_workers(config: ServerConfig, kept: KeptWorkers | None) -> AsyncIterator[WorkerDispatch]:
     """Yields a dispatch to loaded workers; at the end, stops them, except kept workers. Raises StartError."""
     try:
-        settings = dispatch_config(config, at, epoch)
+        settings = replace(merge_identical_models(config.dispatch_config()), kept=kept)
         if config.ranks.parallel is None:
             settings = with_layouts(settings, config.ranks.device_memory_bytes, say)
         dispatch = WorkerDispatch(settings)

@@ -1,171 +1,91 @@
-"""`trainhouse workers`: servers are killed and replaced while the workers keep their loaded models."""
+"""Workers on Ray that stay: servers are killed and replaced while the workers keep their loaded models."""
 
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from trainhouse.tests.live import live_server
+from trainhouse.tests.workers.ray_nodes import RayNodes, ray_head
 
-from ..kept import SECRET, Workers, kept_workers
-from ..live import live_server
 from .conftest import Undisturbed
-from .crashing import OPTIONS, Crashing, assert_same, free_port, train, until, worker_pids
+from .crashing import OPTIONS, Crashing, assert_same, train, until
 from .test_two_servers import LEASE_SECONDS
 from .training_script import MODEL
 
 
+def on(nodes: RayNodes) -> dict[str, Any]:
+    return {"pool": "ray", "ray_address": nodes.address, "keep_workers_seconds": 600}
+
+
 @contextmanager
-def attached(workers: Workers, model: Path, directory: Path, **options: object) -> Iterator[Crashing]:
-    with Crashing(model, directory, OPTIONS | workers.options | options).running() as crashing:
+def serving(nodes: RayNodes, model: Path, directory: Path, **options: object) -> Iterator[Crashing]:
+    with Crashing(model, directory, OPTIONS | on(nodes) | options).running() as crashing:
         yield crashing
 
 
-FEW_FILES = ["sh", "-c", 'ulimit -Sn 256 && exec "$@"', "sh"]
-
-
-def ranks(workers: Workers) -> list[int]:
-    return sorted(worker_pids(workers.process.pid))
-
-
-def kill_ranks(workers: Workers) -> None:
-    until(lambda: ranks(workers))
-    for pid in ranks(workers):
+def kill_ranks(nodes: RayNodes) -> None:
+    until(nodes.ranks)
+    for pid in nodes.ranks():
         os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.full
-def test_restarted_server_reuses_its_workers(
-    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    with (
-        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path, below=FEW_FILES) as workers,
-        attached(workers, tiny_models["qwen3"], tmp_path) as crashing,
-    ):
-        assert psutil.Process(workers.process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
-        before = ranks(workers)
-        assert len(before) == 1 and worker_pids(crashing.pid) == []
-        seen = []
-        faults = {
-            3: crashing.restart,
-            7: lambda: (seen.append(ranks(workers)), kill_ranks(workers)),
-            10: crashing.restart,
-        }
-        found = train(crashing, 15, faults)
-        assert seen == [before] and len(ranks(workers)) == 1 and ranks(workers) != before
-        assert SECRET not in crashing.log + workers.log.read_text()
-        after = ranks(workers)
-    assert not any(psutil.pid_exists(pid) for pid in before + after)
-    assert_same(found, undisturbed(15))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("made", "num_ranks"),
+    ("options", "num_ranks"),
     [
+        ({}, 1),
         ({"parallel": "fsdp=2"}, 2),
         ({"sampler_workers": 1}, 2),
         ({"sampler_workers": 1, "sampler_parallel": "tp=2"}, 3),
-        ({"pool": "ray"}, 1),
     ],
-    ids=["fsdp=2", "a sampler", "a sampler of tp=2", "ray"],
+    ids=["one rank", "fsdp=2", "a sampler", "a sampler of tp=2"],
 )
-def test_several_ranks_survive_crashes_of_servers_and_workers(
-    made: dict[str, object], num_ranks: int, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+def test_restarted_server_reuses_its_workers(
+    options: dict[str, object],
+    num_ranks: int,
+    tiny_models: dict[str, Path],
+    undisturbed: Undisturbed,
+    tmp_path: Path,
 ) -> None:
-    with (
-        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path, **made) as workers,  # pyright: ignore[reportArgumentType]
-        attached(workers, tiny_models["qwen3"], tmp_path) as crashing,
-    ):
-        before = ranks(workers)
+    with ray_head(num_cpus=num_ranks) as nodes, serving(nodes, tiny_models["qwen3"], tmp_path, **options) as crashing:
+        before = nodes.ranks()
         assert len(before) == num_ranks
         first = train(crashing, 15, {3: crashing.restart, 8: crashing.restart})
-        assert ranks(workers) == before
-        second = train(
-            crashing,
-            15,
-            {
-                3: lambda: os.kill(ranks(workers)[0], signal.SIGKILL),
-                6: lambda: crashing.restart(lambda: kill_ranks(workers)),
-                10: crashing.restart,
-            },
-        )
-        assert not set(ranks(workers)) & set(before)
+        assert nodes.ranks() == before
+        faults = {
+            3: lambda: os.kill(nodes.ranks()[0], signal.SIGKILL),
+            6: lambda: crashing.restart(lambda: kill_ranks(nodes)),
+            10: crashing.restart,
+        }
+        second = train(crashing, 15, faults)
+        assert len(nodes.ranks()) == num_ranks and not set(nodes.ranks()) & set(before)
     for found in (first, second):
         assert_same(found, undisturbed(15))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_server_continues_after_its_workers_are_restarted(
-    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    listen = f"127.0.0.1:{free_port()}"
-    models = {MODEL: tiny_models["qwen3"]}
-    with kept_workers(models, tmp_path, listen) as first, attached(first, tiny_models["qwen3"], tmp_path) as crashing:
-        started = []
-
-        def replace(ending: signal.Signals) -> None:
-            last = started[-1].process if started else first.process
-            last_ranks = worker_pids(last.pid)
-            last.send_signal(ending)
-            assert last.wait(30) == (0 if ending == signal.SIGTERM else -ending)
-            until(lambda: not any(psutil.pid_exists(pid) for pid in last_ranks), 15)
-            until(lambda: f"no workers are running at {listen}" in crashing.log)
-            manager = kept_workers(models, tmp_path / str(len(started)), listen)
-            started.append(manager.__enter__())
-            managers.append(manager)
-
-        managers = []
-        try:
-            found = train(crashing, 15, {4: lambda: replace(signal.SIGKILL), 9: lambda: replace(signal.SIGTERM)})
-        finally:
-            for manager in managers:
-                manager.__exit__(None, None, None)
-    assert_same(found, undisturbed(15))
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_workers_restarted_with_another_layout_are_not_used(
-    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    """The other workers have as many ranks, and would answer with wrong numbers."""
-    listen, models = f"127.0.0.1:{free_port()}", {MODEL: tiny_models["qwen3"]}
-    with (
-        kept_workers(models, tmp_path, listen, parallel="fsdp=2") as first,
-        attached(first, tiny_models["qwen3"], tmp_path) as crashing,
-        ExitStack() as later,
-    ):
-
-        def restart_with_other_layout() -> None:
-            first.process.kill()
-            first.process.wait(30)
-            with kept_workers(models, tmp_path / "otherwise", listen, parallel="tp=2") as other:
-                changed = "they were restarted with parallel tp=2 instead of fsdp=2"
-                until(lambda: f"cannot be placed: the workers at {listen} cannot be used: {changed}" in crashing.log)
-                assert changed in other.log.read_text() and len(ranks(other)) == 2
-            later.enter_context(kept_workers(models, tmp_path / "again", listen, parallel="fsdp=2"))
-
-        found = train(crashing, 15, {4: restart_with_other_layout})
-    assert_same(found, undisturbed(15))
-
-
-@pytest.mark.full
-def test_rank_that_hangs_during_attach_is_replaced(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    models = {MODEL: tiny_models["qwen3"]}
-    with kept_workers(models, tmp_path) as workers:
-        before, options = ranks(workers), {"hang_seconds": 0.5} | workers.options
-        os.kill(before[0], signal.SIGSTOP)
-        hung = pytest.raises(RuntimeError, match="it hung: reset had no answer after 5 s, so it was killed")
-        with hung, live_server(models, tmp_path / "state", **options):
-            pass
-        with live_server(models, tmp_path / "state", **workers.options):
-            assert ranks(workers) and ranks(workers) != before
+def test_workers_stay_for_the_same_options_and_end_with_others(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    models, directory = {MODEL: tiny_models["qwen3"]}, tmp_path / "state"
+    with ray_head(num_cpus=1) as nodes:
+        options, seen = on(nodes), []
+        for changed in ({}, {"port": 0, "snapshot_steps": 3}, {"adapter_slots": 3}):
+            with live_server(models, directory, **options | changed):
+                seen.append(nodes.ranks())
+            assert nodes.ranks() == seen[-1] != []
+        first, same, other = seen
+        assert first == same and not set(other) & set(first)
+        options.pop("keep_workers_seconds")
+        with live_server(models, directory, **options):
+            assert not set(nodes.ranks()) & set(other)
+        until(lambda: not nodes.actors())
 
 
 @pytest.mark.full
@@ -173,15 +93,14 @@ def test_rank_that_hangs_during_attach_is_replaced(tiny_models: dict[str, Path],
 def test_takeover_includes_the_workers(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path, postgres_url: str
 ) -> None:
-    state = {"database_url": postgres_url, "lease_seconds": LEASE_SECONDS}
     model = tiny_models["qwen3"]
-    with kept_workers({MODEL: model}, tmp_path) as workers:
-        before = ranks(workers)
-        options = OPTIONS | state | workers.options
+    with ray_head(num_cpus=1) as nodes:
+        options = OPTIONS | on(nodes) | {"database_url": postgres_url, "lease_seconds": LEASE_SECONDS}
         first, second = (
             Crashing(model, tmp_path / name, options, state_dir=tmp_path / "state") for name in ("first", "second")
         )
         with first.running(), second.running():
+            before = nodes.ranks()
             sleep = {5: lambda: os.kill(first.pid, signal.SIGSTOP)}
             found = train(first, 15, sleep, url=second.url)
             assert "taking over, with epoch 2" in second.log
@@ -189,8 +108,7 @@ def test_takeover_includes_the_workers(
             until(lambda: "the lease of epoch 1" in first.log)
             again = train(second, 15, {5: lambda: os.kill(second.pid, signal.SIGKILL)}, url=first.url)
             assert "taking over, with epoch 3" in first.log
-        assert ranks(workers) == before
-        assert "epoch 2 has taken over the workers" in workers.log.read_text()
+        assert nodes.ranks() == before and psutil.pid_exists(before[0])
     assert_same(found, undisturbed(15))
     assert_same(again, undisturbed(15))
 
@@ -200,18 +118,20 @@ ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_workers_without_the_shared_state_directory_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    state_dir = tmp_path / "state"
+    state_dir, shared = tmp_path / "state", tmp_path / "shared"
     state_dir.mkdir()
     if subprocess.run([*ELSEWHERE, str(state_dir), "true"], capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
-    models, below = {MODEL: tiny_models["qwen3"]}, [*ELSEWHERE, str(state_dir)]
-    with kept_workers(models, tmp_path / "workers", below=below, parallel="replicas=2") as workers:
-        with pytest.raises(RuntimeError) as refused, live_server(models, state_dir, **workers.options):
+    models = {MODEL: tiny_models["qwen3"]}
+    with ray_head(num_cpus=2, below=[*ELSEWHERE, str(state_dir)]) as nodes:
+        options = on(nodes) | {"parallel": "replicas=2"}
+        with pytest.raises(RuntimeError) as refused, live_server(models, state_dir, **options):
             pass
         assert f"error: {state_dir} is not shared with rank 0: on " in str(refused.value)
         assert "the file just written there was not found" in str(refused.value)
         assert "set --state-dir" in str(refused.value)
-        shared = tmp_path / "shared"
-        with live_server(models, shared, **workers.options):
+        until(lambda: not nodes.actors(), 30)
+        with live_server(models, shared, **options):
             assert not list(shared.glob(".shared-*"))

@@ -49,7 +49,7 @@ class Training:
 
 
 def workers(node: psutil.Process) -> list[psutil.Process]:
-    return [each for each in node.children(recursive=True) if "_RayShell" in each.name()]
+    return [each for each in node.children(recursive=True) if "RankActor" in each.name()]
 
 
 @pytest.mark.full

@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 
-from ..kept import kept_workers
 from ..live import LiveServer, live_server
 from ..server.runs.test_restart import DATA, Client
 from ..server.runs.test_roles import VALUES
+from ..workers.ray_nodes import ray_head
 from .crashing import until, worker_pids
 from .training_script import MODEL
 
@@ -104,12 +104,14 @@ def test_crash_of_the_reference_worker_does_not_affect_other_roles(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_kept_workers_support_role_groups(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     models, state_dir = {MODEL: tiny_models["qwen3"]}, tmp_path / "state"
-    with kept_workers(models, tmp_path, **APART) as workers:
-        ranks = sorted(worker_pids(workers.process.pid))
-        assert len(ranks) == 3
-        with live_server(models, state_dir, **workers.options) as server:
+    with ray_head(num_cpus=3) as nodes:
+        options = {"pool": "ray", "ray_address": nodes.address, "keep_workers_seconds": 600, **APART}
+        with live_server(models, state_dir, **options) as server:
+            ranks = nodes.ranks()
+            assert len(ranks) == 3
             runs = Runs(server)
             for role in ("policy", "critic"):
                 runs.train(role, 2)
@@ -117,16 +119,11 @@ def test_kept_workers_support_role_groups(tiny_models: dict[str, Path], tmp_path
             before = {role: runs.scored(role) for role in ROLES}
             os.kill(server.process.pid, signal.SIGKILL)
             server.process.wait(20)
-        with live_server(models, state_dir, **workers.options) as server:
+        with live_server(models, state_dir, **options) as server:
+            assert nodes.ranks() == ranks
             runs.move(server)
             for role in ROLES:
                 np.testing.assert_allclose(runs.scored(role), before[role], rtol=1e-5)
             os.kill(pid_of(server, "reference"), signal.SIGKILL)
             np.testing.assert_allclose(runs.scored("reference"), before["reference"], rtol=1e-5)
-            assert len(set(ranks) & set(worker_pids(workers.process.pid))) == 2
-        refused = "--role-group is critic=single here and critic=single, reference=single at the workers at 127.0.0.1:"
-        with (
-            pytest.raises(RuntimeError, match=refused),
-            live_server(models, state_dir, **workers.options, role_group="critic=single"),
-        ):
-            pass
+            assert len(set(ranks) & set(nodes.ranks())) == 2

@@ -23,6 +23,7 @@ class EchoConfig:
     rank: int = 0
     start_error: str | None = None
     start_seconds: float = 0.0
+    reset_error: str | None = None
 
 
 class EchoWorker:
@@ -30,7 +31,7 @@ class EchoWorker:
         time.sleep(config.start_seconds)
         if config.start_error:
             raise ValueError(config.start_error)
-        self._rank = config.rank
+        self._rank, self._reset_error = config.rank, config.reset_error
         self._num_counted = 0
 
     def open_rendezvous(self) -> str:
@@ -40,6 +41,8 @@ class EchoWorker:
         assert address == "here"
 
     def reset(self) -> None:
+        if self._reset_error:
+            raise AttributeError(self._reset_error)
         self._num_counted = 0
 
     def touch_when_freed(self, array: np.ndarray, path: str) -> None:

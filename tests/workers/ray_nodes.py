@@ -5,10 +5,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 
@@ -33,10 +34,12 @@ class RayNodes:
 
     directory: must be short, because Ray creates sockets there.
     environment: variables in addition to those of all tests.
+    below: prefix of the command that starts a node.
     """
 
     directory: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    below: Sequence[str] = ()
     port: int = 0
     running: list[psutil.Process] = field(default_factory=list)
 
@@ -77,12 +80,28 @@ class RayNodes:
                     send(process)
         psutil.wait_procs(processes, timeout=10)
 
+    def actors(self, name: str = "Rank") -> list[psutil.Process]:
+        """Returns the processes of our actors whose class has a name that begins so."""
+        processes = (each for node in self.running for each in node.children(recursive=True))
+        return [each for each in processes if _name_of(each).startswith(f"ray::{name}")]
+
+    def ranks(self) -> list[int]:
+        return sorted(each.pid for each in self.actors("RankActor"))
+
     def log(self) -> str:
         return (self.directory / "nodes.log").read_text(errors="replace")
 
     def _start(self, *options: str, cpus: int) -> psutil.Process:
         ray = Path(sys.executable).with_name("ray")
-        command = [ray, "start", "--block", "--object-store-memory=100000000", f"--num-cpus={cpus}", *options]
+        command = [
+            *self.below,
+            ray,
+            "start",
+            "--block",
+            "--object-store-memory=100000000",
+            f"--num-cpus={cpus}",
+            *options,
+        ]
         with (self.directory / "nodes.log").open("ab") as log:
             node = psutil.Popen(
                 command,
@@ -104,6 +123,21 @@ def ray_nodes(directory: Path, **environment: str) -> Iterator[RayNodes]:
         for node in nodes.running:
             if node.is_running():
                 nodes.kill(node)
+
+
+@contextmanager
+def ray_head(num_cpus: int, below: Sequence[str] = ()) -> Iterator[RayNodes]:
+    """A cluster that has only a head."""
+    with TemporaryDirectory(prefix="ray") as directory, ray_nodes(Path(directory)) as nodes:  # pytest's is too long
+        nodes.below = below
+        nodes.start_head(num_cpus)
+        yield nodes
+
+
+def _name_of(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def free_port() -> int:

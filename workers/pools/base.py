@@ -77,12 +77,12 @@ class Pool(abc.ABC):
 
     death: resolves, with the reason, as soon as any rank is gone; from then on every call raises that reason.
     pids: the ranks' process ids, on their own machines.
-    is_kept: true if the ranks exist already, with their model loaded, and survive `close`.
+    is_kept: true if an earlier server started the ranks and they hold its state.
     """
 
-    is_kept = False
     death: "asyncio.Future[WorkerDied]"
     pids: list[int]
+    is_kept: bool
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
@@ -103,7 +103,9 @@ class Pool(abc.ABC):
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
-            self.pids = await self._build(hang_seconds)
+            processes = raise_first(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
+            self.pids = [each.pid for each in processes]
+            self.is_kept = all(each.is_kept for each in processes)
         except BaseException:
             await self.close()
             raise
@@ -131,15 +133,6 @@ class Pool(abc.ABC):
             messages = [encode((method, arguments))] * len(self.spec.configs)
         return await self._gather(messages, method, hang_seconds)
 
-    async def relay(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> "list[RankAnswer]":
-        """Returns the ranks' answers to encoded messages, one for each rank. Raises WorkerDied."""
-        if self.death.done():
-            raise self.death.result()
-        answers = await self._answers_to(messages, method, hang_seconds)
-        if self.death.done():
-            raise self.death.result()
-        return answers
-
     def kill(self, reason: str) -> WorkerDied:
         """Kills all ranks at once and returns their death."""
         self._record_death(f"{reason}, so it was killed")
@@ -153,9 +146,6 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     async def _start_ranks(self) -> None: ...
-
-    async def _build(self, hang_seconds: float) -> list[int]:
-        return raise_first(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
 
     @abc.abstractmethod
     async def _answers_to(
@@ -174,7 +164,12 @@ class Pool(abc.ABC):
             yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
 
     async def _gather(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> list[Any]:
-        answers = await self.relay(messages, method, hang_seconds)
+        """Returns the ranks' results of encoded messages, or their exceptions. Raises WorkerDied."""
+        if self.death.done():
+            raise self.death.result()
+        answers = await self._answers_to(messages, method, hang_seconds)
+        if self.death.done():
+            raise self.death.result()
         for rank, answer in enumerate(answers):
             if answer.error is not None:
                 self._log(answer.error, rank, method)
@@ -218,6 +213,17 @@ def raise_first(answers: list[Any]) -> list[Any]:
         if isinstance(answer, Exception):
             raise answer
     return answers
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """Answers the message that builds a worker.
+
+    is_kept: true if an earlier server has built it.
+    """
+
+    pid: int
+    is_kept: bool
 
 
 @dataclass(frozen=True)

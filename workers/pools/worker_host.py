@@ -9,7 +9,7 @@ from typing import Any
 from ...schemas.errors import OperationError
 from ..ops.allocator import MemoryTrimmer
 from ..protocol.messages import Buffer, decode, encode
-from .base import PoolSpec, RankAnswer, WorkerError
+from .base import PoolSpec, RankAnswer, RankProcess, WorkerError
 
 
 class WorkerHost:
@@ -22,7 +22,7 @@ class WorkerHost:
         self._trimming = MemoryTrimmer()
 
     def answer(self, frame: memoryview) -> list[Buffer]:
-        """Answers a message; None builds the worker and is answered with the process id."""
+        """Answers a message; None builds the worker, unless there is one."""
         try:
             message: Any = decode(frame)
             with self._trimming.working():
@@ -35,7 +35,9 @@ class WorkerHost:
             summary = f"{type(error).__name__}: {error}"
             return encode(RankAnswer(error=WorkerError(summary, traceback.format_exc())))
 
-    def _build(self) -> int:
+    def _build(self) -> RankProcess:
+        if self._worker is not None:
+            return RankProcess(os.getpid(), is_kept=True)
         module, _, name = self._spec.worker.partition(":")
         os.environ["OMP_NUM_THREADS"] = str(self._spec.threads)
         set_passive_wait_policy()
@@ -46,7 +48,7 @@ class WorkerHost:
         # Everything loaded so far stays; garbage collections would waste time on it.
         gc.collect()
         gc.freeze()
-        return os.getpid()
+        return RankProcess(os.getpid(), is_kept=False)
 
     def _call(self, method: str, arguments: tuple[object, ...]) -> object:
         return getattr(self._worker, method)(*arguments)

@@ -5,7 +5,8 @@ Imports no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from hashlib import blake2b
+from typing import Literal
 
 from .parallel_spec import SINGLE, ParallelSpec
 
@@ -21,34 +22,29 @@ DEFAULT_MICRO_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class AttachClaim:
-    """Identifies a server that wants to use kept workers.
+class KeptWorkers:
+    """Identifies the workers on Ray that outlive the servers of a state directory, and the server that wants them.
 
-    holder: drawn by each server whenever it begins its work.
-    epoch: epoch of its lease; None for a server without a lease, which cannot be ordered against others.
+    id_file: a file of the state directory; the workers end when it no longer contains `state_id`.
+    seconds: how long they stay without a server.
+    server: drawn by each server whenever it begins its work.
+    epoch: epoch of its lease; None for a server without one, which is the only one that uses the directory.
     """
 
-    holder: str
+    id_file: str
+    state_id: str
+    seconds: float
+    server: str
     epoch: int | None = None
 
-
-@dataclass(frozen=True)
-class KeptWorkersAddress:
-    """Locates workers kept by another process.
-
-    secret: see read_secret.
-    knobs: see pools/remote/protocol.AttachRequest.
-    """
-
-    address: str
-    secret: bytes = field(repr=False)
-    claim: AttachClaim
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-
     @property
-    def host_and_port(self) -> tuple[str, int]:
-        host, _, port = self.address.rpartition(":")
-        return host.strip("[]"), int(port)
+    def namespace(self) -> str:
+        """The beginning of the Ray namespace of these workers. A copied state directory has another one."""
+        return f"trainhouse-{hash_of(self.id_file, self.state_id)}"
+
+
+def hash_of(*parts: str) -> str:
+    return blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -214,7 +210,7 @@ class DispatchConfig:
     tenant_weights: tenant id -> its relative share of the passes' tokens; 1 for tenants not named.
     worker: class built on every rank, as "module:Class".
     aliases: further names of base models -> the name in `models`.
-    kept: set if another process keeps the workers, which then have the settings of that process.
+    kept: set if the workers, which are on Ray, outlive the server.
     """
 
     models: tuple[WorkerConfig, ...]
@@ -231,4 +227,4 @@ class DispatchConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     worker: str = "trainhouse.workers.worker.worker:Worker"
     aliases: Mapping[str, str] = field(default_factory=dict)
-    kept: KeptWorkersAddress | None = None
+    kept: KeptWorkers | None = None

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from ..planner.footprint import available_bytes, gigabytes, planned_bytes
 from ..pools.base import WorkerDied, WorkerError
@@ -12,16 +11,13 @@ from .backoff import backoff
 MAX_TRIES = 4
 """The retries follow pauses of 1, 2 and 4 seconds."""
 
-Loaded = TypeVar("Loaded")
-
 
 async def load(
     config: WorkerConfig,
     name: str,
-    attempt: Callable[[], Awaitable[Loaded]],
+    attempt: Callable[[], Awaitable[None]],
     on_progress: Callable[[str], None],
-    most_tries: int = MAX_TRIES,
-) -> Loaded:
+) -> None:
     """Loads the model with retries.
 
     Args:
@@ -30,20 +26,21 @@ async def load(
         ValueError: it does not load; the message says why.
     """
     source = config.model.source
-    for number in range(1, most_tries + 1):
+    for number in range(1, MAX_TRIES + 1):
         try:
-            return await attempt()
+            await attempt()
+            return
         except (WorkerDied, EOFError, ConnectionError) as error:
             reason = failure_reason(error, config)
-            if number == most_tries:
-                tried = f", tried {number} times" if number > 1 else ""
-                raise ValueError(f"base model {name} does not load from {source}{tried}: {reason}") from error
+            if number == MAX_TRIES:
+                raise ValueError(
+                    f"base model {name} does not load from {source}, tried {number} times: {reason}"
+                ) from error
             seconds = backoff(number, first=1.0)
             on_progress(f"{name} did not load: {reason}; trying again in {seconds:.0f} s")
             await asyncio.sleep(seconds)
         except (WorkerError, OSError) as error:
             raise ValueError(f"base model {name} does not load from {source}: {error}") from error
-    raise AssertionError("each try ends in a result or an error")
 
 
 def failure_reason(error: Exception, config: WorkerConfig) -> str:

@@ -1,4 +1,4 @@
-"""Creates the pools of groups: started on this machine or on Ray, or attached to workers that another process keeps.
+"""Creates the pools of groups, on this machine or on Ray.
 
 Imports neither torch nor ray.
 """
@@ -7,60 +7,48 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
 
 from ..models.devices import check_cuda, check_devices, device_of, first_device
 from ..planner.checks import check_layout, cuda_devices
 from ..planner.footprint import check_fit, runs_on_cpu
 from ..pools.base import Pool, PoolSpec
 from ..pools.local import LocalPool
+from ..pools.ray.actors import KeptGroup
 from ..pools.ray.cluster import RayCluster
 from ..pools.ray.pool import RayPool
-from ..pools.remote.pool import RemotePool
 from ..protocol.parallel_spec import SINGLE
-from ..protocol.worker_config import DispatchConfig, KeptWorkersAddress, RoleGroup, SamplingConfig, WorkerConfig
+from ..protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
 from ..shapes.draft_spec import check_drafts
 from ..shapes.model_shape import model_directory, read_model
+from .timeouts import CallTimeouts
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).parents[2]
 
-class PoolFactory(Protocol):
+
+class PoolFactory:
+    """Creates pools of processes of this machine, or of Ray actors."""
+
+    def __init__(self, config: DispatchConfig) -> None:
+        self._config = config
+        self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
+        self._opened: set[str] = set()
+
     async def open(self) -> None:
         """Checks the configuration and prepares to create pools.
 
         Raises:
             ValueError: a layout is impossible for its model, or memory does not suffice.
         """
-        ...
-
-    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
-        """Returns a pool for the named group, not started yet."""
-        ...
-
-    async def close(self) -> None:
-        """Releases resources after all pools are closed."""
-        ...
-
-
-def pool_factory_of(config: DispatchConfig) -> PoolFactory:
-    return StartedPools(config) if config.kept is None else KeptPools(config, config.kept)
-
-
-class StartedPools:
-    """Creates pools of processes of this machine, or of Ray actors."""
-
-    def __init__(self, config: DispatchConfig) -> None:
-        self._config = config
-        self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
-
-    async def open(self) -> None:
         if self._config.ray_address is None:
             for _, model in groups_of(self._config):
                 check_cuda(model.device)
         check_layouts(self._config)
         groups = _rank_configs(self._config)
-        check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
+        if self._config.kept is None:  # else the models may be loaded already
+            check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
         copies = [copy for group in groups for copy in group]
         if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
             logger.warning("%d ranks on the CPU share %d cores: fewer would be faster", num_ranks, num_cores())
@@ -68,6 +56,7 @@ class StartedPools:
             await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
 
     def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        """Returns a pool for the named group, not started yet."""
         spec = PoolSpec(
             worker=self._config.worker,
             configs=_configs_by_rank(model, is_local=self._cluster is None),
@@ -76,26 +65,23 @@ class StartedPools:
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
             blocks=model.parallel.neighbour_blocks,
         )
-        return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
+        return RayPool(spec, self._cluster, self._kept_group(group, model)) if self._cluster else LocalPool(spec)
+
+    def _kept_group(self, group: str, model: WorkerConfig) -> KeptGroup | None:
+        """Returns where the group's ranks are kept. Only the first pool of a group takes over ranks of an earlier
+        server: a later one replaces ranks that have failed.
+        """
+        if self._config.kept is None:
+            return None
+        is_first = group not in self._opened
+        self._opened.add(group)
+        patience = CallTimeouts(model).for_verb("reset")
+        return KeptGroup(self._config.kept, group, _fingerprint(self._config), patience, replaces=not is_first)
 
     async def close(self) -> None:
+        """Releases resources after all pools are closed."""
         if self._cluster is not None:
             await self._cluster.disconnect()
-
-
-class KeptPools:
-    """Creates pools attached to the workers of another process, which has checked the configuration already."""
-
-    def __init__(self, config: DispatchConfig, at: KeptWorkersAddress) -> None:
-        self._worker = config.worker
-        self._at = at
-
-    async def open(self) -> None: ...
-
-    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
-        return RemotePool(PoolSpec(self._worker, (model,) * model.parallel.num_ranks), group, self._at)
-
-    async def close(self) -> None: ...
 
 
 def check_layouts(config: DispatchConfig) -> None:
@@ -110,6 +96,14 @@ def check_layouts(config: DispatchConfig) -> None:
     for model in (*policy_configs(config), *_all_role_configs(config).values()):
         _check_drafts(model)
     _check_samplers(config)
+
+
+def _fingerprint(config: DispatchConfig) -> str:
+    """Returns a hash of all that the ranks are made of, their source code included."""
+    groups = [(name, replace(model, shared_directories=())) for name, model in groups_of(config)]
+    resources = config.worker, config.ray_cpus_per_rank, config.ray_gpus_per_rank
+    files = (file for part in ("schemas", "workers") for file in sorted((_PACKAGE / part).rglob("*.py")))
+    return hash_of(repr((groups, resources)), *(file.read_text() for file in files))
 
 
 def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:

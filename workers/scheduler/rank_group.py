@@ -23,7 +23,7 @@ from .backoff import RestartBackoff
 from .cohorts import Cohort, Cohorts, OnProgress, SamplingWork
 from .device_sharing import DeviceScheduler
 from .fair_queue import PassLimits
-from .loading import MAX_TRIES, failure_reason, load
+from .loading import failure_reason, load
 from .pending_snapshots import PendingSnapshots
 from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .queue import GroupQueue, OperationChunk
@@ -117,13 +117,9 @@ class RankGroup:
             ValueError: it does not load; the message says why.
         """
         source, size = self._config.model.source, loaded_bytes(self._config)
-        is_kept = self._new_ranks().is_kept
-        if is_kept:
-            on_progress(f"attaching to the workers of {self.name} ...")
-        else:
-            on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
+        on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
-        await load(self._config, self.name, self._open_or_close, on_progress, 1 if is_kept else MAX_TRIES)
+        await load(self._config, self.name, self._open_or_close, on_progress)
         seconds = time.monotonic() - started
         place = f"{self.info.dtype} on {self.info.device}, {self._processes()}"
         on_progress(f"{self.name} ready in {seconds:.1f} s: {place}")
@@ -551,9 +547,8 @@ class RankGroup:
     async def _open_ranks(self) -> None:
         await self._device.acquire()
         self._ranks = self._new_ranks()
-        # The first load may include a download, with someone watching, so it has no limit; kept workers are loaded.
-        is_finite = self.num_deaths or self._ranks.is_kept
-        loading_seconds = self._timeouts.loading_seconds if is_finite else math.inf
+        # The first load may include a download, with someone watching, so it has no limit.
+        loading_seconds = self._timeouts.loading_seconds if self.num_deaths else math.inf
         await self._ranks.start(loading_seconds, self._timeouts.for_verb("reset"))
         self._ranks.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...schemas.errors import OperationError
 from ...schemas.training import ForwardBackwardOutput
-from ..pools.base import PerRank, Pool, WorkerDied
+from ..pools.base import PerRank, Pool, WorkerDied, WorkerError
 from ..protocol.calls import DataShare, Failure, OperationPart, Pass, RankOutput, SampleJob, SamplingSlice, SliceResult
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.shared_fs import SharedFileProbe
 
 
 class Ranks:
-    """A group's ranks behind one interface. Methods raise as the pool does; for death, pids and is_kept see Pool."""
+    """A group's ranks behind one interface. Methods raise as the pool does; for death and pids see Pool."""
 
     def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
         """Wraps the pool.
@@ -36,10 +37,6 @@ class Ranks:
     def pids(self) -> list[int]:
         return self._pool.pids
 
-    @property
-    def is_kept(self) -> bool:
-        return self._pool.is_kept
-
     async def start(self, loading_seconds: float = math.inf, call_seconds: float = math.inf) -> None:
         """Loads the base model on every rank; kept ranks have it loaded and drop what an earlier server left.
 
@@ -52,7 +49,7 @@ class Ranks:
         await self._pool.start(loading_seconds)
         try:
             if self._pool.is_kept:
-                await self._pool.call("reset", hang_seconds=call_seconds)
+                await self._reset(call_seconds)
             elif self._spec.num_ranks > 1:
                 [address, *_] = await self._pool.call("open_rendezvous", hang_seconds=loading_seconds)
                 await self._pool.call("load", address, hang_seconds=loading_seconds)
@@ -61,6 +58,13 @@ class Ranks:
         except BaseException:
             await self._pool.close()
             raise
+
+    async def _reset(self, hang_seconds: float) -> None:
+        """Drops what an earlier server left. Ranks whose model that server had not loaded yet are killed."""
+        try:
+            await self._pool.call("reset", hang_seconds=hang_seconds)
+        except (WorkerError, OperationError, ValueError) as error:
+            raise self._pool.kill(f"it could not be reset ({error})") from error
 
     async def _check_shared(self, directory: str, hang_seconds: float) -> None:
         landmark = await asyncio.to_thread(SharedFileProbe.write_into, directory)

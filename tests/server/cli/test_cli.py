@@ -332,16 +332,11 @@ def test_sigterm_to_the_group_answers_open_requests_without_errors(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("command", ["serve", "workers"])
 def test_ctrl_c_while_loading_ends_all_processes_with_status_130(
-    tiny_models: dict[str, Path], tmp_path: Path, command: str, seconds: float
+    tiny_models: dict[str, Path], tmp_path: Path, seconds: float
 ) -> None:
     """Ctrl-C reaches every process of the terminal."""
-    (tmp_path / "secret").write_text("s" * 64)
-    (tmp_path / "secret").chmod(0o600)
-    of_command = {"serve": ["--port=0", f"--state-dir={tmp_path}"], "workers": ["--listen=127.0.0.1:0"]}[command]
-    of_command += [f"--workers-secret-file={tmp_path}/secret"] if command == "workers" else []
-    flags = [command, f"--base-model=tiny/m={tiny_models['qwen3']}", *of_command]
+    flags = ["serve", f"--base-model=tiny/m={tiny_models['qwen3']}", "--port=0", f"--state-dir={tmp_path}"]
     program = [sys.executable, "-u", "-m", "trainhouse.server", *flags]
     process = subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -354,7 +349,7 @@ def test_ctrl_c_while_loading_ends_all_processes_with_status_130(
     if "ready: " in said:  # it was ready before the signal
         assert process.returncode == 0 and "Traceback" not in errors
     else:
-        assert (process.returncode, errors) == (130, f"trainhouse {command}: interrupted\n")
+        assert (process.returncode, errors) == (130, "trainhouse serve: interrupted\n")
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 

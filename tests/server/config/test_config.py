@@ -10,7 +10,7 @@ from trainhouse.server.config.knob_values import ConfigError, parse_bytes, parse
 from trainhouse.server.config.load import load_config, store_config_of
 from trainhouse.server.config.server_config import KNOBS, SECTIONS, ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
-from trainhouse.server.serving.auto_layout import with_layouts, with_one_layout
+from trainhouse.server.serving.auto_layout import with_layouts
 from trainhouse.server.store import StoreConfig
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
@@ -343,21 +343,6 @@ def test_auto_gives_every_rank_a_separate_device(monkeypatch: pytest.MonkeyPatch
     of_two = {"sampler_device": "cuda:0", "sampler_parallel": "tp=2"}
     sampling_first = config_on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", **of_two)
     assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:2"
-
-
-def test_auto_settles_devices_for_kept_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    sources = [f"{name}={CONFIGS}/Llama-3.1-8B.json" for name in "ab"]
-    flags = {
-        "base_models": sources,
-        "parallel": "auto",
-        "device": "cuda",
-        "micro_batch_tokens": "2048",
-        "device_memory_bytes": "24GB",
-    }
-    config = load_config({**flags, "max_context_length": "2048", "adapter_slots": "2"}, {}, None)
-    after = with_one_layout(config, print)
-    assert (str(after.ranks.parallel), after.ranks.device) == ("tp=2", "cuda,cuda:2")
 
 
 def test_auto_reads_device_memory_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

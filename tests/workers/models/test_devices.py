@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.worker_config import (
     VllmConfig,
     WorkerConfig,
 )
-from trainhouse.workers.scheduler.pool_factory import pool_factory_of
+from trainhouse.workers.scheduler.pool_factory import PoolFactory
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -54,9 +54,9 @@ def test_missing_cuda_is_refused_before_start_unless_ranks_may_be_remote() -> No
         DispatchConfig((on_cpu,), sampling=SamplingConfig(1, devices=("cuda:1",))),
     ):
         with pytest.raises(ValueError, match="has no CUDA"):
-            asyncio.run(pool_factory_of(refused).open())
+            asyncio.run(PoolFactory(refused).open())
     for taken in (
         DispatchConfig((on_cuda,), pool="ray", ray_address="127.0.0.1:1"),
         DispatchConfig((on_cpu,), sampling=SamplingConfig(vllm=VllmConfig(python=sys.executable), devices=("cuda:0",))),
     ):
-        asyncio.run(pool_factory_of(taken).open())
+        asyncio.run(PoolFactory(taken).open())

@@ -22,7 +22,7 @@ from trainhouse.workers.protocol.worker_config import (
     WorkerConfig,
 )
 from trainhouse.workers.scheduler import pool_factory as sources
-from trainhouse.workers.scheduler.pool_factory import groups_of, pool_factory_of
+from trainhouse.workers.scheduler.pool_factory import PoolFactory, groups_of
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -407,7 +407,7 @@ def test_devices_before_the_named_one_are_not_available(tmp_path: Path, monkeypa
     served = ServedModel("m", str(tmp_path))
     for device, is_enough in (("cuda:4", True), ("cuda:5", False), ("cuda", True)):
         model = WorkerConfig(served, device=device, parallel=ParallelSpec(tp=4))
-        source = pool_factory_of(DispatchConfig((model,)))
+        source = PoolFactory(DispatchConfig((model,)))
         if is_enough:
             asyncio.run(source.open())
         else:
@@ -462,10 +462,10 @@ def test_draft_layout_must_fit_the_ranks_that_train_drafts(
     laid_out = {name: each.draft_parallel for name, each in groups_of(config) if each.draft_parallel is not None}
     if is_possible:
         assert laid_out == {"M (draft)": ParallelSpec(tp=2)}
-        asyncio.run(pool_factory_of(config).open())
+        asyncio.run(PoolFactory(config).open())
     else:
         with pytest.raises(ValueError, match=r"--draft-parallel tp=2: this is 2 ranks, but the model has [14], by"):
-            asyncio.run(pool_factory_of(config).open())
+            asyncio.run(PoolFactory(config).open())
 
 
 def test_impossible_sampler_layout_is_refused_outside_the_command_line(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_impossible_sampler_layout_is_refused_outside_the_command_line(tmp_path:
     sampling = SamplingConfig(1, ParallelSpec(tp=3))
     config = DispatchConfig((WorkerConfig(ServedModel("M", str(tmp_path)), device="cpu"),), sampling=sampling)
     with pytest.raises(ValueError, match="--sampler-parallel: tp=3 does not divide 32 query heads of M"):
-        asyncio.run(pool_factory_of(config).open())
+        asyncio.run(PoolFactory(config).open())
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_samplers_take_devices_from_the_named_one_up(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     shutil.copy(LLAMA, tmp_path / "config.json")
     model = WorkerConfig(ServedModel("m", str(tmp_path)), device=device, parallel=ParallelSpec.parse(training))
-    source = pool_factory_of(DispatchConfig((model,), sampling=SamplingConfig(2, ParallelSpec(tp=2), devices=devices)))
+    source = PoolFactory(DispatchConfig((model,), sampling=SamplingConfig(2, ParallelSpec(tp=2), devices=devices)))
     if refusal is None:
         asyncio.run(source.open())
     else:
@@ -534,7 +534,7 @@ def test_sampler_ranks_get_a_device_and_a_share_of_the_cores(monkeypatch: pytest
     model = WorkerConfig(ServedModel("m", "m"), device="cuda", parallel=ParallelSpec(fsdp=2))
     sampling = SamplingConfig(2, ParallelSpec(ep=2, tp=2), devices=("cuda:2", "cuda:6"))
     config = DispatchConfig((model,), sampling=sampling)
-    source = pool_factory_of(config)
+    source = PoolFactory(config)
     pools = {name: source.new_pool(name, group).spec for name, group in groups_of(config)}
     found = {name: [(each.rank, each.device) for each in spec.configs] for name, spec in pools.items()}  # pyright: ignore
     assert found == {

@@ -37,7 +37,8 @@ def run(test: Coroutine[object, object, None]) -> None:
 async def ranks(nodes: RayNodes, layout: str, seconds: float = 60) -> AsyncIterator[RayPool]:
     spec = ParallelSpec.parse(layout)
     configs = tuple(EchoConfig(rank) for rank in range(spec.num_ranks))
-    pool = RayPool(PoolSpec(ECHO, configs, blocks=spec.neighbour_blocks), RayCluster(nodes.address), seconds)
+    ranks = PoolSpec(ECHO, configs, blocks=spec.neighbour_blocks)
+    pool = RayPool(ranks, RayCluster(nodes.address), placement_timeout_seconds=seconds)
     await pool.start()
     try:
         yield pool

@@ -21,24 +21,35 @@ from typing import Any
 from ...protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
 from ..base import PlacementError, PoolSpec, RankAnswer, WorkerError, decode_answer, set_answer
 from ..children import Child, ChildrenPool, ignore_signals
-from ..worker_host import WorkerHost
+from .actors import Attachment, KeptGroup, RanksTakenOver, attach, start_ranks, watches_of
 from .cluster import RayCluster
-from .placement import place_ranks
+
+_USE_SECONDS = 1.0
+"""Interval at which a server reports that it uses kept ranks, and learns whether another one has them."""
 
 
 class RayPool(ChildrenPool):
     """A pool with one actor per rank, in its own placement group, on a cluster that is connected when the pool starts.
 
     Ray ends the actors, even unresponsive ones, when their driver, a child of this process, is gone.
+    Kept ones stay.
     """
 
-    def __init__(self, spec: PoolSpec, cluster: RayCluster, placement_timeout_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        spec: PoolSpec,
+        cluster: RayCluster,
+        kept: KeptGroup | None = None,
+        placement_timeout_seconds: float = 60.0,
+    ) -> None:
         super().__init__(spec)
         self._cluster = cluster
+        self._kept = kept
         self._placement_timeout_seconds = placement_timeout_seconds
 
     async def _start_ranks(self) -> None:
-        drive = _DriverJob(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
+        address, environment = self._cluster.address, self._cluster.environment
+        drive = _DriverJob(self.spec, address, environment, self._kept, self._placement_timeout_seconds)
         self._driver = await asyncio.to_thread(_Driver, (), _run_driver, drive)
         self._watch(self._driver)
 
@@ -78,6 +89,7 @@ class _DriverJob:
     spec: PoolSpec
     address: str
     environment: dict[str, str]
+    kept: KeptGroup | None
     placement_timeout_seconds: float
 
 
@@ -85,19 +97,20 @@ def _run_driver(pipe: socket.socket, lifeline: socket.socket, drive: _DriverJob)
     os.environ.update(drive.environment)
     try:
         _connect(drive.address)
-        actors = _start_actors(drive.spec, drive.placement_timeout_seconds)
+        attached = None if drive.kept is None else attach(drive.spec, drive.kept, drive.placement_timeout_seconds)
+        actors = attached.ranks if attached else start_ranks(drive.spec, drive.placement_timeout_seconds)
     except ValueError as error:
         _answer_all_with(pipe, error, len(drive.spec.configs))
         return
-    watches = [actor.wait_forever.options(concurrency_group="watch").remote() for actor in actors]
-    threading.Thread(target=_watch, args=(watches, lifeline), daemon=True).start()
+    server = attached.server if attached else ""
+    threading.Thread(target=_watch, args=(watches_of(actors), attached, lifeline), daemon=True).start()
     answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in actors]
     sending = threading.Lock()
     for rank, of_rank in enumerate(answers):
         threading.Thread(target=_send_answers, args=(rank, of_rank, pipe, sending), daemon=True).start()
     incoming = FrameReader()
     for actor, of_rank in cycle(zip(actors, answers, strict=True)):
-        of_rank.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
+        of_rank.put(actor.answer_frame.remote(server, bytes(incoming.receive(pipe) or b"")))
 
 
 def _answer_all_with(pipe: socket.socket, error: ValueError, num_ranks: int) -> None:
@@ -112,11 +125,16 @@ def _send_answer(rank: int, frame: list[Buffer], pipe: socket.socket) -> None:
     FrameWriter(frame).send(pipe)
 
 
-def _watch(watches: list[Any], lifeline: socket.socket) -> None:
+def _watch(watches: list[Any], attached: Attachment | None, lifeline: socket.socket) -> None:
     import ray
 
-    ray.wait(watches)
-    lifeline.sendall(b"its Ray actor is gone: it ended unexpectedly (out of memory?), or its node did")
+    reason = None
+    while reason is None:
+        if ray.wait(watches, timeout=_USE_SECONDS if attached else None)[0]:
+            reason = "its Ray actor is gone: it ended unexpectedly (out of memory?), or its node did"
+        elif attached:
+            reason = attached.lost_reason()
+    lifeline.sendall(reason.encode())
     os._exit(1)
 
 
@@ -128,7 +146,7 @@ def _send_answers(rank: int, answers: "SimpleQueue[Any]", pipe: socket.socket, s
     while True:
         try:
             frame: list[Buffer] = [ray.get(answers.get())]
-        except RayActorError:  # the watch reports it
+        except (RayActorError, RanksTakenOver):  # the watch reports it
             return
         except Exception as error:  # Ray lost the message or the answer
             frame = encode(RankAnswer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
@@ -154,26 +172,3 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-
-
-def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]:
-    import ray
-
-    decorate: Any = ray.remote
-    # A second thread, in which `wait_forever` stays for as long as the process lives.
-    actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
-    return [
-        actor_class.options(num_cpus=spec.cpus_per_rank, num_gpus=spec.gpus_per_rank, scheduling_strategy=place).remote(
-            spec, rank
-        )
-        for rank, place in enumerate(place_ranks(spec, placement_timeout_seconds))
-    ]
-
-
-class _RayShell(WorkerHost):
-    def answer_frame(self, frame: bytes) -> bytes:
-        # Ray's memory is shared and read-only; workers write to the arrays that they receive.
-        return b"".join(self.answer(memoryview(bytearray(frame))))
-
-    def wait_forever(self) -> None:
-        threading.Event().wait()

@@ -1,1 +1,0 @@
-"""Attaches to ranks that another process keeps."""

@@ -1,25 +1,26 @@
-"""Extends uvicorn's HTTP protocol with time limits for slow clients, and sends a response's head and body together.
+"""Limits how long clients may take, and sends a response's head and body together.
 
-A request must arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND received, as in Apache's
-RequestReadTimeout; otherwise it is answered 408 and the connection is closed. The clock stops while the server does not
-read. A head that is incomplete after MOST_HEAD_BYTES is answered 431. A client that reads nothing of a response for
-STALLED_SECONDS is disconnected.
-
-Writing head and body separately would take two system calls and two TCP segments, and wake the reader for half a
-response.
+The head and the body of a request must each arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND
+received, as in Apache's RequestReadTimeout; otherwise the request is answered 408 and the connection is closed. Only
+time in which the application waits for the body counts. A head that is incomplete after MOST_HEAD_BYTES is answered
+431. A client that reads nothing of a response for STALLED_SECONDS is disconnected.
 
 If a request is answered before it has arrived, up to DRAIN_BYTES of the rest are read and dropped for at most
 DRAIN_SECONDS: a client that is still sending receives the response, and one that never stops is disconnected.
+
+Writing head and body separately would take two system calls and two TCP segments, and wake the reader for half a
+response.
 """
 
 import asyncio
 import json
 import socket
-from collections.abc import Callable
 from http import HTTPStatus
 
-from uvicorn.protocols.http.flow_control import FlowControl
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 ARRIVAL_SECONDS = 30.0
 BYTES_PER_SECOND = 500
@@ -28,177 +29,219 @@ STALLED_SECONDS = 120.0
 DRAIN_BYTES = 4 << 20
 DRAIN_SECONDS = 5.0
 
-
-class HttpConnection(HttpToolsProtocol):
-    """The HTTP protocol class, passed to uvicorn as `http`."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
-        self.transport = self._answers = _ResponseTransport(transport, self._has_more_to_drop)
-        self.flow = self._timed_flow = _TimedFlowControl(transport, self.loop.time)
-        self._is_arriving = self._is_in_head = False
-        self._num_bytes = 0
-        self._began_at = 0.0
-        self._watch: asyncio.TimerHandle | None = None
-        self._draining: asyncio.TimerHandle | None = None
-        self._dropped_until = 0
-        _set_user_timeout(transport)
-        # A new connection may idle as long as one between two requests.
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_keepalive_if_required()
-        self._stop_watching()
-        self._stop_draining()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._is_arriving:
-            self._stop_watching()
-            return
-        self._num_bytes += len(data)
-        if self._draining is not None:
-            if self._num_bytes > self._dropped_until:
-                self.transport.close()
-        elif self._is_in_head and self._num_bytes > MOST_HEAD_BYTES:
-            self._refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
-        elif self._watch is None:
-            self._began_at = self._timed_flow.seconds_open()
-            self._watch = self.loop.call_later(ARRIVAL_SECONDS, self._check_arrival)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._is_arriving = self._is_in_head = True
-        self._num_bytes = 0
-
-    def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._is_arriving = False
-        super().on_message_complete()
-        if self._draining is not None:
-            self._stop_draining()
-            if self.transport.is_closing():
-                self.transport.close()
-
-    def on_response_complete(self) -> None:
-        self._answers.answer_ends()
-        super().on_response_complete()
-        if self._has_more_to_drop():
-            self.flow.resume_reading()
-            self._dropped_until = self._num_bytes + DRAIN_BYTES
-            self._draining = self.loop.call_later(DRAIN_SECONDS, self.transport.close)
-
-    def _check_arrival(self) -> None:
-        left = ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND - (self._timed_flow.seconds_open() - self._began_at)
-        if self.flow.read_paused or left > 0:
-            # While reading is paused, `left` does not decrease; the minimum avoids a busy loop when it is tiny.
-            self._watch = self.loop.call_later(max(left, 0.01 * ARRIVAL_SECONDS), self._check_arrival)
-        else:
-            self._refuse(
-                408,
-                f"the request did not arrive within {ARRIVAL_SECONDS:g} s, plus a second for every {BYTES_PER_SECOND} "
-                "bytes received: send it faster, or send a smaller one",
-            )
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-
-    def _has_more_to_drop(self) -> bool:
-        """True if the response has ended, but the body of its request is still arriving."""
-        is_body = self._is_arriving and not self._is_in_head and self._draining is None
-        return is_body and self.cycle.response_complete
-
-    def _stop_draining(self) -> None:
-        if self._draining is not None:
-            self._draining.cancel()
-            self._draining = None
-
-    def _refuse(self, status: int, detail: str) -> None:
-        """Closes the connection, with an error response if none has begun."""
-        self._stop_watching()
-        if self._is_in_head or not self.cycle.response_started:
-            body = json.dumps({"detail": detail})
-            self.transport.write(
-                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
-            )
-        self.transport.close()
+_CONNECTION = "connection"
+"""The key in a request's ASGI state under which its HttpConnection is."""
 
 
-def _set_user_timeout(transport: asyncio.Transport) -> None:
-    """Has the kernel close a connection whose peer acknowledges nothing for STALLED_SECONDS. Linux only."""
-    connection, option = transport.get_extra_info("socket"), getattr(socket, "TCP_USER_TIMEOUT", None)
-    if connection is not None and option is not None:
-        connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_SECONDS))
+def disconnect_stalled_clients(listener: socket.socket) -> None:
+    """Has the kernel close connections whose peer acknowledges nothing for STALLED_SECONDS. Linux only."""
+    if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
+        listener.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_SECONDS))
 
 
-class _TimedFlowControl(FlowControl):
-    """Flow control that counts the seconds in which the server reads, so that a client can send."""
+class HttpConnection(asyncio.Protocol, asyncio.Transport):
+    """Stands between a transport and uvicorn's protocol, and limits the heads of requests.
 
-    def __init__(self, transport: asyncio.Transport, clock: Callable[[], float]) -> None:
-        super().__init__(transport)
-        self._clock = clock
-        self._seconds_paused = 0.0
-        self._paused_at = 0.0
-
-    def seconds_open(self) -> float:
-        """Returns the time of a clock that stops while reading is paused."""
-        return (self._paused_at if self.read_paused else self._clock()) - self._seconds_paused
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self._paused_at = self._clock()
-        super().pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self._seconds_paused += self._clock() - self._paused_at
-        super().resume_reading()
-
-
-class _ResponseTransport(asyncio.Transport):
-    """A transport that sends a response's head together with the first piece of its body.
-
-    Has only the methods that uvicorn uses for writing. `close` takes effect at once, except while `stays_open()`.
+    Passed to uvicorn as `http`, for an application in a LimitedApp, which reports where requests and responses end.
     """
 
-    def __init__(self, transport: asyncio.Transport, stays_open: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
         super().__init__()
+        self._protocol = HttpToolsProtocol(config, server_state, {**app_state, _CONNECTION: self}, _loop)
+        self._loop = _loop or asyncio.get_running_loop()
+        self._idle_seconds = config.timeout_keep_alive
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_in_head, self._num_bytes = True, 0
+        self._head_began_at: float | None = None
+        self._has_answered = self._is_head_next = False
+        self._answer_head: bytes | bytearray | memoryview | None = None
+
+    # What the transport calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self._transport = transport
-        self._stays_open = stays_open
-        self._is_to_close = False
-        self._is_next_head = True
-        self._head: bytes | bytearray | memoryview | None = None
+        # A new connection may idle as long as one between two requests.
+        self._timer = self._loop.call_later(self._idle_seconds, self.close)
+        self._protocol.connection_made(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_in_head = False
+        self._stop_timer()
+        self._protocol.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        self._protocol.data_received(data)
+        if self._is_in_head:
+            # If the head is complete, the application begins first.
+            self._loop.call_soon(self._check_head)
+
+    def eof_received(self) -> None:
+        self._protocol.eof_received()
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+    # What uvicorn's protocol calls
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._head is not None:
-            pieces, self._head = (self._head, data), None
+        if self._transport.is_closing():
+            return
+        if self._is_head_next:
+            self._answer_head, self._is_head_next = data, False
+        elif self._answer_head is not None:
+            pieces, self._answer_head = (self._answer_head, data), None
             self._transport.writelines(pieces)
-        elif self._is_next_head and bytes(data[:13]) != b"HTTP/1.1 100 ":
-            self._head, self._is_next_head = data, False
         else:
             self._transport.write(data)
 
-    def answer_ends(self) -> None:
-        self._flush()
-        self._is_next_head = True
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
     def close(self) -> None:
         self._flush()
-        self._is_to_close = True
-        if not self._stays_open():
-            self._transport.close()
+        self._transport.close()
+
+    # What LimitedApp calls
+
+    def request_begins(self) -> None:
+        """The head is complete."""
+        self._is_in_head, self._head_began_at = False, None
+        self._stop_timer()
+
+    def response_begins(self) -> None:
+        self._has_answered = self._is_head_next = True
+
+    def response_ends(self) -> None:
+        self._flush()
+        self._is_in_head, self._has_answered, self._num_bytes = True, False, 0
+
+    def refuse(self, status: int, detail: str) -> None:
+        """Closes the connection, with an error response if none has begun."""
+        if not self._has_answered:
+            body = json.dumps({"detail": detail})
+            self.write(
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
+            )
+        self.close()
+
+    def refuse_as_slow(self) -> None:
+        self.refuse(
+            408,
+            f"the request did not arrive within {ARRIVAL_SECONDS:g} s, plus a second for every {BYTES_PER_SECOND} "
+            "bytes received: send it faster, or send a smaller one",
+        )
+
+    def _check_head(self) -> None:
+        if not self._is_in_head:
+            return
+        if self._num_bytes > MOST_HEAD_BYTES:
+            self.refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
+        elif self._head_began_at is None:
+            self._stop_timer()
+            self._head_began_at = self._loop.time()
+            self._check_arrival()
+
+    def _check_arrival(self) -> None:
+        assert self._head_began_at is not None
+        seconds_left = _seconds_left(self._num_bytes, self._loop.time() - self._head_began_at)
+        if seconds_left > 0:
+            self._timer = self._loop.call_later(seconds_left, self._check_arrival)
+        else:
+            self.refuse_as_slow()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _flush(self) -> None:
         """Sends a head without a body, as for a HEAD request."""
-        if self._head is not None:
+        if self._answer_head is not None:
             self.write(b"")
 
-    def is_closing(self) -> bool:
-        return self._is_to_close or self._transport.is_closing()
+
+class LimitedApp:
+    """An ASGI application that limits the bodies of requests to `app`. Needs HttpConnection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(scope, receive, send)
+        await self._app(scope, exchange.receive, exchange.send)
+
+
+class _Exchange:
+    """A request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        headers = dict(scope["headers"])
+        self._is_arriving = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        self._loop = asyncio.get_running_loop()
+        self._num_bytes, self._seconds_waited = 0, 0.0
+        self._connection: HttpConnection = scope["state"][_CONNECTION]
+        self._connection.request_begins()
+
+    async def receive(self) -> Message:
+        if not self._is_arriving:
+            return await self._receive()
+        started_at, seconds = self._loop.time(), _seconds_left(self._num_bytes, self._seconds_waited)
+        refusing = self._loop.call_later(seconds, self._connection.refuse_as_slow)
+        try:
+            message = await self._receive()
+        finally:
+            refusing.cancel()
+        self._seconds_waited += self._loop.time() - started_at
+        self._num_bytes += len(message.get("body", b""))
+        self._is_arriving = message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._connection.response_begins()
+            await self._send(message)
+            return
+        is_last = not message.get("more_body")
+        if is_last and self._is_arriving:
+            await self._send({**message, "more_body": True})
+            await self._drop_rest()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+        if is_last:
+            self._connection.response_ends()
+
+    async def _drop_rest(self) -> None:
+        """Reads and drops the rest of the body, or closes the connection if that is too much."""
+        most = self._num_bytes + DRAIN_BYTES
+        closing = self._loop.call_later(DRAIN_SECONDS, self._connection.close)
+        while self._is_arriving and self._num_bytes < most:
+            await self.receive()
+        closing.cancel()
+        if self._is_arriving:
+            self._connection.close()
+
+
+def _seconds_left(num_bytes: int, seconds: float) -> float:
+    """Returns how long the rest of a head or body may take, after so many bytes and seconds."""
+    return ARRIVAL_SECONDS + num_bytes / BYTES_PER_SECOND - seconds

@@ -52,7 +52,7 @@ from ..text.hub_names import warn_unresolved
 from .app import LiveState, create_app
 from .auto_layout import with_layouts
 from .base_models import download_models
-from .connections import HttpConnection
+from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
 from .shutdown import drain
 from .standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
 
@@ -89,6 +89,7 @@ def serve(config: ServerConfig) -> None:
         bound_socket(config.network.host, config.network.port) as listener,
         claimed(config.store.state_dir, config.store.durability == "power") as claim,
     ):
+        disconnect_stalled_clients(listener)
         keep_private(config.store.state_dir, STATE_PATTERNS)
         if config.checkpoint_storage.checkpoints is not None and not is_url(config.checkpoint_storage.checkpoints):
             keep_private(Path(config.checkpoint_storage.checkpoints).expanduser(), CHECKPOINT_PATTERNS)
@@ -457,7 +458,7 @@ class _HttpServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                LimitedApp(app),
                 http=HttpConnection,
                 lifespan="off",  # entered by us, so that what fails in it reaches our caller
                 log_config=None,

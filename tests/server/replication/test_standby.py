@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server.replication.leases import Lease
-from trainhouse.server.serving.connections import HttpConnection
+from trainhouse.server.serving.connections import HttpConnection, LimitedApp
 from trainhouse.server.serving.server_process import bound_socket
 from trainhouse.server.serving.standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
 from trainhouse.server.store import SqliteStore
@@ -97,7 +97,7 @@ async def wait_until(condition: Callable[[], object]) -> None:
 async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterator[str]:
     """Serves the app and yields its URL."""
     settings = uvicorn.Config(
-        app,
+        LimitedApp(app),
         http=HttpConnection,
         lifespan="off",
         log_config=None,

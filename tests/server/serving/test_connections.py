@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server.serving import connections
-from trainhouse.server.serving.connections import HttpConnection
+from trainhouse.server.serving.connections import HttpConnection, LimitedApp
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +45,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def serving(served: ASGIApp = app, /, **options: int) -> AsyncIterator[uvicorn.Server]:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(served, http=HttpConnection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
+    connections.disconnect_stalled_clients(listener)
+    limited = LimitedApp(served)
+    config = uvicorn.Config(limited, http=HttpConnection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
     while not server.started:  # noqa: ASYNC110
@@ -177,6 +180,26 @@ async def test_a_request_that_the_server_does_not_read_is_not_given_up(monkeypat
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
 
 
+async def test_a_request_without_a_body_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.1)
+    async with connected() as (reader, writer):
+        writer.write(b"GET /late HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_client_that_is_still_sending_receives_the_whole_answer() -> None:
+    async with serving(sized_early_app) as server, connection_to(server) as (reader, writer):
+        request = post("/", bytes(1 << 16))
+        writer.write(request[:-1])
+        assert (await read(reader)).endswith(b"\r\n\r\nearly")
+        writer.write(request[-1:] + request)
+        assert (await read(reader)).endswith(b"\r\n\r\nearly"), "the connection is kept"
+
+
+async def sized_early_app(scope: Scope, receive: Receive, send: Send) -> None:
+    await Response("early")(scope, receive, send)
+
+
 async def test_an_idle_connection_is_closed() -> None:
     async with connected(timeout_keep_alive=1) as (reader, _):
         assert await asyncio.wait_for(reader.read(), 30) == b""
@@ -229,7 +252,7 @@ async def test_the_unread_rest_of_an_answered_request_is_dropped_up_to_a_limit(
     async with connected() as (reader, writer):
         for num_bytes in (1 << 19, 1 << 17):
             writer.write(post("/early", bytes(num_bytes)))
-            assert b"early" in await read(reader)
+            assert b"early" in await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 30)
         writer.write(post("/early", bytes(1 << 22)))
         with contextlib.suppress(ConnectionError):
             await writer.drain()

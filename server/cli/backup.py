@@ -20,7 +20,8 @@ from ..checkpoints.checkpoint_files import link_or_copy, moved_directories
 from ..config.knob_values import is_url
 from ..files.directories import STAGING
 from ..files.object_store import key_of
-from ..files.wal import RecordPosition, complete_bytes, truncate_segment
+from ..files.segment import complete_bytes, truncate_segment
+from ..files.wal import RecordPosition
 from ..journal.restore_marker import mark_copy
 from ..replication.leases import live_directory
 from ..replication.state_lock import STATE_PATTERNS, keep_private

@@ -24,8 +24,9 @@ from ..config.knob_values import is_url
 from ..files.directories import STAGING, directory_name
 from ..files.manifest import MANIFEST, ManifestMismatch, check_directory, read_manifest
 from ..files.object_store import ObjectStore, ObjectStoreError
+from ..files.segment import DamagedRange, complete_bytes, scan_segment, truncate_segment
 from ..files.storage_config import CheckpointStorageConfig
-from ..files.wal import DamagedRange, RecordPosition, complete_bytes, scan_segment, truncate_segment
+from ..files.wal import RecordPosition
 from ..journal.journal import read_journal
 from ..replication.leases import LIVE_STATE, live_directory
 from ..replication.state_lock import StartError, locked_state_directory

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
-from ..files.wal import MOST_BODY_BYTES, Guard, RecordPosition, SegmentLog, read_segment
+from ..files.segment import MOST_BODY_BYTES, read_segment
+from ..files.wal import Guard, RecordPosition, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import ResultRecord, Store
 from .journal import Header
@@ -85,6 +86,7 @@ class Future:
     """One accepted operation's result, or the placeholder for it.
 
     pending: says why there is no result yet. on_stored: called as soon as the store has the result's place.
+    num_bytes: size of the result's body.
     """
 
     request_id: str
@@ -92,12 +94,24 @@ class Future:
     pending: Callable[[], Pending]
     on_stored: Callable[[], None]
     result: Result | None = None
+    num_bytes: int = 0
     place: RecordPosition | None = None
     resolved_at: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def release(self) -> None:
-        """Drops the references to the operation, which no callback needs any more."""
+    def header(self) -> dict[str, object]:
+        """Returns what the store records about the result, except its place and size."""
+        assert self.result is not None
+        return {
+            "request_id": self.request_id,
+            "tenant_id": self.tenant_id,
+            "encoding": self.result.encoding,
+            "created_at": self.resolved_at,
+        }
+
+    def end(self) -> None:
+        """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""
+        self.on_stored()
         self.pending, self.on_stored = Pending, _nothing
 
 
@@ -163,7 +177,9 @@ class Futures:
             one.request_id: ResultSummary(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored
         }
         known |= {
-            one.request_id: ResultSummary(one.request_id, one.result.is_error, _size(one)) for one in here if one.result
+            one.request_id: ResultSummary(one.request_id, one.result.is_error, one.num_bytes)
+            for one in here
+            if one.result
         }
         return list(known.values())
 
@@ -191,8 +207,8 @@ class Futures:
                 f"the result has {len(result.body)} bytes, and at most {MOST_BODY_BYTES} can be stored: request less"
             )
             result = failure(words, "user")
-        future.result, future.resolved_at = result, time.time()
-        self._kept_bytes[future.tenant_id] += _kept_size(future)
+        future.result, future.num_bytes, future.resolved_at = result, len(result.body), time.time()
+        self._kept_bytes[future.tenant_id] += future.num_bytes + _RECORD_BYTES
         self._append(future)
 
     def fail(self, future: Future, message: str, category: Category) -> None:
@@ -227,7 +243,7 @@ class Futures:
         if not await self.long_poll(future.done, seconds):
             return future.pending()
         assert future.result is not None
-        claim(_size(future))
+        claim(future.num_bytes)
         return future.result
 
     async def long_poll(self, event: asyncio.Event, seconds: float) -> bool:
@@ -262,7 +278,7 @@ class Futures:
         sums = await self._store.results.sum_by_tenant()
         kept = Counter({tenant_id: num * _RECORD_BYTES + size for tenant_id, (num, size) in sums.items()})
         for future in (*self._unstored, *self._appending):
-            kept[future.tenant_id] += _kept_size(future)
+            kept[future.tenant_id] += future.num_bytes + _RECORD_BYTES
         self._kept_bytes, now = kept, time.monotonic()
         self._sum_again_at = now + (now - began_at) / _SUM_SHARE
 
@@ -290,28 +306,22 @@ class Futures:
             raise _unknown(request_id)
         claim(record.size_bytes)
         try:
-            return await self._read(record)
+            stored = await self._segments.read(RecordPosition.parse(record.place))
         except FileNotFoundError:
             raise _unknown(request_id) from None
         except ValueError as error:
             logger.error("the result of %s is lost: %s", request_id, error)
             return failure(f"the result of {request_id} is damaged on the server's disk", "server")
-
-    async def _read(self, record: ResultRecord) -> Result:
-        stored = await self._segments.read(RecordPosition.parse(record.place))
         return Result(stored.body, cast(Encoding, record.encoding))
 
     def _append(self, future: Future) -> None:
+        assert future.result is not None
         self._appending.add(future)
-        written = self._append_to_file(future)
+        written = self._segments.append(future.header(), future.result.body)
         if written.done():
             self._appended(future, written)
         else:
             written.add_done_callback(partial(self._appended, future))
-
-    def _append_to_file(self, future: Future) -> "asyncio.Future[RecordPosition]":
-        assert future.result is not None
-        return self._segments.append(_header(future, future.result), future.result.body)
 
     def _appended(self, future: Future, written: "asyncio.Future[RecordPosition]") -> None:
         future.done.set()
@@ -338,7 +348,9 @@ class Futures:
                 continue
             batch = self._unstored[:_MOST_PER_WRITE]
             try:
-                await self._store.results.put([_record(future) for future in batch])
+                await self._store.results.put(
+                    [_record(str(future.place), future.num_bytes, future.header()) for future in batch]
+                )
             except SQLAlchemyError as error:
                 if self._closing.is_set():
                     raise
@@ -348,10 +360,11 @@ class Futures:
             self._storing.succeeded()
             del self._unstored[: len(batch)]
             for future in batch:
-                future.on_stored()
-                future.release()
-                self._cache(future)
-            self._evict()
+                future.end()
+                self._stored[future.request_id] = future
+                self._stored_bytes += future.num_bytes + _BYTES_BESIDE_BODY
+            while self._stored_bytes > self._memory_bytes:
+                self._evict_oldest()
 
     async def _linger(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -360,9 +373,7 @@ class Futures:
     async def _store_results_after(self, newest: ResultRecord | None) -> None:
         """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
         start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
-        await self._put(await asyncio.to_thread(lambda: list(self._records_after(start))))
-
-    async def _put(self, records: list[ResultRecord]) -> None:
+        records = await asyncio.to_thread(lambda: list(self._records_after(start)))
         for first in range(0, len(records), _MOST_PER_WRITE):
             await self._store.results.put(records[first : first + _MOST_PER_WRITE])
 
@@ -372,55 +383,20 @@ class Futures:
                 continue
             for stored in read_segment(self._segments.path(segment)):
                 if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
-                    place = str(RecordPosition(segment, stored.offset))
-                    yield ResultRecord(place=place, size_bytes=len(stored.body), **stored.header)  # pyright: ignore[reportArgumentType]
-
-    def _cache(self, future: Future) -> None:
-        self._stored[future.request_id] = future
-        self._stored_bytes += _size(future) + _BYTES_BESIDE_BODY
-
-    def _evict(self) -> None:
-        while self._stored_bytes > self._memory_bytes:
-            self._evict_oldest()
+                    yield _record(str(RecordPosition(segment, stored.offset)), len(stored.body), stored.header)
 
     def _evict_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
-        self._stored_bytes -= _size(future) + _BYTES_BESIDE_BODY
+        self._stored_bytes -= future.num_bytes + _BYTES_BESIDE_BODY
         del self._live[request_id]
 
 
 def _nothing() -> None:
-    """Replaces Future.on_stored after Future.release."""
+    """Replaces Future.on_stored after Future.end."""
 
 
-def _size(future: Future) -> int:
-    return len(future.result.body) if future.result else 0
-
-
-def _kept_size(future: Future) -> int:
-    return _size(future) + _RECORD_BYTES
-
-
-def _header(future: Future, result: Result) -> dict[str, object]:
-    """Returns what the store records about a result, except its place and size."""
-    return {
-        "request_id": future.request_id,
-        "tenant_id": future.tenant_id,
-        "encoding": result.encoding,
-        "created_at": future.resolved_at,
-    }
-
-
-def _record(future: Future) -> ResultRecord:
-    assert future.result is not None and future.place is not None
-    return ResultRecord(
-        request_id=future.request_id,
-        tenant_id=future.tenant_id,
-        place=str(future.place),
-        size_bytes=len(future.result.body),
-        encoding=future.result.encoding,
-        created_at=future.resolved_at,
-    )
+def _record(place: str, num_bytes: int, header: Mapping[str, object]) -> ResultRecord:
+    return ResultRecord(place=place, size_bytes=num_bytes, **header)  # pyright: ignore[reportArgumentType]
 
 
 def _lost(header: Header) -> str:

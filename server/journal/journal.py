@@ -13,16 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import RequestError
-from ..files.wal import (
-    DamagedRange,
-    Guard,
-    LogRecord,
-    RecordPosition,
-    RecordTooLarge,
-    SegmentLog,
-    read_segment,
-    scan_segment,
-)
+from ..files.segment import DamagedRange, LogRecord, read_segment, scan_segment
+from ..files.wal import Guard, RecordPosition, RecordTooLarge, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ import numpy as np
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...schemas.training import Datum, ForwardBackwardRequest, ProvenanceSpan
-from ..files.wal import LogRecord, RecordPosition, SegmentLog, read_segment
+from ..files.segment import LogRecord, read_segment
+from ..files.wal import RecordPosition, SegmentLog
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainhouse.server.files.manifest import MANIFEST
-from trainhouse.server.files.wal import scan_segment
+from trainhouse.server.files.segment import scan_segment
 
 
 def newest_segment(directory: Path) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import Pending
-from trainhouse.server.files.wal import MOST_BODY_BYTES
+from trainhouse.server.files.segment import MOST_BODY_BYTES
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.quarantine import REBUILD_STRIKE, STRIKE

@@ -13,15 +13,8 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.files import wal as segments_module
-from trainhouse.server.files.wal import (
-    MOST_BODY_BYTES,
-    DamagedRange,
-    RecordPosition,
-    RecordTooLarge,
-    SegmentLog,
-    read_segment,
-    scan_segment,
-)
+from trainhouse.server.files.segment import MOST_BODY_BYTES, DamagedRange, read_segment, scan_segment
+from trainhouse.server.files.wal import RecordPosition, RecordTooLarge, SegmentLog
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 
 from ...faults.disk import filled, small_disk

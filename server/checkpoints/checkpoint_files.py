@@ -8,11 +8,9 @@ restored from a copy.
 
 import asyncio
 import logging
-import math
 import os
 import secrets
 import shutil
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,22 +19,17 @@ from typing import Any
 from ...schemas.errors import OperationError
 from ..config.knob_values import is_url
 from ..files.checkpoint_cache import CheckpointCache
-from ..files.directories import STAGING, make_directory, move_into_place, staging_path
+from ..files.directories import make_directory, move_into_place, staging_path
 from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
 from ..files.object_store import KEY_PARTS, ObjectStore, ObjectStoreError, key_of
 from ..files.storage_config import CheckpointStorageConfig
 from ..replication.leases import live_directory
 from ..store import DATABASE_NAME
+from .leftovers import DELETED, NEW_RUN, find_unlisted, remove_now, set_mark, sweep_leftovers
 
 logger = logging.getLogger(__name__)
 
 FindCopies = Callable[[str], Awaitable[Collection[str]]]
-UNLISTED_DAYS = 30
-_UNLISTED = ".unlisted"
-"""Marks a complete checkpoint without a row; the file's mtime is when that was first noticed."""
-_DELETED = ".deleted"
-"""Marks a checkpoint whose row is about to be deleted, so that leftovers are not restored after a crash."""
-_NEW_RUN = ".new"
 CLOSING_SECONDS = 3.0
 _Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -44,6 +37,8 @@ _Signature = tuple[tuple[str, int, int, int], ...]
 class CheckpointFiles:
     """Reads, writes and deletes the files of checkpoints. A checkpoint's `directory` is a path or a URL and is never
     reused.
+
+    The class is long because writing, removing and restoring must know what each other is doing to a directory.
 
     copies: returns the URLs of a directory's complete copies.
     """
@@ -80,7 +75,7 @@ class CheckpointFiles:
             yield staging
         finally:
             self._being_written.discard(directory)
-            await asyncio.to_thread(_remove, staging)
+            await asyncio.to_thread(remove_now, staging)
 
     @asynccontextmanager
     async def marking_new_run(self, directory: str) -> AsyncIterator[None]:
@@ -88,18 +83,18 @@ class CheckpointFiles:
 
         After a crash, the mark shows that the directory may be deleted although the database does not have the run.
         """
-        mark = Path(directory).parents[1] / _NEW_RUN
+        mark = Path(directory).parents[1] / NEW_RUN
         if is_url(directory):
             yield
             return
         await asyncio.to_thread(mark.mkdir, parents=True)
         yield
-        await asyncio.to_thread(_remove, mark)
+        await asyncio.to_thread(remove_now, mark)
 
     async def discard_new_run(self, directory: str) -> None:
         """Removes the directory of a new run that will not be published."""
         if not is_url(directory):
-            await asyncio.to_thread(_remove, Path(directory).parents[1])
+            await asyncio.to_thread(remove_now, Path(directory).parents[1])
 
     async def publish(self, staging: Path, directory: str, about: Mapping[str, object]) -> int:
         """Hashes the files, writes the manifest and moves everything into place, durably. Returns the bytes of the
@@ -131,11 +126,11 @@ class CheckpointFiles:
         would look like a checkpoint whose row was lost.
         """
         if not is_url(directory):
-            await asyncio.to_thread(_mark, Path(directory) / _DELETED)
+            await asyncio.to_thread(set_mark, Path(directory) / DELETED)
 
     async def find_without_row(self, list_local: Collection[Path], published: Collection[str]) -> list[Path]:
         """Returns those found that are complete, have no row and were not deleted; oldest first."""
-        return await asyncio.to_thread(_unlisted, list_local, published)
+        return await asyncio.to_thread(find_unlisted, list_local, published)
 
     def is_ours_alone(self, directory: Path) -> bool:
         """True below the state directory, which no other server uses."""
@@ -147,7 +142,7 @@ class CheckpointFiles:
         """
         here = self._local_path(directory)
         self._verified_signatures.pop(here, None)
-        await asyncio.to_thread(_remove, here)
+        await asyncio.to_thread(remove_now, here)
         if is_url(directory):
             removing = asyncio.create_task(self._remove_at(directory))
             self._removing.add(removing)
@@ -210,9 +205,9 @@ class CheckpointFiles:
         An operator may have restored an older database, so directories of unknown runs are left alone, and complete
         checkpoints stay for UNLISTED_DAYS after they were first found to have no row.
         """
-        await asyncio.to_thread(_remove, self._staging)
+        await asyncio.to_thread(remove_now, self._staging)
         await asyncio.to_thread(self._cache.sweep)
-        await asyncio.to_thread(_sweep, self.local_root, found, runs, published)
+        await asyncio.to_thread(sweep_leftovers, self.local_root, found, runs, published)
 
     async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
         """Removes unfinished uploads at the configured URL. Raises ObjectStoreError.
@@ -288,7 +283,7 @@ class CheckpointFiles:
                     logger.warning("%s %s %s (%s)", directory, done, source, "; ".join(reasons))
                 return
             finally:
-                await asyncio.to_thread(_remove, staging)
+                await asyncio.to_thread(remove_now, staging)
         remedy = "" if sources else "; it has no copy: start the server with --mirror to keep copies"
         raise OperationError(f"the checkpoint's files cannot be read: {'; '.join(reasons)}{remedy}", "server")
 
@@ -363,88 +358,9 @@ def _replace_with(staging: Path, here: Path) -> None:
     if here.exists():
         here.rename(before)
     staging.rename(here)
-    _remove(before)
+    remove_now(before)
 
 
 def _signature(directory: Path) -> _Signature:
     stats = [(path.name, path.stat()) for path in sorted(directory.rglob("*"))]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
-
-
-def _remove(*directories: Path) -> None:
-    """Removes what can be removed now. The rest (a worker may still be writing) is swept at the next start."""
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _sweep(root: Path, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
-    for mark in root.glob(f"*/{_NEW_RUN}"):
-        _remove(mark if mark.parent.name in runs else mark.parent)
-    for directory in found:
-        if str(directory) in published:
-            _unmark(directory / _UNLISTED)
-            _unmark(directory / _DELETED)
-        elif directory.name.startswith(STAGING) or (directory.parent.parent.name in runs and not _must_keep(directory)):
-            logger.info("removing %s: it was never published, or was deleted", directory)
-            _remove(directory)
-
-
-def _unlisted(found: Collection[Path], published: Collection[str]) -> list[Path]:
-    kept = [
-        one
-        for one in found
-        if str(one) not in published
-        and not one.name.startswith(STAGING)
-        and not (one / _DELETED).exists()
-        and not (one.parents[1] / _NEW_RUN).exists()
-        and has_complete_files(one)
-    ]
-    return sorted(kept, key=lambda one: (one / MANIFEST).stat().st_mtime)
-
-
-def _mark(mark: Path) -> None:
-    try:
-        mark.touch()
-    except OSError as error:  # lost files or a full disk: the deletion continues
-        logger.info("%s cannot be written: %s", mark, error)
-
-
-def _unmark(mark: Path) -> None:
-    """Removes the mark of a checkpoint that has a row again."""
-    try:
-        if mark.exists():  # checked first, since the file system may be read-only
-            mark.unlink(missing_ok=True)
-    except OSError as error:
-        logger.error("%s cannot be removed: %s", mark, error)
-
-
-def _must_keep(unlisted: Path) -> bool:
-    """True if a checkpoint without a row must be kept for now. The first call starts its UNLISTED_DAYS."""
-    if (unlisted / _DELETED).exists() or not has_complete_files(unlisted):
-        return False
-    mark = unlisted / _UNLISTED
-    try:
-        if not mark.exists():
-            mark.touch()
-        days = (time.time() - mark.stat().st_mtime) / 86400
-    except OSError as error:
-        logger.error("%s cannot be written: %s", mark, error)
-        return True
-    if days > UNLISTED_DAYS:
-        return False
-    logger.warning(
-        "%s is complete but has no row in the database: an older database was restored, or a crash left it. "
-        "`trainhouse verify --repair` restores its row if its manifest names the owner; a start in %d days removes it",
-        unlisted,
-        math.ceil(UNLISTED_DAYS - days),
-    )
-    return True
-
-
-def has_complete_files(directory: Path) -> bool:
-    """True if all files of the manifest have the right size. Hashes are not checked."""
-    try:
-        check_directory(directory, hashes=False)
-    except ValueError:
-        return False
-    return True

@@ -6,11 +6,7 @@ copies.
 """
 
 import asyncio
-import hmac
 import logging
-import os
-import re
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import (
@@ -18,54 +14,45 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterator,
     Mapping,
-    Sequence,
-    Set,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.models import TrainingConfig, training_of
+from ...schemas.models import TrainingConfig
 from ...workers.protocol.calls import WorkerLost
 from ..files.directories import directory_name
-from ..files.manifest import read_manifest
-from ..files.object_store import ObjectStore, ObjectStoreError
+from ..files.object_store import ObjectStore
 from ..files.storage_config import CheckpointStorageConfig
-from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import (
     CheckpointCopyRecord,
     CheckpointKind,
     CheckpointRecord,
-    DatabaseUnreachable,
     RunRecord,
     SessionRecord,
     Store,
-    TenantRecord,
 )
 from ..tenants.auth import Auth, Tenant
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, link_files
+from .checkpoint_paths import check_name, parse_path
+from .download_urls import URL_LIFETIME_SECONDS, SignedFile, UrlSigner, load_secret
 from .mirror import CheckpointMirrors
+from .publication import CheckpointPublication, name_in_use_error
+from .upkeep import CheckpointUpkeep
 
 logger = logging.getLogger(__name__)
-
-MANIFEST_FORMAT = 1
-URL_LIFETIME_SECONDS = 3600
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_EXPIRY_PERIOD_SECONDS = 10.0
-_SECRET_BYTES = 32
 
 
 class Checkpoints:
     """The checkpoints of all tenants. The owner may do everything. Public ones can be read by every tenant, others also
     by a caller that presents the owner's key as access token.
+
+    The class is long because looking up, saving and copying follow the same rules of names, owners and expiry.
     """
 
     def __init__(
@@ -81,22 +68,16 @@ class Checkpoints:
         self._places = ObjectStore(config.retry_pauses_seconds, config.mirrors)
         self._mirror = CheckpointMirrors(store, self._places, config)
         self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.complete_copies)
+        self._publication = CheckpointPublication(store, self._files, self._mirror)
         self._secret_file = state_dir / "url_secret"
-        self._secret = b""
+        self._signer = UrlSigner(b"")
         self._clock = clock
-        self._tasks: list[asyncio.Task[None]] = []
+        self._upkeep = CheckpointUpkeep(store, self._files, self._mirror, self.expire)
 
     async def start(self) -> None:
         """Sweeps what a crash left behind and starts the background tasks, such as deleting expired checkpoints."""
-        self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
-        # Listed before the rows are read: a checkpoint published in between must not look like one without a row.
-        found = await self._files.found()
-        published = await self._follow_moved_root(await self._store.checkpoints.list_directories())
-        published |= await self._restore_lost_rows(await self._files.find_without_row(found, published))
-        runs = {directory_name(run_id) for run_id in await self._store.runs.list_ids()}
-        await self._files.sweep(found, runs, published)
-        await self._mirror.start(self._files, published)
-        self._tasks = [asyncio.create_task(self._expire_periodically()), asyncio.create_task(self._sweep_url(runs))]
+        self._signer = UrlSigner(await asyncio.to_thread(load_secret, self._secret_file))
+        await self._upkeep.start()
 
     def schedule_transfer_cancellation(self) -> None:
         """Cancels transfers to and from URLs, and those that wait for them, CLOSING_SECONDS from now.
@@ -106,9 +87,7 @@ class Checkpoints:
         asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._places.close)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, self._mirror.close(), self._files.close(), return_exceptions=True)
+        await asyncio.gather(self._upkeep.close(), self._mirror.close(), self._files.close(), return_exceptions=True)
         self._places.close()
 
     @asynccontextmanager
@@ -138,9 +117,9 @@ class Checkpoints:
 
         async with self._files.staging(draft.directory) as staging:
             yield staging
-            about = await self._manifest_entries(draft, request_id)
-            bring = partial(self._files.publish, staging, draft.directory, about)
-            await _shielded(self._publish(draft, bring, partial(self._insert_or_replace, overwrite)))
+            move = partial(self._files.publish, staging, draft.directory)
+            insert = partial(self._publication.insert_or_replace, overwrite)
+            await self._publication.publish(draft, move, insert, request_id)
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
         """True if this very save published the checkpoint before a crash lost its response.
@@ -280,11 +259,12 @@ class Checkpoints:
                 await self._files.discard_new_run(draft.directory)
                 raise
             draft, run = replace(draft, training=training), replace(run, training=training)
-            bring = partial(self._files.publish, staging, draft.directory, await self._manifest_entries(draft))
-            await _shielded(self._publish(draft, bring, partial(self._store.checkpoints.insert_copied, session, run)))
+            move = partial(self._files.publish, staging, draft.directory)
+            insert = partial(self._store.checkpoints.insert_copied, session, run)
+            await self._publication.publish(draft, move, insert)
         return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
 
-    async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
+    async def sign_files(self, checkpoint: CheckpointRecord) -> list[SignedFile]:
         """Returns the files with signatures that allow downloads without a key for URL_LIFETIME_SECONDS.
 
         Raises:
@@ -293,17 +273,16 @@ class Checkpoints:
         expires = int(self._clock()) + URL_LIFETIME_SECONDS
         with _as_request_errors():
             files = (await self._manifest(checkpoint))["files"]
-        return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
+        return [self._signer.signed(checkpoint, file, expires) for file in files]
 
-    async def signed_file(self, path: str, signed: "SignedFile") -> Path:
+    async def signed_file(self, path: str, signed: SignedFile) -> Path:
         """Returns the local path of a file that `sign_files` signed. Open it at once: a cached one may be evicted.
 
         Raises:
             RequestError: 403 if the signature is wrong or expired, 503 if the file cannot be read.
         """
         record = await self._find(*parse_path(path))
-        expected = "" if record is None else self._signature(record, signed.name, signed.expires)
-        if record is None or not hmac.compare_digest(expected.encode(), signed.signature.encode()):
+        if record is None or not self._signer.is_valid(record, signed):
             raise RequestError("this download URL is not valid, or its checkpoint was deleted: request a new URL", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: request a new URL", 403)
@@ -342,102 +321,20 @@ class Checkpoints:
         """Returns the time that decides expiry: what has expired by then is hidden, deleted or not."""
         return self._clock()
 
-    async def _restore_lost_rows(self, unlisted: Sequence[Path]) -> Set[str]:
-        """Restores lost rows and returns the directories of those checkpoints.
-
-        Only for manifests that name their tenant: versions that did not write it did not mark deleted checkpoints
-        either.
-        """
-        taken = set()
-        for directory in unlisted:
-            about = await asyncio.to_thread(read_manifest, directory)
-            path = await path_of_lost_row(self._store, str(directory), about, self._files.is_ours_alone(directory))
-            if path is not None and "tenant_id" in about:
-                await restore_row(self._store, str(directory), about)
-                logger.warning("the database had lost %s, which is in %s: its row is restored", path, directory)
-                taken.add(str(directory))
-        return taken
-
-    async def _follow_moved_root(self, directories: Collection[str]) -> Set[str]:
-        """Updates the rows if the state directory has moved since they were written. Returns the current
-        directories.
-        """
-        moves = await self._files.follow_moved_root(directories)
-        await self._mirror.move_directories(moves)
-        if moves:
-            await self._store.checkpoints.move_directories(moves)
-        return {moves.get(directory, directory) for directory in directories}
-
-    async def _sweep_url(self, runs: Collection[str]) -> None:
-        try:
-            await self._files.sweep_url(runs, self._store.checkpoints.list_directories)
-        except ObjectStoreError as error:
-            logger.warning("could not look for unfinished uploads that a crash may have left: %s", error)
-
-    async def _expire_periodically(self) -> None:
-        trouble = RepeatedErrorLog(logger, "deleting expired checkpoints")
-        while True:
-            try:
-                await self.expire()
-            except SQLAlchemyError as error:  # possibly temporary, such as a full disk
-                trouble.failed(error)
-            else:
-                trouble.succeeded()
-            await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)
-
     async def _copy(
         self,
         source: CheckpointRecord,
         draft: CheckpointRecord,
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
-        about = await self._manifest_entries(draft)
         if self._files.can_copy_remotely(source.directory, draft.directory):
-            bring = partial(self._files.copy_remotely, source.directory, draft.directory, about)
-            await _shielded(self._publish(draft, bring, insert))
+            move = partial(self._files.copy_remotely, source.directory, draft.directory)
+            await self._publication.publish(draft, move, insert)
             return
         new_run, staging = self._files.marking_new_run(draft.directory), self._files.staging(draft.directory)
         async with new_run, staging as staging, self.reading(source) as files:
             await asyncio.to_thread(link_files, files, staging)
-            bring = partial(self._files.publish, staging, draft.directory, about)
-            await _shielded(self._publish(draft, bring, insert))
-
-    async def _insert_or_replace(self, overwrite: bool, record: CheckpointRecord) -> None:
-        """Inserts the row, replacing a checkpoint of the same name if `overwrite`."""
-        known = await self._store.checkpoints.get(record.run_id, record.kind, record.name) if overwrite else None
-        if known is not None:
-            await self._files.mark_deleted(known.directory)
-        async with self._mirror.deleting(known.directory) if known else nullcontext():
-            replaced = await self._store.checkpoints.put(record, overwrite)
-        if replaced is not None:
-            await self._files.remove(replaced.directory)
-
-    async def _publish(
-        self,
-        draft: CheckpointRecord,
-        move_files: Callable[[], Awaitable[int]],
-        insert: Callable[[CheckpointRecord], Awaitable[None]],
-    ) -> None:
-        """Brings the files into place, then inserts the row; removes the files if that fails.
-
-        Args:
-            move_files: moves the files to the draft's directory and returns their bytes.
-        """
-        try:
-            record = replace(draft, size_bytes=await move_files())
-            await insert(record)
-        except (ObjectStoreError, OSError) as error:
-            await self._files.remove(draft.directory)
-            raise OperationError(f"checkpoint {draft.tinker_path} could not be saved: {error}", "server") from error
-        except IntegrityError:
-            await self._files.remove(draft.directory)
-            raise _name_in_use_error(draft) from None
-        except DatabaseUnreachable:
-            raise  # the row may have been committed; if not, the files are swept
-        except Exception:
-            await self._files.remove(draft.directory)
-            raise
-        await self._mirror.add(record.directory)
+            await self._publication.publish(draft, partial(self._files.publish, staging, draft.directory), insert)
 
     def _draft(
         self,
@@ -466,30 +363,9 @@ class Checkpoints:
             has_optimizer=has_optimizer,
         )
 
-    async def _manifest_entries(self, draft: CheckpointRecord, request_id: str | None = None) -> Mapping[str, object]:
-        """Returns what the manifest records in addition to the files: the content of the row, in case the row is
-        lost.
-        """
-        tenant = await self._store.tenants.get(draft.tenant_id)
-        return {
-            "format": MANIFEST_FORMAT,
-            "tinker_path": draft.tinker_path,
-            "tenant_id": draft.tenant_id,
-            "tenant_name": draft.tenant_id if tenant is None else tenant.name,
-            "base_model": draft.base_model,
-            "training": draft.training.model_dump(),
-            "role": draft.role,
-            "target_path": draft.target_path,
-            "has_optimizer": draft.has_optimizer,
-            "user_metadata": draft.user_metadata,
-            "created_at": draft.created_at,
-            "expires_at": draft.expires_at,
-            "request_id": request_id,
-        }
-
     async def _require_free(self, draft: CheckpointRecord) -> None:
         if await self._find(draft.run_id, draft.kind, draft.name):
-            raise _name_in_use_error(draft)
+            raise name_in_use_error(draft)
         if expired := await self._store.checkpoints.get(draft.run_id, draft.kind, draft.name):
             await self.delete(expired)
 
@@ -502,57 +378,9 @@ class Checkpoints:
     def _expiry(self, ttl_seconds: int | None) -> float | None:
         return None if ttl_seconds is None else self._clock() + ttl_seconds
 
-    def _signature(self, checkpoint: CheckpointRecord, file: str, expires: int) -> str:
-        """Signs a file of this version of the checkpoint only, since a directory is never reused."""
-        message = "\n".join((checkpoint.directory, file, str(expires)))
-        return hmac.new(self._secret, message.encode(), "sha256").hexdigest()
-
-
-@dataclass(frozen=True)
-class SignedFile:
-    """A file of a checkpoint, with what a download URL must carry to be served without a key.
-
-    name: relative to the checkpoint.
-    expires: seconds since the epoch.
-    """
-
-    name: str
-    expires: int
-    signature: str
-
-
-def check_name(name: str) -> str:
-    """Returns the name. Raises OperationError (user) if it is not allowed."""
-    if not _NAME.fullmatch(name):
-        raise OperationError(
-            f"checkpoint name {name!r} is not allowed: use 1 to 128 of A-Z a-z 0-9 . _ - without a leading dot"
-        )
-    return name
-
-
-def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
-    """Returns run id, kind and name. Raises RequestError 400 if `path` is not a checkpoint path."""
-    match path.removeprefix("tinker://").split("/"):
-        case [run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name] if run_id and name:
-            return run_id, kind, name
-    raise RequestError(
-        f"{path!r} is not a checkpoint path: tinker://RUN_ID/weights/NAME (or sampler_weights, external_weights)"
-    )
-
-
-def full_path(path: str) -> str:
-    """Adds the scheme tinker://, which callers may leave out."""
-    return f"tinker://{path.removeprefix('tinker://')}"
-
 
 def _not_found_error(path: str) -> RequestError:
     return RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
-
-
-def _name_in_use_error(checkpoint: CheckpointRecord) -> OperationError:
-    return OperationError(
-        f"checkpoint {checkpoint.tinker_path} exists: choose another name, delete it first, or save with overwrite=True"
-    )
 
 
 @contextmanager
@@ -577,108 +405,3 @@ def _as_request_errors() -> Iterator[None]:
         yield
     except OperationError as error:
         raise RequestError(error.message, 409 if error.category == "user" else 503) from error
-
-
-async def _shielded(work: Coroutine[None, None, None]) -> None:
-    """Runs `work` to its end even if the caller is cancelled, and only then raises CancelledError.
-
-    `work` needs what the caller has made, and a row and its directory must be created and removed together.
-    """
-    task, is_cancelled = asyncio.create_task(work), False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            is_cancelled = True
-    if is_cancelled and not task.cancelled():
-        logger.info("a save was cancelled while publishing; its outcome: %s", task.exception() or "published")
-        raise asyncio.CancelledError
-    task.result()
-
-
-async def path_of_lost_row(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
-    """Returns the path of a complete checkpoint whose row the database has lost, so that `restore_row` can restore it.
-
-    None if the manifest does not name the owner, if the name is in use, or if the run is unknown and other servers use
-    the same place.
-
-    Args:
-        directory: a path or a URL.
-        about: the manifest.
-        is_ours_alone: no other server uses the place.
-    """
-    try:
-        run_id, kind, name = parse_path(about["tinker_path"])
-        training_of(about["training"] if "training" in about else about["lora"])
-    except (RequestError, KeyError, AttributeError, ValueError):
-        return None
-    is_elsewhere = run_id.replace(":", "_") != PurePosixPath(directory).parts[-3]
-    if is_elsewhere or await store.checkpoints.get(run_id, kind, name):
-        return None
-    is_known = await store.runs.get(run_id) is not None or (is_ours_alone and "tenant_id" in about)
-    return about["tinker_path"] if is_known else None
-
-
-async def restore_row(store: Store, directory: str, about: Mapping[str, Any]) -> str:
-    """Restores the row of a checkpoint that has a `path_of_lost_row`, and the rows it depends on. Returns that path.
-
-    The manifest does not record whether it was public, so it is private now.
-    """
-    run_id, kind, name = parse_path(about["tinker_path"])
-    run = await store.runs.get(run_id) or await _restore_run_row(store, run_id, about)
-    record = CheckpointRecord(
-        run_id=run_id,
-        tenant_id=run.tenant_id,
-        kind=kind,
-        name=name,
-        directory=directory,
-        size_bytes=sum(listed["size_bytes"] for listed in about["files"].values()),
-        created_at=about["created_at"],
-        expires_at=about.get("expires_at"),
-        public=False,
-        user_metadata=about.get("user_metadata"),
-        base_model=about["base_model"],
-        training=run.training,
-        has_optimizer=about["has_optimizer"],
-        role=run.role,
-        target_path=about.get("target_path"),
-    )
-    await store.checkpoints.put(record, overwrite=False)
-    return record.tinker_path
-
-
-async def _restore_run_row(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
-    """Restores a run that can no longer be trained, with its session and its tenant."""
-    created_at = about["created_at"]
-    named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
-    tenant = await store.tenants.get(named.tenant_id) or await store.tenants.find(named.name)
-    if tenant is None:
-        await store.tenants.ensure(tenant := named)
-    session_id = run_id.partition(":")[0]
-    if await store.sessions.get(session_id) is None:
-        ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
-        await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
-    training, role, target_path = training_of(about["training"]), about["role"], about["target_path"]
-    run = RunRecord(
-        *(run_id, session_id, tenant.tenant_id, about["base_model"], training, created_at, created_at),
-        role=role,
-        target_path=target_path,
-    )
-    await store.runs.insert(run)
-    return run
-
-
-def _load_secret(file: Path) -> bytes:
-    """Returns the key that signs URLs. It is created once, readable by this user only, so URLs stay valid over
-    restarts.
-    """
-    if not file.exists():
-        new = file.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as handle:
-            handle.write(secrets.token_bytes(_SECRET_BYTES))
-        new.rename(file)
-    secret = file.read_bytes()
-    if len(secret) != _SECRET_BYTES:
-        raise ValueError(f"{file} is damaged: delete it (download URLs issued before become invalid)")
-    return secret

@@ -17,8 +17,9 @@ from sqlalchemy import Connection, Row, Table, delete, select
 from sqlalchemy.exc import DatabaseError
 
 from ...schemas.errors import OperationError
-from ..checkpoints.checkpoint_files import UNLISTED_DAYS, CheckpointFiles, has_complete_files
-from ..checkpoints.checkpoints import path_of_lost_row, restore_row
+from ..checkpoints.checkpoint_files import CheckpointFiles
+from ..checkpoints.leftovers import UNLISTED_DAYS, has_complete_files
+from ..checkpoints.lost_rows import path_of_lost_row, restore_row
 from ..checkpoints.mirror import CheckpointMirrors
 from ..config.knob_values import is_url
 from ..files.directories import STAGING, directory_name

@@ -116,7 +116,11 @@ class Future:
 
 
 class Futures:
-    """Holds the futures by request id. Call `open` before anything else; `close` writes what is still unwritten."""
+    """Holds the futures by request id. Call `open` before anything else; `close` writes what is still unwritten.
+
+    The class is long because a result moves through three places (memory, file, store), each of which must know what
+    the others still lack.
+    """
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from ...schemas.checkpoints import (
 )
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
-from ..checkpoints.checkpoints import SignedFile
+from ..checkpoints.download_urls import SignedFile
 from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
 from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord

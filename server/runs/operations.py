@@ -40,7 +40,8 @@ from ...schemas.training import (
 )
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import OptimizerStep, RunInfo, RunSpec, WorkerLost
-from ..checkpoints.checkpoints import Checkpoints, full_path, hiding_directory_as
+from ..checkpoints.checkpoint_paths import full_path
+from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..checkpoints.encryption import encrypt_files, parse_recipients
 from ..features.feature_store import FEATURES, FeatureStore, check_captures, with_capture_layers
 from ..files.wal import RecordPosition

@@ -16,7 +16,8 @@ from ...schemas.sampling import CreateSamplingSessionRequest, SampleRequest
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
-from ..checkpoints.checkpoints import Checkpoints, full_path
+from ..checkpoints.checkpoint_paths import full_path
+from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
 from ..journal.completion_log import Completions
 from ..store import RunRecord, SamplerRecord, Store

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from trainhouse.server.checkpoints.checkpoint_files import has_complete_files
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
+from trainhouse.server.checkpoints.leftovers import has_complete_files
 from trainhouse.server.files.manifest import check_directory
 from trainhouse.server.files.object_store import key_of
 from trainhouse.server.files.storage_config import CheckpointStorageConfig

@@ -1,0 +1,106 @@
+"""The content of a checkpoint's row in its manifest, from which a row that the database has lost is restored."""
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from ...schemas.errors import RequestError
+from ...schemas.models import training_of
+from ..store import CheckpointRecord, RunRecord, SessionRecord, Store, TenantRecord
+from .checkpoint_paths import parse_path
+
+_MANIFEST_FORMAT = 1
+
+
+async def manifest_entries(
+    store: Store, draft: CheckpointRecord, request_id: str | None = None
+) -> Mapping[str, object]:
+    """Returns what the manifest records in addition to the files: the content of the row, in case the row is lost."""
+    tenant = await store.tenants.get(draft.tenant_id)
+    return {
+        "format": _MANIFEST_FORMAT,
+        "tinker_path": draft.tinker_path,
+        "tenant_id": draft.tenant_id,
+        "tenant_name": draft.tenant_id if tenant is None else tenant.name,
+        "base_model": draft.base_model,
+        "training": draft.training.model_dump(),
+        "role": draft.role,
+        "target_path": draft.target_path,
+        "has_optimizer": draft.has_optimizer,
+        "user_metadata": draft.user_metadata,
+        "created_at": draft.created_at,
+        "expires_at": draft.expires_at,
+        "request_id": request_id,
+    }
+
+
+async def path_of_lost_row(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
+    """Returns the path of a complete checkpoint whose row the database has lost, so that `restore_row` can restore it.
+
+    None if the manifest does not name the owner, if the name is in use, or if the run is unknown and other servers use
+    the same place.
+
+    Args:
+        directory: a path or a URL.
+        about: the manifest.
+        is_ours_alone: no other server uses the place.
+    """
+    try:
+        run_id, kind, name = parse_path(about["tinker_path"])
+        training_of(about["training"] if "training" in about else about["lora"])
+    except (RequestError, KeyError, AttributeError, ValueError):
+        return None
+    is_elsewhere = run_id.replace(":", "_") != PurePosixPath(directory).parts[-3]
+    if is_elsewhere or await store.checkpoints.get(run_id, kind, name):
+        return None
+    is_known = await store.runs.get(run_id) is not None or (is_ours_alone and "tenant_id" in about)
+    return about["tinker_path"] if is_known else None
+
+
+async def restore_row(store: Store, directory: str, about: Mapping[str, Any]) -> str:
+    """Restores the row of a checkpoint that has a `path_of_lost_row`, and the rows it depends on. Returns that path.
+
+    The manifest does not record whether it was public, so it is private now.
+    """
+    run_id, kind, name = parse_path(about["tinker_path"])
+    run = await store.runs.get(run_id) or await _restore_run_row(store, run_id, about)
+    record = CheckpointRecord(
+        run_id=run_id,
+        tenant_id=run.tenant_id,
+        kind=kind,
+        name=name,
+        directory=directory,
+        size_bytes=sum(listed["size_bytes"] for listed in about["files"].values()),
+        created_at=about["created_at"],
+        expires_at=about.get("expires_at"),
+        public=False,
+        user_metadata=about.get("user_metadata"),
+        base_model=about["base_model"],
+        training=run.training,
+        has_optimizer=about["has_optimizer"],
+        role=run.role,
+        target_path=about.get("target_path"),
+    )
+    await store.checkpoints.put(record, overwrite=False)
+    return record.tinker_path
+
+
+async def _restore_run_row(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
+    """Restores a run that can no longer be trained, with its session and its tenant."""
+    created_at = about["created_at"]
+    named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
+    tenant = await store.tenants.get(named.tenant_id) or await store.tenants.find(named.name)
+    if tenant is None:
+        await store.tenants.ensure(tenant := named)
+    session_id = run_id.partition(":")[0]
+    if await store.sessions.get(session_id) is None:
+        ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
+        await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
+    training, role, target_path = training_of(about["training"]), about["role"], about["target_path"]
+    run = RunRecord(
+        *(run_id, session_id, tenant.tenant_id, about["base_model"], training, created_at, created_at),
+        role=role,
+        target_path=target_path,
+    )
+    await store.runs.insert(run)
+    return run

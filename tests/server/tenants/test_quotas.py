@@ -231,7 +231,7 @@ class Client:
 @pytest.fixture
 async def benches(make_bench: MakeBench) -> AsyncIterator:
     async def make(num_runs: int, **limits: int) -> list[Bench]:
-        server_quotas = quotas(**limits)
+        server_quotas = quotas(None, **limits)
         made = [await make_bench(number=number, quotas=server_quotas) for number in range(num_runs)]
         await asyncio.gather(*(bench.result(0) for bench in made))
         return made

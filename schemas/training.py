@@ -65,8 +65,7 @@ class ForwardBackwardRequest:
     loss_weight: a factor of the loss (ours; not sent by the SDK).
     forward_only: the same outputs without a gradient.
     capture_for: id of a draft for which this policy's pass captures features (ours; see docs/drafts.md).
-    features: the place of features that data refer to. has_room: whether captured features can be stored. The server
-        sets both; they are not part of the protocol.
+    features: the place of features that data refer to. The server sets it; it is not part of the protocol.
     """
 
     model_id: str
@@ -78,7 +77,6 @@ class ForwardBackwardRequest:
     loss_weight: float = 1.0
     capture_for: str | None = None
     features: FeatureLocation | None = None
-    has_room: bool = True
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the data as columns."""

@@ -37,7 +37,10 @@ _OVER = "the run that captured it has ended"
 
 @dataclass(eq=False)
 class _Hold:
-    """The features that one operation holds. uses: see `uses_of`. reason: why the operation must be refused."""
+    """The features that one operation holds.
+
+    uses: see `FeatureStore.hold`. reason: why the operation must be refused.
+    """
 
     kept: list[FeatureRecord]
     uses: Counter[str]
@@ -202,9 +205,13 @@ class FeatureStore:
 
     # Using
 
-    def hold(self, run: RunRecord, seq_id: int, operation: object) -> None:
-        """Holds the features that an accepted operation uses; call it in the order of acceptance."""
-        if not (uses := uses_of(operation)):
+    def hold(self, run: RunRecord, seq_id: int, uses: Counter[str]) -> None:
+        """Holds the features that an accepted operation uses; call it in the order of acceptance.
+
+        Args:
+            uses: by reference; 0 for passes that read features without consuming a use.
+        """
+        if not uses:
             return
         hold = _Hold([], uses)
         for name, count in uses.items():
@@ -397,19 +404,6 @@ def _has_taken_uses(reference: FeatureReference | None, run: RunRecord, seq_id: 
 def _address(name: str) -> str:
     found = _REF.fullmatch(name)
     return found[1] if found else ""
-
-
-def uses_of(operation: object) -> Counter[str]:
-    """Returns the uses of features, by reference, that the step after the operation will consume.
-
-    They are 0 for forward-only passes, which read features without consuming a use.
-    """
-    uses: Counter[str] = Counter()
-    if isinstance(operation, ForwardBackwardRequest):
-        for datum in operation.data:
-            if datum.feature_ref is not None:
-                uses[datum.feature_ref] += 0 if operation.forward_only else 1
-    return uses
 
 
 def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:

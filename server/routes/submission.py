@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
@@ -24,10 +24,8 @@ from ...schemas.codec import (
     peek_operation,
     sample_response_json_pieces,
 )
-from ...schemas.drafts import CaptureRequest
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
-from ...schemas.training import ForwardBackwardRequest
 from ..features.space import FeatureLimitExceeded
 from ..http.bodies import (
     LARGE_BYTES,
@@ -41,9 +39,10 @@ from ..http.bodies import (
 )
 from ..journal.futures import Result
 from ..journal.request_decoding import Request as AsAsked
-from ..journal.seeds import draw_missing_seeds, with_drawn_seeds
-from ..runs.operations import Operation
-from ..runs.queued import RefusedOperation
+from ..operations.drafts import FeatureCapture
+from ..operations.operation import Operation, RefusedOperation
+from ..operations.registry import operation_of
+from ..operations.training import ForwardBackward
 from ..runs.run import Run
 from ..tenants.auth import Tenant
 from ..tenants.quotas import UNORDERED, QueuePosition
@@ -134,63 +133,51 @@ async def run_operation(
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
     with Reservation(services.quotas, tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
-        operation = await _reserve_features(services, tenant, submit, kind, admission)
+        operation = operation_of(submit.content)
+        if isinstance(operation, FeatureCapture):
+            await _reserve_features(services, tenant, submit, operation, admission)
         submitted = await submit_operation(services, tenant, submit, operation, admission)
     return await submit_response(request, services, tenant, submitted)
 
 
 async def _reserve_features(
-    services: Services, tenant: Tenant, submit: ReceivedRequest[AnyOperation], kind: str, admission: Reservation
-) -> AsAsked:
-    """Reserves room for the features that the operation captures, if any, and returns the operation.
+    services: Services,
+    tenant: Tenant,
+    submit: ReceivedRequest[AnyOperation],
+    operation: FeatureCapture,
+    admission: Reservation,
+) -> None:
+    """Reserves room for the features that the operation captures.
+
+    A policy's pass runs without capturing if there is no room: it must not fail because of its draft, and waiting could
+    deadlock, if the room is released only by operations behind this one.
 
     Raises:
         RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
     """
-    asked: AsAsked = submit.content
     try:
-        if isinstance(asked, CaptureRequest):
-            await _claim_features(services, tenant, asked, asked.model_id, admission)
-        elif isinstance(asked, ForwardBackwardRequest) and asked.capture_for is not None:
-            return await _reserve_features_or_skip(services, tenant, asked, asked.capture_for, admission)
+        await _claim_features(services, tenant, submit.content, operation, admission)
     except RequestError as error:
+        if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
+            run_id = submit.content.model_id
+            logger.warning("run %s captures nothing for %s: %s", run_id, operation.draft_id, error.message)
+            operation.has_room = False
+            return
         if error.status not in (429, 503):
-            await _count_as_refused(services, tenant, kind, submit.received, error)
+            await _count_as_refused(services, tenant, operation.kind, submit.received, error)
         raise
-    return asked
-
-
-async def _reserve_features_or_skip(
-    services: Services, tenant: Tenant, asked: ForwardBackwardRequest, draft_id: str, admission: Reservation
-) -> ForwardBackwardRequest:
-    """Returns the operation, without capture if there is no room.
-
-    A policy's pass must not fail because of its draft; waiting could also deadlock, if the room is released only by
-    operations behind this one.
-    """
-    try:
-        await _claim_features(services, tenant, asked, draft_id, admission)
-    except FeatureLimitExceeded as error:
-        logger.warning("run %s captures nothing for %s: %s", asked.model_id, draft_id, error.message)
-        return replace(asked, has_room=False)
-    return asked
 
 
 async def _claim_features(
-    services: Services,
-    tenant: Tenant,
-    asked: CaptureRequest | ForwardBackwardRequest,
-    draft_id: str,
-    admission: Reservation,
+    services: Services, tenant: Tenant, asked: AsAsked, operation: FeatureCapture, admission: Reservation
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
+    run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, operation.draft_id)]
     if run.arrived_before(asked.seq_id):
         return
-    if isinstance(asked, CaptureRequest):
-        services.features.check_ttl(asked.ttl_seconds)
+    services.features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
-    num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
+    num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
     admission.add_features(num_bytes, await services.features.room.reserve(tenant.id, num_bytes))
 
 
@@ -221,8 +208,7 @@ async def submit_operation(
     """Submits the operation to its run. Raises RequestError."""
     asked = submit.content
     run = await services.runs.get(tenant, asked.model_id or "")
-    operation = with_drawn_seeds(operation, drawn := draw_missing_seeds(operation))
-    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission, drawn)
+    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 
@@ -248,7 +234,7 @@ async def _count_as_refused(
         return
     with contextlib.suppress(RequestError):  # the model does not exist; the client receives `error` in any case
         run = await services.runs.get(tenant, operation.model_id)
-        await run.refuse(operation.seq_id, RefusedOperation(kind, error.message, taints=kind == "forward_backward"))
+        await run.refuse(operation.seq_id, RefusedOperation(kind, error.message, taints=kind == ForwardBackward.kind))
 
 
 async def submit_response(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:

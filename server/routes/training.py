@@ -29,7 +29,7 @@ from ..http.bodies import (
     json_or_protobuf_body,
     json_parameter,
 )
-from ..runs.operations import LoadWeights
+from ..operations.loading import LoadWeights
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
 from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID

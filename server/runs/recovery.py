@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...schemas.training import OptimStepRequest
 from ...workers.scheduler.quarantine import MAX_STRIKES
-from ..features.feature_store import uses_of
 from ..files.wal import RecordPosition
 from ..journal.futures import Encoding, Futures
-from ..journal.journal import EntryLocation, Header, Journal
+from ..journal.journal import EntryLocation, Journal
 from ..journal.quarantine import STRIKE, STRIKES
-from ..store import RunRecord
-from .operations import CreateRun, Operation, read_for_replay, read_operation
-from .queued import GAP, RefusedOperation
-from .replay_log import CLEARS_GRADIENTS, REFUSED, Outcome, ReplayEntry
+from ..operations.loading import CreateRun
+from ..operations.operation import MISSING, REFUSED, Operation, Outcome, RefusedOperation, ReplayEntry
+from ..operations.registry import CLEARING_KINDS, read_operation
+from ..operations.training import ForwardBackward, OptimStep
+from .rebuilder import Rebuilder
 from .run_services import RunServices
-from .snapshotting import RunState, SnapshotWindow
+from .run_state import GradientWindow, RunState
+from .snapshots import RunSnapshots
 
 _READ_AT_ONCE = 64
 _OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_error": Outcome.SERVER_FAILED}
@@ -66,7 +66,7 @@ class UnfinishedOperation:
     """An operation to be run, or run again; num_strikes: crashes of workers that ran it."""
 
     earlier: EarlierOperation
-    content: Operation | RefusedOperation
+    operation: Operation
     num_strikes: int
 
 
@@ -79,17 +79,25 @@ class RecoveredState:
     """
 
     next_seq_id: int
-    window: SnapshotWindow
+    window: GradientWindow
     held: dict[int, Mapping[str, int]] = field(default_factory=dict)
     unfinished: Mapping[int, UnfinishedOperation] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
 
 
 class RunRecovery:
-    def __init__(self, record: RunRecord, services: RunServices, state: RunState, inherited: JournaledRun) -> None:
-        self._record = record
-        self._services = services
+    def __init__(
+        self,
+        state: RunState,
+        services: RunServices,
+        snapshots: RunSnapshots,
+        rebuilder: Rebuilder,
+        inherited: JournaledRun,
+    ) -> None:
         self._state = state
+        self._services = services
+        self._snapshots = snapshots
+        self._rebuilder = rebuilder
         self._found = inherited.operations
         self._strikes = inherited.strikes
         # Operations after the newest snapshot whose gradients are pending, by seq_id.
@@ -105,15 +113,15 @@ class RunRecovery:
         Raises:
             ValueError, OSError, RequestError: the run cannot continue; none of its operations has begun.
         """
-        rebuild_strikes = [one for one in self._strikes if one.header.kind != STRIKE]
-        first = await self._state.find_snapshots(self._found, rebuild_strikes)
+        first = await self._snapshots.find(self._found)
+        self._rebuilder.hold_strikes([one for one in self._strikes if one.header.kind != STRIKE])
         await self._begin()
-        resumed = RecoveredState(first, self._state.first_window(), dict(self._state.held_features))
+        resumed = RecoveredState(first, self._snapshots.first_window(), dict(self._snapshots.held_features))
         for one in self._strikes:
             if one.header.kind == STRIKE and one.header.seq_id < first:
                 self._services.journal.release(one.place)
             elif one.header.kind == STRIKE:
-                self._state.history.add(
+                self._state.log.add(
                     ReplayEntry(one.header.seq_id, STRIKE, one.place, outcome=Outcome.FAILED, is_answered=True)
                 )
         for seq_id, earlier in self._found.items():
@@ -121,26 +129,26 @@ class RunRecovery:
                 self._services.journal.release(earlier.place)
         while await self._add_next_to_log(resumed):
             resumed.next_seq_id += 1
-        contents = await self._contents(list(self._waiting.values()))
-        resumed.held |= zip(self._waiting, map(uses_of, contents), strict=True)
-        resumed.unfinished = await self._undone(resumed.next_seq_id)
+        operations = await self._read_all(list(self._waiting.values()))
+        resumed.held |= zip(self._waiting, (one.feature_uses for one in operations), strict=True)
+        resumed.unfinished = await self._unfinished(resumed.next_seq_id)
         return resumed
 
     async def _begin(self) -> None:
-        if self._state.has_snapshots:
-            self._state.mark_created_before(CreateRun())
+        if self._snapshots:
+            self._state.created = CreateRun()
         elif self._found[0].outcome is Outcome.DONE:
             created = await read_operation(self._services.journal, self._found[0].place)
             assert isinstance(created, CreateRun)
-            self._state.mark_created_before(created)
+            self._state.created = created
 
     async def _add_next_to_log(self, resumed: RecoveredState) -> bool:
         """Adds the next operation to the replay log if the earlier process had finished it; else returns False."""
         seq_id, earlier = resumed.next_seq_id, self._found.get(resumed.next_seq_id)
-        covered = self._state.covers(seq_id)
+        covered = self._snapshots.cover(seq_id)
         if earlier is None:
             # Operations that changed no state leave the journal early, and their results expire.
-            named = self._record.request_id(seq_id)
+            named = self._state.record.request_id(seq_id)
             is_past = covered or seq_id < self._last_ended or await self._services.futures.has_result(named)
             if is_past and not covered:
                 self._refuse_damaged(seq_id)
@@ -148,20 +156,20 @@ class RunRecovery:
         if earlier.outcome is None and not covered:
             return False
         outcome = Outcome.POISONED if self._num_strikes[seq_id] >= MAX_STRIKES else earlier.outcome
-        past = ReplayEntry(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
-        if self._record.role == "draft" and not covered:
+        entry = ReplayEntry(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
+        if self._state.record.role == "draft" and not covered:
             await self._follow_gradients(resumed, seq_id, replace(earlier, outcome=outcome))
         if earlier.refused is not None:
-            past.kind, past.taints = REFUSED, earlier.refused.taints
+            entry.kind, entry.taints = REFUSED, earlier.refused.taints
             resumed.refusals[seq_id] = earlier.refused.reason
             resumed.window.refused(seq_id, earlier.refused)
         elif outcome is None:
-            await self._services.futures.fail_lost([self._header(earlier.kind, seq_id)])
-        elif earlier.kind == "optim_step" or (earlier.kind in CLEARS_GRADIENTS and outcome is Outcome.DONE):
-            resumed.window = SnapshotWindow()
-        elif earlier.kind == "forward_backward" and outcome is not Outcome.DONE:
+            await self._services.futures.fail_lost([self._state.header(earlier.kind, seq_id)])
+        elif earlier.kind == OptimStep.kind or (earlier.kind in CLEARING_KINDS and outcome is Outcome.DONE):
+            resumed.window = GradientWindow()
+        elif earlier.kind == ForwardBackward.kind and outcome is not Outcome.DONE:
             resumed.window.taint(f"forward_backward with seq_id {seq_id} failed")
-        self._state.history.add(past)
+        self._state.log.add(entry)
         return True
 
     async def _follow_gradients(self, resumed: RecoveredState, seq_id: int, earlier: EarlierOperation) -> None:
@@ -169,19 +177,19 @@ class RunRecovery:
         if await self._ends_gradients(earlier, resumed.window):
             resumed.held.clear()
             self._waiting.clear()
-        elif earlier.kind == "forward_backward" and earlier.outcome is Outcome.DONE:
+        elif earlier.kind == ForwardBackward.kind and earlier.outcome is Outcome.DONE:
             self._waiting[seq_id] = earlier
 
-    async def _ends_gradients(self, earlier: EarlierOperation, window: SnapshotWindow) -> bool:
+    async def _ends_gradients(self, earlier: EarlierOperation, window: GradientWindow) -> bool:
         """True if the operation used or cleared the pending gradients."""
-        if earlier.kind in CLEARS_GRADIENTS:
+        if earlier.kind in CLEARING_KINDS:
             return earlier.outcome is Outcome.DONE
-        if earlier.kind != "optim_step" or earlier.refused is not None:
+        if earlier.kind != OptimStep.kind or earlier.refused is not None:
             return False
         if window.tainted_by is None and earlier.outcome is Outcome.FAILED:
             # A request for an unsupported optimizer clears no gradients.
-            asked = await self._content(earlier)
-            return isinstance(asked, OptimStepRequest) and asked.optimizer_params is None
+            step = await self._read(earlier)
+            return isinstance(step, OptimStep) and step.request.optimizer_params is None
         return window.tainted_by is not None or earlier.outcome is not Outcome.SERVER_FAILED
 
     def _refuse_damaged(self, seq_id: int) -> None:
@@ -197,34 +205,30 @@ class RunRecovery:
                 f"its operation {seq_id} may be in the damaged part of segment {lost_in[0]} of the journal"
             )
 
-    async def _undone(self, first: int) -> Mapping[int, UnfinishedOperation]:
+    async def _unfinished(self, first: int) -> Mapping[int, UnfinishedOperation]:
         """Returns the operations from this seq_id on, in order."""
         found = {seq_id: self._found[seq_id] for seq_id in sorted(self._found) if seq_id >= first}
-        contents = await self._contents(list(found.values()))
+        operations = await self._read_all(list(found.values()))
         return {
-            seq_id: UnfinishedOperation(earlier, content, self._num_strikes[seq_id])
-            for (seq_id, earlier), content in zip(found.items(), contents, strict=True)
+            seq_id: UnfinishedOperation(earlier, operation, self._num_strikes[seq_id])
+            for (seq_id, earlier), operation in zip(found.items(), operations, strict=True)
         }
 
-    async def _contents(self, several: Sequence[EarlierOperation]) -> list[Operation | RefusedOperation]:
-        contents = []
+    async def _read_all(self, several: Sequence[EarlierOperation]) -> list[Operation]:
+        operations = []
         for begin in range(0, len(several), _READ_AT_ONCE):
             part = several[begin : begin + _READ_AT_ONCE]
-            contents += await asyncio.gather(*(self._content(earlier) for earlier in part))
-        return contents
+            operations += await asyncio.gather(*(self._read(earlier) for earlier in part))
+        return operations
 
-    async def _content(self, earlier: EarlierOperation) -> Operation | RefusedOperation:
-        return earlier.refused or await read_for_replay(self._services.journal, earlier.place, earlier.outcome)
-
-    def _header(self, kind: str, seq_id: int) -> Header:
-        record = self._record
-        return Header(kind, record.tenant_id, record.run_id, seq_id, record.request_id(seq_id))
+    async def _read(self, earlier: EarlierOperation) -> Operation:
+        return earlier.refused or await read_operation(self._services.journal, earlier.place, earlier.outcome)
 
 
 def _earlier(one: EntryLocation, answer: Encoding | None) -> EarlierOperation:
     header = one.header
     if header.refused is not None:
-        refused = RefusedOperation(header.kind, header.refused, taints=header.kind in ("forward_backward", GAP))
+        refused = RefusedOperation(header.kind, header.refused, taints=header.kind in (ForwardBackward.kind, MISSING))
         return EarlierOperation(header.kind, one.place, refused, Outcome.FAILED)
     outcome = None if answer is None else _OUTCOMES.get(answer, Outcome.DONE)
     return EarlierOperation(header.kind, one.place, outcome=outcome, feature_bytes=header.feature_bytes)

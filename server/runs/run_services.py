@@ -9,10 +9,10 @@ from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
+from ..operations.context import OperationContext
+from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
-from .operations import Operations
-from .pinned_checkpoints import PinnedCheckpoints
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RunServices:
     snapshots: SnapshotStore
     pinned_checkpoints: PinnedCheckpoints
     features: FeatureStore
-    operations: Operations
+    context: OperationContext
     sessions: Sessions
     quotas: Quotas
     status: Callable[[str, str], str | None]

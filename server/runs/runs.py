@@ -28,11 +28,11 @@ from ..http.bodies import ReceivedBody
 from ..journal.journal import EntryLocation
 from ..journal.request_decoding import decode_entry
 from ..journal.seeds import draw_seed
+from ..operations.compatibility import check_role, check_target
+from ..operations.loading import CreateRun, CreateRunFromCheckpoint
 from ..store import CheckpointRecord, RunRecord, Store, string_metadata
 from ..tenants.auth import Tenant
 from ..tenants.reservation import Reservation
-from .compatibility import check_role, check_target
-from .operations import CreateRun
 from .recovery import JournaledRun
 from .run import Run, Submitted
 from .run_services import RunServices
@@ -114,7 +114,7 @@ class Runs:
             request.base_model, _training_with_seed(request, drawn), request.model_role, target_path
         )
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
-        return await self._create(record, CreateRun(target_path=target_path), received, admission, drawn)
+        return await self._create(record, CreateRun(target_path, drawn), received, admission)
 
     async def create_from_checkpoint(
         self, tenant: Tenant, request: LoadWeightsRequest, received: ReceivedBody, admission: Reservation
@@ -134,8 +134,8 @@ class Runs:
         target_path = await self._target_of_saved_draft(tenant, checkpoint)
         shape = _ModelParameters(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
-        creation = CreateRun(checkpoint.tinker_path, request.optimizer, target_path)
-        return await self._create(record, creation, received, admission, {})
+        creation = CreateRunFromCheckpoint(target_path, path=checkpoint.tinker_path, optimizer=request.optimizer)
+        return await self._create(record, creation, received, admission)
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:
         """Returns a live run of the tenant. Raises RequestError: 404 if there is none, 410 if it is no longer live."""
@@ -287,12 +287,7 @@ class Runs:
         return _record(tenant, session_id, int(number), shape, request)
 
     async def _create(
-        self,
-        record: RunRecord,
-        operation: CreateRun,
-        received: ReceivedBody,
-        admission: Reservation,
-        drawn: dict[str, int],
+        self, record: RunRecord, operation: CreateRun, received: ReceivedBody, admission: Reservation
     ) -> Submitted:
         if record.run_id not in self._runs:
             if record.run_id in self._not_resumed or await self._store.runs.get(record.run_id) is not None:
@@ -303,7 +298,7 @@ class Runs:
         run = self._runs[record.run_id]
         _check_same(run.record, record)
         try:
-            return await run.submit(0, operation, received, admission, drawn)
+            return await run.submit(0, operation, received, admission)
         finally:
             if not run.has_operations and self._runs.get(record.run_id) is run:
                 del self._runs[record.run_id]  # the model_seq_id can be used again

@@ -33,12 +33,12 @@ from ..journal.recordings import Recordings
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..logs.repeated_errors import RepeatedErrorLog
+from ..operations.context import OperationContext
+from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..replication.leases import Tenure
 from ..routes import auth, checkpoints, futures, listing, models, openai, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services
-from ..runs.operations import Operations
-from ..runs.pinned_checkpoints import PinnedCheckpoints
 from ..runs.run_services import RunServices
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
@@ -161,13 +161,13 @@ def _services(
     completions = Completions(futures)
     drafts = DraftLoader(dispatch, checkpoints)
     samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
-    loaded = PinnedCheckpoints(directory / "loaded", sync)
+    pinned = PinnedCheckpoints(directory / "loaded", sync)
     features = FeatureStore(directory / "features", config)
-    operations = Operations(dispatch, store, sessions, checkpoints, samplers, recordings, loaded, features)
+    context = OperationContext(dispatch, store, sessions, checkpoints, samplers, recordings, pinned, features)
     snapshots = SnapshotStore(directory / "snapshots", sync)
     status, copied = dispatch.status, RestoreMarker(directory)
     of_runs = RunServices(
-        config, futures, journal, snapshots, loaded, features, operations, sessions, quotas, status, copied
+        config, futures, journal, snapshots, pinned, features, context, sessions, quotas, status, copied
     )
     runs = Runs(store, dispatch, checkpoints, of_runs)
     loader = WeightLoader(dispatch, checkpoints, weights, live=runs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
@@ -17,10 +18,13 @@ from trainhouse.server.files.wal import RecordPosition
 from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
+from trainhouse.server.journal.request_decoding import Request
 from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import SnapshotStore
-from trainhouse.server.runs.operations import CreateRun, Operation
-from trainhouse.server.runs.pinned_checkpoints import PinnedCheckpoints
+from trainhouse.server.operations.loading import CreateRun
+from trainhouse.server.operations.operation import Operation
+from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
+from trainhouse.server.operations.registry import OPERATIONS, operation_of
 from trainhouse.server.runs.recovery import JournaledRun
 from trainhouse.server.runs.run import Run, Submitted
 from trainhouse.server.runs.run_services import RunServices
@@ -84,6 +88,29 @@ class RecordingOperations:
         self.performed.append("drop")
 
 
+async def _perform(self: Operation, context: RecordingOperations, run: RunRecord) -> Result:
+    return await context.perform(run, self, self.seq_id)
+
+
+async def _replay(self: Operation, context: RecordingOperations, run: RunRecord) -> None:
+    await context.replay(run, self, self.seq_id)
+
+
+async def _create(self: CreateRun, context: RecordingOperations, run: RunRecord) -> None:
+    await context.create_in_workers(run, self, is_rebuild=True)
+
+
+async def _undo(self: Operation, context: RecordingOperations, run: RunRecord, error: Exception) -> None: ...
+
+
+def record_operations(patch: pytest.MonkeyPatch) -> None:
+    """Has operations record themselves in RecordingOperations instead of being performed."""
+    for operation in OPERATIONS.values():
+        patch.setattr(operation, "perform", _perform)
+        patch.setattr(operation, "replay", _create if issubclass(operation, CreateRun) else _replay)
+        patch.setattr(operation, "undo", _undo)
+
+
 @dataclass
 class Bench:
     run: Run
@@ -99,13 +126,15 @@ class Bench:
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
         return (await self.submit(seq_id, request, ReceivedBody(FORWARD_BACKWARD))).request_id
 
-    async def submit(self, seq_id: int, request: Operation, received: ReceivedBody = BODY) -> Submitted:
+    async def submit(self, seq_id: int, asked: Operation | Request, received: ReceivedBody = BODY) -> Submitted:
+        operation = asked if isinstance(asked, Operation) else operation_of(asked)
         with Reservation(self.quotas, "alice") as admission:
-            return await self.run.submit(seq_id, request, received, admission)
+            return await self.run.submit(seq_id, operation, received, admission)
 
     async def optim_step(self, seq_id: int) -> str:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
-        return (await self.submit(seq_id, request, ReceivedBody(request.model_dump_json().encode()))).request_id
+        body = ReceivedBody(request.model_dump_json().encode())
+        return (await self.submit(seq_id, request, body)).request_id
 
     async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> RecordPosition:
         """Appends a journal record as an earlier process would have."""
@@ -114,11 +143,11 @@ class Bench:
 
     async def restart(self) -> None:
         """Stops the run and recovers it from the journal, as a new process would."""
-        slots = [*self.run._slots.values(), *self.run._in_progress.values()]
+        queued = [*self.run._queue.waiting.values(), *self.run._queue.in_progress.values()]
         await self.run.stop()
-        for slot in slots:
-            if slot.future is not None:
-                self.futures.forget(slot.future)
+        for operation in queued:
+            if operation.future is not None:
+                self.futures.forget(operation.future)
         await self.wait_until_stored()
         entries = [
             EntryLocation(RecordPosition(int(path.stem), entry.offset), entry.header)
@@ -154,6 +183,7 @@ class MakeBench(Protocol):
 @asynccontextmanager
 async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
     async with AsyncExitStack() as stack:
+        record_operations(stack.enter_context(pytest.MonkeyPatch.context()))
         store = SqliteStore(tmp_path / DATABASE_NAME)
         stack.callback(store.close)
         await store.tenants.ensure(TenantRecord("alice", "alice", 0.0))
@@ -189,7 +219,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 snapshots=snapshots,
                 pinned_checkpoints=PinnedCheckpoints(tmp_path / "loaded", sync=False),
                 features=FeatureStore(tmp_path / "features", config),
-                operations=operations,  # pyright: ignore[reportArgumentType]
+                context=operations,  # pyright: ignore[reportArgumentType]
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,
                 status="busy: {}".format,

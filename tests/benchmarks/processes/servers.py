@@ -73,7 +73,7 @@ def serve_volatile() -> None:
     # Here, because the other server stays light.
     from trainhouse.server.__main__ import main
     from trainhouse.server.files.wal import RecordPosition, SegmentLog
-    from trainhouse.server.runs.snapshotting import RunState
+    from trainhouse.server.runs.snapshots import RunSnapshots
 
     def append(self: SegmentLog, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[RecordPosition]":
         done: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
@@ -82,7 +82,7 @@ def serve_volatile() -> None:
 
     SegmentLog.append = append
     SegmentLog.delete = lambda self, segment: None
-    RunState.snapshot_if_due = lambda *_, **__: None
+    RunSnapshots.take_if_due = lambda *_, **__: None
     main()
 
 

@@ -20,9 +20,9 @@ from trainhouse.server.runs import run as server_run
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunInfo
 
+from ..operations.test_pinned_checkpoints import until
 from ..real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
 from ..runs.test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
-from ..runs.test_pinned_checkpoints import until
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +87,7 @@ def feature_files(server: Server) -> list[str]:
 async def charged_bytes(server: Server, number: int = 1) -> int:
     """Returns the bytes charged for the features of `number` sequences."""
     draft = await create_draft(server)
-    info = server.services.runs._services.operations.infos[draft.model_id]
+    info = server.services.runs._services.context.infos[draft.model_id]
     return number * (info.feature_bytes * LENGTH + 1024)
 
 
@@ -429,13 +429,13 @@ async def test_accepted_captures_keep_their_room_after_a_restart(
         size = await charged_bytes(server, 3)
         draft, policy = await create_draft(server), await create_policy(server, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
+            patch.setattr(server_run.Run, "_may_begin", lambda run, operation: False)
             of_pass: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
             accepted = [
                 await draft.submit("capture", data=some_data(1)),
                 await policy.submit("forward", data=with_targets(some_data(2)), **of_pass),
             ]
-    monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
+    monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, operation: False)
     async with running_server(config, dispatch) as server:
         limits = (await server.clients[ALICE].get("limits")).json()
         assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * size
@@ -485,7 +485,7 @@ async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
     async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         await capture(draft, some_data(1))
-        server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
+        server.services.runs._runs[policy.model_id]._may_begin = lambda operation: False
         asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
         accepted = await policy.submit("forward_backward", data=with_targets(some_data(2)), **asked)
         await server.post("release_features", {"model_id": draft.model_id})
@@ -569,7 +569,7 @@ async def test_accepted_operations_run_after_a_restart_without_their_features(
         draft, unharmed = [await create_draft(server) for _ in range(2)]
         data = await capture(draft, some_data(1))
         wanted = await train_draft(unharmed, some_data(1))
-        server.services.runs._runs[draft.model_id]._may_begin = lambda slot: False
+        server.services.runs._runs[draft.model_id]._may_begin = lambda operation: False
         accepted = await draft.submit("forward_backward", data=data, **LOSS)
     for path in (config.store.state_dir / "features").glob("*/*"):
         path.unlink()
@@ -825,7 +825,7 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
             assert f"run {draft.model_id} is not live: its session has ended" in refusal["detail"]
             return
         if ends == "meanwhile":
-            server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
+            server.services.runs._runs[policy.model_id]._may_begin = lambda operation: False
         else:
             forward_backward = dispatch.forward_backward
 
@@ -886,7 +886,7 @@ async def test_a_pass_whose_draft_ended_fails_again_after_a_restart(
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         run = server.services.runs._runs[policy.model_id]
-        run._may_begin = lambda slot: False
+        run._may_begin = lambda operation: False
         with unanswered(server, first := f"{policy.model_id}:1"):
             await policy.submit("forward_backward", **asked)
             second = await policy.submit("forward_backward", **asked, capture_for=draft.model_id)

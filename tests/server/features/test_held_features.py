@@ -16,9 +16,9 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ..operations.test_pinned_checkpoints import until
 from ..real import Run, Server, running_server
 from ..runs.test_drafts import create_draft
-from ..runs.test_pinned_checkpoints import until
 from .test_features import LOSS, capture, config_of, feature_files, feature_stats, refusal_of, some_data, train_draft
 
 pytestmark = pytest.mark.anyio
@@ -216,7 +216,7 @@ async def test_features_of_a_forward_are_not_held_after_a_restart(
         draft = await create_draft(server)
         data = await capture(draft, some_data(1))
         assert "error" not in await train_draft(draft, data, "forward")
-        server.services.runs._runs[draft.model_id]._may_begin = lambda slot: False
+        server.services.runs._runs[draft.model_id]._may_begin = lambda operation: False
         accepted = await draft.submit("forward", data=data, loss_fn="eagle3", loss_fn_config={"ttt_length": 3})
         assert await num_held(server) == 3
     async with running_server(config, dispatch) as server:

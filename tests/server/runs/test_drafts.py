@@ -22,14 +22,15 @@ from trainhouse.server.config.knob_values import parse_role_group
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.manifest import read_manifest
 from trainhouse.server.journal.journal import Header, Journal, read_journal
+from trainhouse.server.operations.vocabulary import build_vocabulary
 from trainhouse.server.routes.examples import DRAFT_ID, MODEL_ID
-from trainhouse.server.runs.vocabulary import build_vocabulary
 from trainhouse.server.store import CheckpointKind
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ...live import live_server
 from ..noting import NOTING, RESOLVED, with_noting_worker
+from ..operations.test_pinned_checkpoints import delete, until
 from ..real import (
     ALICE,
     BOB,
@@ -43,7 +44,6 @@ from ..real import (
     server_config,
     started_dispatch,
 )
-from .test_pinned_checkpoints import delete, until
 from .test_restart import Client
 
 pytestmark = pytest.mark.anyio

@@ -17,10 +17,9 @@ from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.journal.futures import Result
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.restore_marker import RestoreMarker, mark_copy
-from trainhouse.server.runs.operations import CreateRun, LoadWeights
-from trainhouse.server.runs.queued import RefusedOperation
+from trainhouse.server.operations.loading import CreateRun, LoadWeights
+from trainhouse.server.operations.operation import Outcome, RefusedOperation
 from trainhouse.server.runs.recovery import EarlierOperation, JournaledRun
-from trainhouse.server.runs.replay_log import Outcome
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import RunRecord
 from trainhouse.workers.protocol.calls import WorkerLost
@@ -112,7 +111,7 @@ async def test_a_run_with_only_damaged_snapshots_fails(make_bench: MakeBench) ->
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
         await wait_for_snapshot(bench, seq_id)
-    await wait_until(bench, lambda: not any(past.seq_id <= 1 for past in bench.run._state.history._pasts))
+    await wait_until(bench, lambda: not any(entry.seq_id <= 1 for entry in bench.run._state.log._entries))
     for seq_id in (1, 2):
         (bench.snapshots / str(seq_id) / "state").write_bytes(b"STATE")
     CrashingOperations(bench, (3,))
@@ -216,7 +215,7 @@ async def test_a_run_can_end_just_before_its_rebuild(make_bench: MakeBench) -> N
 async def test_an_operation_waits_until_the_database_is_available_again(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.runs.run._OUTAGE_SECONDS", 0.2)
+    monkeypatch.setattr("trainhouse.server.runs.run_state._OUTAGE_SECONDS", 0.2)
     bench = await make_bench(hold=True)
     bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
     bench.operations.may_proceed.set()
@@ -326,7 +325,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
         await is_written.wait()
 
     def are_published() -> bool:
-        return len(bench.run._state._kept) == 2
+        return len(bench.run._snapshots._kept) == 2
 
     async def make_meanwhile(run, operation, *, is_rebuild: bool) -> None:
         await make(run, operation, is_rebuild=is_rebuild)
@@ -355,10 +354,10 @@ async def test_a_settled_idle_run_needs_nothing_from_the_journal(make_bench: Mak
     await bench.result(1)
     await bench.run.settle(held_seconds=100)
     assert not bench.snapshots.exists(), "nothing is that old"
-    await wait_until(bench, lambda: len(bench.run._state.history._pasts) == 3)
+    await wait_until(bench, lambda: len(bench.run._state.log._entries) == 3)
     await bench.run.settle(held_seconds=0)
     assert {path.name for path in bench.snapshots.iterdir()} == {"2", "2-copy"}
-    assert not bench.run._state.history._pasts
+    assert not bench.run._state.log._entries
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
     # The step over the tainted window is refused even if the run is recovered from the snapshot alone.
     async with resumed(bench, {}):
@@ -416,7 +415,7 @@ async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings
     bench = await make_bench()
     await bench.optim_step(1)
     await bench.result(1)
-    await wait_until(bench, lambda: len(bench.run._state.history._pasts) == 2)
+    await wait_until(bench, lambda: len(bench.run._state.log._entries) == 2)
     snapshot, bench.operations.performed = bench.operations.snapshot, []
 
     async def lost(run: RunRecord, directory: Path) -> None:
@@ -612,8 +611,8 @@ async def wait_until(bench: Bench, condition) -> None:
 
 
 async def wait_for_snapshot(bench: Bench, seq_id: int) -> None:
-    state = bench.run._state
-    await wait_until(bench, lambda: state.covers(seq_id) and not state._snapshotting)
+    snapshots = bench.run._snapshots
+    await wait_until(bench, lambda: snapshots.cover(seq_id) and not snapshots._tasks)
 
 
 # Restored from a copy

@@ -4,7 +4,8 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.server.files.wal import RecordPosition
 from trainhouse.server.journal.quarantine import STRIKE
-from trainhouse.server.runs.replay_log import REFUSED, Outcome, ReplayAction, ReplayEntry, ReplayLog
+from trainhouse.server.operations.operation import REFUSED, Outcome, ReplayEntry
+from trainhouse.server.runs.replay_log import ReplayAction, ReplayLog
 
 DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.SERVER_FAILED, Outcome.POISONED
 AGAIN, CLEAR = ReplayAction.AGAIN, ReplayAction.CLEAR
@@ -86,7 +87,7 @@ def test_the_journal_releases_what_is_answered_and_covered() -> None:
     made, released = history((FB, DONE), (STEP, DONE), (STRIKE, FAILED), (FB, None), (STEP, DONE))
     made.cover(4)
     assert released == [1, 2, 3]
-    (waiting,) = [past for past in made._pasts if past.seq_id == 4]
+    (waiting,) = [entry for entry in made._entries if entry.seq_id == 4]
     made.mark_answered(waiting)
     made.mark_answered(waiting)
     assert released == [1, 2, 3, 4]

@@ -15,9 +15,9 @@ from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.journal.journal import read_journal
-from trainhouse.server.runs.operations import LoadWeights
-from trainhouse.server.runs.queued import RefusedOperation
-from trainhouse.server.runs.run import MOST_AHEAD
+from trainhouse.server.operations.loading import LoadWeights
+from trainhouse.server.operations.operation import RefusedOperation
+from trainhouse.server.runs.operation_queue import MOST_AHEAD
 
 from ..bench import CREATION, RUN_ID, MakeBench
 

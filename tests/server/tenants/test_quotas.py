@@ -17,6 +17,7 @@ from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.config.knob_values import TenantWeight
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.http.bodies import ReceivedBody
+from trainhouse.server.operations.registry import operation_of
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.server.tenants.auth import Tenant, create_key
@@ -224,7 +225,7 @@ class Client:
                     continue
                 self.most_bytes = max(self.most_bytes, used(self.quotas)[2])
                 operation = OptimStepRequest(model_id=self.run.record.run_id, seq_id=seq_id)
-                await self.run.submit(seq_id, operation, ReceivedBody(b"x" * num_bytes), admission)
+                await self.run.submit(seq_id, operation_of(operation), ReceivedBody(b"x" * num_bytes), admission)
                 return
 
 
@@ -305,7 +306,7 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
                 num_throttled += 1
                 continue
             operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
-            await bench.run.submit(seq_id, operation, ReceivedBody(b"x"), admission)
+            await bench.run.submit(seq_id, operation_of(operation), ReceivedBody(b"x"), admission)
     assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
     Reservation(bench.quotas, "alice").charge(100)
     with pytest.raises(RequestError, match="40 s"), Reservation(bench.quotas, "alice") as admission:

@@ -10,7 +10,7 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.manifest import write_manifest
-from trainhouse.server.runs.pinned_checkpoints import PinnedCheckpoints
+from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import ALICE, BOB, Run, Server, batch, running_server, server_config

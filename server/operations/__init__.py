@@ -1,0 +1,1 @@
+"""Operations of a run, one class each."""

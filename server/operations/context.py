@@ -1,0 +1,69 @@
+"""Holds the parts of the server that operations use, and acts on runs in the workers."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ...schemas.errors import OperationError
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.calls import RunInfo
+from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
+from ..features.feature_store import FeatureStore
+from ..journal.recordings import Recordings
+from ..sampling.samplers import Samplers
+from ..store import CheckpointRecord, RunRecord, Store
+from ..tenants.sessions import Sessions
+from .pinned_checkpoints import PinnedCheckpoints
+
+
+@dataclass(frozen=True)
+class OperationContext:
+    """The parts of the server that operations use; infos: what the workers report about live runs, by run id."""
+
+    dispatch: WorkerDispatch
+    store: Store
+    sessions: Sessions
+    checkpoints: Checkpoints
+    samplers: Samplers
+    recordings: Recordings
+    pinned: PinnedCheckpoints
+    features: FeatureStore
+    infos: dict[str, RunInfo] = field(default_factory=dict)
+
+    async def stored_record(self, run: RunRecord) -> RunRecord:
+        """Returns the record of a created run as the store has it, with the defaults that the workers filled in."""
+        stored = await self.store.runs.get(run.run_id)
+        assert stored is not None
+        return replace(run, training=stored.training, target_path=stored.target_path)
+
+    async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
+        """Clears the gradients of the operations before this seq_id."""
+        await self.dispatch.clear_gradients(run.run_id)
+        await self.features.release_holds_before(run, seq_id, were_used=False)
+
+    async def drop(self, run: RunRecord) -> None:
+        """Drops the run from the workers at the end of its session. Raises OperationError."""
+        # The run's last operation may have created one more sampler.
+        await self.samplers.end_session(run.session_id)
+        self.infos.pop(run.run_id, None)
+        await self.features.end_run(run)
+        await self.dispatch.drop_run(run.run_id)
+
+    async def discard(self, run: RunRecord) -> None:
+        """Drops what the workers may still have of a run that is about to be created. Raises OperationError."""
+        await self.dispatch.drop_run(run.run_id)
+
+    async def restore(self, run: RunRecord, snapshot: Path) -> None:
+        """Loads a snapshot into a run that has been created. Raises OperationError."""
+        with hiding_directory_as(f"snapshot {snapshot.name}", snapshot):
+            await self.dispatch.load_run(run.run_id, snapshot, optimizer=True)
+
+    async def snapshot(self, run: RunRecord, directory: Path) -> None:
+        """Writes the state after the operations handed over so far into an empty directory. Raises OperationError."""
+        await self.dispatch.snapshot_run(run.run_id, directory)
+
+    async def find_checkpoint(self, path: str) -> CheckpointRecord:
+        """Returns the checkpoint without an access check, for a tenant whose access was checked before."""
+        checkpoint = await self.checkpoints.find(path)
+        if checkpoint is None:
+            raise OperationError(f"checkpoint {path} is gone")
+        return checkpoint

@@ -1,0 +1,204 @@
+"""Operations for draft models: build_vocab_map, capture, and passes of a policy that capture features for a draft."""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest
+from ...schemas.errors import OperationError
+from ...schemas.models import draft_of
+from ...schemas.training import Datum, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
+from ..features.feature_store import FEATURES, check_captures, with_capture_layers
+from ..journal.futures import Result
+from ..journal.journal import Header
+from ..store import RunRecord
+from .context import OperationContext
+from .operation import Operation, json_result
+from .training import Forward, ForwardBackward
+from .vocabulary import build_vocabulary
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class BuildVocabMap(Operation):
+    """Sets a draft's vocabulary, which clears its pending gradients."""
+
+    kind = "build_vocab_map"
+    changes_state = True
+    clears_gradients = True
+    request: BuildVocabMapRequest
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        draft = draft_of(run.training)
+        if draft is None:
+            raise OperationError(f"a {run.role} uses the full vocabulary: build_vocab_map is only for draft models")
+        vocab_size = context.dispatch.models[run.base_model].vocab_size
+        size = draft.draft_vocab_size or vocab_size
+        vocabulary = await asyncio.to_thread(build_vocabulary, self.request, size, vocab_size)
+        await context.dispatch.set_vocabulary(run.run_id, vocabulary.token_ids)
+        await context.features.release_holds_before(run, self.seq_id, were_used=False)
+        return json_result(vocabulary.described())
+
+
+class FeatureCapture(Operation):
+    """An operation that captures features of a target for a draft, for which room is reserved when it is accepted.
+
+    can_skip: true if the operation runs without capturing when there is no room, instead of being throttled.
+    has_room: false if it does so.
+    """
+
+    can_skip: ClassVar[bool]
+    has_room: bool
+
+    @property
+    @abstractmethod
+    def draft_id(self) -> str:
+        """Returns the run id of the draft."""
+
+    @property
+    @abstractmethod
+    def sequence_lengths(self) -> Sequence[int]: ...
+
+    @property
+    def ttl_seconds(self) -> float | None:
+        return None
+
+
+@dataclass(eq=False)
+class Capture(FeatureCapture):
+    """Runs a pass of the target alone; features that are already stored are not computed again."""
+
+    kind = "capture"
+    can_skip = False
+    request: CaptureRequest
+    has_room: bool = True
+
+    @property
+    def draft_id(self) -> str:
+        return self.request.model_id
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        return [len(each.tokens) for each in self.request.data]
+
+    @property
+    def ttl_seconds(self) -> float | None:
+        return self.request.ttl_seconds
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sequence_lengths)
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: capture is only for draft models")
+        data = tuple(Datum(np.asarray(each.tokens, np.int32)) for each in self.request.data)
+        async with AsyncExitStack() as held:
+            location = await _open_capture(context, run, held)
+            request = ForwardBackwardRequest(
+                run.run_id, self.seq_id, data, self.request.type, forward_only=True, features=location
+            )
+            output = await context.dispatch.forward_backward(request)
+            uses, seconds = self.request.uses, self.request.ttl_seconds
+            kept = await context.features.keep(run, f"{run.run_id}:{self.seq_id}", output, uses, seconds)
+            if kept is None:
+                what = f"features have disappeared from {location.directory}: capture again"
+                raise OperationError(what, "server")
+        return json_result(kept)
+
+
+@dataclass(eq=False)
+class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
+    """A policy's pass that captures features for one use by a draft.
+
+    Data whose features found no room, or could not be stored, have no reference; the policy's training is the same.
+    """
+
+    can_skip = True
+    has_room: bool = True
+
+    @property
+    def is_chained(self) -> bool:
+        return False
+
+    @property
+    def draft_id(self) -> str:
+        assert self.request.capture_for is not None
+        return self.request.capture_for
+
+    @property
+    def sequence_lengths(self) -> Sequence[int]:
+        return [len(datum.tokens) for datum in self.request.data]
+
+    def header(self, base: Header) -> Header:
+        header = super().header(base)
+        return header if self.has_room else replace(header, feature_bytes=None)
+
+    async def _run_pass(
+        self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
+    ) -> ForwardBackwardOutput:
+        draft = await context.store.runs.get(self.draft_id)
+        check_captures(run, draft, self.draft_id)
+        assert draft is not None
+        if not context.sessions.is_open(draft.session_id):
+            raise OperationError(
+                f"draft {draft.run_id}, named by capture_for, has ended with its session: create one, and name its"
+                " model_id"
+            )
+        if not self.has_room:
+            return await _run_without_capture(context, request)
+        async with AsyncExitStack() as held:
+            try:
+                location = with_capture_layers(await _open_capture(context, run, held), draft)
+            except OperationError as error:
+                logger.error("run %s captures nothing for %s: %s", run.run_id, draft.run_id, error)
+                return await _run_without_capture(context, request)
+            output = await context.dispatch.forward_backward(replace(request, features=location))
+            return await self._with_references(context, run, draft, output)
+
+    async def _with_references(
+        self, context: OperationContext, run: RunRecord, draft: RunRecord, output: ForwardBackwardOutput
+    ) -> ForwardBackwardOutput:
+        """Returns the output with references to the captured features in place of what the workers wrote about them."""
+        captured = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
+        request_id = f"{run.run_id}:{self.seq_id}"
+        try:
+            kept = await context.features.keep(draft, request_id, replace(output, loss_fn_outputs=captured), uses=1)
+        except OSError as error:
+            logger.error("run %s captures nothing for %s: %s", run.run_id, draft.run_id, error)
+            kept = None
+        if kept is not None and not context.sessions.is_open(draft.session_id):  # it may have ended during the pass
+            await context.features.release(draft, kept.feature_refs)
+            kept = None
+        # If some features have already disappeared, no references are returned.
+        refs = iter(kept.feature_refs if kept is not None else [None] * len(captured))
+        outputs = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
+        of_each = tuple(next(refs) if FEATURES in one else None for one in output.loss_fn_outputs)
+        return replace(output, loss_fn_outputs=tuple(outputs), feature_refs=of_each)
+
+
+class ForwardWithCapture(ForwardBackwardWithCapture, Forward):
+    """A policy's forward pass that captures features."""
+
+
+async def _run_without_capture(context: OperationContext, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+    output = await context.dispatch.forward_backward(replace(request, capture_for=None))
+    return replace(output, feature_refs=(None,) * len(request.data))
+
+
+async def _open_capture(context: OperationContext, run: RunRecord, held: AsyncExitStack) -> FeatureLocation:
+    """Enters FeatureStore.capturing until `held` is closed. Raises OperationError if features cannot be written."""
+    try:
+        return await held.enter_async_context(context.features.capturing(run.tenant_id))
+    except OSError as error:
+        raise OperationError(
+            f"features cannot be written: {error}: make room on this disk, and see that the server may write there",
+            "server",
+        ) from None

@@ -1,0 +1,251 @@
+"""Operations that load checkpoints: creation of a run, load_weights, and set_target of a draft model."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from ...schemas.checkpoints import LoadWeightsResponse
+from ...schemas.drafts import SetTargetRequest, SetTargetResponse
+from ...schemas.errors import OperationError
+from ...schemas.models import CreateModelResponse, draft_of
+from ...workers.protocol.calls import RunInfo, RunSpec
+from ..checkpoints.checkpoint_paths import full_path
+from ..checkpoints.checkpoints import hiding_directory_as
+from ..journal.futures import Result
+from ..journal.journal import Header
+from ..store import CheckpointRecord, RunRecord
+from .compatibility import check_loadable, check_target
+from .context import OperationContext
+from .operation import Operation, json_result
+from .pinned_checkpoints import Part
+
+logger = logging.getLogger(__name__)
+
+FindCheckpoint = Callable[[str], Awaitable[CheckpointRecord]]
+
+
+@dataclass(eq=False)
+class CreateRun(Operation):
+    """A run's first operation, always seq_id 0.
+
+    target_path: the checkpoint that is the target of a draft model. drawn: seeds drawn because the request had none.
+    """
+
+    kind = "create_model"
+    changes_state = True
+    changes_record = True
+    target_path: str | None = None
+    drawn: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: Any, header: Header | None = None) -> Self:
+        return cls() if header is None else cls(header.target_path, header.drawn)
+
+    @property
+    def loads_files(self) -> bool:
+        return self.target_path is not None
+
+    def header(self, base: Header) -> Header:
+        return replace(base, target_path=self.target_path, drawn=self.drawn)
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        await context.discard(run)  # left by an earlier try that the database could not store
+        info = await self._create(context, run, is_replay=False)
+        if await context.store.runs.get(run.run_id) is None:  # it may have been inserted before a crash
+            await context.store.runs.insert(replace(run, training=info.training))
+        return self._response(run, info)
+
+    async def replay(self, context: OperationContext, run: RunRecord) -> None:
+        await self._create(context, run, is_replay=True)
+
+    async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
+        # It may exist without its checkpoint, and use memory until its session ends.
+        await context.discard(run)
+
+    async def _create(self, context: OperationContext, run: RunRecord, *, is_replay: bool) -> RunInfo:
+        tenant = await context.store.tenants.get(run.tenant_id)
+        assert tenant is not None
+        # Access to weights is granted by tenant name, possibly before the tenant exists.
+        spec = RunSpec(run.run_id, run.training, run.role, is_new=self._is_new(is_replay))
+        info = await context.dispatch.create_run(run.base_model, spec, tenant.name)
+        await self._load(context, run, is_replay)
+        if self.target_path is not None:
+            await _load_target(context, run, 0, self.target_path, context.find_checkpoint, is_replay=is_replay)
+        context.infos[run.run_id] = info
+        return info
+
+    def _is_new(self, is_replay: bool) -> bool:
+        """True if the workers initialise the weights."""
+        return not is_replay
+
+    async def _load(self, context: OperationContext, run: RunRecord, is_replay: bool) -> None:
+        """Loads the checkpoint from which the run starts."""
+
+    def _response(self, run: RunRecord, info: RunInfo) -> Result:
+        response = CreateModelResponse(
+            model_id=run.run_id,
+            adapted=info.num_adapted,
+            not_adapted=info.num_not_adapted,
+            draft=draft_of(info.training),
+            target_path=self.target_path,
+        )
+        return json_result(response)
+
+
+@dataclass(eq=False)
+class CreateRunFromCheckpoint(CreateRun):
+    """optimizer: whether to load the optimizer state too."""
+
+    kind = "create_model_from_checkpoint"
+    path: str = field(kw_only=True)
+    optimizer: bool = False
+
+    @classmethod
+    def of(cls, request: Any, header: Header | None = None) -> Self:
+        target_path = None if header is None else header.target_path
+        return cls(target_path, path=request.path, optimizer=request.optimizer)
+
+    @property
+    def loads_files(self) -> bool:
+        return True
+
+    def _is_new(self, is_replay: bool) -> bool:
+        return False
+
+    async def _load(self, context: OperationContext, run: RunRecord, is_replay: bool) -> None:
+        find = context.find_checkpoint
+        await _load_weights(context, run, 0, self.path, self.optimizer, find, is_replay=is_replay)
+
+    def _response(self, run: RunRecord, info: RunInfo) -> Result:
+        return json_result(LoadWeightsResponse(path=full_path(self.path), model_id=run.run_id))
+
+
+@dataclass(eq=False)
+class LoadWeights(Operation):
+    """Replaces the weights of a live run, and replaces or clears the optimizer state; pending gradients are dropped.
+
+    reader: id of another tenant on whose behalf the checkpoint may be read.
+    """
+
+    kind = "load_weights"
+    changes_state = True
+    clears_gradients = True
+    path: str
+    optimizer: bool
+    reader: str | None = None
+
+    @classmethod
+    def of(cls, request: Any, header: Header | None = None) -> Self:
+        return cls(request.path, request.optimizer, None if header is None else header.reader)
+
+    @property
+    def loads_files(self) -> bool:
+        return True
+
+    def header(self, base: Header) -> Header:
+        return replace(base, reader=self.reader)
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        find = partial(context.checkpoints.resolve_for, readers={run.tenant_id, self.reader})
+        await _load_weights(context, run, self.seq_id, self.path, self.optimizer, find, is_replay=False)
+        return json_result(LoadWeightsResponse(path=self.path, model_id=run.run_id))
+
+    async def replay(self, context: OperationContext, run: RunRecord) -> None:
+        find = context.find_checkpoint
+        await _load_weights(context, run, self.seq_id, self.path, self.optimizer, find, is_replay=True)
+
+
+@dataclass(eq=False)
+class SetTarget(Operation):
+    """Changes a draft's target; pending gradients and the draft's weights stay as they are."""
+
+    kind = "set_target"
+    changes_state = True
+    changes_record = True
+    request: SetTargetRequest
+
+    @property
+    def loads_files(self) -> bool:
+        return self.request.path is not None
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: set_target is only for draft models")
+        find = partial(context.checkpoints.resolve_for, readers={run.tenant_id})
+        path = self.request.path and full_path(self.request.path)
+        await _load_target(context, run, self.seq_id, path, find, is_replay=False)
+        await context.store.runs.set_target(run.run_id, path)
+        return json_result(SetTargetResponse(target_path=path))
+
+    async def replay(self, context: OperationContext, run: RunRecord) -> None:
+        find, path = context.find_checkpoint, self.request.path
+        await _load_target(context, run, self.seq_id, path, find, is_replay=True)
+
+
+async def _load_weights(
+    context: OperationContext,
+    run: RunRecord,
+    seq_id: int,
+    path: str,
+    optimizer: bool,
+    find: FindCheckpoint,
+    *,
+    is_replay: bool,
+) -> None:
+    """Loads the checkpoint that `find` returns, or on a replay, the version that was pinned the first time."""
+
+    async def checked() -> CheckpointRecord:
+        checkpoint = await find(path)
+        check_loadable(run, checkpoint, optimizer)
+        return checkpoint
+
+    directory = await _pinned_directory(context, run, seq_id, "weights", checked, is_replay=is_replay)
+    with hiding_directory_as(full_path(path), directory):
+        await context.dispatch.load_run(run.run_id, directory, optimizer)
+    await context.features.release_holds_before(run, seq_id, were_used=False)
+
+
+async def _load_target(
+    context: OperationContext, run: RunRecord, seq_id: int, path: str | None, find: FindCheckpoint, *, is_replay: bool
+) -> None:
+    """Sets the draft's target to a checkpoint, found like in `_load_weights`, or without a path to the base model."""
+    if path is None:
+        await context.dispatch.set_target(run.run_id, None)
+        return
+
+    async def checked() -> CheckpointRecord:
+        checkpoint = await find(path)
+        check_target(checkpoint, run.base_model)
+        return checkpoint
+
+    directory = await _pinned_directory(context, run, seq_id, "target", checked, is_replay=is_replay)
+    with hiding_directory_as(full_path(path), directory):
+        await context.dispatch.set_target(run.run_id, directory)
+
+
+async def _pinned_directory(
+    context: OperationContext,
+    run: RunRecord,
+    seq_id: int,
+    part: Part,
+    find: Callable[[], Awaitable[CheckpointRecord]],
+    *,
+    is_replay: bool,
+) -> Path:
+    """Returns the directory of the checkpoint pinned for this operation; if there is none, pins what `find` returns."""
+    try:
+        directory = await context.pinned.find(run.run_id, seq_id, part)
+    except ValueError as error:
+        if is_replay:
+            logger.error("a checkpoint that %s has loaded is damaged: %s", run.run_id, error)
+            raise OperationError(
+                "the loaded checkpoint is damaged on the server's disk: see the server's log", "server"
+            ) from None
+        directory = None  # pinned by a try that was never answered
+    if directory is not None:
+        return directory
+    async with context.checkpoints.reading(await find()) as files:
+        return await context.pinned.pin(run.run_id, seq_id, files, part)

@@ -1,0 +1,206 @@
+"""Defines the operations of a run: what a client asked for, how it is performed, and what it does to the run's state.
+
+A Run gives an operation its place in the queue and decides when it is performed, and what its failure means for others.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel
+
+from ...schemas.errors import OperationError
+from ..files.wal import RecordPosition
+from ..http.bodies import ReceivedBody
+from ..journal.futures import Future, Result
+from ..journal.journal import Header
+from ..store import RunRecord
+from ..tenants.reservation import Reservation
+from .context import OperationContext
+
+REFUSED = "refused"
+"""Kind of an operation that was not accepted."""
+
+MISSING = "an operation"
+"""Kind of an operation that has not arrived."""
+
+
+class Outcome(Enum):
+    """The way an operation ended.
+
+    FAILED: the request was at fault, and would fail again. SERVER_FAILED: the server was at fault, and a retry may
+    succeed. POISONED: workers crashed running it. After a step that is SERVER_FAILED the gradients are still pending; a
+    POISONED one took them along with its worker.
+    """
+
+    DONE = "done"
+    FAILED = "failed"
+    SERVER_FAILED = "broke"
+    POISONED = "struck"
+
+
+@dataclass(eq=False)
+class ReplayEntry:
+    """An operation's entry in the journal and in the run's replay log; the operation itself may be large.
+
+    place: None until the entry is written. outcome: None until the operation has ended, or if it is no longer known.
+    taints: the next step would be wrong without it. is_answered: its result is durable, or it has none. is_covered: by
+    the two newest snapshots, or it changed no state. added_at: monotonic.
+    """
+
+    seq_id: int
+    kind: str
+    place: RecordPosition | None
+    num_bytes: int = 0
+    outcome: Outcome | None = None
+    taints: bool = False
+    is_answered: bool = False
+    is_covered: bool = False
+    added_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_needed(self) -> bool:
+        return not (self.is_answered and self.is_covered)
+
+
+@dataclass(eq=False)
+class Operation(ABC):
+    """An operation of a run, from its arrival to its end. The run sets the fields.
+
+    kind: its name in the journal.
+    changes_state: the run's state cannot be rebuilt without it.
+    is_step: it ends a gradient window.
+    clears_gradients: it clears pending gradients, so failures before it do not taint the next step.
+    changes_record: it changes the run's stored record.
+    taints_if_failed: the next optimizer step would be wrong without it.
+    is_chained: it can be handed to the dispatch, which keeps a run's order, before the run's earlier operations ended.
+    num_tokens: to be trained on or scored.
+
+    journaled: done as soon as its journal entry is written.
+    future: None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect.
+    admission: the reservation of an operation that this process accepted.
+    num_strikes: crashes of workers in earlier processes that ran it.
+    failed_before: an earlier process answered it with a failure of the server.
+    """
+
+    kind: ClassVar[str]
+    changes_state: ClassVar[bool] = False
+    is_step: ClassVar[bool] = False
+    clears_gradients: ClassVar[bool] = False
+    changes_record: ClassVar[bool] = False
+    taints_if_failed: ClassVar[bool] = False
+
+    entry: ReplayEntry = field(init=False)
+    journaled: "asyncio.Future[RecordPosition]" = field(init=False)
+    arrived_at: float = field(init=False)
+    future: Future | None = field(init=False, default=None)
+    admission: Reservation | None = field(init=False, default=None)
+    num_strikes: int = field(init=False, default=0)
+    failed_before: bool = field(init=False, default=False)
+
+    @classmethod
+    def of(cls, request: Any, header: Header | None = None) -> Self:
+        """Returns the operation that this request asks for; `header`: its journal header if it was read back."""
+        return cls(request)  # pyright: ignore[reportCallIssue]  (a subclass's field)
+
+    def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
+        """Gives the operation its place in a run's queue."""
+        self.entry = ReplayEntry(seq_id, self.kind, None)
+        self.journaled = journaled
+        self.arrived_at = time.monotonic()
+
+    @property
+    def seq_id(self) -> int:
+        return self.entry.seq_id
+
+    @property
+    def num_bytes(self) -> int:
+        return self.admission.num_bytes if self.admission else 0
+
+    def release(self) -> None:
+        if self.admission is not None:
+            self.admission.release()
+
+    @property
+    def is_chained(self) -> bool:
+        return False
+
+    @property
+    def num_tokens(self) -> int:
+        return 0
+
+    @property
+    def loads_files(self) -> bool:
+        """True if it loads a checkpoint's files, which are pinned until snapshots cover the load."""
+        return False
+
+    @property
+    def feature_uses(self) -> Counter[str]:
+        """Returns how often the step after the operation will use captured features, by reference.
+
+        They are 0 for forward-only passes, which read features without consuming a use.
+        """
+        return Counter()
+
+    def size(self, received: ReceivedBody) -> int:
+        """Returns the bytes that it holds in memory until it has ended."""
+        return len(received.body)
+
+    def header(self, base: Header) -> Header:
+        """Returns the journal header with what is needed, in addition to the body, to read the operation again."""
+        return base
+
+    def check(self, run: RunRecord) -> None:  # noqa: B027
+        """Raises OperationError if a run of this role has no such operation; called before `perform`."""
+
+    @abstractmethod
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        """Performs the operation and returns its result.
+
+        A repeated seq_id is a retry after a crash, which may have happened when everything but the response was done.
+
+        Raises:
+            OperationError: the operation failed.
+            RequestError: access was denied.
+        """
+
+    async def replay(self, context: OperationContext, run: RunRecord) -> None:
+        """Like `perform`, but while rebuilding a lost run: skips the access check, which passed the first time."""
+        await self.perform(context, run)
+
+    async def undo(  # noqa: B027
+        self, context: OperationContext, run: RunRecord, error: Exception
+    ) -> None:
+        """Releases what is held for the operation, which failed and will not be retried."""
+
+
+@dataclass(eq=False)
+class RefusedOperation(Operation):
+    """An operation that was not accepted: its seq_id counts as done.
+
+    refused_kind: of the operation as it was sent. taints: it may have been part of the next optimizer step's batch.
+    """
+
+    kind = REFUSED
+    changes_state = True
+    refused_kind: str
+    reason: str
+    taints: bool
+
+    def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
+        super().queue(seq_id, journaled)
+        self.entry.outcome, self.entry.taints, self.entry.is_answered = Outcome.FAILED, self.taints, True
+
+    def header(self, base: Header) -> Header:
+        return replace(base, kind=self.refused_kind, refused=self.reason)
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        raise OperationError(self.reason)
+
+
+def json_result(response: BaseModel) -> Result:
+    return Result(response.model_dump_json(exclude_none=True).encode())

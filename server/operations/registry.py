@@ -1,0 +1,77 @@
+"""Finds the operation that a request asks for, and reads operations back from the journal."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...schemas.training import ForwardBackwardRequest
+from ..files.wal import RecordPosition
+from ..journal.journal import Journal
+from ..journal.request_decoding import Request, decode_entry
+from ..journal.seeds import draw_missing_seeds
+from .drafts import BuildVocabMap, Capture, ForwardBackwardWithCapture, ForwardWithCapture
+from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget
+from .operation import Operation, Outcome, RefusedOperation
+from .saving import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
+from .training import Forward, ForwardBackward, OptimStep
+
+_CREATIONS = (CreateRun, CreateRunFromCheckpoint)
+_PASSES = (ForwardBackward, Forward)
+_OTHERS = (
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+    SaveWeightsExternal,
+    LoadWeights,
+    SetTarget,
+    BuildVocabMap,
+    Capture,
+)
+OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in (*_CREATIONS, *_PASSES, *_OTHERS)}
+"""Operations by their kind in the journal."""
+
+STATE_KINDS = {each.kind for each in (*OPERATIONS.values(), RefusedOperation) if each.changes_state}
+"""Kinds of operations without which a run's state cannot be rebuilt."""
+
+CLEARING_KINDS = {each.kind for each in OPERATIONS.values() if each.clears_gradients}
+"""Kinds of operations that clear pending gradients, so that failures before them do not taint the next step."""
+
+
+def operation_of(request: Request) -> Operation:
+    """Returns the operation of a live run that was requested, with the seeds drawn that the request lacks."""
+    if isinstance(request, ForwardBackwardRequest):
+        return _pass_of(request, draw_missing_seeds(request))
+    return OPERATIONS[request.type].of(request)
+
+
+async def read_operation(journal: Journal, place: RecordPosition, outcome: Outcome | None = None) -> Operation:
+    """Returns the operation as it was accepted.
+
+    Args:
+        outcome: how it ended, if it is read to be repeated.
+    Raises:
+        OSError, ValueError: the entry cannot be read.
+        RequestError: this version would not accept the operation.
+    """
+    entry = await journal.read(place)
+    header, request = entry.header, await decode_entry(entry)
+    if isinstance(request, ForwardBackwardRequest):
+        if outcome is Outcome.DONE:
+            # The references to what it captured were already returned. An operation that failed must fail again.
+            request = replace(request, capture_for=None)
+        operation = _pass_of(request, header.drawn)
+        if header.feature_bytes is None and isinstance(operation, ForwardBackwardWithCapture):
+            operation.has_room = False
+        return operation
+    if header.kind not in OPERATIONS:
+        raise ValueError(f"the journal's entry at {place} is a {header.kind} request, which is no operation of a run")
+    return OPERATIONS[header.kind].of(request, header)
+
+
+def _pass_of(request: ForwardBackwardRequest, drawn: Mapping[str, int]) -> ForwardBackward:
+    """Returns the pass that runs the request with these seeds."""
+    if drawn:
+        seeds = {name: float(seed) for name, seed in drawn.items()}
+        request = replace(request, loss_fn_config={**request.loss_fn_config, **seeds})
+    if request.capture_for is None:
+        return (Forward if request.forward_only else ForwardBackward)(request, drawn)
+    return (ForwardWithCapture if request.forward_only else ForwardBackwardWithCapture)(request, drawn)

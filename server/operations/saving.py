@@ -1,0 +1,110 @@
+"""Operations that save a run's weights: save_weights, save_weights_for_sampler and save_weights_external."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...schemas.checkpoints import (
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from ...schemas.errors import OperationError
+from ..checkpoints.encryption import encrypt_files, parse_recipients
+from ..journal.futures import Result
+from ..logs.repeated_errors import refusing_full_disk
+from ..store import CheckpointKind, RunRecord
+from ..tenants.auth import Tenant
+from .context import OperationContext
+from .operation import Operation, json_result
+
+
+@dataclass(eq=False)
+class SaveWeights(Operation):
+    """Saves the state after the last optimizer step; pending gradients stay pending."""
+
+    kind = "save_weights"
+    request: SaveWeightsRequest
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        request = self.request
+        writing = _Checkpoint("weights", request.path, request.ttl_seconds, request.user_metadata, request.overwrite)
+        return json_result(SaveWeightsResponse(path=await writing.publish(context, run, self.seq_id)))
+
+
+@dataclass(eq=False)
+class SaveWeightsForSampler(Operation):
+    """Saves the weights alone, as a named checkpoint or, without a path, as an ephemeral sampler."""
+
+    kind = "save_weights_for_sampler"
+    request: SaveWeightsForSamplerRequest
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        request = self.request
+        if run.role not in ("policy", "draft"):
+            raise OperationError(f"a {run.role} cannot be sampled: sample from a policy")
+        if run.role == "draft" and request.path is None:
+            raise OperationError("a draft cannot be sampled by itself: give a path under which its weights are saved")
+        if request.path is None:
+            sampler_id = await context.samplers.create_ephemeral(run, request, self.seq_id)
+            return json_result(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
+        writing = _Checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
+        return json_result(SaveWeightsForSamplerResponse(path=await writing.publish(context, run, self.seq_id)))
+
+
+@dataclass(eq=False)
+class SaveWeightsExternal(Operation):
+    """Saves PEFT files, or a full model's, for download through the checkpoint's external_weights_urls."""
+
+    kind = "save_weights_external"
+    request: SaveWeightsExternalRequest
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        request, recipients = self.request, self.request.age_encryption_recipients or ()
+        writing = _Checkpoint("external_weights", request.path, request.ttl_seconds, recipients=recipients)
+        path = await writing.publish(context, run, self.seq_id)
+        saved = await context.checkpoints.resolve(Tenant(run.tenant_id, ""), path)
+        return json_result(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint to be written; recipients: public keys to which its files are encrypted."""
+
+    kind: CheckpointKind
+    name: str
+    ttl_seconds: int | None
+    metadata: dict[str, str] | None = None
+    overwrite: bool = False
+    recipients: Sequence[str] = ()
+
+    async def publish(self, context: OperationContext, run: RunRecord, seq_id: int) -> str:
+        """Writes and publishes the checkpoint, unless this request already has; returns its path.
+
+        Only checkpoints of kind `weights` include the optimizer state.
+        """
+        if run.role == "reference":
+            raise OperationError(
+                "a reference cannot be saved: its weights are those of the checkpoint it was loaded from"
+            )
+        request_id = run.request_id(seq_id)
+        if not await context.checkpoints.was_saved(run, self.kind, self.name, request_id):
+            optimizer, recipients = self.kind == "weights", parse_recipients(self.recipients)
+            writing = context.checkpoints.writing(
+                run,
+                self.kind,
+                self.name,
+                self.overwrite,
+                self.ttl_seconds,
+                self.metadata,
+                has_optimizer=optimizer,
+                request_id=request_id,
+            )
+            with refusing_full_disk("the checkpoint was"):
+                async with writing as staging:
+                    await context.dispatch.save_run(run.run_id, staging, optimizer=optimizer)
+                    await asyncio.to_thread(encrypt_files, staging, recipients)
+        return f"tinker://{run.run_id}/{self.kind}/{self.name}"

@@ -1,0 +1,132 @@
+"""Operations that train: forward, forward_backward and optim_step."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ...schemas.codec import encode_forward_backward_output
+from ...schemas.errors import OperationError
+from ...schemas.training import (
+    AdamParams,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
+from ...workers.protocol.calls import OptimizerStep
+from ..http.bodies import LARGE_BYTES, ReceivedBody
+from ..journal.futures import Result
+from ..journal.journal import Header
+from ..store import RunRecord
+from .context import OperationContext
+from .operation import Operation, json_result
+
+STABLE_REINFORCE = "stable_reinforce"
+
+
+@dataclass(eq=False)
+class ForwardBackward(Operation):
+    """Computes losses and accumulates gradients.
+
+    drawn: seeds drawn because the request had none. They are part of the request already.
+    """
+
+    kind = "forward_backward"
+    changes_state = True
+    taints_if_failed = True
+    request: ForwardBackwardRequest
+    drawn: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_chained(self) -> bool:
+        # stable_reinforce first reads what earlier samples recorded.
+        return self.request.loss_fn != STABLE_REINFORCE
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.tokens) for datum in self.request.data)
+
+    @property
+    def feature_uses(self) -> Counter[str]:
+        return Counter(datum.feature_ref for datum in self.request.data if datum.feature_ref is not None)
+
+    def size(self, received: ReceivedBody) -> int:
+        arrays = (array for datum in self.request.data for array in datum.loss_fn_inputs.values())
+        return max(sum(array.nbytes for array in arrays) + 4 * self.num_tokens, len(received.body))
+
+    def header(self, base: Header) -> Header:
+        return replace(base, drawn=self.drawn)
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        request = replace(self.request, seq_id=self.seq_id)
+        if request.loss_fn == STABLE_REINFORCE:
+            request = await context.recordings.fill_in(run.tenant_id, request)
+        output = await self._run_pass(context, run, context.features.with_feature_place(run, request))
+        arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
+        if sum(array.nbytes for array in arrays) < LARGE_BYTES:
+            return Result(encode_forward_backward_output(output), "forward_backward")
+        return Result(await asyncio.to_thread(encode_forward_backward_output, output), "forward_backward")
+
+    async def _run_pass(
+        self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
+    ) -> ForwardBackwardOutput:
+        return await context.dispatch.forward_backward(request)
+
+    async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
+        # After an internal error, the gradients may be there: the next step releases the features.
+        if isinstance(error, OperationError):
+            await context.features.release_hold(run, self.seq_id)
+
+
+@dataclass(eq=False)
+class Forward(ForwardBackward):
+    """Computes losses alone. Since no optimizer step releases the features that it holds, it does so itself."""
+
+    kind = "forward"
+    changes_state = False
+    taints_if_failed = False
+
+    @property
+    def feature_uses(self) -> Counter[str]:
+        return Counter(dict.fromkeys(super().feature_uses, 0))
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        result = await super().perform(context, run)
+        await context.features.release_hold(run, self.seq_id)
+        return result
+
+    async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
+        await context.features.release_hold(run, self.seq_id)
+
+
+@dataclass(eq=False)
+class OptimStep(Operation):
+    kind = "optim_step"
+    changes_state = True
+    is_step = True
+    request: OptimStepRequest
+
+    @property
+    def is_chained(self) -> bool:
+        return True
+
+    def check(self, run: RunRecord) -> None:
+        if run.role == "reference":
+            raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        if self.request.optimizer_params is not None:
+            raise OperationError(
+                f"optimizer {self.request.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
+            )
+        params = self.request.adam_params or AdamParams()
+        step = OptimizerStep(run.run_id, params, self.request.gradient_scale, seq_id=self.seq_id)
+        metrics = await context.dispatch.optim_step(step)
+        await context.features.release_holds_before(run, self.seq_id, were_used=True)
+        return json_result(OptimStepResponse(metrics=metrics))
+
+    async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
+        is_refusal = isinstance(error, OperationError) and error.category == "user"
+        if is_refusal and self.request.optimizer_params is None:  # the gradients are cleared
+            await context.features.release_holds_before(run, self.seq_id, were_used=False)

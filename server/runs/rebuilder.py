@@ -1,0 +1,191 @@
+"""Rebuilds a run after the workers have lost it: from its newest snapshot, by repeating the operations after that."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+
+from ...schemas.errors import OperationError, RequestError
+from ...workers.protocol.calls import WorkerLost
+from ..files.wal import RecordPosition
+from ..journal.journal import EntryLocation
+from ..journal.quarantine import REBUILD_STRIKE, Strikes
+from ..operations.loading import CreateRun
+from ..operations.operation import Operation, Outcome, ReplayEntry
+from ..operations.registry import read_operation
+from ..store.database_errors import OUTAGE_ERRORS
+from .replay_log import ReplayAction
+from .run_services import RunServices
+from .run_state import RunState
+from .snapshots import RunSnapshots
+
+logger = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 16
+
+
+class Rebuilder:
+    """Rebuilds a run when an operation needs it; operations in progress wait for it in the order of their seq_ids."""
+
+    def __init__(
+        self, state: RunState, services: RunServices, snapshots: RunSnapshots, on_end: Callable[[], None]
+    ) -> None:
+        self._on_end = on_end
+        self._state = state
+        self._services = services
+        self._snapshots = snapshots
+        self._task: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        # Crashes during rebuilds from the newest snapshot, whose seq_id that is.
+        self._strikes = Strikes("the rebuild of this run", self._record_strike)
+        self._struck_seq_id = -1
+
+    @property
+    def is_rebuilding(self) -> bool:
+        return self._task is not None
+
+    async def wait(self, seq_id: int) -> None:
+        """Returns as soon as the state is rebuilt and all operations before this seq_id have been handed over again."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._rebuild_or_give_up())
+            # A task that is cancelled before its first step wakes no waiter by itself.
+            self._task.add_done_callback(self._ended)
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append((seq_id, waiting))
+        await waiting
+
+    def cancel(self) -> asyncio.Task[None] | None:
+        """Cancels a rebuild and returns its task."""
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    def hold_strikes(self, strikes: Collection[EntryLocation]) -> None:
+        """Counts the journaled strikes of an earlier process against rebuilding the run."""
+        for one in strikes:
+            self._log_strike(one.header.seq_id, one.place)
+            self._strikes.num += one.header.seq_id >= self._snapshots.newest_seq_id
+        self._struck_seq_id = self._snapshots.newest_seq_id
+
+    def _ended(self, ended: asyncio.Task[None]) -> None:
+        self._task = None
+        # Waiters resume in this order, each up to where it hands its operation to the dispatch.
+        for waiting in [waiting for _, waiting in sorted(self._waiting, key=lambda one: one[0])]:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting = []
+        self._on_end()
+
+    async def _rebuild_or_give_up(self) -> None:
+        run_id = self._state.record.run_id
+        try:
+            await self._rebuild()
+        except OUTAGE_ERRORS as error:
+            await self._state.wait_out(error)
+        except (OperationError, RequestError, OSError, ValueError) as error:
+            logger.error("%s cannot be rebuilt: %s", run_id, error)
+            self._give_up(str(error))
+        except Exception:
+            logger.exception("%s cannot be rebuilt", run_id)
+            self._give_up("see the server's log")
+
+    def _give_up(self, reason: str) -> None:
+        run_id = self._state.record.run_id
+        self._state.unusable = f"run {run_id} was lost with its worker and cannot be rebuilt: {reason}"
+
+    async def _rebuild(self) -> None:
+        while not self._state.is_live:
+            if self._snapshots.newest_seq_id > self._struck_seq_id:
+                self._strikes.forget()
+            self._strikes.check()
+            try:
+                async with self._snapshots.keeping:
+                    await self._attempt()
+            except WorkerLost as lost:
+                logger.warning("the rebuild of %s is retried: %s", self._state.record.run_id, lost)
+                await self._strikes.add(lost)
+            else:
+                self._state.is_live = True
+        if self._strikes.num:
+            # The next snapshot clears the strikes, since no rebuild starts from the old one then.
+            self._snapshots.make_due()
+
+    async def _attempt(self) -> None:
+        context, record = self._services.context, self._state.record
+        snapshot = await self._snapshots.newest_whole()
+        if snapshot is None and self._snapshots.covers_beginning:
+            raise OperationError("its snapshots are damaged, and the operations before them are not kept", "server")
+        await context.discard(record)
+        created = self._state.created if snapshot is None else CreateRun()
+        assert created is not None
+        await created.replay(context, record)
+        if snapshot is not None:
+            await context.restore(record, snapshot.directory)
+        after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
+        repeats = list(self._state.log.replay_actions(after, is_tainted))
+        await self._repeat(repeats)
+        begun = "its beginning" if snapshot is None else f"the snapshot behind seq_id {snapshot.seq_id}"
+        logger.info("%s is rebuilt, from %s and %d operations", record.run_id, begun, len(repeats))
+
+    async def _repeat(self, repeats: list[tuple[ReplayEntry, ReplayAction]]) -> None:
+        """Repeats operations in order; chained ones are handed over several at a time, since the dispatch keeps their
+        order.
+        """
+        in_progress: list[asyncio.Task[None]] = []
+        for entry, action in repeats:
+            operation = None
+            if action is ReplayAction.AGAIN:
+                operation = await self._read(entry)
+            is_chained = operation is not None and operation.is_chained
+            if not is_chained or len(in_progress) >= _MOST_AT_ONCE:
+                await _wait_for_all(in_progress)
+                in_progress = []
+            repeating = asyncio.create_task(self._repeat_one(entry, operation))
+            # Retrieve the exception: if several fail, only the first is reported.
+            repeating.add_done_callback(lambda task: task.cancelled() or task.exception())
+            in_progress.append(repeating)
+            # Let the task take its first step, which hands the operation over.
+            await asyncio.sleep(0)
+            if not is_chained:
+                await _wait_for_all(in_progress)
+                in_progress = []
+        await _wait_for_all(in_progress)
+
+    async def _read(self, entry: ReplayEntry) -> Operation:
+        assert entry.place is not None
+        operation = await read_operation(self._services.journal, entry.place, entry.outcome)
+        operation.entry = entry
+        return operation
+
+    async def _repeat_one(self, entry: ReplayEntry, operation: Operation | None) -> None:
+        """Repeats one operation, or clears the pending gradients if `operation` is None."""
+        context, record = self._services.context, self._state.record
+        if operation is None:
+            await context.clear_gradients(record, entry.seq_id)
+            return
+        try:
+            await operation.replay(context, record)
+        except WorkerLost:
+            raise
+        except (OperationError, RequestError) as error:
+            await operation.undo(context, record, error)
+            if entry.outcome is not Outcome.FAILED:
+                message = f"{entry.kind} with seq_id {entry.seq_id} cannot be repeated: {error}"
+                raise OperationError(message, "server") from error
+        else:
+            if entry.outcome is Outcome.FAILED:
+                raise OperationError(f"{entry.kind} with seq_id {entry.seq_id} failed before, but not now", "server")
+
+    async def _record_strike(self) -> None:
+        self._struck_seq_id = seq_id = self._snapshots.newest_seq_id
+        self._log_strike(seq_id, await self._services.journal.append(self._state.header(REBUILD_STRIKE, seq_id)))
+
+    def _log_strike(self, seq_id: int, place: RecordPosition) -> None:
+        self._state.log.add(ReplayEntry(seq_id, REBUILD_STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
+
+
+async def _wait_for_all(tasks: list[asyncio.Task[None]]) -> None:
+    """Waits for all tasks, then raises the exception of the first that failed."""
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        task.result()

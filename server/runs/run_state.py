@@ -1,0 +1,74 @@
+"""Holds what the parts of a live run share: its record, its replay log and its progress."""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from ..journal.journal import Header
+from ..operations.loading import CreateRun
+from ..operations.operation import RefusedOperation
+from ..store import RunRecord
+from ..store.database_errors import driver_message
+from .replay_log import ReplayLog
+
+logger = logging.getLogger(__name__)
+
+_OUTAGE_SECONDS = 2.0
+
+
+@dataclass(eq=False)
+class GradientWindow:
+    """The operations from one optimizer step to the next; tainted_by: why the step that ends it would be wrong."""
+
+    tainted_by: str | None = None
+
+    def taint(self, reason: str) -> None:
+        self.tainted_by = self.tainted_by or reason
+
+    def refused(self, seq_id: int, refused: RefusedOperation) -> None:
+        if refused.taints:
+            self.taint(f"{refused.refused_kind} with seq_id {seq_id} was refused ({refused.reason})")
+
+
+@dataclass(eq=False)
+class RunState:
+    """The state of a live run.
+
+    created: how the run was created, None before that.
+    is_live: true if the workers have the run.
+    window: of the operations that begin next.
+    unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
+    outage: why operations wait for the database, None if they do not.
+    """
+
+    record: RunRecord
+    log: ReplayLog
+    created: CreateRun | None = None
+    is_live: bool = False
+    window: GradientWindow = field(default_factory=GradientWindow)
+    unusable: str | None = None
+    outage: str | None = None
+
+    @property
+    def must_be_rebuilt(self) -> bool:
+        """True if the run was created, but the workers do not have it."""
+        return self.created is not None and not self.is_live
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the workers lost this run and it must be rebuilt."""
+        return self.must_be_rebuilt and self.unusable is None
+
+    def header(self, kind: str, seq_id: int) -> Header:
+        record = self.record
+        return Header(kind, record.tenant_id, record.run_id, seq_id, record.request_id(seq_id))
+
+    async def wait_out(self, outage: SQLAlchemyError) -> None:
+        """Waits a little for the database, which could not be used."""
+        reason = f"the server's database cannot be used ({driver_message(outage)})"
+        if reason != self.outage:
+            logger.error("%s waits: %s", self.record.run_id, reason)
+        self.outage = reason
+        await asyncio.sleep(_OUTAGE_SECONDS)

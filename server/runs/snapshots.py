@@ -1,0 +1,221 @@
+"""Snapshots of a run's state, taken while passes continue.
+
+The last two snapshots are kept, with the operations after the older one. Usually they follow an optimizer step; with
+pending gradients, they are taken only if too many bytes, or too much time, have passed without a step.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...schemas.errors import OperationError
+from ...workers.protocol.calls import WorkerLost
+from ..journal.snapshot_store import RunSnapshot
+from ..operations.operation import Outcome, ReplayEntry
+from .run_services import RunServices
+from .run_state import GradientWindow, RunState
+
+logger = logging.getLogger(__name__)
+
+_NUM_KEPT = 2
+_BYTES_WITHOUT_STEP = 2
+"""Without an optimizer step, a snapshot is due after this multiple of the bytes after which it is due at a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """The point in a run's order of operations right after one operation.
+
+    window: of the operations after it. entry, ended: log entry and task of the operation, unless it has already
+    succeeded.
+    """
+
+    seq_id: int
+    window: GradientWindow
+    entry: ReplayEntry | None = None
+    ended: asyncio.Task[None] | None = None
+
+
+class RunSnapshots:
+    """Takes and keeps a run's snapshots."""
+
+    def __init__(self, state: RunState, services: RunServices) -> None:
+        self._state = state
+        self._services = services
+        # The snapshots, newest first; the log has all operations from _first_held on.
+        self._kept: list[RunSnapshot] = []
+        self._first_held = 0
+        # Protects _kept, which must not change during a rebuild.
+        self.keeping = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # True if the next operation must be followed by a snapshot.
+        self._is_overdue = False
+
+    async def find(self, journaled: Collection[int]) -> int:
+        """Finds the snapshots of an earlier process, and returns the first seq_id that is still needed.
+
+        Args:
+            journaled: seq_ids of the operations in the journal.
+        Raises:
+            ValueError: the run cannot be rebuilt from what exists.
+        """
+        found = await self._services.snapshots.find(self._run_id)
+        self._kept = found[:_NUM_KEPT]
+        for old in found[_NUM_KEPT:]:
+            await self._services.snapshots.remove(old.directory)
+        has_beginning = all(seq_id in journaled for seq_id in range(self.newest_seq_id + 1 if self._kept else 1))
+        if len(self._kept) >= _NUM_KEPT or (self._kept and not has_beginning):
+            self._first_held = self._kept[-1].seq_id + 1
+        elif not has_beginning:
+            raise ValueError(f"{self._run_id} has no snapshot, and its first operations are not in the journal")
+        needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
+        await self._services.pinned_checkpoints.retain(self._run_id, needed)
+        return self._first_held
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    @property
+    def newest_seq_id(self) -> int:
+        """Returns the seq_id of the newest snapshot, -1 if there is none."""
+        return self._kept[0].seq_id if self._kept else -1
+
+    @property
+    def covers_beginning(self) -> bool:
+        """True if the run's first operations are no longer kept, so that it can only be rebuilt from a snapshot."""
+        return self._first_held > 0
+
+    def first_window(self) -> GradientWindow:
+        """Returns the window of the operation whose seq_id `find` returned."""
+        return GradientWindow(self._kept[-1].tainted_by if self.covers_beginning else None)
+
+    @property
+    def held_features(self) -> Mapping[int, Mapping[str, int]]:
+        """Returns the uses of captured features from the newest snapshot (see RunSnapshot)."""
+        return self._kept[0].held if self._kept else {}
+
+    def cover(self, seq_id: int) -> bool:
+        """True if a snapshot includes the effect of this operation."""
+        return seq_id <= self.newest_seq_id
+
+    async def newest_whole(self) -> RunSnapshot | None:
+        """Returns the newest snapshot that is undamaged, deleting damaged ones; call it while holding `keeping`."""
+        for snapshot in list(self._kept):
+            if await self._services.snapshots.is_whole(snapshot):
+                return snapshot
+            self._kept.remove(snapshot)
+            await self._services.snapshots.remove(snapshot.directory)
+        return None
+
+    def take_if_due(self, boundary: Boundary, *, is_step: bool) -> None:
+        """Takes a snapshot if one is due; call it as soon as an operation has been handed over.
+
+        Args:
+            is_step: whether it is an optimizer step, after which a snapshot is due earlier.
+        """
+        if not self._state.is_live or self._tasks:
+            return
+        steps, num_bytes = self._services.config.journal.snapshot_steps, self._services.config.journal.snapshot_bytes
+        limits = (steps, num_bytes) if is_step else (math.inf, _BYTES_WITHOUT_STEP * num_bytes)
+        if self._state.log.is_due(*limits) or self._is_overdue:
+            self.take(boundary)
+
+    def make_due(self) -> None:
+        """Makes a snapshot due after the next operation."""
+        self._is_overdue = True
+
+    async def take_when_idle(self, boundary: Boundary, *, with_copy: bool) -> None:
+        """Takes a snapshot of a live, idle run at the current boundary, unless one covers it.
+
+        Args:
+            with_copy: also copy it, so that the journal need not hold anything of the run.
+        """
+        if not self._tasks and not self.cover(boundary.seq_id):
+            self.take(boundary)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if with_copy and self.newest_seq_id == boundary.seq_id >= self._first_held:
+            await self._keep_copy(self._kept[0])
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Deletes everything of the run, which is over."""
+        await self.stop()
+        self._state.log.close()
+        await self._services.snapshots.remove_all(self._run_id)
+        await self._services.pinned_checkpoints.unpin_all(self._run_id)
+
+    def take(self, boundary: Boundary) -> None:
+        """Starts taking a snapshot at a boundary, which must be the current one."""
+        try:
+            staging = self._services.snapshots.stage(self._run_id)
+        except OSError as error:
+            logger.error("%s: no snapshot can be taken (%s)", self._run_id, error)
+            return
+        self._is_overdue = False
+        task = asyncio.create_task(self._take(staging, boundary))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take(self, staging: Path, boundary: Boundary) -> None:
+        try:
+            # Handed over before anything else is awaited, so that it follows the operation directly.
+            await self._services.context.snapshot(self._state.record, staging)
+            if boundary.ended is not None:
+                await asyncio.wait({boundary.ended})
+            # Otherwise a crash could leave a snapshot with operations that are not known to be done.
+            await self._state.log.all_answered(boundary.seq_id)
+            if boundary.entry is None or boundary.entry.outcome is Outcome.DONE:
+                await self._publish(staging, boundary)
+        except WorkerLost as lost:
+            # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.
+            self._state.is_live = False
+            self._is_overdue = True
+            logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._run_id, lost)
+        except (OperationError, OSError) as error:
+            logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._run_id, boundary.seq_id, error)
+        finally:
+            self._tasks -= {asyncio.current_task()}
+            await self._services.snapshots.remove(staging)
+
+    async def _publish(self, staging: Path, boundary: Boundary) -> None:
+        """Publishes the snapshot with its taint.
+
+        A taint added to the window later is no problem: its operation is then in the replay log whenever the snapshot
+        is used.
+        """
+        snapshots, tainted_by = self._services.snapshots, boundary.window.tainted_by
+        held = self._services.features.pending_uses(self._state.record, boundary.seq_id)
+        await self._keep(await snapshots.publish(staging, self._run_id, boundary.seq_id, tainted_by, held))
+
+    async def _keep_copy(self, snapshot: RunSnapshot) -> None:
+        try:
+            await self._keep(await self._services.snapshots.copy(snapshot, self._run_id))
+        except (OSError, ValueError) as error:
+            logger.error("%s: %s cannot be copied: %s", self._run_id, snapshot.directory, error)
+            if snapshot in self._kept and isinstance(error, ValueError):
+                self._kept.remove(snapshot)
+
+    async def _keep(self, snapshot: RunSnapshot) -> None:
+        """Adds a snapshot and deletes the oldest, if there are too many."""
+        async with self.keeping:
+            newest_first = sorted([snapshot, *self._kept], key=lambda one: -one.seq_id)
+            self._kept, dropped = newest_first[:_NUM_KEPT], newest_first[_NUM_KEPT:]
+            if len(self._kept) == _NUM_KEPT:
+                self._first_held = self._kept[-1].seq_id + 1
+                self._state.log.cover(self._kept[-1].seq_id)
+                await self._services.pinned_checkpoints.unpin_up_to(self._run_id, self._kept[-1].seq_id)
+            for old in dropped:
+                await self._services.snapshots.remove(old.directory)
+
+    @property
+    def _run_id(self) -> str:
+        return self._state.record.run_id

@@ -139,9 +139,7 @@ async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(
     state.rename(elsewhere)
     said: list[str] = []
     with process.bound_socket("127.0.0.1", 0) as listener:
-        running = asyncio.create_task(
-            process._LeasedServer(config, None, mine, lambda: "working", said.append).run(listener)
-        )
+        running = asyncio.create_task(process._LeasedServer(config, mine, lambda: "working", said.append).run(listener))
         await wait_until(lambda: "cannot take over now ([Errno 2] No such file" in caplog.text)
         await asyncio.wait_for(other.acquire(), 30)  # well before a lease of 60 s runs out
         await wait_until(lambda: said)

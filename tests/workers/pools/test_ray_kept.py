@@ -146,11 +146,9 @@ def test_ranks_that_cannot_be_used_are_replaced(change: str, state: StateDirecto
         state.patience_seconds = 3.0 if change in ("a stopped rank", "a hung call") else 30.0
         async with state.attached(state.pool("first")) as pool:
             pids = pool.pids
-            if change == "a hung call":
-                call = asyncio.create_task(pool.call("sleep", 100))
-                await asyncio.sleep(0.5)
-        if change == "a hung call":
-            await asyncio.gather(call, return_exceptions=True)
+            calls = [asyncio.create_task(pool.call("sleep", 100))] if change == "a hung call" else []
+            await asyncio.sleep(0.5)
+        await asyncio.gather(*calls, return_exceptions=True)
         if change == "a dead rank":
             os.kill(pids[1], signal.SIGKILL)
         if change == "a stopped rank":

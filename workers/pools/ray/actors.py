@@ -139,8 +139,9 @@ class RankKeeper:
                 os._exit(0)
             self._server, self._used_at = server, math.inf
             try:
+                patience = self._group.patience_seconds if self._ranks else self._placement_timeout_seconds
                 self._start_ranks()
-                self._wait_until_done([rank.obey.remote(server) for rank in self._ranks])
+                self._wait_until_done([rank.obey.remote(server) for rank in self._ranks], patience)
             finally:
                 self._used_at = time.monotonic()
             return self._ranks
@@ -169,10 +170,9 @@ class RankKeeper:
             self._ranks = start_ranks(self._spec, self._placement_timeout_seconds, self._group.workers)
             threading.Thread(target=_exit_with, args=(watches_of(self._ranks),), daemon=True).start()
 
-    def _wait_until_done(self, calls: list[Any]) -> None:
+    def _wait_until_done(self, calls: list[Any], seconds: float) -> None:
         import ray
 
-        seconds = self._group.patience_seconds
         if len(ray.wait(calls, num_returns=len(calls), timeout=seconds)[0]) < len(calls):
             os._exit(1)
 
@@ -222,7 +222,7 @@ def attach(spec: PoolSpec, group: KeptGroup, placement_timeout_seconds: float) -
         keeper = _keeper(spec, group, placement_timeout_seconds)
         attaching = keeper.attach.remote(workers.server, workers.epoch, group.replaces)
         try:
-            seconds = placement_timeout_seconds + group.patience_seconds + _ANSWER_SECONDS
+            seconds = 2 * placement_timeout_seconds + group.patience_seconds + _ANSWER_SECONDS
             return Attachment(keeper, ray.get(attaching, timeout=seconds), workers.server)
         except RayTaskError as error:
             raise error.cause from None

@@ -4,7 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,8 @@ from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedMode
 from trainhouse.workers.scheduler.backoff import RestartBackoff
 
 LLAMA = Path(__file__).parents[1] / "configs" / "Llama-3.1-8B.json"
+pytestmark = pytest.mark.anyio
+
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 
 
@@ -35,26 +37,18 @@ def tiny(source: Path) -> WorkerConfig:
     return WorkerConfig(ServedModel("tiny", str(source)), device="cpu", threads=1, max_lora_rank=8)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.full)])
-def dispatch(
+async def dispatch(
     request: pytest.FixtureRequest,
-    runner: asyncio.Runner,
     tiny_models: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[WorkerDispatch]:
+    anyio_backend: str,
+) -> AsyncIterator[WorkerDispatch]:
     """Has two sampler groups."""
     sampling = SamplingConfig(workers=2, directory=str(tmp_path_factory.mktemp("copies")))
     config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool=request.param, sampling=sampling)
-    dispatch = WorkerDispatch(config)
-    runner.run(dispatch.start(lambda _: None))
-    yield dispatch
-    runner.run(dispatch.close())
+    async with running(config) as dispatch:
+        yield dispatch
 
 
 async def trained_run(dispatch: WorkerDispatch, run_id: str) -> str:
@@ -84,142 +78,121 @@ async def sample_together(dispatch: WorkerDispatch, jobs: Sequence[SampleJob]) -
     return await asyncio.gather(*(dispatch.sample("tiny", each) for each in jobs))
 
 
-def test_samples_equal_those_of_the_training_workers(
-    dispatch: WorkerDispatch, runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
+async def test_samples_equal_those_of_the_training_workers(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Both groups sample the copy, the checkpoint and the base. Control: the base differs from the copy."""
-
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "same")
-        await dispatch.copy_adapter(run_id, "copied")
-        await dispatch.save_run(run_id, tmp_path, optimizer=False)
-        await dispatch.load_adapter("tiny", "loaded", tmp_path)
-        adapters = ("copied", "loaded", None)
-        jobs = [job(f"{each}-{number}", each, num_samples=3) for number in range(2) for each in adapters]
-        copied, loaded, bare, *again = await sample_together(dispatch, jobs)
-        async with running(DispatchConfig((tiny(tiny_models["qwen3"]),))) as native:
-            await native.load_adapter("tiny", "loaded", tmp_path)
-            trained, base = await sample_together(native, [jobs[1], jobs[2]])
-        for ours, theirs in zip((copied, loaded, bare, *again), (trained, trained, base) * 2, strict=True):
-            assert_same(ours, theirs)
-        assert differ(copied, bare)
-        for adapter_id in ("copied", "loaded"):
-            await dispatch.drop_adapter(adapter_id)
-        await dispatch.drop_run(run_id)
-        assert dispatch.status("tiny") is None
-
-    runner.run(check())
+    run_id = await trained_run(dispatch, "same")
+    await dispatch.copy_adapter(run_id, "copied")
+    await dispatch.save_run(run_id, tmp_path, optimizer=False)
+    await dispatch.load_adapter("tiny", "loaded", tmp_path)
+    adapters = ("copied", "loaded", None)
+    jobs = [job(f"{each}-{number}", each, num_samples=3) for number in range(2) for each in adapters]
+    copied, loaded, bare, *again = await sample_together(dispatch, jobs)
+    async with running(DispatchConfig((tiny(tiny_models["qwen3"]),))) as native:
+        await native.load_adapter("tiny", "loaded", tmp_path)
+        trained, base = await sample_together(native, [jobs[1], jobs[2]])
+    for ours, theirs in zip((copied, loaded, bare, *again), (trained, trained, base) * 2, strict=True):
+        assert_same(ours, theirs)
+    assert differ(copied, bare)
+    for adapter_id in ("copied", "loaded"):
+        await dispatch.drop_adapter(adapter_id)
+    await dispatch.drop_run(run_id)
+    assert dispatch.status("tiny") is None
 
 
-def test_copy_gets_new_weights_and_a_snapshot_stays(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "moving")
-        for adapter_id in ("snapshot", "inflight"):
-            await dispatch.copy_adapter(run_id, adapter_id)
-        early = await sample_together(dispatch, [job(f"early-{number}", "inflight") for number in range(2)])
-        await train(dispatch, run_id, 3)
-        await dispatch.copy_adapter(run_id, "inflight")
-        await dispatch.copy_adapter(run_id, "of-now")
-        late = await sample_together(dispatch, [job(f"late-{number}", "inflight") for number in range(4)])
-        of_now, kept = await sample_together(dispatch, [job("of-now", "of-now"), job("kept", "snapshot")])
-        for each in late:
-            assert_same(each, of_now)
-        assert_same(kept, early[0])
-        assert differ(kept, of_now)
-        for adapter_id in ("snapshot", "inflight", "of-now"):
-            await dispatch.drop_adapter(adapter_id)
-        await dispatch.drop_run(run_id)
-
-    runner.run(check())
+async def test_copy_gets_new_weights_and_a_snapshot_stays(dispatch: WorkerDispatch) -> None:
+    run_id = await trained_run(dispatch, "moving")
+    for adapter_id in ("snapshot", "inflight"):
+        await dispatch.copy_adapter(run_id, adapter_id)
+    early = await sample_together(dispatch, [job(f"early-{number}", "inflight") for number in range(2)])
+    await train(dispatch, run_id, 3)
+    await dispatch.copy_adapter(run_id, "inflight")
+    await dispatch.copy_adapter(run_id, "of-now")
+    late = await sample_together(dispatch, [job(f"late-{number}", "inflight") for number in range(4)])
+    of_now, kept = await sample_together(dispatch, [job("of-now", "of-now"), job("kept", "snapshot")])
+    for each in late:
+        assert_same(each, of_now)
+    assert_same(kept, early[0])
+    assert differ(kept, of_now)
+    for adapter_id in ("snapshot", "inflight", "of-now"):
+        await dispatch.drop_adapter(adapter_id)
+    await dispatch.drop_run(run_id)
 
 
-def test_running_request_continues_with_newer_weights(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "under-way")
-        await dispatch.copy_adapter(run_id, "inflight")
-        whole = await dispatch.sample("tiny", job("undisturbed", "inflight", 900))
-        begun = asyncio.Event()
-        long = job("long", "inflight", 900, streams=True)
-        sampling = asyncio.create_task(dispatch.sample("tiny", long, lambda _: begun.set()))
-        await begun.wait()
-        await train(dispatch, run_id, 1)
-        await dispatch.copy_adapter(run_id, "inflight")
-        moved = (await sampling).sequences[0]
-        assert np.allclose(moved.logprobs[:1], whole.sequences[0].logprobs[:1], atol=1e-4)
-        assert not np.array_equal(moved.tokens, whole.sequences[0].tokens)
-        await dispatch.drop_adapter("inflight")
-        await dispatch.drop_run(run_id)
-
-    runner.run(check())
+async def test_running_request_continues_with_newer_weights(dispatch: WorkerDispatch) -> None:
+    run_id = await trained_run(dispatch, "under-way")
+    await dispatch.copy_adapter(run_id, "inflight")
+    whole = await dispatch.sample("tiny", job("undisturbed", "inflight", 900))
+    begun = asyncio.Event()
+    long = job("long", "inflight", 900, streams=True)
+    sampling = asyncio.create_task(dispatch.sample("tiny", long, lambda _: begun.set()))
+    await begun.wait()
+    await train(dispatch, run_id, 1)
+    await dispatch.copy_adapter(run_id, "inflight")
+    moved = (await sampling).sequences[0]
+    assert np.allclose(moved.logprobs[:1], whole.sequences[0].logprobs[:1], atol=1e-4)
+    assert not np.array_equal(moved.tokens, whole.sequences[0].tokens)
+    await dispatch.drop_adapter("inflight")
+    await dispatch.drop_run(run_id)
 
 
-def test_requests_of_a_dead_sampler_worker_are_rerun(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+async def test_requests_of_a_dead_sampler_worker_are_rerun(dispatch: WorkerDispatch) -> None:
     """The run is dropped, so the adapter is from the server's copy. No token is streamed twice."""
-
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "survived")
-        await dispatch.copy_adapter(run_id, "survivor")
-        await dispatch.drop_run(run_id)
-        expected = await dispatch.sample("tiny", job("undisturbed", "survivor", 900))
-        streamed: list[list[SampledPart]] = [[], []]
-        long = [job(f"long-{number}", "survivor", 900, streams=True) for number in range(2)]
-        sampling = [
-            asyncio.create_task(dispatch.sample("tiny", each, lambda parts, list_=list_: list_.extend(parts)))
-            for each, list_ in zip(long, streamed, strict=True)
-        ]
-        while not all(streamed):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        training, *samplers = dispatch.pids("tiny")
-        for pid in samplers:
-            os.kill(pid, signal.SIGKILL)
-        for response, parts in zip(await asyncio.gather(*sampling), streamed, strict=True):
-            assert_same(response, expected)
-            tokens = np.concatenate([part.tokens for part in parts])
-            np.testing.assert_array_equal(tokens, expected.sequences[0].tokens[: len(tokens)])
-        assert dispatch.pids("tiny")[0] == training and not set(dispatch.pids("tiny")) & set(samplers)
-        await dispatch.drop_adapter("survivor")
-
-    runner.run(check())
+    run_id = await trained_run(dispatch, "survived")
+    await dispatch.copy_adapter(run_id, "survivor")
+    await dispatch.drop_run(run_id)
+    expected = await dispatch.sample("tiny", job("undisturbed", "survivor", 900))
+    streamed: list[list[SampledPart]] = [[], []]
+    long = [job(f"long-{number}", "survivor", 900, streams=True) for number in range(2)]
+    sampling = [
+        asyncio.create_task(dispatch.sample("tiny", each, lambda parts, list_=list_: list_.extend(parts)))
+        for each, list_ in zip(long, streamed, strict=True)
+    ]
+    while not all(streamed):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    training, *samplers = dispatch.pids("tiny")
+    for pid in samplers:
+        os.kill(pid, signal.SIGKILL)
+    for response, parts in zip(await asyncio.gather(*sampling), streamed, strict=True):
+        assert_same(response, expected)
+        tokens = np.concatenate([part.tokens for part in parts])
+        np.testing.assert_array_equal(tokens, expected.sequences[0].tokens[: len(tokens)])
+    assert dispatch.pids("tiny")[0] == training and not set(dispatch.pids("tiny")) & set(samplers)
+    await dispatch.drop_adapter("survivor")
 
 
-def test_stream_of_replaced_weights_fails_if_its_worker_dies(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+async def test_stream_of_replaced_weights_fails_if_its_worker_dies(dispatch: WorkerDispatch) -> None:
     """A rerun would continue as another sample."""
-
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "moved-on")
-        await dispatch.copy_adapter(run_id, "moving-on")
-        streamed: list[SampledPart] = []
-        long = job("long", "moving-on", 900, streams=True)
-        sampling = asyncio.create_task(dispatch.sample("tiny", long, streamed.extend))
-        while sum(len(part.tokens) for part in streamed) < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await train(dispatch, run_id, 3)
-        await dispatch.copy_adapter(run_id, "moving-on")
-        for pid in dispatch.pids("tiny")[1:]:
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(OperationError, match="tokens that differ from those already streamed") as failed:
-            await sampling
-        assert failed.value.category == "server"
-        await wait_until_all_are_up(dispatch)
-        await dispatch.drop_adapter("moving-on")
-        await dispatch.drop_run(run_id)
-
-    runner.run(check())
+    run_id = await trained_run(dispatch, "moved-on")
+    await dispatch.copy_adapter(run_id, "moving-on")
+    streamed: list[SampledPart] = []
+    long = job("long", "moving-on", 900, streams=True)
+    sampling = asyncio.create_task(dispatch.sample("tiny", long, streamed.extend))
+    while sum(len(part.tokens) for part in streamed) < 20:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await train(dispatch, run_id, 3)
+    await dispatch.copy_adapter(run_id, "moving-on")
+    for pid in dispatch.pids("tiny")[1:]:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(OperationError, match="tokens that differ from those already streamed") as failed:
+        await sampling
+    assert failed.value.category == "server"
+    await wait_until_all_are_up(dispatch)
+    await dispatch.drop_adapter("moving-on")
+    await dispatch.drop_run(run_id)
 
 
-def test_dropped_adapter_leaves_all_workers(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "dropped")
-        await dispatch.copy_adapter(run_id, "drop-me")
-        await sample_together(dispatch, [job(f"drop-me-{number}", "drop-me") for number in range(4)])
-        assert sum(await num_adapters(dispatch)) == 3, "the run and a copy in each sampler"
-        await dispatch.drop_adapter("drop-me")
-        await dispatch.drop_run(run_id)
-        assert sum(await num_adapters(dispatch)) == 0
-        with pytest.raises(OperationError, match="drop-me is gone: its sampler was closed"):
-            await dispatch.sample("tiny", job("late", "drop-me"))
-
-    runner.run(check())
+async def test_dropped_adapter_leaves_all_workers(dispatch: WorkerDispatch, tmp_path: Path) -> None:
+    run_id = await trained_run(dispatch, "dropped")
+    await dispatch.copy_adapter(run_id, "drop-me")
+    await sample_together(dispatch, [job(f"drop-me-{number}", "drop-me") for number in range(4)])
+    assert sum(await num_adapters(dispatch)) == 3, "the run and a copy in each sampler"
+    await dispatch.drop_adapter("drop-me")
+    await dispatch.drop_run(run_id)
+    assert sum(await num_adapters(dispatch)) == 0
+    with pytest.raises(OperationError, match="drop-me is gone: its sampler was closed"):
+        await dispatch.sample("tiny", job("late", "drop-me"))
 
 
 async def num_adapters(dispatch: WorkerDispatch) -> list[int]:
@@ -228,21 +201,18 @@ async def num_adapters(dispatch: WorkerDispatch) -> list[int]:
     return [each["num_adapters_on_device"] for each in memory.values()]
 
 
-def test_samplers_outlive_the_training_worker(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
-    async def check() -> None:
-        run_id = await trained_run(dispatch, "victim")
+async def test_samplers_outlive_the_training_worker(dispatch: WorkerDispatch) -> None:
+    run_id = await trained_run(dispatch, "victim")
+    await dispatch.copy_adapter(run_id, "outlives")
+    before = await dispatch.sample("tiny", job("before", "outlives"))
+    os.kill(dispatch.pids("tiny")[0], signal.SIGKILL)
+    with pytest.raises(OperationError, match=r"worker died|was lost"):
+        await train(dispatch, run_id, 1000)
+    assert_same(await dispatch.sample("tiny", job("after", "outlives")), before)
+    with pytest.raises(OperationError, match="victim was lost"):
         await dispatch.copy_adapter(run_id, "outlives")
-        before = await dispatch.sample("tiny", job("before", "outlives"))
-        os.kill(dispatch.pids("tiny")[0], signal.SIGKILL)
-        with pytest.raises(OperationError, match=r"worker died|was lost"):
-            await train(dispatch, run_id, 1000)
-        assert_same(await dispatch.sample("tiny", job("after", "outlives")), before)
-        with pytest.raises(OperationError, match="victim was lost"):
-            await dispatch.copy_adapter(run_id, "outlives")
-        await dispatch.drop_adapter("outlives")
-        await dispatch.drop_run(run_id)
-
-    runner.run(check())
+    await dispatch.drop_adapter("outlives")
+    await dispatch.drop_run(run_id)
 
 
 # --- samplers of several ranks ---
@@ -262,40 +232,36 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("training", "sampling", "kind"), LAYOUTS)
-def test_a_sampler_of_several_ranks_samples_as_one_rank(
-    training: str, sampling: str, kind: str, runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
+async def test_a_sampler_of_several_ranks_samples_as_one_rank(
+    training: str, sampling: str, kind: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Samples what another layout trained, from memory and from a checkpoint. Control: another adapter differs."""
-
-    async def check() -> None:
-        spec = ParallelSpec.parse(sampling)
-        samplers = SamplingConfig(1, spec, directory=str(tmp_path / "copies"))
-        model = replace(tiny(tiny_models[kind]), parallel=ParallelSpec.parse(training))
-        async with running(DispatchConfig((model,), sampling=samplers)) as dispatch:
-            for run_id, num_steps in (("early", 1), ("late", 3)):
-                await dispatch.create_run("tiny", RunSpec(run_id, LoraConfig(rank=4, seed=0)), "tenant")
-                await train(dispatch, run_id, num_steps)
-                await dispatch.copy_adapter(run_id, f"{run_id}-copied")
-                (tmp_path / run_id).mkdir()
-                await dispatch.save_run(run_id, tmp_path / run_id, optimizer=False)
-                await dispatch.load_adapter("tiny", f"{run_id}-loaded", tmp_path / run_id)
-            asked = [*ask("early-copied"), *ask("early-loaded"), *ask("late-copied"), *ask(None)]
-            answers = await sample_together(dispatch, asked)
-            assert len(dispatch.pids("tiny")) == model.parallel.num_ranks + spec.num_ranks
-            memory = await dispatch.memory()
-            assert list(memory) == ["tiny", "tiny (sampler 1)"]
-        async with running(DispatchConfig((tiny(tiny_models[kind]),))) as dispatch:
-            for run_id in ("early", "late"):
-                await dispatch.load_adapter("tiny", run_id, tmp_path / run_id)
-            early, late, bare = [await sample_together(dispatch, ask(each)) for each in ("early", "late", None)]
-            whole = (await dispatch.memory())["tiny"]
-        for ours, theirs in zip(answers, (*early, *early, *late, *bare), strict=True):
-            assert_same(ours, theirs)
-        for one, other in ((early, late), (early, bare), (late, bare)):
-            assert differ(one[0], other[0])
-        assert memory["tiny (sampler 1)"]["base_weights"] < 0.9 * whole["base_weights"], "each has a part of them"
-
-    runner.run(check())
+    spec = ParallelSpec.parse(sampling)
+    samplers = SamplingConfig(1, spec, directory=str(tmp_path / "copies"))
+    model = replace(tiny(tiny_models[kind]), parallel=ParallelSpec.parse(training))
+    async with running(DispatchConfig((model,), sampling=samplers)) as dispatch:
+        for run_id, num_steps in (("early", 1), ("late", 3)):
+            await dispatch.create_run("tiny", RunSpec(run_id, LoraConfig(rank=4, seed=0)), "tenant")
+            await train(dispatch, run_id, num_steps)
+            await dispatch.copy_adapter(run_id, f"{run_id}-copied")
+            (tmp_path / run_id).mkdir()
+            await dispatch.save_run(run_id, tmp_path / run_id, optimizer=False)
+            await dispatch.load_adapter("tiny", f"{run_id}-loaded", tmp_path / run_id)
+        asked = [*ask("early-copied"), *ask("early-loaded"), *ask("late-copied"), *ask(None)]
+        answers = await sample_together(dispatch, asked)
+        assert len(dispatch.pids("tiny")) == model.parallel.num_ranks + spec.num_ranks
+        memory = await dispatch.memory()
+        assert list(memory) == ["tiny", "tiny (sampler 1)"]
+    async with running(DispatchConfig((tiny(tiny_models[kind]),))) as dispatch:
+        for run_id in ("early", "late"):
+            await dispatch.load_adapter("tiny", run_id, tmp_path / run_id)
+        early, late, bare = [await sample_together(dispatch, ask(each)) for each in ("early", "late", None)]
+        whole = (await dispatch.memory())["tiny"]
+    for ours, theirs in zip(answers, (*early, *early, *late, *bare), strict=True):
+        assert_same(ours, theirs)
+    for one, other in ((early, late), (early, bare), (late, bare)):
+        assert differ(one[0], other[0])
+    assert memory["tiny (sampler 1)"]["base_weights"] < 0.9 * whole["base_weights"], "each has a part of them"
 
 
 def ask(adapter_id: str | None) -> list[SampleJob]:
@@ -307,37 +273,33 @@ def ask(adapter_id: str | None) -> list[SampleJob]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("pool", ["local", "ray"])
-def test_death_of_one_rank_restarts_its_sampler(
-    pool: Literal["local", "ray"], runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
+async def test_death_of_one_rank_restarts_its_sampler(
+    pool: Literal["local", "ray"], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """All ranks of the sampler restart, with its adapters. Requests end as they would have without the death."""
-
-    async def check() -> None:
-        samplers = SamplingConfig(2, ParallelSpec(tp=2), directory=str(tmp_path))
-        config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool, ray_cpus_per_rank=0.1, sampling=samplers)
-        async with running(config) as dispatch:
-            await dispatch.copy_adapter(await trained_run(dispatch, "run"), "copied")
-            expected = await dispatch.sample("tiny", job("undisturbed", "copied", 300))
-            streamed: list[list[SampledPart]] = [[], [], []]
-            sampling = [
-                asyncio.create_task(dispatch.sample("tiny", job(f"long-{n}", "copied", 300, streams=True), each.extend))
-                for n, each in enumerate(streamed)
-            ]
-            while not all(streamed):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            assert not any(each.done() for each in sampling), "each sampler has some of them"
-            training, *before = dispatch.pids("tiny")
-            os.kill(before[1], signal.SIGKILL)
-            for response in await asyncio.gather(*sampling):
-                assert_same(response, expected)
-            await wait_until_all_are_up(dispatch)
-            after = dispatch.pids("tiny")
-            assert after[0] == training and after[3:] == before[2:] and not set(after[1:3]) & set(before)
-            again = await sample_together(dispatch, [job(f"again-{n}", "copied", 300) for n in range(2)])
-            for response in again:
-                assert_same(response, expected)
-
-    runner.run(check())
+    samplers = SamplingConfig(2, ParallelSpec(tp=2), directory=str(tmp_path))
+    config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool, ray_cpus_per_rank=0.1, sampling=samplers)
+    async with running(config) as dispatch:
+        await dispatch.copy_adapter(await trained_run(dispatch, "run"), "copied")
+        expected = await dispatch.sample("tiny", job("undisturbed", "copied", 300))
+        streamed: list[list[SampledPart]] = [[], [], []]
+        sampling = [
+            asyncio.create_task(dispatch.sample("tiny", job(f"long-{n}", "copied", 300, streams=True), each.extend))
+            for n, each in enumerate(streamed)
+        ]
+        while not all(streamed):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not any(each.done() for each in sampling), "each sampler has some of them"
+        training, *before = dispatch.pids("tiny")
+        os.kill(before[1], signal.SIGKILL)
+        for response in await asyncio.gather(*sampling):
+            assert_same(response, expected)
+        await wait_until_all_are_up(dispatch)
+        after = dispatch.pids("tiny")
+        assert after[0] == training and after[3:] == before[2:] and not set(after[1:3]) & set(before)
+        again = await sample_together(dispatch, [job(f"again-{n}", "copied", 300) for n in range(2)])
+        for response in again:
+            assert_same(response, expected)
 
 
 # --- with a worker that computes nothing ---
@@ -359,42 +321,32 @@ def recording(workers: int = 2, slice_milliseconds: float = 5.0) -> DispatchConf
     return DispatchConfig((model,), worker=RECORDING, slice_milliseconds=slice_milliseconds, sampling=sampling)
 
 
-def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 200))
+async def test_passes_and_sampling_run_at_the_same_time() -> None:
+    async with running(recording()) as dispatch:
+        await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
+        request = ForwardBackwardRequest("run", 0, (), "sleep", {"seconds": 2.0})
+        passing = asyncio.create_task(dispatch.forward_backward(request))
+        await asyncio.sleep(0.05)
+        await dispatch.sample("tiny", job("meanwhile", max_tokens=20))
+        assert not passing.done(), "the slices had to wait for the pass"
+        assert (await passing).metrics["slices:last"] == 0
 
 
-def test_passes_and_sampling_run_at_the_same_time() -> None:
-    async def check() -> None:
-        async with running(recording()) as dispatch:
-            await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
-            request = ForwardBackwardRequest("run", 0, (), "sleep", {"seconds": 2.0})
-            passing = asyncio.create_task(dispatch.forward_backward(request))
-            await asyncio.sleep(0.05)
-            await dispatch.sample("tiny", job("meanwhile", max_tokens=20))
-            assert not passing.done(), "the slices had to wait for the pass"
-            assert (await passing).metrics["slices:last"] == 0
-
-    run(check())
-
-
-def test_requests_go_to_the_group_with_the_fewest_tokens_in_flight() -> None:
-    async def check() -> None:
-        async with running(recording()) as dispatch:
-            large = asyncio.create_task(dispatch.sample("tiny", job("large", max_tokens=50)))
-            await asyncio.sleep(0)
-            for number in range(10):
-                await dispatch.sample("tiny", job(str(number), max_tokens=1))
-            assert not large.done()
-            memory = await dispatch.memory()
-            assert memory["tiny"]["slices"] == 0
-            assert memory["tiny (sampler 1)"]["sampling"] == 1 and memory["tiny (sampler 2)"]["slices"] >= 10
-            dispatch.cancel("large")
-            with pytest.raises(OperationError, match="sampling request large was cancelled"):
-                await large
-            while (await dispatch.memory())["tiny (sampler 1)"]["sampling"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    run(check())
+async def test_requests_go_to_the_group_with_the_fewest_tokens_in_flight() -> None:
+    async with running(recording()) as dispatch:
+        large = asyncio.create_task(dispatch.sample("tiny", job("large", max_tokens=50)))
+        await asyncio.sleep(0)
+        for number in range(10):
+            await dispatch.sample("tiny", job(str(number), max_tokens=1))
+        assert not large.done()
+        memory = await dispatch.memory()
+        assert memory["tiny"]["slices"] == 0
+        assert memory["tiny (sampler 1)"]["sampling"] == 1 and memory["tiny (sampler 2)"]["slices"] >= 10
+        dispatch.cancel("large")
+        with pytest.raises(OperationError, match="sampling request large was cancelled"):
+            await large
+        while (await dispatch.memory())["tiny (sampler 1)"]["sampling"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def wait_until_all_are_up(dispatch: WorkerDispatch) -> None:
@@ -402,71 +354,55 @@ async def wait_until_all_are_up(dispatch: WorkerDispatch) -> None:
         await asyncio.sleep(0.05)
 
 
-def test_server_can_close_while_a_dead_worker_restarts() -> None:
-    async def check() -> None:
-        async with running(recording(workers=1)) as dispatch:
-            dying = asyncio.create_task(dispatch.sample("tiny", job("dies")))
-            while dispatch.status("tiny") is None or "restarting" not in str(dispatch.status("tiny")):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        with pytest.raises(OperationError, match="shutting down"):
-            await dying
-
-    run(check())
+async def test_server_can_close_while_a_dead_worker_restarts() -> None:
+    async with running(recording(workers=1)) as dispatch:
+        dying = asyncio.create_task(dispatch.sample("tiny", job("dies")))
+        while dispatch.status("tiny") is None or "restarting" not in str(dispatch.status("tiny")):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    with pytest.raises(OperationError, match="shutting down"):
+        await dying
 
 
-def test_request_that_kills_every_worker_fails_and_others_continue() -> None:
-    async def check() -> None:
-        async with running(recording()) as dispatch:
-            innocent = asyncio.create_task(dispatch.sample("tiny", job("innocent", max_tokens=100)))
-            with pytest.raises(
-                OperationError, match="3 sampler workers crashed during sampling request dies with"
-            ) as failed:
-                await dispatch.sample("tiny", job("dies"))
-            assert failed.value.category == "server"
-            await innocent
-            await wait_until_all_are_up(dispatch)
-
-    run(check())
+async def test_request_that_kills_every_worker_fails_and_others_continue() -> None:
+    async with running(recording()) as dispatch:
+        innocent = asyncio.create_task(dispatch.sample("tiny", job("innocent", max_tokens=100)))
+        with pytest.raises(
+            OperationError, match="3 sampler workers crashed during sampling request dies with"
+        ) as failed:
+            await dispatch.sample("tiny", job("dies"))
+        assert failed.value.category == "server"
+        await innocent
+        await wait_until_all_are_up(dispatch)
 
 
-def test_requests_next_to_one_that_kills_the_worker_continue() -> None:
+async def test_requests_next_to_one_that_kills_the_worker_continue() -> None:
     """The number of deaths does not count: the worker died of none of them alone."""
-
-    async def check() -> None:
-        async with running(recording(workers=1)) as dispatch:
-            engine: Any = dispatch._engines["tiny"]
-            [replica] = engine._replicas
-            replica.group._backoff = RestartBackoff(first=0.05)
-            innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
-            with pytest.raises(OperationError, match="3 sampler workers crashed during sampling request dies"):
-                await dispatch.sample("tiny", job("dies"))
-            await asyncio.gather(*innocent)
-            assert 3 <= replica.group.num_deaths <= 1 + 3 and replica.num_tokens == 0
-            await wait_until_all_are_up(dispatch)
-
-    run(check())
+    async with running(recording(workers=1)) as dispatch:
+        engine: Any = dispatch._engines["tiny"]
+        [replica] = engine._replicas
+        replica.group._backoff = RestartBackoff(first=0.05)
+        innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
+        with pytest.raises(OperationError, match="3 sampler workers crashed during sampling request dies"):
+            await dispatch.sample("tiny", job("dies"))
+        await asyncio.gather(*innocent)
+        assert 3 <= replica.group.num_deaths <= 1 + 3 and replica.num_tokens == 0
+        await wait_until_all_are_up(dispatch)
 
 
-def test_close_fails_waiting_requests() -> None:
-    async def check() -> None:
-        async with running(recording()) as dispatch:
-            waiting = asyncio.create_task(dispatch.sample("tiny", job("job", max_tokens=10_000)))
-            await asyncio.sleep(0.05)
-        with pytest.raises(OperationError, match="shutting down"):
-            await waiting
-
-    run(check())
+async def test_close_fails_waiting_requests() -> None:
+    async with running(recording()) as dispatch:
+        waiting = asyncio.create_task(dispatch.sample("tiny", job("job", max_tokens=10_000)))
+        await asyncio.sleep(0.05)
+    with pytest.raises(OperationError, match="shutting down"):
+        await waiting
 
 
-def test_job_of_a_cancelled_caller_leaves_the_worker() -> None:
-    async def check() -> None:
-        async with running(recording(workers=1)) as dispatch:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(dispatch.sample("tiny", job("job", max_tokens=10_000)), 0.05)
-            while (await dispatch.memory())["tiny (sampler 1)"]["sampling"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    run(check())
+async def test_job_of_a_cancelled_caller_leaves_the_worker() -> None:
+    async with running(recording(workers=1)) as dispatch:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(dispatch.sample("tiny", job("job", max_tokens=10_000)), 0.05)
+        while (await dispatch.memory())["tiny (sampler 1)"]["sampling"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_every_worker_counts_when_memory_is_checked(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,9 @@ from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedMode
 from trainhouse.workers.scheduler.backoff import RestartBackoff
 from trainhouse.workers.scheduler.cohorts import OnProgress
 
-JOB = SampleJob("job", None, np.array([1, 5], np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
+from .test_sampler_groups import running
+
+pytestmark = pytest.mark.anyio
 
 
 @contextmanager
@@ -53,9 +55,9 @@ def watchdog_of(*command: str) -> Iterator["tuple[subprocess.Popen[bytes], int]"
             process.kill()
 
 
-def is_running(pid: int) -> bool:
+def is_group_running(group: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.killpg(group, 0)
     except ProcessLookupError:
         return False
     return True
@@ -64,7 +66,7 @@ def is_running(pid: int) -> bool:
 def test_command_and_its_children_end_when_the_pipe_closes() -> None:
     shell = "sleep 1000 & sleep 1000"
     with watchdog_of("sh", "-c", shell) as (process, pid):
-        assert process.stdin is not None and is_running(pid)
+        assert process.stdin is not None and is_group_running(pid)
         # Ctrl-C and SIGTERM are for the server.
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
@@ -78,60 +80,51 @@ def test_command_and_its_children_end_when_the_pipe_closes() -> None:
         assert not is_group_running(pid)
 
 
-def is_group_running(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_watchdog_exits_with_the_status_of_its_command() -> None:
     with watchdog_of("sh", "-c", "exit 7") as (process, _):
         assert process.wait(20) == 7
 
 
-def config(sampling: SamplingConfig) -> DispatchConfig:
-    return DispatchConfig(
-        (WorkerConfig(ServedModel("tiny", "tiny"), device="cpu"),), worker=RECORDING, sampling=sampling
-    )
+def config(vllm: VllmConfig, directory: Path | None = None, worker: Any = RECORDING) -> DispatchConfig:
+    model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
+    sampling = SamplingConfig(vllm=vllm, devices=("cuda:0",), directory=directory and str(directory))
+    return DispatchConfig((model,), worker=worker, sampling=sampling)
 
 
-def test_start_without_vllm_fails_with_the_reason(tmp_path: Path) -> None:
-    async def check() -> None:
-        sampling = SamplingConfig(vllm=VllmConfig(python=sys.executable), directory=str(tmp_path))
-        with pytest.raises(ValueError, match=r"vLLM of tiny does not start: .*No module named 'vllm'.*vllm\.log"):
-            await WorkerDispatch(config(sampling)).start(lambda _: None)
-
-    asyncio.run(asyncio.wait_for(check(), 200))
+def at_url(url: str) -> DispatchConfig:
+    return config(VllmConfig(urls=(url,)))
 
 
-def test_requests_wait_for_an_unreachable_vllm_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-            dispatch = WorkerDispatch(config(SamplingConfig(vllm=VllmConfig(urls=(url,)))))
-            await dispatch.start(lambda _: None)
-            try:
-                waiting = asyncio.create_task(dispatch.sample("tiny", JOB))
-                await asyncio.sleep(0.5)
-                assert dispatch.status("tiny") == f"1 sampling request waits or runs on the vLLM at {url}"
-                dispatch.cancel("job")
-                with pytest.raises(OperationError, match="job was cancelled"):
-                    await waiting
-                monkeypatch.setattr(VllmServer, "retry_seconds", 1.0)
-                with pytest.raises(OperationError, match=rf"{url} has not responded for .* --sampler native") as failed:
-                    await dispatch.sample("tiny", JOB)
-                assert failed.value.category == "server"
-                waiting = asyncio.create_task(dispatch.sample("tiny", JOB))
-                await asyncio.sleep(0.1)
-            finally:
-                await dispatch.close()
-            with pytest.raises(OperationError, match="shutting down"):
+def job(job_id: str, max_tokens: int = 5, first: int = 1, adapter_id: str | None = None, **options: Any) -> SampleJob:
+    params = SamplingParams(max_tokens=max_tokens, seed=0)
+    return SampleJob(job_id, adapter_id, np.array([first], np.int32), params, (), (), **options)
+
+
+async def test_start_without_vllm_fails_with_the_reason(tmp_path: Path) -> None:
+    dispatch = WorkerDispatch(config(VllmConfig(python=sys.executable), tmp_path))
+    with pytest.raises(ValueError, match=r"vLLM of tiny does not start: .*No module named 'vllm'.*vllm\.log"):
+        await dispatch.start(lambda _: None)
+
+
+async def test_requests_wait_for_an_unreachable_vllm_until_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        async with running(at_url(url)) as dispatch:
+            waiting = asyncio.create_task(dispatch.sample("tiny", job("job")))
+            await asyncio.sleep(0.5)
+            assert dispatch.status("tiny") == f"1 sampling request waits or runs on the vLLM at {url}"
+            dispatch.cancel("job")
+            with pytest.raises(OperationError, match="job was cancelled"):
                 await waiting
-
-    asyncio.run(asyncio.wait_for(check(), 200))
+            monkeypatch.setattr(VllmServer, "retry_seconds", 1.0)
+            with pytest.raises(OperationError, match=rf"{url} has not responded for .* --sampler native") as failed:
+                await dispatch.sample("tiny", job("job"))
+            assert failed.value.category == "server"
+            waiting = asyncio.create_task(dispatch.sample("tiny", job("job")))
+            await asyncio.sleep(0.1)
+        with pytest.raises(OperationError, match="shutting down"):
+            await waiting
 
 
 def part(sample: int, tokens: Sequence[int]) -> SampledPart:
@@ -146,7 +139,7 @@ def response(*samples: Sequence[int]) -> SampleResponse:
 Run = tuple[Sequence[SampledPart], SampleResponse]
 
 
-def streamed_parts(*runs: Run) -> list[tuple[int, list[int]]]:
+async def streamed_parts(*runs: Run) -> list[tuple[int, list[int]]]:
     """Runs a request repeatedly, and returns what its caller gets of the streams."""
     received: list[tuple[int, list[int]]] = []
     deduplicated = StreamDeduplicator(
@@ -159,18 +152,15 @@ def streamed_parts(*runs: Run) -> list[tuple[int, list[int]]]:
             on_progress((each,))
         return run[1]
 
-    async def run_all() -> None:
-        for each in runs:
-            await deduplicated.run(partial(attempt, each))
-
-    asyncio.run(run_all())
+    for each in runs:
+        await deduplicated.run(partial(attempt, each))
     return received
 
 
-def test_tokens_of_a_rerun_are_not_streamed_again() -> None:
+async def test_tokens_of_a_rerun_are_not_streamed_again() -> None:
     first = [part(0, [1, 2]), part(1, [7]), part(0, [3])], response([1, 2, 3], [7])
     again = [part(0, [1]), part(0, [2, 3, 4]), part(1, [7, 8]), part(1, [9])], response([1, 2, 3, 4], [7, 8, 9])
-    assert streamed_parts(first, again) == [(0, [1, 2]), (1, [7]), (0, [3]), (0, [4]), (1, [8]), (1, [9])]
+    assert await streamed_parts(first, again) == [(0, [1, 2]), (1, [7]), (0, [3]), (0, [4]), (1, [8]), (1, [9])]
 
 
 @pytest.mark.parametrize(
@@ -182,9 +172,9 @@ def test_tokens_of_a_rerun_are_not_streamed_again() -> None:
         ([part(0, [1, 2])], response([1, 2])),
     ],
 )
-def test_stream_that_would_continue_differently_fails(again: Run) -> None:
+async def test_stream_that_would_continue_differently_fails(again: Run) -> None:
     with pytest.raises(OperationError, match="tokens that differ from those already streamed") as failed:
-        streamed_parts(([part(0, [1, 2, 3])], response([1, 2, 3])), again)
+        await streamed_parts(([part(0, [1, 2, 3])], response([1, 2, 3])), again)
     assert failed.value.category == "server"
 
 
@@ -199,25 +189,39 @@ def stand_in(directory: Path) -> str:
     return str(program)
 
 
-def process(directory: Path, device: str = "cuda:0") -> VllmProcess:
-    model = WorkerConfig(ServedModel("tiny", "tiny"), device=device)
-    return VllmProcess(model, VllmConfig(python=stand_in(directory)), directory / "logs")
-
-
 @asynccontextmanager
 async def dispatch_with_stand_in(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProcess]]:
     """Yields a dispatch that samples with its own stand-in, which restarts quickly."""
-    sampling = SamplingConfig(
-        vllm=VllmConfig(python=stand_in(directory)), devices=("cuda:0",), directory=str(directory)
-    )
-    dispatch = WorkerDispatch(config(sampling))
-    engine: Any = dispatch._engines["tiny"]
-    engine._server._backoff = RestartBackoff(first=0.05)
-    await dispatch.start(lambda _: None)
-    try:
+    async with running(config(VllmConfig(python=stand_in(directory)), directory)) as dispatch:
+        engine: Any = dispatch._engines["tiny"]
+        engine._server._backoff.first = 0.05
         yield dispatch, engine._server
+
+
+@asynccontextmanager
+async def started(directory: Path, first: float = 0.05, device: str = "cuda:0") -> AsyncIterator[VllmProcess]:
+    """Yields a stand-in. first: its first delay before a restart."""
+    model = WorkerConfig(ServedModel("tiny", "tiny"), device=device)
+    server = VllmProcess(model, VllmConfig(python=stand_in(directory)), directory / "logs")
+    server._backoff = RestartBackoff(first, steady_after=0.2)
+    await server.start(lambda _: None)
+    try:
+        yield server
     finally:
-        await dispatch.close()
+        await server.close()
+
+
+def kill(server: VllmProcess) -> None:
+    os.kill(server.pids[0], signal.SIGKILL)
+
+
+def num_starts(directory: Path) -> int:
+    return len((directory / "starts").read_text().splitlines())
+
+
+async def wait_for_starts(directory: Path, number: int) -> None:
+    while num_starts(directory) < number:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
 
 
 @contextmanager
@@ -234,165 +238,99 @@ def stand_in_at_url(directory: Path) -> Iterator[tuple[str, int]]:
             server.kill()
 
 
-def job(job_id: str, max_tokens: int = 5, first: int = 1, **options: Any) -> SampleJob:
-    params = SamplingParams(max_tokens=max_tokens, seed=0)
-    return SampleJob(job_id, options.pop("adapter_id", None), np.array([first], np.int32), params, (), (), **options)
-
-
-def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 200))
-
-
-def num_starts(directory: Path) -> int:
-    return len((directory / "starts").read_text().splitlines())
-
-
-def test_request_that_kills_vllm_fails_and_others_continue(tmp_path: Path) -> None:
+async def test_request_that_kills_vllm_fails_and_others_continue(tmp_path: Path) -> None:
     """The culprit kills vLLM once to be found, and three times more. Innocent requests get no strikes."""
-
-    async def check() -> None:
-        async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
-            innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", 100))) for i in range(6)]
-            with pytest.raises(OperationError, match="sampling request fatal failed 3 times: vLLM of tiny") as failed:
-                await dispatch.sample("tiny", job("fatal", first=FATAL))
-            assert failed.value.category == "server"
-            for each in innocent:
-                assert len((await each).sequences[0].tokens) == 100
-            while num_starts(tmp_path) < 1 + 1 + 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(0.5)
-            assert server.is_ready and num_starts(tmp_path) == 1 + 1 + 3
-
-    run(check())
+    async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
+        innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", 100))) for i in range(6)]
+        with pytest.raises(OperationError, match="sampling request fatal failed 3 times: vLLM of tiny") as failed:
+            await dispatch.sample("tiny", job("fatal", first=FATAL))
+        assert failed.value.category == "server"
+        for each in innocent:
+            assert len((await each).sequences[0].tokens) == 100
+        await wait_for_starts(tmp_path, 1 + 1 + 3)
+        await asyncio.sleep(0.5)
+        assert server.is_ready and num_starts(tmp_path) == 1 + 1 + 3
 
 
-def test_stream_that_differs_after_a_restart_fails(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
-            streamed: list[int] = []
-            long = job("long", 200, streams=True)
-            sampling = asyncio.create_task(
-                dispatch.sample("tiny", long, lambda parts: streamed.extend(parts[0].tokens.tolist()))
-            )
-            while len(streamed) < 10:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            (tmp_path / "changed").touch()
-            os.kill(server.pids[0], signal.SIGKILL)
-            with pytest.raises(OperationError, match="tokens that differ from those already streamed: send"):
-                await sampling
-            assert streamed == list(range(len(streamed)))
-
-    run(check())
+async def test_stream_that_differs_after_a_restart_fails(tmp_path: Path) -> None:
+    async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
+        streamed: list[int] = []
+        long = job("long", 200, streams=True)
+        sampling = asyncio.create_task(
+            dispatch.sample("tiny", long, lambda parts: streamed.extend(parts[0].tokens.tolist()))
+        )
+        while len(streamed) < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        (tmp_path / "changed").touch()
+        kill(server)
+        with pytest.raises(OperationError, match="tokens that differ from those already streamed: send"):
+            await sampling
+        assert streamed == list(range(len(streamed)))
 
 
-def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a request that takes longer than the timeout succeeds while the server is alive."""
     monkeypatch.setattr(VllmServer, "retry_seconds", 2.0)
-
-    async def check(url: str, pid: int) -> None:
-        dispatch = WorkerDispatch(config(SamplingConfig(vllm=VllmConfig(urls=(url,)))))
-        await dispatch.start(lambda _: None)
-        try:
+    with stand_in_at_url(tmp_path) as (url, pid):
+        async with running(at_url(url)) as dispatch:
             long = await dispatch.sample("tiny", job("long", 600))
             assert len(long.sequences[0].tokens) == 600
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(
-                OperationError, match=rf"{url} has not responded for 2 seconds .*does not respond"
-            ) as failed:
+            reason = rf"{url} has not responded for 2 seconds .*does not respond"
+            with pytest.raises(OperationError, match=reason) as failed:
                 await dispatch.sample("tiny", job("hangs"))
             assert failed.value.category == "server"
-        finally:
-            await dispatch.close()
-
-    with stand_in_at_url(tmp_path) as (url, pid):
-        run(check(url, pid))
 
 
-def test_restart_delay_grows_when_slow_starts_fail(tmp_path: Path) -> None:
+async def test_restart_delay_grows_when_slow_starts_fail(tmp_path: Path) -> None:
     """A run of 0.2 s counts as steady here, and a start that fails takes 0.5 s. The first restart is immediate."""
-
-    async def check() -> None:
-        server = process(tmp_path)
-        server._backoff = RestartBackoff(first=0.3, steady_after=0.2)
-        await server.start(lambda _: None)
-        try:
-            (tmp_path / "refuses").touch()
-            os.kill(server.pids[0], signal.SIGKILL)
-            while num_starts(tmp_path) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            assert server._backoff.next_delay() == 0.3 * 2**3
-        finally:
-            await server.close()
-
-    run(check())
+    async with started(tmp_path, first=0.3) as server:
+        (tmp_path / "refuses").touch()
+        kill(server)
+        await wait_for_starts(tmp_path, 5)
+        assert server._backoff.next_delay() == 0.3 * 2**3
 
 
-def test_log_keeps_the_output_of_earlier_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_log_keeps_the_output_of_earlier_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The reported reason is from the newest one's output."""
-
-    async def check() -> None:
-        server = process(tmp_path)
-        server._backoff = RestartBackoff(first=0.05)
-        await server.start(lambda _: None)
-        try:
-            (tmp_path / "refuses").touch()
-            os.kill(server.pids[0], signal.SIGKILL)
-            while num_starts(tmp_path) < 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            (tmp_path / "refuses").unlink()
-            await server.ready()
-            os.kill(server.pids[0], signal.SIGKILL)
-            while num_starts(tmp_path) < 5:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            await server.ready()
-        finally:
-            await server.close()
-        log = (tmp_path / "logs" / "vllm.log").read_text()
-        assert log.count("ready to serve") == 3 and log.count("no room for the keys") == 2
-        ends = [record.getMessage() for record in caplog.records if "ended with status" in record.getMessage()]
-        assert ["ready to serve" in end for end in ends] == [True, True]
-        assert sum("does not start: ValueError: no room for the keys" in each for each in caplog.messages) == 2
-
-    run(check())
+    async with started(tmp_path) as server:
+        (tmp_path / "refuses").touch()
+        kill(server)
+        await wait_for_starts(tmp_path, 3)
+        (tmp_path / "refuses").unlink()
+        await server.ready()
+        kill(server)
+        await wait_for_starts(tmp_path, 5)
+        await server.ready()
+    log = (tmp_path / "logs" / "vllm.log").read_text()
+    assert log.count("ready to serve") == 3 and log.count("no room for the keys") == 2
+    ends = [each for each in caplog.messages if "ended with status" in each]
+    assert ["ready to serve" in end for end in ends] == [True, True]
+    assert sum("does not start: ValueError: no room for the keys" in each for each in caplog.messages) == 2
 
 
-def test_start_that_fails_because_of_files_is_retried(tmp_path: Path) -> None:
+async def test_start_that_fails_because_of_files_is_retried(tmp_path: Path) -> None:
     """The log cannot be created here, and is missing, too, when the reason of the end is looked up."""
-
-    async def check() -> None:
-        server = process(tmp_path)
-        server._backoff = RestartBackoff(first=0.05, limit=0.1)
-        await server.start(lambda _: None)
-        try:
-            shutil.rmtree(tmp_path / "logs")
-            (tmp_path / "logs").write_text("not a directory")
-            os.kill(server.pids[0], signal.SIGKILL)
-            await asyncio.sleep(0.5)
-            assert not server.is_ready
-            (tmp_path / "logs").unlink()
-            await asyncio.wait_for(server.ready(), 30)
-            assert num_starts(tmp_path) == 2
-        finally:
-            await server.close()
-
-    run(check())
+    async with started(tmp_path) as server:
+        server._backoff.limit = 0.1
+        shutil.rmtree(tmp_path / "logs")
+        (tmp_path / "logs").write_text("not a directory")
+        kill(server)
+        await asyncio.sleep(0.5)
+        assert not server.is_ready
+        (tmp_path / "logs").unlink()
+        await asyncio.wait_for(server.ready(), 30)
+        assert num_starts(tmp_path) == 2
 
 
-def test_crashed_supervisor_fails_waiting_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
-
-            def next_delay() -> float:
-                raise ZeroDivisionError("a mistake of ours")
-
-            monkeypatch.setattr(server._backoff, "next_delay", next_delay)
-            sampling = asyncio.create_task(dispatch.sample("tiny", job("waits", 200)))
-            await asyncio.sleep(0.2)
-            os.kill(server.pids[0], signal.SIGKILL)
-            with pytest.raises(OperationError, match="out of service after an internal error: a mistake of ours"):
-                await sampling
-
-    run(check())
+async def test_crashed_supervisor_fails_waiting_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
+        monkeypatch.setattr(server, "_backoff", "a mistake of ours")
+        sampling = asyncio.create_task(dispatch.sample("tiny", job("waits", 200)))
+        await asyncio.sleep(0.2)
+        kill(server)
+        with pytest.raises(OperationError, match=r"out of service after an internal error: .*next_delay"):
+            await sampling
 
 
 @pytest.mark.parametrize(
@@ -404,92 +342,72 @@ def test_crashed_supervisor_fails_waiting_requests(tmp_path: Path, monkeypatch: 
         ("4,5", "cuda", "4,5"),
     ],
 )
-def test_vllm_gets_the_configured_gpus(
+async def test_vllm_gets_the_configured_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, device: str, given: str
 ) -> None:
     """cuda:1 is the second of the visible devices."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-    async def check() -> None:
-        server = process(tmp_path, device)
-        await server.start(lambda _: None)
-        await server.close()
+    async with started(tmp_path, device=device):
         assert (tmp_path / "visible").read_text() == given
 
-    run(check())
 
-
-def test_invisible_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invisible_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ValueError, match="vLLM cannot use cuda:2, CUDA_VISIBLE_DEVICES=4,5 has 2 devices: name one"):
-        run(process(tmp_path, "cuda:2").start(lambda _: None))
+        async with started(tmp_path, device="cuda:2"):
+            pass
 
 
 @asynccontextmanager
 async def with_adapter(url: str, directory: Path) -> AsyncIterator[WorkerDispatch]:
     """Yields a dispatch that samples at this vLLM, with one adapter. directory: of its copies of adapters."""
-    sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(directory))
-    dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
-    await dispatch.start(lambda _: None)
-    try:
+    async with running(config(VllmConfig(urls=(url,)), directory, SLOW_LOADER)) as dispatch:
         await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
         await dispatch.copy_adapter("run", "adapter")
         yield dispatch
-    finally:
-        await dispatch.close()
 
 
-def test_scoring_a_prompt_does_not_delay_samples_of_its_adapter(tmp_path: Path) -> None:
-    async def check(url: str) -> None:
+async def test_scoring_a_prompt_does_not_delay_samples_of_its_adapter(tmp_path: Path) -> None:
+    with stand_in_at_url(tmp_path) as (url, _):
         async with with_adapter(url, tmp_path / "samplers") as dispatch:
             scored = job("scored", adapter_id="adapter", prompt_logprobs=True)
             scoring = asyncio.create_task(dispatch.sample("tiny", scored))
             await asyncio.sleep(0.2)
-            started = time.monotonic()
+            began_at = time.monotonic()
             await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
-            assert time.monotonic() - started < 0.75 * LOADING_SECONDS and not scoring.done()
+            assert time.monotonic() - began_at < 0.75 * LOADING_SECONDS and not scoring.done()
             await scoring
 
-    with stand_in_at_url(tmp_path) as (url, _):
-        run(check(url))
 
-
-def test_servers_at_one_vllm_do_not_share_adapters(tmp_path: Path) -> None:
+async def test_servers_at_one_vllm_do_not_share_adapters(tmp_path: Path) -> None:
     """Both have an "adapter" in its first version, and each unloads its own when it ends."""
-
-    async def sampled(url: str, name: str) -> list[str]:
-        async with with_adapter(url, tmp_path / name) as dispatch:
-            await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
-            return await names(url)
 
     async def names(url: str) -> list[str]:
         async with httpx.AsyncClient() as client:
             return [card["id"] for card in (await client.get(f"{url}/v1/models")).json()["data"][1:]]
 
-    async def check(url: str) -> None:
-        [first], [second] = await sampled(url, "first"), await sampled(url, "second")
-        assert first.startswith("adapter-v1-") and second.startswith("adapter-v1-") and first != second
-        assert await names(url) == []
-
+    found: list[str] = []
     with stand_in_at_url(tmp_path) as (url, _):
-        run(check(url))
+        for server in ("first", "second"):
+            async with with_adapter(url, tmp_path / server) as dispatch:
+                await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
+                found += await names(url)
+        assert await names(url) == []
+    assert len(set(found)) == len(found) == 2 and all(name.startswith("adapter-v1-") for name in found)
 
 
-def test_adapter_invisible_to_vllm_is_refused_without_naming_paths(
+async def test_adapter_invisible_to_vllm_is_refused_without_naming_paths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def check(url: str) -> None:
+    (tmp_path / "sees no files").touch()
+    with stand_in_at_url(tmp_path) as (url, _):
         async with with_adapter(url, tmp_path / "samplers") as dispatch:
             with pytest.raises(OperationError, match=r"vLLM cannot load adapter .*it must see the server's") as refused:
                 await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
             assert str(tmp_path) not in refused.value.message
             assert f"No adapter found for {tmp_path}/samplers" in caplog.text
-
-    (tmp_path / "sees no files").touch()
-    with stand_in_at_url(tmp_path) as (url, _):
-        run(check(url))
 
 
 @pytest.mark.parametrize(
@@ -500,74 +418,59 @@ def test_adapter_invisible_to_vllm_is_refused_without_naming_paths(
         ({"top": 500, "max_tokens": 1000}, "topk_sample_logprobs 500 of 64 samples of 1000 tokens makes more than"),
     ],
 )
-def test_requests_that_would_kill_vllm_are_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+async def test_requests_that_would_kill_vllm_are_refused(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     options = {"seed": 0, "max_tokens": 5} | options
     stops, top = tuple(range(options.pop("stops", 0))), options.pop("top", 0)
     params = SamplingParams(**options)
     asked = replace(job("refused"), params=params, stop_token_ids=stops, topk_sample_logprobs=top, num_samples=64)
-
-    async def check() -> None:
-        async with dispatch_with_stand_in(tmp_path) as (dispatch, _):
-            with pytest.raises(OperationError, match=reason) as refused:
-                await dispatch.sample("tiny", asked)
-            assert refused.value.category == "user"
-
-    run(check())
+    async with dispatch_with_stand_in(tmp_path) as (dispatch, _):
+        with pytest.raises(OperationError, match=reason) as refused:
+            await dispatch.sample("tiny", asked)
+        assert refused.value.category == "user"
 
 
-def test_large_answer_does_not_block_the_event_loop(tmp_path: Path) -> None:
+async def test_large_answer_does_not_block_the_event_loop(tmp_path: Path) -> None:
     """The loop never stalls for as long as parsing the JSON takes, which is only a part of the work."""
+    longest = to_read = 0.0
 
-    async def check() -> None:
-        server = process(tmp_path)
-        await server.start(lambda _: None)
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            began_at = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - began_at)
+
+    text = json.dumps(vllm_stand_in.answer({"logprobs": 0, "n": 64}, range(16_000)))
+    async with started(tmp_path) as server:
         api = VllmApi(server)
-        asked = job("large", 16_000, num_samples=64)
-        longest = 0.0
-
-        async def watch() -> None:
-            nonlocal longest
-            while True:
-                started = time.monotonic()
-                await asyncio.sleep(0.001)
-                longest = max(longest, time.monotonic() - started)
-
-        text = json.dumps(vllm_stand_in.answer({"logprobs": 0, "n": 64}, range(16_000)))
-        to_read = 0.0
         for _ in range(5):  # retries, because other processes may delay it, too
             longest = 0.0
             watching = asyncio.create_task(watch())
-            answer = await api.complete(VllmRequest(asked, range(64), "tiny", 16_000))
+            answer = await api.complete(VllmRequest(job("large", num_samples=64), range(64), "tiny", 16_000))
             watching.cancel()
             assert [len(each.tokens) for each in answer.parts] == [16_000] * 64
-            started = time.monotonic()
+            began_at = time.monotonic()
             json.loads(text)
-            to_read = time.monotonic() - started
+            to_read = time.monotonic() - began_at
             if longest < to_read:
                 break
         assert longest < to_read
         await api.close()
-        await server.close()
-
-    run(check())
 
 
-def test_failed_or_cancelled_copy_leaves_no_file(tmp_path: Path) -> None:
-    async def check() -> None:
-        copies = AdapterCopies(tmp_path / "copies")
-        weights = AdapterWeights(LoraConfig(rank=4, seed=0), np.ones(1 << 20, np.float32))
+async def test_failed_or_cancelled_copy_leaves_no_file(tmp_path: Path) -> None:
+    copies = AdapterCopies(tmp_path / "copies")
+    weights = AdapterWeights(LoraConfig(rank=4, seed=0), np.ones(1 << 20, np.float32))
+    await copies.put("adapter", weights)
+    [kept] = (tmp_path / "copies").iterdir()
+    (tmp_path / "copies" / "2.f32").symlink_to("/dev/full")
+    with pytest.raises(OperationError, match="adapter adapter cannot be kept for sampling: ") as failed:
         await copies.put("adapter", weights)
-        [kept] = (tmp_path / "copies").iterdir()
-        (tmp_path / "copies" / "2.f32").symlink_to("/dev/full")
-        with pytest.raises(OperationError, match="adapter adapter cannot be kept for sampling: ") as failed:
-            await copies.put("adapter", weights)
-        assert failed.value.category == "server"
-        putting = asyncio.create_task(copies.put("adapter", weights))
-        await asyncio.sleep(0)
-        putting.cancel()
-        await asyncio.wait({putting})
-        await asyncio.sleep(0.5)
-        assert list((tmp_path / "copies").iterdir()) == [kept] and copies.get("adapter").file == kept
-        copies.close()
-
-    run(check())
+    assert failed.value.category == "server"
+    putting = asyncio.create_task(copies.put("adapter", weights))
+    await asyncio.sleep(0)
+    putting.cancel()
+    await asyncio.wait({putting})
+    await asyncio.sleep(0.5)
+    assert list((tmp_path / "copies").iterdir()) == [kept] and copies.get("adapter").file == kept
+    copies.close()

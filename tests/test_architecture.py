@@ -50,7 +50,6 @@ CORE = (
         "batch/micro_batch",
         "batch/objective",
         "batch/validated",
-        "state/resident_models",
         "state/flat_params",
         "state/trainable",
         "state/gradients",

@@ -26,7 +26,7 @@ from torch import Tensor
 from trainhouse import SamplingClient, SamplingParams, ServiceClient
 
 from ...schemas.models import FullConfig, LoraConfig, TrainingConfig
-from ...workers.lora import AdapterRegistry, Segment
+from ...workers.lora import LoraLayers, Segment
 from ...workers.models.model import BaseModel
 from ...workers.ops.allocator import tune_allocator
 from ...workers.ops.attention import Packing, pack_lengths
@@ -35,6 +35,7 @@ from ...workers.ops.kv_cache import CachedRow, CacheShelf, DecodeStep
 from ...workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import ServedModel, WorkerConfig
+from ...workers.registry.model_registry import KINDS, ModelRegistry
 from ...workers.state.residency import Residency
 from ...workers.worker.worker import Worker
 from ..acceptance.crashing import Crashing, until, worker_pids
@@ -169,7 +170,7 @@ class Trunk:
 
     def __init__(self, directory: Path) -> None:
         self._base = BaseModel(WorkerConfig(ServedModel(MODEL, str(directory)), device="cpu"))
-        self._adapters = AdapterRegistry(self._base, max_rank=64)
+        self._lora = LoraLayers(self._base, max_rank=64)
 
     def train(self, lengths: Sequence[int], ranks: Sequence[int], mlp: bool = True) -> Callable[[], None]:
         """Runs forward and backward of sequences, divided among adapters of these ranks."""
@@ -179,7 +180,7 @@ class Trunk:
         gradient = torch.randn(num_tokens, SHAPE["hidden_size"])
 
         def step() -> None:
-            with self._adapters.applied(segments):
+            with self._lora.applied(segments):
                 self._base.hidden_states(tokens, positions, packing).backward(gradient)
 
         return step
@@ -188,7 +189,7 @@ class Trunk:
     def decode(self, rows: Sequence[int], ranks: Sequence[int], mlp: bool = True) -> Callable[[], None]:
         """Runs one token of sequences that have CACHED. rows: of each adapter."""
         num_rows = sum(rows)
-        plan = self._adapters.plan(self._segments(rows, ranks, mlp) if ranks else [])
+        plan = self._lora.plan(self._segments(rows, ranks, mlp) if ranks else [])
         shelf = CacheShelf(SHAPE["num_hidden_layers"], CACHED + 1)
         shelf.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
@@ -198,7 +199,7 @@ class Trunk:
         def step() -> None:
             one_each = DecodeStep(shelf, slice(0, num_rows), slots, True, lengths, num_rows, CACHED + 1, alone)
             packing = CachedRow([one_each], (), None, num_rows, ())
-            with self._adapters.applied(plan):
+            with self._lora.applied(plan):
                 self._base.hidden_states(tokens, lengths, packing)
 
         return step
@@ -207,7 +208,7 @@ class Trunk:
         each = len(lengths) // len(ranks)
         sizes = [sum(lengths[i : i + each]) for i in range(0, len(lengths), each)]
         loras = [LoraConfig(rank=rank, train_unembed=False, train_mlp=mlp) for rank in ranks]
-        adapters = [self._adapters.build(lora) for lora in loras]
+        adapters = [self._lora.build(lora) for lora in loras]
         for adapter in adapters:
             adapter.weights.normal_(0, 0.02)
         return [
@@ -293,10 +294,10 @@ def adapter_swaps(options: argparse.Namespace, scratch: Path) -> None:
                 print(f"{what:48} {cpu:8.3f} ms of CPU {clock:8.3f} ms of time")
 
 
-def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> AdapterRegistry:
+def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> ModelRegistry:
     """Returns adapters with moments, as after an optimizer step."""
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory))))
-    adapters = AdapterRegistry(base, rank, Residency(base.device, 1, host_bytes))
+    adapters = ModelRegistry(base, LoraLayers(base, rank), Residency(base.device, dict.fromkeys(KINDS, 1), host_bytes))
     for i in range(NUM_ADAPTERS):
         adapter = adapters.put(str(i), adapters.build(LoraConfig(rank=rank, train_unembed=False)))
         adapter.initialize()
@@ -306,7 +307,7 @@ def _trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> Ada
     return adapters
 
 
-def _swap(adapters: AdapterRegistry, changed: bool) -> tuple[float, float]:
+def _swap(adapters: ModelRegistry, changed: bool) -> tuple[float, float]:
     """Returns the milliseconds of CPU and of the clock until an adapter was back, the mean of all."""
     cpu, clock = time.thread_time(), time.perf_counter()
     for adapter_id in adapters:

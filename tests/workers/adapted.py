@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import TrainedState, save
-from trainhouse.workers.lora import Adapter, AdapterRegistry, Segment
+from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.registry.model_registry import ModelRegistry
+from trainhouse.workers.state.trainable import Trainable
 from transformers import AutoModelForCausalLM
 
 Dtype = Literal["float32", "bfloat16"]
@@ -26,19 +27,27 @@ Dtype = Literal["float32", "bfloat16"]
 LENGTHS = [7, 5, 5]
 
 
-def create_adapter(adapters: AdapterRegistry, adapter_id: str, lora: LoraConfig) -> Adapter:
-    """Returns a new, initialized adapter."""
-    adapter = adapters.build(lora)
+def new_adapter(layers: LoraLayers, lora: LoraConfig) -> Adapter:
+    """Returns an initialized adapter without an id."""
+    adapter = layers.build(lora)
     adapter.initialize()
-    return adapters.put(adapter_id, adapter)
+    return adapter
 
 
-def copy_adapter(adapters: AdapterRegistry, adapter_id: str, copy_id: str) -> Adapter:
+def create_adapter(models: ModelRegistry, adapter_id: str, lora: LoraConfig) -> Adapter:
+    """Returns a new, initialized adapter."""
+    return _stored(models, adapter_id, models.build_initialized(lora))
+
+
+def copy_adapter(models: ModelRegistry, adapter_id: str, copy_id: str) -> Adapter:
     """Copies the adapter's current weights to another id."""
-    with adapters.resident([adapter_id]) as (source,):
-        adapter = adapters.build(source.lora)
-        adapter.weights.copy_(source.weights)
-    return adapters.put(copy_id, adapter)
+    return _stored(models, copy_id, models.copy_weights(adapter_id))
+
+
+def _stored(models: ModelRegistry, adapter_id: str, model: Trainable) -> Adapter:
+    stored = models.put(adapter_id, model)
+    assert isinstance(stored, Adapter)
+    return stored
 
 
 class Adapted:
@@ -47,12 +56,12 @@ class Adapted:
     def __init__(self, directory: Path, dtype: Dtype = "float32", max_rank: int = 64) -> None:
         self.directory = directory
         self.base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", dtype=dtype))
-        self.adapters = AdapterRegistry(self.base, max_rank)
-        self.models = ModelRegistry(self.base, self.adapters)
+        self.lora = LoraLayers(self.base, max_rank)
+        self.models = ModelRegistry(self.base, self.lora)
 
     def create(self, adapter_id: str, **lora: object) -> Adapter:
         """Creates an adapter whose weights are random, B included."""
-        adapter = create_adapter(self.adapters, adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
+        adapter = create_adapter(self.models, adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
         generator = torch.Generator().manual_seed(len(adapter_id) + adapter.lora.rank)
         for pair in adapter.pairs.values():
             pair.a.copy_(torch.randn(pair.a.shape, generator=generator) * 0.1)
@@ -62,7 +71,7 @@ class Adapted:
     def hidden(self, sequences: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
         lengths = [len(sequence) for sequence in sequences]
         positions = torch.cat([torch.arange(length) for length in lengths])
-        with self.adapters.applied(segments):
+        with self.lora.applied(segments):
             return self.base.hidden_states(torch.cat(list(sequences)), positions, Packing(pack_lengths(lengths)))
 
     def logits(self, sequences: Sequence[Tensor], adapter: Adapter | None) -> Tensor:

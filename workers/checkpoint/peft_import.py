@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
-from ..lora import Adapter, AdapterRegistry
+from ..lora import Adapter, LoraLayers
 from ..lora.adapter import layout_of, pair_of
 from ..lora.target import Target
 from . import TrainedState, save
@@ -28,9 +28,7 @@ _OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[
 wrapped first are below base_layer."""
 
 
-def import_adapter(
-    adapters: AdapterRegistry, lora: LoraConfig, source: Path, target: Path, base_name: str
-) -> LoraConfig:
+def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: Path, base_name: str) -> LoraConfig:
     """Writes the adapter of `source`, an adapter_model.safetensors, into an existing empty directory, without optimizer
     state.
 
@@ -41,11 +39,11 @@ def import_adapter(
     Raises:
         OperationError: the file does not fit; the message names the matrix and the reason.
     """
-    adapters.check_rank(lora)
-    every = [each.unsharded() for each in adapters.all_targets]
+    layers.check_rank(lora)
+    every = [each.unsharded() for each in layers.all_targets]
     found = _by_expert(_read(source), every, lora.rank)
-    wanted = adapters.with_groups_of(lora, _adapted(found, every, lora.rank))
-    adapter = adapters.build(wanted)
+    wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
+    adapter = layers.build(wanted)
     learned = TrainedState(
         adapter, {"weights": FlatTensors(adapter.layout.unsharded, _filled(adapter, found))}, 0, has_optimizer=False
     )

@@ -115,7 +115,7 @@ def read_draft(models: ModelRegistry, directory: Path) -> Trainable:
     training = CheckpointDescription.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError("the checkpoint is not a draft's: name a checkpoint of a model whose model_role is draft")
-    return _filled(models.drafts.build(training, DRAFT_PROGRAMS[training.algorithm], is_shared=False), directory)
+    return _filled(models.build(training, DRAFT_PROGRAMS[training.algorithm], is_shared=False), directory)
 
 
 def _filled(model: Trainable, directory: Path) -> Trainable:

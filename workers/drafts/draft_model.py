@@ -36,6 +36,8 @@ class DraftModel(Trainable):
     draft_lengths: how many tokens it proposes at a time while sampling.
     """
 
+    kind = "drafts"
+
     def __init__(
         self, draft: DraftConfig, base: BaseModel, program: DraftProgram, moments: MomentFormat, groups: DraftGroups
     ) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig
 from ..models.model import BaseModel
 from ..state.flat_params import FlatLayout
@@ -20,7 +21,11 @@ class FullWeights(Trainable):
     """A fully fine-tuned model. Views are named as parameters in transformers, or as the program names its additional
     ones."""
 
+    kind = "full_models"
+
     def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: MomentFormat) -> None:
+        """Raises OperationError if the base model cannot be fully trained."""
+        _check_trainable(base)
         self.full = self.training = full
         layout = FlatLayout(parameters_of(base, program))
         super().__init__(layout, base.device, base.dtype, program, partial(_views, layout), moments)
@@ -44,6 +49,19 @@ class FullWeights(Trainable):
                 views[name].copy_(value)
         generator = torch.Generator().manual_seed((self.full.seed or 0) & SEED_MASK)
         self.program.initialize(self, generator)
+
+
+def _check_trainable(base: BaseModel) -> None:
+    if base.is_quantized:
+        raise OperationError(
+            "full fine-tuning needs an unquantized base model: train LoRA, or start the server without"
+            " --base-quantization"
+        )
+    if buffers := base.saved_buffers:
+        raise OperationError(
+            f"{base.config.model_type} models have a buffer {buffers[0]}, which would be neither trained nor saved with"
+            " the weights: train LoRA"
+        )
 
 
 def _views(layout: FlatLayout, vector: Tensor) -> Mapping[str, Tensor]:

@@ -1,8 +1,8 @@
 """Many LoRA adapters on one frozen base. The output head's pair is applied by `heads`."""
 
 from .adapter import Adapter
-from .adapter_registry import AdapterRegistry
 from .batch_plan import BatchPlan
+from .lora_layers import LoraLayers
 from .lora_linear import LoraLinear, MergedLoraLinear
 from .pair import LoraPair
 from .segment import Segment
@@ -10,8 +10,8 @@ from .target import Target
 
 __all__ = [
     "Adapter",
-    "AdapterRegistry",
     "BatchPlan",
+    "LoraLayers",
     "LoraLinear",
     "LoraPair",
     "MergedLoraLinear",

@@ -20,6 +20,8 @@ from .target import Target
 class Adapter(Trainable):
     """A trainable LoRA adapter on a frozen base. The views of its vectors are A and B^T by target."""
 
+    kind = "adapters"
+
     def __init__(
         self,
         lora: LoraConfig,

@@ -1,46 +1,91 @@
 """Holds the models of this rank's runs and samplers by id: adapters, full weights, and draft models."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 
+from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig, FullConfig, TrainingConfig
 from ..drafts.algorithms.draft_programs import DraftProgram
 from ..drafts.draft_model import DraftModel
-from ..drafts.draft_models import DraftModels
-from ..full import FullModels, FullWeights
-from ..lora import Adapter, AdapterRegistry
+from ..drafts.groups import DraftGroups
+from ..drafts.version import base_version, learned_version
+from ..full import FullWeights
+from ..lora import Adapter, LoraLayers
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
+from ..protocol.worker_config import OptimizerStateDtype
+from ..state.moments import MOMENTS
 from ..state.program import Program
-from ..state.resident_models import ResidentModels
+from ..state.residency import Residency
 from ..state.trainable import Trainable
 from ..state.vectors import FORWARD_VECTORS, STEP_VECTORS
 
+KINDS = (Adapter.kind, FullWeights.kind, DraftModel.kind)
+
 
 class ModelRegistry:
+    """Builds models, finds them by id, and keeps those that a pass needs on the device.
+
+    lora: the layers that adapters target. residency: where the models are.
+    """
+
     def __init__(
         self,
         base: BaseModel,
-        adapters: AdapterRegistry,
-        full: FullModels | None = None,
-        drafts: DraftModels | None = None,
+        lora: LoraLayers,
+        residency: Residency | None = None,
+        max_full_models: int = 0,
+        optimizer_states: OptimizerStateDtype = "float32",
+        draft_groups: DraftGroups | None = None,
     ) -> None:
-        """Combines the holders; `full` or `drafts` None means that this rank holds none of that kind."""
+        """Creates an empty registry.
+
+        Args:
+            residency: None = all models stay on the device.
+            max_full_models: the number of models with full weights from which `make_room` refuses another copy. The
+                server limits how many runs are created.
+            optimizer_states: of full weights and drafts; those of adapters are float32.
+            draft_groups: the ranks that train the drafts, None = this rank alone.
+        """
         self._base = base
-        self.adapters, self.full, self.drafts = adapters, full or FullModels(base, 0), drafts or DraftModels(base)
-        self._holders: tuple[ResidentModels[Any], ...] = self.adapters, self.full, self.drafts
+        self.lora = lora
+        self.residency = residency or Residency(base.device, dict.fromkeys(KINDS))
+        self._most_full = max_full_models
+        self._moments = MOMENTS[optimizer_states]
+        self._draft_groups = draft_groups or DraftGroups.alone()
+        self._models: dict[str, Trainable] = {}
 
     def __contains__(self, model_id: str) -> bool:
-        return any(model_id in holder for holder in self._holders)
+        return model_id in self._models
 
     def __iter__(self) -> Iterator[str]:
-        for holder in self._holders:
-            yield from holder
+        return iter(tuple(self._models))
 
     def get(self, model_id: str) -> Trainable:
         """Returns the model wherever it is; its tensors are usable inside `resident`. Raises KeyError."""
-        return self._holder(model_id).get(model_id)
+        try:
+            return self._models[model_id]
+        except KeyError:
+            raise KeyError(f"no model {model_id!r} on this rank") from None
+
+    def draft(self, model_id: str) -> DraftModel:
+        """Returns the draft like `get`."""
+        model = self.get(model_id)
+        assert isinstance(model, DraftModel)
+        return model
+
+    def is_draft(self, model_id: str) -> bool:
+        return isinstance(self._models.get(model_id), DraftModel)
+
+    def is_exclusive(self, model_id: str) -> bool:
+        """True if the model cannot share micro-batches with other models."""
+        return isinstance(self._models.get(model_id), FullWeights | DraftModel)
+
+    @property
+    def has_full(self) -> bool:
+        """True if any model has full weights."""
+        return self.residency.has_any(FullWeights.kind)
 
     @contextmanager
     def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP_VECTORS) -> Iterator[list[Trainable]]:
@@ -52,24 +97,29 @@ class ModelRegistry:
             KeyError: a model is unknown.
             OperationError: a model cannot be brought to the device.
         """
-        targets = [target_id(model_id) for model_id in model_ids if target_id(model_id) in self]
-        with ExitStack() as held:
-            for holder, of_kind in ((self.adapters, STEP_VECTORS), (self.full, wanted), (self.drafts, wanted)):
-                own = [model_id for model_id in model_ids if self._holder(model_id) is holder]
-                held.enter_context(holder.resident(own, of_kind))
-                held.enter_context(holder.resident([each for each in targets if each in holder], FORWARD_VECTORS))
-            yield [self.get(model_id) for model_id in model_ids]
+        models = [self.get(model_id) for model_id in model_ids]
+        vectors = {target: FORWARD_VECTORS for model in models if (target := model.trunk_model) is not None}
+        vectors |= {model: STEP_VECTORS if isinstance(model, Adapter) else wanted for model in models}
+        with self.residency.holding(vectors):
+            yield models
 
-    def build(self, training: TrainingConfig, program: Program = POLICY) -> Trainable:
-        """Returns a model with zero weights and no id yet. Raises OperationError if the rank is too high or nothing is
-        trainable.
+    def build(self, training: TrainingConfig, program: Program = POLICY, is_shared: bool = True) -> Trainable:
+        """Returns a model with zero weights and no id yet.
+
+        Args:
+            is_shared: whether all ranks train a draft together; otherwise each rank has one for itself.
+        Raises:
+            OperationError: the rank is too high, nothing is trainable, or the base model does not support it.
         """
         if isinstance(training, FullConfig):
-            return self.full.build(training, program)
+            return FullWeights(training, self._base, program, self._moments)
         if isinstance(training, DraftConfig):
             assert isinstance(program, DraftProgram)
-            return self.drafts.build(training, program)
-        return self.adapters.build(training, program)
+            groups = self._draft_groups if is_shared else DraftGroups.alone()
+            draft = DraftModel(training, self._base, program, self._moments, groups)
+            draft.target_version = self._base_version
+            return draft
+        return self.lora.build(training, program)
 
     def build_initialized(self, training: TrainingConfig, program: Program = POLICY) -> Trainable:
         """Returns a freshly initialized model without an id yet. Raises as `build`."""
@@ -85,27 +135,61 @@ class ModelRegistry:
         return model
 
     def make_room(self, model_id: str, model: Trainable, is_copy: bool) -> None:
-        """Makes room, so that `put` cannot fail.
+        """Does everything of `put` that can fail in advance.
 
         Raises:
             OperationError: as `resident`; for a sampler's copy also if there are max_full_models already. A run is
                 never refused for that reason, because copies can wait and runs cannot.
         """
         if is_copy and isinstance(model, FullWeights):
-            self.full.check_room(model_id)
-        self._holder_of(model).make_room(model_id, model)
+            self._check_full_models(model_id)
+        if self.is_overwritten(model_id, model.training, model.program):
+            with self.resident([model_id]):
+                return
+        self.residency.make_room(model.kind)
 
     def put(self, model_id: str, model: Trainable) -> Trainable:
-        """Stores the model under the id and returns it; see ResidentModels.put."""
-        if model_id in self and self._holder(model_id) is not self._holder_of(model):
-            self.drop(model_id)
-        return self._holder_of(model).put(model_id, model)
+        """Stores a model, and returns the one that has the id afterwards.
+
+        If a model of equal shape has this id and no other, only its weights are overwritten, so that holders of that
+        model see the new ones. Otherwise the new model replaces it.
+        """
+        if self.is_overwritten(model_id, model.training, model.program):
+            with self.resident([model_id]) as (target,):
+                target.weights.copy_(model.weights)
+            return target
+        self.drop(model_id)
+        self._models[model_id] = model
+        self.residency.add(model)
+        return model
+
+    def is_overwritten(self, model_id: str, training: TrainingConfig, program: Program = POLICY) -> bool:
+        """True if storing such a model under this id overwrites the weights that the id has now."""
+        model = self._models.get(model_id)
+        if model is None or self.is_shared(model_id):
+            return False
+        return model.training == training and model.program is program
+
+    def share(self, model_id: str, other_id: str) -> None:
+        """Gives a model a second id. Raises KeyError."""
+        model = self.get(model_id)
+        if self._models.get(other_id) is not model:
+            self.drop(other_id)
+            self._models[other_id] = model
+
+    def is_shared(self, model_id: str) -> bool:
+        """True if the model has another id too."""
+        model = self._models.get(model_id)
+        return model is not None and sum(other is model for other in self._models.values()) > 1
 
     def drop(self, model_id: str) -> None:
-        """Drops the model, and its target if it is a draft; ignores unknown ids."""
-        for holder in self._holders:
-            holder.drop(model_id)
-            holder.drop(target_id(model_id))
+        """Removes an id, and a draft's target. Ignores unknown ids; a model with another id stays."""
+        model = self._models.pop(model_id, None)
+        if model is None:
+            return
+        self.drop(target_id(model_id))
+        if all(model is not other for other in self._models.values()):
+            self.residency.remove(model)
 
     def set_target(self, draft_id: str, target: Trainable | None, version: str) -> None:
         """Sets the draft's target to this model, for which there is room; None means the bare base model.
@@ -113,25 +197,17 @@ class ModelRegistry:
         Args:
             version: the target's version.
         """
-        draft = self.drafts.get(draft_id)
+        draft = self.draft(draft_id)
         if target is not None:
             target = self.put(target_id(draft_id), target)
         else:
             self.drop(target_id(draft_id))
         draft.target, draft.target_version = target, version
 
-    def offload(self) -> None:
-        """Offloads all models; see Residency."""
-        for holder in self._holders:
-            holder.leave_device()
-
-    def moving_seconds(self) -> float:
-        """Returns how long moving models has taken since the start."""
-        return sum(holder.moving_seconds for holder in self._holders)
-
-    def memory(self) -> dict[str, int]:
-        """Returns bytes and numbers of models, by place."""
-        return {name: number for holder in self._holders for name, number in holder.memory().items()}
+    def version_of(self, target: Trainable | None) -> str:
+        """Returns the version of this rank's part of the target, which must be on the device. None = the bare base
+        model."""
+        return self._base_version if target is None else learned_version(self._base_version, target)
 
     def with_weights_of(self, models: Sequence[Trainable], learns: bool = False) -> AbstractContextManager[None]:
         """Gives the base model the weights of the model among these that has full weights, while inside; it must run
@@ -148,25 +224,20 @@ class ModelRegistry:
         learns = learns and own in models
         return self._base.with_weights(own.vectors.weight_views(), own.gradients.of_lane().views if learns else None)
 
-    @property
-    def has_full(self) -> bool:
-        """True if any model has full weights."""
-        return any(True for _ in self.full)
+    @cached_property
+    def _base_version(self) -> str:
+        return base_version(self._base)
 
-    def is_exclusive(self, model_id: str) -> bool:
-        """True if the model cannot share micro-batches with other models."""
-        return model_id in self.full or model_id in self.drafts
-
-    def _holder(self, model_id: str) -> ResidentModels[Any]:
-        return next((holder for holder in self._holders if model_id in holder), self.adapters)
-
-    def _holder_of(self, model: Trainable) -> ResidentModels[Any]:
-        if isinstance(model, FullWeights):
-            return self.full
-        if isinstance(model, DraftModel):
-            return self.drafts
-        assert isinstance(model, Adapter)
-        return self.adapters
+    def _check_full_models(self, model_id: str) -> None:
+        """Raises OperationError if a copy with this id would exceed the limit on models with full weights."""
+        others = {model for each, model in self._models.items() if each != model_id and isinstance(model, FullWeights)}
+        if len(others) >= self._most_full:
+            raise OperationError(
+                f"there are {len(others)} models with full weights, trained ones and copies for samplers, and"
+                " max_full_models allows no more: save with kind inflight, which updates one copy, end a session that"
+                " has some, or start the server with a higher --max-full-models; models that are not in use are"
+                " offloaded to disk"
+            )
 
 
 def target_id(draft_id: str) -> str:

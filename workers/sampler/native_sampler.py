@@ -236,7 +236,7 @@ class NativeSampler:
         wanted = dict.fromkeys(
             row.job.request.draft_id for row in [*self._schedule.with_drafts(), *self._draft_candidates()]
         )
-        known = [one for one in wanted if one is not None and one in self._models.drafts]
+        known = [one for one in wanted if one is not None and self._models.is_draft(one)]
         brought = dict.fromkeys(known[: self._config.full_slots], False)
         for draft_id in brought:
             with suppress(OperationError):
@@ -309,7 +309,7 @@ class NativeSampler:
             drawing = self._drawing = self._new_drawing(decoding.rows)
         burst = DecodeLoop(decoding, drawing, self._schedule.table, self._base.device)
         self._set_threads(len(decoding.rows))
-        with self._models.adapters.applied(self._plan_of(drawing.runs)):
+        with self._models.lora.applied(self._plan_of(drawing.runs)):
             while True:
                 hidden = self._base.hidden_states(burst.tokens, burst.positions, burst.packing())
                 drawn = self._sample_tokens(drawing, hidden, burst.noise())
@@ -327,7 +327,7 @@ class NativeSampler:
         tokens, positions = self._tensor(batch.tokens(table)), self._tensor(batch.positions(table))
         packing = batch.packing(table, self._schedule.cache, self._base.device)
         captured = self._speculation.captured([part.row for part in batch.parts])
-        with self._models.adapters.applied(self._plan_of(batch.runs())):
+        with self._models.lora.applied(self._plan_of(batch.runs())):
             hidden = self._base.hidden_states(tokens, positions, packing, captured=captured)
         self._captured = captured or {}
         return hidden
@@ -338,7 +338,7 @@ class NativeSampler:
     def _plan_of(self, runs: Sequence[AdapterRun]) -> BatchPlan:
         segments = self._segments(runs)
         if self._plan is None or not self._plan.is_valid_for(segments):
-            self._plan = self._models.adapters.plan(segments, self._plan)
+            self._plan = self._models.lora.plan(segments, self._plan)
         return self._plan
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:

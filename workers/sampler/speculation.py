@@ -293,7 +293,7 @@ class SpeculativeDecoder:
     def _draft(self, row: SequenceState) -> DraftModel:
         draft_id = row.job.request.draft_id
         assert draft_id is not None
-        return self._models.drafts.get(draft_id)
+        return self._models.draft(draft_id)
 
     def _propose_group(
         self, draft: DraftModel, rows: list[SequenceState], num: int, table: SequenceTable

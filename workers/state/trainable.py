@@ -29,6 +29,9 @@ class Trainable(ABC):
     for the worker's name of it.
     """
 
+    # The name of its kind in accounts of memory.
+    kind: str
+
     training: TrainingConfig
     base_name: str | None = None
 
@@ -73,10 +76,6 @@ class Trainable(ABC):
     def missing_state(self) -> str | None:
         """The state that is missing for scoring anything with it, in words; None if complete."""
         return None
-
-    def can_copy_weights_from(self, other: "Trainable") -> bool:
-        """True if the other's weights can be copied into this one's."""
-        return self.training == other.training and self.program is other.program
 
     @property
     def weights(self) -> Tensor:

@@ -87,9 +87,9 @@ class DraftPassRunner:
         Raises:
             OperationError: the features do not fit the draft or the data.
         """
-        if request.model_id not in self._models.drafts:
+        if not self._models.is_draft(request.model_id):
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        kind = self._models.drafts.get(request.model_id).feature_kind
+        kind = self._models.draft(request.model_id).feature_kind
         stored: dict[int, CapturedFeatures] = {}
         for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
             address = kind.address(datum.tokens)
@@ -108,7 +108,7 @@ class DraftPassRunner:
             trains: whether gradients are needed.
             needed: what any of the ranks that run together needs; None if this rank runs alone.
         """
-        draft = self._models.drafts.get(tasks[0].run_id)
+        draft = self._models.draft(tasks[0].run_id)
         needed = needed or NeededSources.for_sequences(_stored(micro_batch, tasks))
         captures = [task.capture_directory is not None for task in tasks]
         # Otherwise the features are those of the tokens that this rank scores.
@@ -164,7 +164,7 @@ class DraftPassRunner:
         return TargetFeatures.join(parts)
 
     def _hooked(self, draft: DraftModel) -> HookedTarget:
-        return HookedTarget(self._base, self._models.adapters, draft, self._shard_of)
+        return HookedTarget(self._base, self._models.lora, draft, self._shard_of)
 
     def _store(
         self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, tasks: Sequence[Task]

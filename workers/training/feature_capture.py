@@ -156,7 +156,7 @@ class PolicyCapture:
         """Returns the version of the model's weights; it is computed only after a change."""
         num_changes, version = self._versions.get(model, (-1, ""))
         if num_changes != model.vectors.num_changes:
-            version = self._models.drafts.version_of(model)
+            version = self._models.version_of(model)
             self._versions[model] = model.vectors.num_changes, version
         return version
 

@@ -375,7 +375,7 @@ class PassRunner:
         """Returns the base model's final hidden states [tokens, hidden]. All ranks call this together, with the same
         tokens."""
         share = self._share_of(micro_batch)
-        with self._models.adapters.applied(()):
+        with self._models.lora.applied(()):
             hidden = self._base.shared_hidden_states(micro_batch, share)
         return share.joined(share.scored(hidden))
 
@@ -386,7 +386,7 @@ class PassRunner:
         share = self._share_of(micro_batch)
         segments = _with_padding(segments, share)
         captured = self._capturing.layers_to_capture(micro_batch, tasks)
-        with self._models.adapters.applied(clip_segments(segments, share.tokens), company):
+        with self._models.lora.applied(clip_segments(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share, captured)
         with _using_heads(heads, tasks):
             if not micro_batch.objectives:
@@ -401,7 +401,7 @@ class PassRunner:
         share = self._share_of(micro_batch)
         segments = _with_padding(segments, share)
         captured = self._capturing.layers_to_capture(micro_batch, tasks)
-        with self._models.adapters.applied(clip_segments(segments, share.tokens), company):
+        with self._models.lora.applied(clip_segments(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share, captured)
             self._capturing.store(micro_batch, tasks, captured, hidden, share)
             own, of_rows = share.scored(hidden.detach()), clip_segments(segments, share.rows)

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
 from ..ops.memory import release_freed_memory, reporting_out_of_memory
-from ..registry.model_registry import ModelRegistry
 from ..state.offload import Offload
+from ..state.residency import Residency
 
 # Pauses between attempts to reload: another process may be about to leave the device.
 _RETRY_SECONDS = (0.2, 1.0, 3.0)
@@ -43,13 +43,13 @@ class RankMemory:
     def __init__(
         self,
         base: BaseModel,
-        models: ModelRegistry,
+        residency: Residency,
         sampler: CacheHolder,
         on_all: Callable[[Callable[[], None]], None],
         directory: str | None,
     ) -> None:
         """Wraps the rank's parts; for `directory` see PageFile."""
-        self._base, self._models, self._sampler, self._on_all = base, models, sampler, on_all
+        self._base, self._residency, self._sampler, self._on_all = base, residency, sampler, on_all
         self._weights = Offload("the base model", base.device, directory, is_frozen=True)
         self._cache = Offload("the sampler's cache", base.device, directory)
         # Parts that are offloaded on some rank; all ranks must agree on this set.
@@ -112,10 +112,10 @@ class RankMemory:
             "offload_moved_bytes": self._weights.moved_bytes + self._cache.moved_bytes,
             "offload_moved_milliseconds": round(1000 * self._own_seconds()),
         }
-        return own | self._models.memory()
+        return own | self._residency.memory()
 
     def _moving_seconds(self) -> float:
-        return self._own_seconds() + self._models.moving_seconds()
+        return self._own_seconds() + self._residency.moving_seconds
 
     def _own_seconds(self) -> float:
         return self._weights.moving_seconds + self._cache.moving_seconds
@@ -124,7 +124,7 @@ class RankMemory:
         with reporting_out_of_memory(
             "offloading from the device", "serve with a smaller --kv-cache-bytes, or fewer models"
         ):
-            self._models.offload()
+            self._residency.leave_device()
             self._cache.offload(self._sampler.offloadable_tensors())
             self._weights.offload(self._base.movable_tensors())
         release_freed_memory(self._base.device)

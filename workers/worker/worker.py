@@ -22,11 +22,9 @@ from ..batch.validated import ModelLimits
 from ..checkpoint import TrainedState, is_snapshot, read_draft, read_new_model, read_saved, save, target_directory
 from ..checkpoint.peft_import import import_adapter
 from ..drafts.draft_model import DraftModel
-from ..drafts.draft_models import DraftModels
 from ..drafts.groups import DraftGroups
 from ..drafts.version import version_of_parts
-from ..full import FullModels
-from ..lora import Adapter, AdapterRegistry
+from ..lora import Adapter, LoraLayers
 from ..models.model import BaseModel, resolve_device, unique_name
 from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
@@ -50,7 +48,7 @@ from ..protocol.calls import (
 )
 from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, WorkerConfig
-from ..registry.model_registry import ModelRegistry, target_id
+from ..registry.model_registry import KINDS, ModelRegistry, target_id
 from ..registry.programs import program_of
 from ..sampler import SAMPLERS
 from ..shapes.model_shape import ModelShape, read_model
@@ -130,17 +128,16 @@ class Worker:
         self._mesh = mesh
         self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
-        of_adapters = _residency(self._base, config, config.adapter_slots)
-        adapters = AdapterRegistry(self._base, config.max_lora_rank, of_adapters)
+        lora = LoraLayers(self._base, config.max_lora_rank)
         config = replace(config, micro_batch_tokens=_micro_batch_tokens(config, self._base, mesh))
-        config = _sized_for_device(config, self._base, adapters, mesh)
-        self._adapter_slots = of_adapters.slots = config.adapter_slots
-        residency = _residency(self._base, config, config.full_slots)
-        full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
-        of_drafts = _residency(self._base, config, config.full_slots)
+        config = _sized_for_device(config, self._base, lora, mesh)
+        self._adapter_slots = config.adapter_slots
+        slots = dict.fromkeys(KINDS, config.full_slots) | {Adapter.kind: config.adapter_slots}
+        residency = Residency(self._base.device, slots, config.host_adapter_bytes, config.page_directory)
         groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
-        drafts = DraftModels(self._base, of_drafts, config.optimizer_states, groups)
-        self._models = ModelRegistry(self._base, adapters, full, drafts)
+        self._models = ModelRegistry(
+            self._base, lora, residency, config.max_full_models, config.optimizer_states, groups
+        )
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.bare_hidden_states)
@@ -148,7 +145,7 @@ class Worker:
         # Snapshot -> outcomes of the ranks that have ended it.
         self._ended_snapshots: dict[int, list[Failure | None]] = {}
         self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
-        self._memory = RankMemory(self._base, self._models, self._sampler, self._on_all, config.page_directory)
+        self._memory = RankMemory(self._base, residency, self._sampler, self._on_all, config.page_directory)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -172,7 +169,7 @@ class Worker:
         if spec.run_id in self._models:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
         if spec.is_new and isinstance(spec.training, LoraConfig):
-            self._models.adapters.check_groups(spec.training)
+            self._models.lora.check_groups(spec.training)
         model = self._put(
             spec.run_id, partial(self._models.build_initialized, spec.training, program_of(spec.role, spec.training))
         )
@@ -185,7 +182,7 @@ class Worker:
     def drop_run(self, run_id: str) -> None:
         """Drops the run; ignores unknown ones."""
         self._passes.forget(run_id)
-        if self._models.full.is_shared(run_id):  # samplers keep using its weights
+        if self._models.is_shared(run_id):  # samplers keep using its weights
             self._models.get(run_id).gradients.clear_window()
             self._models.get(run_id).clear_optimizer()
         self._models.drop(run_id)
@@ -266,17 +263,17 @@ class Worker:
                 model.gradients.window.refused = "its checkpoint was loaded only in part: load it again"
                 raise
             keep_on_first_rank(model, self._mesh)
-        if run_id in self._models.drafts:
+        if self._models.is_draft(run_id):
             if is_snapshot(Path(directory)):
                 self.set_target(run_id, target_directory(Path(directory)))
             else:
-                self._models.drafts.get(run_id).has_loaded_weights = True
+                self._models.draft(run_id).has_loaded_weights = True
 
     def set_target(self, run_id: str, directory: str | Path | None) -> None:
         """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
         self._check_draft(run_id)
         target = None if directory is None else self._build_on_all(partial(self._target_of, run_id, Path(directory)))
-        versions = self._mesh.all_gather_object(self._models.drafts.version_of(target))
+        versions = self._mesh.all_gather_object(self._models.version_of(target))
         self._models.set_target(run_id, target, version_of_parts(versions))
         self._passes.forget(run_id)
 
@@ -287,19 +284,19 @@ class Worker:
         self._check_draft(run_id)
         self._passes.forget(run_id)
         with self._resident(run_id, FORWARD_VECTORS):
-            self._models.drafts.get(run_id).set_vocabulary(token_ids)
+            self._models.draft(run_id).set_vocabulary(token_ids)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
         self._check_samples(run_id)
         if self._config.full_sampling == "inflight" and self._models.is_exclusive(run_id):
-            self._models.full.share(run_id, adapter_id)
+            self._models.share(run_id, adapter_id)
             return
         self._put(adapter_id, partial(self._models.copy_weights, run_id), is_copy=True)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """Loads the weights of a checkpoint for a sampler. A sampler that shares a run's live weights keeps these."""
-        if self._models.full.is_shared(adapter_id):
+        if self._models.is_shared(adapter_id):
             return
         self._put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
@@ -325,12 +322,10 @@ class Worker:
         return self._export(self._build_on_all(partial(read_new_model, self._models, Path(directory))))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
-        """Stores exported weights; the same id and shape is overwritten in place, and its samples continue with the new
-        weights.
-
-        Full weights are overwritten without an intermediate copy.
+        """Stores exported weights; the same id and shape is overwritten in place, without an intermediate copy, and its
+        samples continue with the new weights.
         """
-        if self._models.full.is_overwritten(adapter_id, exported.training):
+        if self._models.is_overwritten(adapter_id, exported.training):
             with self._resident(adapter_id, FORWARD_VECTORS) as model:
                 _overwrite(model, exported)
             return
@@ -349,7 +344,7 @@ class Worker:
         wanted: list[LoraConfig] = []
 
         def write() -> None:
-            wanted.append(import_adapter(self._models.adapters, lora, Path(source), Path(directory), base_name))
+            wanted.append(import_adapter(self._models.lora, lora, Path(source), Path(directory), base_name))
 
         self._by_first(write)
         return wanted[0] if wanted else lora
@@ -468,7 +463,7 @@ class Worker:
 
     def _check_draft(self, run_id: str) -> None:
         self._check_run(run_id)
-        if run_id not in self._models.drafts:
+        if not self._models.is_draft(run_id):
             role = self._models.get(run_id).program.role
             raise OperationError(f"run {run_id} is a {role}: only drafts have a target and their own vocabulary")
 
@@ -534,17 +529,13 @@ def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
         raise ValueError(f"{source} is not readable: {error}") from error
 
 
-def _residency(base: BaseModel, config: WorkerConfig, slots: int) -> Residency:
-    return Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
-
-
-def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: AdapterRegistry, mesh: Mesh) -> WorkerConfig:
+def _sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, mesh: Mesh) -> WorkerConfig:
     """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks."""
     if base.device.type != "cuda":
         return replace(config, kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
     free, _ = torch.cuda.mem_get_info(base.device)
     share = min(mesh.all_gather_object(free)) // _MEMORY_SHARES
-    slots = min(config.adapter_slots, share // max(adapters.bytes_at_rank(_USUAL_RANK), 1))
+    slots = min(config.adapter_slots, share // max(lora.bytes_at_rank(_USUAL_RANK), 1))
     return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
 
 

@@ -101,7 +101,7 @@ def assert_reimported_unchanged(adapted: Adapted, directory: Path, target: Path)
     config = PeftConfig.read(json.loads((directory / "adapter_config.json").read_text()))
     target.mkdir()
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
-    import_adapter(adapted.adapters, lora, directory / "adapter_model.safetensors", target, "tiny/model")
+    import_adapter(adapted.lora, lora, directory / "adapter_model.safetensors", target, "tiny/model")
     before, after = (load_file(each / "adapter_model.safetensors") for each in (directory, target))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -174,14 +174,14 @@ def test_all_parts_of_feed_forward_layers_are_adapted(model_type: str, tmp_path:
 @pytest.mark.parametrize("model_type", EVERY)
 def test_group_without_adaptable_layers_is_refused(model_type: str, tmp_path: Path) -> None:
     adapted = adapted_tiny(model_type, tmp_path)
-    adapters, found = adapted.adapters, adapted.base.config.model_type
+    layers, found = adapted.lora, adapted.base.config.model_type
     for flag, group in (("train_attn", "attention"), ("train_mlp", "mlp")):
         lora = LoraConfig.model_validate({"train_attn": False, "train_mlp": False, flag: True})
-        if any(target.group == group for target in adapters.build(lora).targets):
-            adapters.check_groups(lora)
+        if any(target.group == group for target in layers.build(lora).targets):
+            layers.check_groups(lora)
             continue
         with pytest.raises(OperationError, match=rf"{flag}=True would adapt nothing of {found} models such as "):
-            adapters.check_groups(lora)
+            layers.check_groups(lora)
 
 
 # Checkpoints of earlier versions

@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], t
     directory = saved(Adapted(tiny_models["llama"]).create("run"), tmp_path / "checkpoint")
     wider = Adapted(tiny_model("llama", tmp_path / "wider", hidden_size=128))
     with pytest.raises(OperationError, match="the checkpoint belongs to another base model"):
-        read_new_model(wider.adapters, directory)
+        read_new_model(wider.models, directory)
 
 
 def test_save_on_a_full_disk_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:

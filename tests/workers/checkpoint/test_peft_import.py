@@ -52,7 +52,7 @@ def imported(adapted: Adapted, source: Path, target: Path, **changes: Any) -> Pa
     target.mkdir()
     config = peft_config.PeftConfig.read(json.loads((source / "adapter_config.json").read_text()))
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0).model_copy(update=changes)
-    import_adapter(adapted.adapters, lora, source / "adapter_model.safetensors", target, "tiny/model")
+    import_adapter(adapted.lora, lora, source / "adapter_model.safetensors", target, "tiny/model")
     return target
 
 

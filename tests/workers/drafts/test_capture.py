@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.lora import AdapterRegistry
+from trainhouse.workers.lora import LoraLayers
 from trainhouse.workers.models.fused_decoder import EMBEDDING
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops.attention import Packing, pack_lengths
@@ -137,7 +137,7 @@ def test_recomputed_and_offloaded_layers_are_captured_the_same(
     target = targets[kind]
     served = ServedModel("tiny", str(target.directory))
     base = BaseModel(WorkerConfig(served, device="cpu", dtype="float32", activations=activations))
-    AdapterRegistry(base, max_rank=8)
+    LoraLayers(base, max_rank=8)
     captured = target.captured(EMBEDDING, 1, LAST, base=base)
     # Autograd sees a recomputed layer as one function.
     added: Any = captured[1].grad_fn

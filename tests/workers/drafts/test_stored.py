@@ -229,7 +229,7 @@ def test_features_that_do_not_match_are_refused_with_the_reason(tiny_models: dic
     earlier = {"target": "a", "layers": "0,1,last", "dtype": "float32"}
     save_file(load(path_of(features, addresses[0]).read_bytes()), path_of(features, "0" * 32), earlier)
     assert "captured by an earlier version of the server: capture" in referring(addresses=["0" * 32, addresses[1]])
-    version = worker._models.drafts.get("draft").target_version
+    version = worker._models.draft("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     assert f"names features captured from target {version}, but the draft's target is" in referring()
     worker.set_target("draft", None)
@@ -350,7 +350,7 @@ class Pair:
             for each in data
         ]
         weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
-        layers = self.worker._models.drafts.get("draft").capture_layers
+        layers = self.worker._models.draft("draft").capture_layers
         place = (
             FeatureLocation(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if captures else None
         )

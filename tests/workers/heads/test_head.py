@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.batch.objective import Objective
 from trainhouse.workers.heads import LogprobHead
-from trainhouse.workers.lora import Adapter, AdapterRegistry, Segment
+from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training.scoring import ObjectiveScores, score, score_with_gradient
 
-from ..adapted import create_adapter
+from ..adapted import new_adapter
 
 LENGTHS = (7, 4, 12, 1)
 NUM_ROWS = sum(LENGTHS)
@@ -33,7 +33,7 @@ def base(tiny_models: dict[str, Path]) -> BaseModel:
 @pytest.fixture(scope="module")
 def adapter(base: BaseModel) -> Adapter:
     """Has a nonzero B, so that the pair of the head matters."""
-    adapter = create_adapter(AdapterRegistry(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
+    adapter = new_adapter(LoraLayers(base, max_rank=8), LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     return adapter
 
@@ -165,7 +165,7 @@ def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseMod
 def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
     config = WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), dtype="bfloat16")
     base = BaseModel(config)
-    adapter = create_adapter(AdapterRegistry(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
+    adapter = new_adapter(LoraLayers(base, max_rank=8), LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     gradient = torch.empty_like(hidden)
@@ -209,7 +209,7 @@ def mixed_objectives() -> list[Objective]:
 
 @pytest.mark.parametrize("chunk_rows", CHUNKS)
 def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseModel, adapter: Adapter) -> None:
-    other = create_adapter(AdapterRegistry(base, max_rank=8), "other", LoraConfig(rank=8, seed=2))
+    other = new_adapter(LoraLayers(base, max_rank=8), LoraConfig(rank=8, seed=2))
     other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
     hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
     owners = [adapter, other, None, adapter]

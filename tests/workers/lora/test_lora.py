@@ -150,9 +150,9 @@ def test_nan_in_one_segment_stays_in_it(kind: str, tiny_models: dict[str, Path])
 
 def test_new_adapter_has_no_effect_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
-    first = create_adapter(adapted.adapters, "first", LoraConfig(rank=8, seed=3))
-    again = create_adapter(adapted.adapters, "again", LoraConfig(rank=8, seed=3))
-    other = create_adapter(adapted.adapters, "other", LoraConfig(rank=8, seed=4))
+    first = create_adapter(adapted.models, "first", LoraConfig(rank=8, seed=3))
+    again = create_adapter(adapted.models, "again", LoraConfig(rank=8, seed=3))
+    other = create_adapter(adapted.models, "other", LoraConfig(rank=8, seed=4))
     assert torch.equal(first.weights, again.weights)
     assert not torch.equal(first.weights, other.weights)
     pair = first.pairs["model.layers.0.self_attn.q_proj"]
@@ -160,17 +160,17 @@ def test_new_adapter_has_no_effect_and_is_drawn_from_its_seed(tiny_models: dict[
     assert 0.9 * bound < pair.a.abs().max() <= bound
     assert not pair.b.any()
     for seed in (-1, 2**64 - 1):
-        create_adapter(adapted.adapters, str(seed), LoraConfig(rank=2, seed=seed))
+        create_adapter(adapted.models, str(seed), LoraConfig(rank=2, seed=seed))
     with_it = adapted.logits(sequences(), first)
     assert torch.equal(with_it, adapted.logits(sequences(), None))
 
 
 def test_the_flags_choose_the_targets(tiny_models: dict[str, Path]) -> None:
-    adapters = Adapted(tiny_models["qwen3"]).adapters
+    layers = Adapted(tiny_models["qwen3"]).lora
 
     def kinds(attn: bool, mlp: bool, unembed: bool) -> set[str]:
         lora = LoraConfig(rank=2, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
-        return {target.kind for target in adapters.build(lora).targets}
+        return {target.kind for target in layers.build(lora).targets}
 
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     assert kinds(True, True, True) == attention | mlp | {"lm_head"}
@@ -184,7 +184,7 @@ def test_the_flags_choose_the_targets(tiny_models: dict[str, Path]) -> None:
 def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: Path) -> None:
     directory = tiny_model("qwen3_moe", tmp_path, mlp_only_layers=[0])
     lora = LoraConfig(rank=2, train_attn=False, train_unembed=False)
-    adapter = Adapted(directory).adapters.build(lora)
+    adapter = Adapted(directory).lora.build(lora)
     dense = {f"model.layers.0.mlp.{kind}_proj" for kind in ("gate", "up", "down")}
     sparse = {f"model.layers.1.mlp.experts.{kind}_proj" for kind in ("gate", "up", "down")}
     assert {target.name for target in adapter.targets} == dense | sparse
@@ -193,26 +193,26 @@ def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: 
 
 
 def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str, Path]) -> None:
-    adapters = Adapted(tiny_models["llama"], max_rank=16).adapters
+    models = Adapted(tiny_models["llama"], max_rank=16).models
     with pytest.raises(OperationError, match=r"rank 17 exceeds max_lora_rank 16: .*--max-lora-rank 17"):
-        create_adapter(adapters, "large", LoraConfig(rank=17))
-    assert "large" not in adapters
+        create_adapter(models, "large", LoraConfig(rank=17))
+    assert "large" not in models
 
 
 def test_unknown_adapter_is_named_in_the_error(tiny_models: dict[str, Path]) -> None:
-    adapters = Adapted(tiny_models["llama"]).adapters
+    models = Adapted(tiny_models["llama"]).models
     with pytest.raises(KeyError, match="no model 'missing'"):
-        adapters.get("missing")
-    adapters.drop("missing")
+        models.get("missing")
+    models.drop("missing")
 
 
 def test_copy_is_a_snapshot_until_copied_again(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     run = adapted.create("run")
-    snapshot = copy_adapter(adapted.adapters, "run", "sampler")
+    snapshot = copy_adapter(adapted.models, "run", "sampler")
     run.weights.add_(1.0)
     assert not torch.equal(snapshot.weights, run.weights)
-    assert copy_adapter(adapted.adapters, "run", "sampler") is snapshot
+    assert copy_adapter(adapted.models, "run", "sampler") is snapshot
     assert torch.equal(snapshot.weights, run.weights)
     assert snapshot.vectors.num_bytes == snapshot.weights.nbytes
 
@@ -243,10 +243,10 @@ def test_a_dropped_adapter_is_freed_at_once(tiny_models: dict[str, Path]) -> Non
     dropped, kept = (weakref.ref(adapted.create(adapter_id)) for adapter_id in ("dropped", "kept"))
     gc.disable()
     try:
-        adapter = adapted.adapters.get("dropped")
+        adapter = adapted.models.get("dropped")
         adapted.logits(sequences(), adapter).sum().backward()
         del adapter
-        adapted.adapters.drop("dropped")
+        adapted.models.drop("dropped")
         assert dropped() is None
         assert kept() is not None
     finally:
@@ -264,7 +264,7 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
         hiddens.append(hidden.float())
         gradients.append(adapter.gradients.scratch)
     assert gradients[1].dtype == torch.float32
-    snapshot = copy_adapter(rounded.adapters, "one", "sampler")
+    snapshot = copy_adapter(rounded.models, "one", "sampler")
     rounded.hidden(sequences(), [Segment(0, sum(LENGTHS), snapshot)])
     assert snapshot.vectors.num_bytes == 1.5 * snapshot.weights.nbytes
     assert relative_error(hiddens[1], hiddens[0]) < 5e-2

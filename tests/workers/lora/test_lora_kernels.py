@@ -99,7 +99,7 @@ def assert_equal_to_naive(
     adapters = {id(segment.adapter): segment.adapter for segment in segments if segment.adapter is not None}
     for adapter in adapters.values():
         adapter.gradients.begin_operation()
-    with adapted.adapters.applied(segments):
+    with adapted.lora.applied(segments):
         y = module(x.to(adapted.base.dtype)).float()
         weights = torch.randn(y.shape, generator=generator)
         (grad_x,) = torch.autograd.grad((y * weights).sum(), x)
@@ -194,7 +194,7 @@ def test_nonfinite_adapter_leaves_the_others_bit_for_bit(tiny_models: dict[str, 
     def run() -> list[Tensor]:
         for adapter in well:
             adapter.gradients.begin_operation()
-        with adapted.adapters.applied(segments):
+        with adapted.lora.applied(segments):
             y = module(x)
             (grad_x,) = torch.autograd.grad(y, x, grad)
         rest = torch.cat([torch.arange(5), torch.arange(8, 12)])
@@ -258,18 +258,18 @@ def test_plan_is_reused_until_a_weight_changes(tiny_models: dict[str, Path]) -> 
     one, other = adapted.create("one"), adapted.create("other", rank=8)
     (module,) = layers(adapted, "mlp.up_proj")
     segments = segments_of([one, other], [2, 3])
-    plan, x = adapted.adapters.plan(segments), torch.randn(5, 64)
+    plan, x = adapted.lora.plan(segments), torch.randn(5, 64)
     for _ in range(2):
-        with adapted.adapters.applied(plan):
+        with adapted.lora.applied(plan):
             y = module(x)
-        with adapted.adapters.applied(segments):
+        with adapted.lora.applied(segments):
             assert torch.equal(module(x), y)
     other.weights.mul_(2)
-    with pytest.raises(AssertionError, match="have changed since the plan was made"), adapted.adapters.applied(plan):
+    with pytest.raises(AssertionError, match="have changed since the plan was made"), adapted.lora.applied(plan):
         pass
-    with adapted.adapters.applied(segments):
+    with adapted.lora.applied(segments):
         assert relative_error(module(x), y) > 1e-2
-    moved = adapted.adapters.plan(segments)
+    moved = adapted.lora.plan(segments)
     one.vectors.move("device", {"weights": one.weights.clone()}, {})
     assert moved.is_current
     one.weights.mul_(2)
@@ -280,8 +280,8 @@ def test_unadapted_layers_keep_no_graph_and_no_terms(tiny_models: dict[str, Path
     adapted = Adapted(tiny_models["llama"])
     query, down = layers(adapted, "self_attn.q_proj", "mlp.down_proj")
     adapter = adapted.create("mlp", train_attn=False)
-    plan = adapted.adapters.plan([Segment(0, 5, adapter)])
-    with adapted.adapters.applied(plan):
+    plan = adapted.lora.plan([Segment(0, 5, adapter)])
+    with adapted.lora.applied(plan):
         assert query(torch.randn(5, 64)).grad_fn is None
         assert down(torch.randn(5, 128)).grad_fn is not None
     assert plan.terms(query.site) is None and plan.terms(down.site) is not None
@@ -298,7 +298,7 @@ def test_unadapted_layers_save_no_input_for_backward(tiny_models: dict[str, Path
         keep = torch.autograd.graph.saved_tensors_hooks(
             lambda saved: shapes.append(saved.shape), lambda nothing: nothing
         )
-        with keep, adapted.adapters.applied(segments):
+        with keep, adapted.lora.applied(segments):
             module(torch.randn(5, module.weight.shape[1], requires_grad=True))
         return shapes
 

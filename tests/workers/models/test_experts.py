@@ -154,7 +154,7 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
     wanted_grad, x.grad = x.grad, None
     for adapter in made.values():
         adapter.gradients.begin_operation()
-    with adapted.adapters.applied(segments):
+    with adapted.lora.applied(segments):
         found = experts_of(adapted).forward(x, same_tokens=False)
         found.backward(gradient)
         with torch.no_grad():
@@ -178,7 +178,7 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
 def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted) -> None:
     adapter = only_experts(adapted, "first", 4)
     x = torch.randn(9, 64)
-    with adapted.adapters.applied([Segment(0, 9, adapter)]):
+    with adapted.lora.applied([Segment(0, 9, adapter)]):
         experts_of(adapted).forward(x, same_tokens=False).sum().backward()
     assert adapter.gradients.scratch.any()
 
@@ -188,18 +188,18 @@ def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Ad
     together = [Segment(0, 3, adapters[0]), Segment(3, 5, adapters[1])]
     x, name = torch.randn(5, 64), f"{LAYER}.up_proj"
     with torch.no_grad():
-        plans = [adapted.adapters.plan(together)]
-        with adapted.adapters.applied(plans[0]):
+        plans = [adapted.lora.plan(together)]
+        with adapted.lora.applied(plans[0]):
             before = experts_of(adapted).forward(x, same_tokens=True)
-        plans.append(adapted.adapters.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
+        plans.append(adapted.lora.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
         kept = [plan.experts.factors(name, plan.experts.bundles[0], 8, is_kept=True)[0] for plan in plans]
         assert kept[0] is kept[1]
         adapters[1].weights.add_(1.0)
-        later = adapted.adapters.plan(together, plans[1])
-        with adapted.adapters.applied(later):
+        later = adapted.lora.plan(together, plans[1])
+        with adapted.lora.applied(later):
             after = experts_of(adapted).forward(x, same_tokens=True)
         assert torch.equal(after[:3], before[:3]) and not torch.allclose(after[3:], before[3:])
-        alone = adapted.adapters.plan([Segment(0, 5, adapters[0])]).experts
+        alone = adapted.lora.plan([Segment(0, 5, adapters[0])]).experts
         views = [alone.factors(name, alone.bundles[0], 8, is_kept=True)[0] for _ in range(2)]
         assert views[0] is not views[1] and views[0].data_ptr() == views[1].data_ptr()
 
@@ -214,7 +214,7 @@ def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
             sick.weights.fill_(weight)
         for adapter in (sick, well):
             adapter.gradients.begin_operation()
-        with adapted.adapters.applied(segments):
+        with adapted.lora.applied(segments):
             y = experts_of(adapted).forward(x, same_tokens=False)
             y.backward(torch.ones_like(y))
         results.append((y.detach()[6:], well.gradients.scratch.clone()))
@@ -229,7 +229,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         adapted = Adapted(directory, dtype=dtype)
         adapter = only_experts(adapted, "run", 8)
-        with adapted.adapters.applied([Segment(0, 40, adapter)]):
+        with adapted.lora.applied([Segment(0, 40, adapter)]):
             y = experts_of(adapted).forward(x.to(adapted.base.dtype), same_tokens=False)
             y.backward(torch.ones_like(y))
         gradients.append(adapter.gradients.scratch)

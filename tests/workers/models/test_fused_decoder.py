@@ -77,7 +77,7 @@ def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tup
     """Returns the hidden states, and the gradient that backward leaves in the adapter's scratch."""
     adapter.gradients.begin_operation()
     tokens, positions, packing = packed()
-    with bench.adapters.applied([Segment(0, len(tokens), adapter)]):
+    with bench.lora.applied([Segment(0, len(tokens), adapter)]):
         hidden = forward(bench, tokens, positions, packing)
         hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))
     return hidden.detach().float(), adapter.gradients.scratch.clone()
@@ -103,7 +103,7 @@ def test_bfloat16_errors_are_no_larger_than_those_of_transformers(tmp_path: Path
 def test_float32_router_keeps_the_dtype_of_the_base(tmp_path: Path) -> None:
     random_model(CONFIGS["mixtral"](), tmp_path)
     bench, (tokens, positions, packing) = Adapted(tmp_path, "bfloat16"), packed()
-    with bench.adapters.applied([Segment(0, len(tokens), bench.create("a", train_mlp=False))]):
+    with bench.lora.applied([Segment(0, len(tokens), bench.create("a", train_mlp=False))]):
         found = fused_forward(bench, tokens, positions, packing)
         wanted = transformers_forward(bench, tokens, positions, packing)
     assert found.dtype == wanted.dtype == torch.bfloat16
@@ -136,7 +136,7 @@ def test_nonfinite_sequence_leaves_the_others_unchanged(name: str, tmp_path: Pat
     def states_and_gradients() -> list[Tensor]:
         for adapter in adapters:
             adapter.gradients.begin_operation()
-        with bench.adapters.applied(segments):
+        with bench.lora.applied(segments):
             hidden = bench.base.hidden_states(tokens, positions, packing)
             hidden.backward(torch.ones_like(hidden))
         return [*hidden.detach().split(LENGTHS), *(adapter.gradients.scratch.clone() for adapter in adapters)]
@@ -156,7 +156,7 @@ def test_merged_projections_match_and_share_their_weights(tmp_path: Path) -> Non
     storages = {attention.get_submodule(f"{kind}_proj").weight.untyped_storage().data_ptr() for kind in "qkv"}
     assert len(storages) == 1
     tokens, positions, packing = packed()
-    with bench.adapters.applied([Segment(0, len(tokens), adapter)]):
+    with bench.lora.applied([Segment(0, len(tokens), adapter)]):
         apart = bench.base.hidden_states(tokens, positions, packing)
         with torch.no_grad():
             merged = bench.base.hidden_states(tokens, positions, packing)
@@ -168,7 +168,7 @@ def test_without_adapters_no_graph_is_kept(tmp_path: Path) -> None:
     tokens, positions, packing = packed()
     hidden = bench.base.hidden_states(tokens, positions, packing)
     assert not hidden.requires_grad
-    with bench.adapters.applied([Segment(0, len(tokens), bench.create("a", train_attn=False))]):
+    with bench.lora.applied([Segment(0, len(tokens), bench.create("a", train_attn=False))]):
         assert bench.base.hidden_states(tokens, positions, packing).requires_grad
 
 
@@ -194,6 +194,6 @@ def test_other_families_run_unfused(tmp_path: Path) -> None:
     assert fused_trunk(bench.base.trunk) is None
     adapter = bench.create("a")
     tokens, positions, packing = packed()
-    with torch.no_grad(), bench.adapters.applied([Segment(0, len(tokens), adapter)]):
+    with torch.no_grad(), bench.lora.applied([Segment(0, len(tokens), adapter)]):
         found = bench.base.hidden_states(tokens, positions, packing)
         assert torch.equal(found, transformers_forward(bench, tokens, positions, packing))

@@ -14,8 +14,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import FeatureLocation, ForwardBackwardRequest
 from trainhouse.workers.checkpoint import TrainedState, tensor_files
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
-from trainhouse.workers.lora import Adapter
-from trainhouse.workers.lora import adapter_registry as adapters
+from trainhouse.workers.lora import Adapter, lora_layers
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep
 from trainhouse.workers.state import optim
@@ -92,7 +91,7 @@ class WatchedWorker(Worker):
         """Makes the adapters that are on disk of that rank unreadable."""
         if self._mesh.rank != rank:
             return
-        residency = self._models.adapters._residency
+        residency = self._models.residency
         lost, read = [saved.page for saved in residency._saved.values()], residency._pages.read
 
         def read_others(page: FilePage, vectors: Sequence[Tensor]) -> None:
@@ -126,7 +125,7 @@ class WatchedWorker(Worker):
         call = partial(getattr(self, method), *arguments)
         if self._mesh.rank != rank:
             return call()
-        with mock.patch.object(adapters, "Adapter", side_effect=ERRORS["out of memory"]):
+        with mock.patch.object(lora_layers, "Adapter", side_effect=ERRORS["out of memory"]):
             return call()
 
     def lack(self, rank: int, *model_ids: str) -> None:

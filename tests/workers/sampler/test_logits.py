@@ -117,7 +117,7 @@ def _greedy(
         whole = np.concatenate([prompt(8), np.array(tokens, dtype=np.int32)])
         with torch.no_grad():
             own = torch.from_numpy(whole.astype(np.int64))
-            logits = adapted.logits([own], adapted.adapters.get("one"))[-1].numpy().copy()
+            logits = adapted.logits([own], adapted.models.get("one"))[-1].numpy().copy()
         for token, bias in (logit_bias or {}).items():
             logits[token] += bias
         for token in set(whole.tolist()):
@@ -240,7 +240,7 @@ def test_many_stop_tokens_do_not_widen_the_shared_table(adapted: Adapted) -> Non
 
 
 def test_a_finished_job_and_its_adapter_are_released(adapted: Adapted) -> None:
-    copy_adapter(adapted.adapters, "one", "leaving")
+    copy_adapter(adapted.models, "one", "leaving")
     sampler = new_sampler(adapted)
     large, small = (
         job_with("a", "leaving", topk_sample_logprobs=VOCAB),
@@ -248,8 +248,8 @@ def test_a_finished_job_and_its_adapter_are_released(adapted: Adapted) -> None:
     )
     top = finish(sampler, large, small)["b"].sequences[0].topk_logprobs
     assert top.token_ids.shape == (NUM_TOKENS, 1) and top.token_ids.base is None
-    held = [weakref.ref(adapted.adapters.get("leaving")), weakref.ref(large)]
-    adapted.adapters.drop("leaving")
+    held = [weakref.ref(adapted.models.get("leaving")), weakref.ref(large)]
+    adapted.models.drop("leaving")
     del large
     gc.collect()
     assert [one() for one in held] == [None, None]

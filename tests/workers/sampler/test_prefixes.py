@@ -64,7 +64,7 @@ def test_prefixes_are_not_shared_between_tenants(adapted: Adapted) -> None:
 
 
 def test_a_prefix_is_valid_only_for_its_weights(adapted: Adapted) -> None:
-    copy_adapter(adapted.adapters, "one", "moving")
+    copy_adapter(adapted.models, "one", "moving")
     sampler, tokens = new_sampler(adapted), prompt(100)
 
     def hits(adapter_id: str | None) -> int:
@@ -73,18 +73,18 @@ def test_a_prefix_is_valid_only_for_its_weights(adapted: Adapted) -> None:
         return found.prompt_cache_hit_tokens
 
     assert [hits("moving"), hits("moving"), hits("other"), hits(None), hits("moving")] == [0, 96, 0, 0, 96]
-    copy_adapter(adapted.adapters, "other", "moving")
+    copy_adapter(adapted.models, "other", "moving")
     assert [hits("moving"), hits("moving")] == [0, 96]
-    adapted.adapters.drop("moving")
-    copy_adapter(adapted.adapters, "one", "moving")
+    adapted.models.drop("moving")
+    copy_adapter(adapted.models, "one", "moving")
     assert hits("moving") == 0
 
 
 def test_a_sample_begun_before_its_weights_changed_leaves_no_prefix(adapted: Adapted) -> None:
-    copy_adapter(adapted.adapters, "one", "moving")
+    copy_adapter(adapted.models, "one", "moving")
     sampler = new_sampler(adapted)
     sampler.slice(SamplingSlice((job("a", prompt(20), "moving", max_tokens=80),), (), 0))
-    copy_adapter(adapted.adapters, "other", "moving")
+    copy_adapter(adapted.models, "other", "moving")
     sampled = finish(sampler)["a"].sequences[0].tokens
     turn = job("b", np.concatenate([prompt(20), sampled]), "moving")
     found = answer(sampler, turn)

@@ -107,7 +107,7 @@ def failure(sampler: NativeSampler, one: SampleJob) -> str:
 
 def reference_logprobs(adapted: Adapted, tokens: np.ndarray, adapter_id: str | None = None) -> Tensor:
     """Returns the log-softmax of one plain forward: row i is the distribution of token i + 1."""
-    adapter = None if adapter_id is None else adapted.adapters.get(adapter_id)
+    adapter = None if adapter_id is None else adapted.models.get(adapter_id)
     with torch.no_grad():
         return adapted.logits([torch.from_numpy(tokens.astype(np.int64))], adapter).log_softmax(-1)
 
@@ -161,7 +161,7 @@ def test_logprobs_equal_those_of_the_trainers_forward(
     tokens = prompt(7)
     one = sample(new_sampler(adapted, dtype=dtype), job("a", tokens, "one", max_tokens=40))
     np.testing.assert_allclose(one.logprobs, trained_logprobs(adapted, tokens, one.tokens), atol=tolerance)
-    adapted.adapters.get("one").weights.mul_(1.2)
+    adapted.models.get("one").weights.mul_(1.2)
     assert abs(one.logprobs - trained_logprobs(adapted, tokens, one.tokens)).max() > 2 * tolerance
 
 
@@ -217,14 +217,14 @@ def test_different_adapters_in_one_batch_sample_as_each_alone(adapted: Adapted) 
 
 def test_an_overwritten_adapter_is_used_from_the_next_slice(adapted: Adapted) -> None:
     def run(overwrite: Callable[[], object]) -> SampledSequence:
-        copy_adapter(adapted.adapters, "one", "inflight")
+        copy_adapter(adapted.models, "one", "inflight")
         sampler = new_sampler(adapted)
         sampler.slice(SamplingSlice((job("a", prompt(8), "inflight", temperature=0),), (), 0))
         overwrite()
         return finish(sampler)["a"].sequences[0]
 
     kept = run(lambda: None)
-    moved = run(lambda: copy_adapter(adapted.adapters, "other", "inflight"))
+    moved = run(lambda: copy_adapter(adapted.models, "other", "inflight"))
     alone = sample(new_sampler(adapted), job("a", prompt(8), "one", temperature=0))
     assert kept.tokens.tolist() == alone.tokens.tolist()
     assert moved.tokens[:1].tolist() == kept.tokens[:1].tolist()
@@ -288,13 +288,13 @@ def test_without_max_tokens_a_stop_token_can_end_a_sample(adapted: Adapted) -> N
 
 
 def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
-    copy_adapter(adapted.adapters, "one", "closing")
+    copy_adapter(adapted.models, "one", "closing")
     sampler = new_sampler(adapted, kv_cache_bytes=4 * BLOCK * BYTES_PER_TOKEN)
     jobs = [job(str(i), prompt(10), "closing" if i == 2 else "one", num_samples=2, max_tokens=40) for i in range(4)]
     assert sampler.slice(SamplingSlice(tuple(jobs), (), 0)).num_active == 4
     result = sampler.slice(SamplingSlice((), ("0", "1", "unknown"), 0))
     assert result.num_active == 2 and not result.finished
-    adapted.adapters.drop("closing")
+    adapted.models.drop("closing")
     result = sampler.slice(SamplingSlice((), ("3",), 0))
     assert result.num_active == 0 and result.finished.keys() == {"2"}
     assert "adapter closing is gone" in result.finished["2"].message
@@ -305,11 +305,11 @@ def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
 
 
 def test_weights_that_become_nan_fail_their_job_and_leave_its_slot_clean(adapted: Adapted) -> None:
-    copy_adapter(adapted.adapters, "one", "broken")
+    copy_adapter(adapted.models, "one", "broken")
     sampler = new_sampler(adapted)
     other = job("other", prompt(9), "one", max_tokens=20)
     sampler.slice(SamplingSlice((job("a", prompt(8), "broken"), other), (), 0))
-    adapted.adapters.get("broken").weights.fill_(math.nan)
+    adapted.models.get("broken").weights.fill_(math.nan)
     result = sampler.slice(SamplingSlice((), (), 0))
     assert "not finite: check that the weights of adapter broken are finite" in result.finished["a"].message
     after = job("after", prompt(4), "one", max_tokens=20)

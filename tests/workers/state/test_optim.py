@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.lora import Adapter, AdapterRegistry
+from trainhouse.workers.lora import Adapter, LoraLayers
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
@@ -17,8 +17,8 @@ from trainhouse.workers.state.optim import apply_steps, global_norms
 from ..adapted import (
     Adapted,
     copy_adapter,
-    create_adapter,
     load_in_peft,
+    new_adapter,
     peft_logits,
     peft_parameters,
     probe,
@@ -230,7 +230,7 @@ def trained_vectors(adapter: Adapter) -> list[torch.Tensor]:
 def test_a_step_is_bit_identical_alone_and_in_a_batch(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     alone = [adapted.create(f"alone-{i}", rank=rank) for i, rank in enumerate((4, 8, 2, 4, 16))]
-    together = [copy_adapter(adapted.adapters, f"alone-{i}", f"together-{i}") for i in range(len(alone))]
+    together = [copy_adapter(adapted.models, f"alone-{i}", f"together-{i}") for i in range(len(alone))]
     for seed in range(3):
         for adapter in (*alone, *together):
             accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)
@@ -310,8 +310,8 @@ def test_steps_on_cuda_equal_those_on_the_cpu(tiny_models: dict[str, Path]) -> N
     vectors_on = {}
     for device in ("cpu", "cuda"):
         base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device=device))
-        registry = AdapterRegistry(base, 8)
-        adapters = [create_adapter(registry, str(i), LoraConfig(rank=8)) for i in range(len(MIXED))]
+        layers = LoraLayers(base, 8)
+        adapters = [new_adapter(layers, LoraConfig(rank=8)) for _ in MIXED]
         for seed in range(2):
             for adapter in adapters:
                 accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)

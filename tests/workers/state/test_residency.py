@@ -16,7 +16,7 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.lora import Adapter, AdapterRegistry
+from trainhouse.workers.lora import Adapter, LoraLayers
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import (
     Failure,
@@ -28,6 +28,7 @@ from trainhouse.workers.protocol.calls import (
     SamplingSlice,
 )
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.registry.model_registry import KINDS, ModelRegistry
 from trainhouse.workers.state.optim import apply_steps
 from trainhouse.workers.state.page_file import FilePage, PageFile
 from trainhouse.workers.state.residency import Residency
@@ -43,13 +44,17 @@ def config(directory: Path, device: str = "cpu", **knobs: object) -> WorkerConfi
     return WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs)  # pyright: ignore[reportArgumentType]
 
 
-def new_registry(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> AdapterRegistry:
+def new_registry(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> ModelRegistry:
     """Returns a registry with room for this many trained adapters on the device and in host memory."""
     base = BaseModel(config(directory, device))
-    size = AdapterRegistry(base, 64).build(LORA).weights.nbytes
+    size = LoraLayers(base, 64).build(LORA).weights.nbytes
     # A base can be wrapped only once.
     base = BaseModel(config(directory, device))
-    return AdapterRegistry(base, 64, Residency(base.device, slots, 3 * size * host_adapters))
+    return ModelRegistry(base, LoraLayers(base, 64), residency_of(base, slots, 3 * size * host_adapters))
+
+
+def residency_of(base: BaseModel, slots: int, host_bytes: int) -> Residency:
+    return Residency(base.device, dict.fromkeys(KINDS, slots), host_bytes)
 
 
 def accumulate(adapter: Adapter, seed: int) -> None:
@@ -58,22 +63,22 @@ def accumulate(adapter: Adapter, seed: int) -> None:
     adapter.gradients.commit(num_tokens=3, weight_sum=2.0, losses={"loss": float(seed)})
 
 
-def train(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+def train(adapters: ModelRegistry, adapter_id: str, seed: int) -> None:
     with adapters.resident([adapter_id]) as (adapter,):
         accumulate(adapter, seed)
         (metrics,) = apply_steps([adapter], [OptimizerStep(adapter_id, AdamParams(learning_rate=1e-2))])
     assert isinstance(metrics, dict)
 
 
-def state(adapters: AdapterRegistry, adapter_id: str) -> tuple[object, ...]:
+def state(adapters: ModelRegistry, adapter_id: str) -> tuple[object, ...]:
     """Returns all that must survive, in a form that compares bit by bit."""
     with adapters.resident([adapter_id]) as (adapter,):
         vectors = {name: vector.cpu().numpy().tobytes() for name, vector in adapter.live_vectors().items()}
         return vectors, adapter.num_steps, adapter.gradients.window
 
 
-def places(adapters: AdapterRegistry) -> list[int]:
-    memory = adapters.memory()
+def places(adapters: ModelRegistry) -> list[int]:
+    memory = adapters.residency.memory()
     return [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")]
 
 
@@ -103,45 +108,45 @@ def test_adapters_are_reloaded_from_disk_bit_equal(device: str, tiny_models: dic
 
 
 @contextmanager
-def resident(adapters: AdapterRegistry, adapter_id: str) -> Iterator[Adapter]:
+def resident(adapters: ModelRegistry, adapter_id: str) -> Iterator[Adapter]:
     with adapters.resident([adapter_id]) as (adapter,):
         yield adapter
 
 
-def begin_and_commit(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+def begin_and_commit(adapters: ModelRegistry, adapter_id: str, seed: int) -> None:
     with resident(adapters, adapter_id) as adapter:
         accumulate(adapter, seed)
 
 
-def clear(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
+def clear(adapters: ModelRegistry, adapter_id: str, _seed: int) -> None:
     with resident(adapters, adapter_id) as adapter:
         adapter.gradients.clear_window()
 
 
-def clear_moments(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
+def clear_moments(adapters: ModelRegistry, adapter_id: str, _seed: int) -> None:
     with resident(adapters, adapter_id) as adapter:
         adapter.clear_optimizer()
 
 
-def scale(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+def scale(adapters: ModelRegistry, adapter_id: str, seed: int) -> None:
     with resident(adapters, adapter_id) as adapter:
         adapter.pairs[adapter.targets[0].name].a.mul_(1 + 1 / (seed + 2))
 
 
-def copy(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+def copy(adapters: ModelRegistry, adapter_id: str, seed: int) -> None:
     copy_adapter(adapters, adapter_id, f"run-{seed % 8}")
 
 
-def recreate(adapters: AdapterRegistry, adapter_id: str, seed: int) -> None:
+def recreate(adapters: ModelRegistry, adapter_id: str, seed: int) -> None:
     adapters.drop(adapter_id)
     create_adapter(adapters, adapter_id, LORA.model_copy(update={"seed": seed}))
 
 
-def read_state(adapters: AdapterRegistry, adapter_id: str, _seed: int) -> None:
+def read_state(adapters: ModelRegistry, adapter_id: str, _seed: int) -> None:
     state(adapters, adapter_id)
 
 
-ACTIONS: list[Callable[[AdapterRegistry, str, int], None]] = [
+ACTIONS: list[Callable[[ModelRegistry, str, int], None]] = [
     train, begin_and_commit, clear, clear_moments, scale, copy, recreate, read_state, read_state,
 ]  # fmt: skip
 
@@ -197,10 +202,10 @@ def test_only_trained_state_is_paged(tiny_models: dict[str, Path]) -> None:
     adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     size = create_adapter(adapters, "fresh", LORA).weights.nbytes
     create_adapter(adapters, "trained", LORA)
-    assert adapters.memory()["adapters_on_disk"] == size
+    assert adapters.residency.memory()["adapters_on_disk"] == size
     train(adapters, "trained", 1)
     state(adapters, "fresh")
-    assert adapters.memory()["adapters_on_disk"] == 3 * size
+    assert adapters.residency.memory()["adapters_on_disk"] == 3 * size
     assert adapters.get("fresh").vectors.in_memory().keys() == {"weights"}
 
 
@@ -227,10 +232,10 @@ def test_a_dropped_adapter_frees_its_page(tiny_models: dict[str, Path]) -> None:
     adapters = new_registry(tiny_models["llama"], slots=1, host_adapters=0)
     for i in range(5):
         create_adapter(adapters, f"run-{i}", LORA)
-    assert adapters.memory()["adapters_on_disk"] > 0
+    assert adapters.residency.memory()["adapters_on_disk"] > 0
     for adapter_id in adapters:
         adapters.drop(adapter_id)
-    assert {value for name, value in adapters.memory().items() if "moved" not in name} == {0}
+    assert {value for name, value in adapters.residency.memory().items() if "moved" not in name} == {0}
 
 
 def test_an_adapter_off_the_device_cannot_be_used(tiny_models: dict[str, Path]) -> None:
@@ -261,7 +266,7 @@ def test_adapters_in_use_are_not_offloaded_for_others(tiny_models: dict[str, Pat
 
 def test_a_bfloat16_base_uses_the_reloaded_weights(tiny_models: dict[str, Path]) -> None:
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device="cpu", dtype="bfloat16"))
-    adapters = AdapterRegistry(base, 64, Residency(CPU, slots=1, host_bytes=0))
+    adapters = ModelRegistry(base, LoraLayers(base, 64), residency_of(base, 1, 0))
     for adapter_id in ("one", "other"):
         create_adapter(adapters, adapter_id, LORA)
         train(adapters, adapter_id, 1)
@@ -419,9 +424,9 @@ def test_an_adapter_that_cannot_be_reloaded_fails_only_its_run(
     assert isinstance(train_step(worker, ["run-0"])[0], dict)
 
 
-def cut_off_page(adapters: AdapterRegistry, adapter_id: str) -> None:
+def cut_off_page(adapters: ModelRegistry, adapter_id: str) -> None:
     """Truncates the file before the adapter's page; other pages stay whole."""
-    residency = adapters._residency
+    residency = adapters.residency
     page = residency._saved[adapters.get(adapter_id)].page
     assert adapters.get(adapter_id).vectors.place == "disk" and page.stop == residency._pages._size
     os.ftruncate(residency._pages._file, page.offset)
@@ -439,7 +444,7 @@ def test_an_adapter_that_cannot_be_reloaded_fails_only_its_samples(tiny_models: 
     worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     for run_id in ("run-2", "run-3"):
         state(worker._models, run_id)
-    cut_off_page(worker._models.adapters, "run-0")
+    cut_off_page(worker._models, "run-0")
     result = worker.sample_slice(SamplingSlice((sample_job(4, "run-0"),), (), 0.0))
     assert set(result.finished) == {"job-0", "job-4"}
     for failure in result.finished.values():
@@ -475,4 +480,4 @@ def test_a_thousand_runs_on_sixteen_slots_train_as_without_paging(tiny_models: d
     assert [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")] == [NUM_SLOTS, 100, 884]
     assert memory["adapters_on_host"] == 100 * page_bytes and memory["adapters_on_disk"] >= 884 * page_bytes
     for run_id in (run_id for turn in compared for run_id in turn):
-        assert state(paged._models.adapters, run_id) == state(unpaged._models.adapters, run_id)
+        assert state(paged._models, run_id) == state(unpaged._models, run_id)

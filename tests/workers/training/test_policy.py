@@ -13,7 +13,7 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.batch.validated import ModelLimits
-from trainhouse.workers.lora import Adapter, AdapterRegistry
+from trainhouse.workers.lora import Adapter, LoraLayers
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import Failure, OperationPart
@@ -35,17 +35,16 @@ class Bench:
     def __init__(self, directory: Path, **knobs: int | str) -> None:
         self.config = WorkerConfig(ServedModel("tiny", str(directory)), **knobs)
         self.base = BaseModel(self.config)
-        self.adapters = AdapterRegistry(self.base, max_rank=8)
+        self.models = ModelRegistry(self.base, LoraLayers(self.base, max_rank=8))
         self.adapter = self.new_adapter("run")
 
     def new_adapter(self, run_id: str) -> Adapter:
-        adapter = create_adapter(self.adapters, run_id, LoraConfig(rank=4, seed=1))
+        adapter = create_adapter(self.models, run_id, LoraConfig(rank=4, seed=1))
         adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
         return adapter
 
     def pass_runner(self, **knobs: int) -> PassRunner:
-        models = ModelRegistry(self.base, self.adapters)
-        return PassRunner(self.base, models, ModelLimits(512, 1024), replace(self.config, **knobs))
+        return PassRunner(self.base, self.models, ModelLimits(512, 1024), replace(self.config, **knobs))
 
     def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
         """Returns the gradient that the requests accumulate."""
@@ -247,7 +246,7 @@ def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
     diverged = bench.new_adapter("diverged")
     diverged.weights[10] = float("nan")
     failure = expect_failure(run(bench.pass_runner(), request(some_data("cross_entropy"), model_id="diverged")))
-    bench.adapters.drop("diverged")
+    bench.models.drop("diverged")
     assert "not finite" in failure.message
     assert "earlier checkpoint" in failure.message
     assert torch.equal(bench.gradient(request(some_data("cross_entropy"))), before)
@@ -298,9 +297,9 @@ def test_data_with_several_targets_keep_their_shapes(bench: Bench) -> None:
 
 def test_an_adapter_of_only_the_head_trains(bench: Bench) -> None:
     lora = LoraConfig(rank=4, seed=1, train_attn=False, train_mlp=False)
-    adapter = create_adapter(bench.adapters, "head", lora)
+    adapter = create_adapter(bench.models, "head", lora)
     expect_output(run(bench.pass_runner(), request(some_data("cross_entropy"), model_id="head")))
-    bench.adapters.drop("head")
+    bench.models.drop("head")
     assert adapter.gradients.accumulator.any()
 
 

@@ -256,20 +256,20 @@ def test_the_cache_and_adapter_slots_are_sized_by_free_memory(
 ) -> None:
     """Runs on the CPU as if the model were on a GPU with this much free memory."""
     worker = new_worker()
-    adapters = worker._models.adapters
-    one = adapters.bytes_at_rank(32)
+    lora = worker._models.lora
+    one = lora.bytes_at_rank(32)
     new_run(worker, "run", rank=32)
     train(worker, "run")
     # Steps of one operation do not allocate every vector, nor the copies that passes of several runs make.
-    assert 0.7 * one < adapters.get("run").vectors.num_bytes <= one
-    assert adapters.get("run").vectors.num_bytes > adapters.bytes_at_rank(16)
+    assert lora.bytes_at_rank(16) < worker._models.get("run").vectors.num_bytes <= one
+    assert 0.7 * one < worker._models.get("run").vectors.num_bytes
 
     on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
     sized = {}
     for free in (one, 9 * one, 1000 * one):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2 * free))
-        sized[free // one] = _sized_for_device(worker._config, on_gpu, adapters, Mesh())
+        sized[free // one] = _sized_for_device(worker._config, on_gpu, lora, Mesh())
     assert [config.adapter_slots for config in sized.values()] == [1, 3, 64]
     given = replace(worker._config, kv_cache_bytes=None)
-    assert _sized_for_device(given, on_gpu, adapters, Mesh()).kv_cache_bytes == 1000 * one // 3
+    assert _sized_for_device(given, on_gpu, lora, Mesh()).kv_cache_bytes == 1000 * one // 3
     assert sized[9].kv_cache_bytes == worker._config.kv_cache_bytes, "a configured size is kept"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...batch.micro_batch import MicroBatch
-from ...lora import AdapterRegistry, Segment
+from ...lora import LoraLayers, Segment
 from ...lora.segment import clip_segments
 from ...models.fused_decoder import EMBEDDING
 from ...models.model import BaseModel
@@ -74,11 +74,11 @@ class HookedTarget:
     def __init__(
         self,
         base: BaseModel,
-        adapters: AdapterRegistry,
+        lora: LoraLayers,
         draft: DraftModel,
         shard_of: Callable[[MicroBatch], TokenShard],
     ) -> None:
-        self._base, self._adapters, self._draft, self._shard_of = base, adapters, draft, shard_of
+        self._base, self._lora, self._draft, self._shard_of = base, lora, draft, shard_of
 
     def features(self, micro_batch: MicroBatch) -> TargetFeatures:
         shard, own = self._shard_of(micro_batch), self.own(micro_batch)
@@ -92,7 +92,7 @@ class HookedTarget:
         if shard.num_padding:
             segments.append(Segment(shard.num_tokens, shard.num_padded, None))
         captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *layers), torch.empty(0))
-        with self._adapters.applied(clip_segments(segments, shard.tokens)):
+        with self._lora.applied(clip_segments(segments, shard.tokens)):
             last = self._base.shared_hidden_states(micro_batch, shard, captured)
         of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
         return TargetFeatures(captured[EMBEDDING], of_layers, last).mapped(shard.scored)

@@ -1,4 +1,4 @@
-"""All adapters of one base on this rank, by id, and the linear layers that they target."""
+"""The layers of one base that adapters target, and the adapters of these layers in its passes."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,8 +15,6 @@ from ..models.model import BaseModel
 from ..programs.policy import POLICY
 from ..shapes.split import Split
 from ..state.program import Program
-from ..state.residency import Residency
-from ..state.resident_models import ResidentModels
 from .adapter import Adapter
 from .batch_plan import BatchPlan, PlanContext
 from .lora_experts import DOWN, GATE_UP
@@ -27,14 +25,10 @@ from .target import Group, Target, group_of
 _FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
 
 
-class AdapterRegistry(ResidentModels[Adapter]):
-    """Holds all adapters of one base on this rank, and makes every target in the base's trunk a LoraLinear."""
+class LoraLayers:
+    """Makes every target in the base's trunk a LoraLinear, builds adapters of them, and applies these in passes."""
 
-    kind_name = "adapters"
-
-    def __init__(self, base: BaseModel, max_rank: int, residency: Residency | None = None) -> None:
-        """Wraps the base's targets. A `residency` of None keeps all adapters on the device."""
-        super().__init__(residency or Residency(base.device))
+    def __init__(self, base: BaseModel, max_rank: int) -> None:
         self._base = base
         self._max_rank = max_rank
         self._active = ActivePlan(base)

@@ -11,7 +11,15 @@ from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
 from starlette.types import Message, Receive
 
-from ...schemas.codec import PROTOBUF, decode_forward_backward, decode_model, decompress, decompressed_size, is_protobuf
+from ...schemas.codec import (
+    JSON,
+    PROTOBUF,
+    decode_forward_backward,
+    decode_model,
+    decompress,
+    decompressed_size,
+    is_protobuf,
+)
 from ...schemas.errors import RequestError
 from ...schemas.training import ForwardBackwardRequest
 from ..config.server_config import ServerConfig
@@ -40,7 +48,7 @@ class ReceivedBody:
     """A body as received. too_large: it exceeded the limit, and `body` is only its beginning."""
 
     body: bytes
-    content_type: str = "application/json"
+    content_type: str = JSON
     content_encoding: str | None = None
     too_large: bool = False
 
@@ -145,10 +153,12 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
     except BodyTooLarge as error:
         too_large = True
         pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
-    headers = request.headers
-    return ReceivedBody(
-        b"".join(pieces), headers.get("content-type", "application/json"), headers.get("content-encoding"), too_large
-    )
+    encoding = request.headers.get("content-encoding")
+    return ReceivedBody(b"".join(pieces), content_type(request), encoding, too_large)
+
+
+def content_type(request: Request) -> str:
+    return request.headers.get("content-type", JSON)
 
 
 def declared_size(request: Request) -> int | None:
@@ -182,13 +192,12 @@ async def decode_body(received: ReceivedBody, limits: BodyLimits, decode: Callab
     if received.too_large:
         refusal = BodyTooLarge(limits.received_bytes)
         raise RequestError(refusal.detail, refusal.status_code)
-    size = await size_of(received, limits)
-    if received.content_encoding is None and size < LARGE_BYTES:
+    process_bytes = PROCESS_JSON_BYTES
+    if isinstance(decode, Decoder):
+        decode, process_bytes = decode.decode, decode.process_bytes
+    if received.content_encoding is None and len(received.body) < LARGE_BYTES:
         return decode(received.body)
-    decode, apart_bytes = (
-        (decode.decode, decode.process_bytes) if isinstance(decode, Decoder) else (decode, PROCESS_JSON_BYTES)
-    )
-    if size >= apart_bytes:
+    if await size_of(received, limits) >= process_bytes:
         return await decode_in_process(decode, received.body, received.content_encoding, limits.decompressed_bytes)
 
     def decompress_and_decode() -> Decoded:

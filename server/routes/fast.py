@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..tenants.auth import Tenant, current_tenant
-from .services import Services, current_services
+from ..tenants.auth import Tenant
+from .services import Services
 
 Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
@@ -50,12 +50,10 @@ class FastRoutes:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
-        response = await self._answer(endpoint, Request(scope, receive, send))
-        await response(scope, receive, send)
-
-    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        request = Request(scope, receive, send)
         try:
-            return await endpoint(request, await current_services(request), await current_tenant(request, None))
+            response = await endpoint(request, request.app.state.services, request.state.tenant)
         except tuple(self._error_handlers) as error:
             handlers = (handle for kind, handle in self._error_handlers.items() if isinstance(error, kind))
-            return await next(handlers)(request, error)
+            response = await next(handlers)(request, error)
+        await response(scope, receive, send)

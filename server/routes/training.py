@@ -19,10 +19,10 @@ from ...schemas.drafts import (
 )
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
-from ...schemas.training import MOST_INTEGER, ForwardBackwardRequest, OptimStepRequest
+from ...schemas.training import MOST_INTEGER, OptimStepRequest
 from ..http.bodies import (
-    Decoder,
     ReceivedBody,
+    content_type,
     forward_backward_decoder,
     json_body,
     json_decoder,
@@ -130,14 +130,16 @@ async def forward_backward(request: Request, services: ServicesDependency, tenan
 
     The body is JSON, or protobuf as the Tinker SDK sends it.
     """
-    return await run_operation(request, services, tenant, "forward_backward", _decoder(request))
+    decode = forward_backward_decoder(content_type(request))
+    return await run_operation(request, services, tenant, "forward_backward", decode)
 
 
 @router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """Computes losses and log-probabilities (values for a critic) without gradients, like forward_backward with
     `forward_only`."""
-    return await run_operation(request, services, tenant, "forward", _decoder(request, forward_only=True))
+    decode = forward_backward_decoder(content_type(request), forward_only=True)
+    return await run_operation(request, services, tenant, "forward", decode)
 
 
 @router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": MODEL_ID, "adam_params": {}}))
@@ -268,7 +270,3 @@ def _without_secret(submit: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRequ
         return submit
     shown = submit.content.model_copy(update={"weights_access_token": None})
     return ReceivedRequest(ReceivedBody(shown.model_dump_json(exclude_none=True).encode()), shown)
-
-
-def _decoder(request: Request, forward_only: bool = False) -> Decoder[ForwardBackwardRequest]:
-    return forward_backward_decoder(request.headers.get("content-type", "application/json"), forward_only)

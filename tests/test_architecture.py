@@ -21,8 +21,8 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-cli serving routes openai runs operations sampling checkpoints features journal tenants replication http logs config
-files store text
+cli cli/verification serving routes openai runs operations sampling checkpoints features journal tenants replication
+http logs config files store text
 """
 WORKERS = """
 engines/vllm engines/groups engines scheduler pools/ray pools

@@ -7,6 +7,7 @@ everything that a part of the copy refers to exists, and what is too new to be r
 starts.
 """
 
+import argparse
 import shutil
 import sqlite3
 import time
@@ -18,17 +19,34 @@ from pathlib import Path
 
 from ..checkpoints.checkpoint_files import link_or_copy, moved_directories
 from ..config.knob_values import is_url
+from ..config.load import store_config_of
 from ..files.directories import STAGING
 from ..files.object_store import key_of
 from ..files.segment import complete_bytes, truncate_segment
 from ..files.wal import RecordPosition
 from ..journal.restore_marker import mark_copy
 from ..replication.leases import live_directory
-from ..replication.state_lock import STATE_PATTERNS, keep_private
+from ..replication.state_lock import STATE_PATTERNS, check_database_kind, keep_private
 from ..store import DATABASE_NAME
+from .knob_flags import Commands, add_place, given
 
 _SECRET = "url_secret"
 _MOST_ROUNDS = 5
+
+
+def add_backup(commands: Commands) -> None:
+    parser = commands.add_parser("backup", allow_abbrev=False)
+    parser.add_argument(
+        "target", metavar="DIR", type=Path, help="directory of the copy; fast on the same file system, by hard links"
+    )
+    add_place(parser, _backup)
+
+
+def _backup(options: argparse.Namespace) -> int:
+    config = store_config_of(*given(options))
+    check_database_kind(config)
+    Backup(config.state_dir, options.target, config.database_url is None).run(print)
+    return 0
 
 
 class BackupError(ValueError):

@@ -20,7 +20,8 @@ import pytest
 from packaging.requirements import Requirement
 from trainhouse.schemas.version import VERSION
 from trainhouse.server import __main__ as command_line
-from trainhouse.server.cli.commands import main, serve_help, serve_help_all
+from trainhouse.server.cli.commands import main
+from trainhouse.server.cli.serve import serve_help, serve_help_all
 from trainhouse.server.config.server_config import KNOBS, SECTIONS
 from trainhouse.server.serving.server_process import FORCED_STATUS
 

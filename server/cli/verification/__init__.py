@@ -1,0 +1,1 @@
+"""The checks of `trainhouse verify`: each yields the problems that it finds."""

@@ -1,0 +1,64 @@
+"""Checks the snapshots and loaded checkpoints of live runs, and the weights of live samplers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from ...files.directories import directory_name
+from ...files.manifest import ManifestMismatch, check_directory
+from ...journal.journal import read_journal
+from ...sampling.ephemeral_weights import EphemeralWeights
+from .problem import UNTIL_ITS_END, Problem, Repair, remove
+from .state import VerifiedState
+
+_NEW_RUN = f"start a new run from a checkpoint of it; {UNTIL_ITS_END}"
+
+
+async def check_snapshots(state: VerifiedState) -> AsyncIterator[Problem]:
+    begun = await asyncio.to_thread(_runs_from_their_beginning, state.live_dir / "journal")
+    for run in await state.live_runs():
+        directory = state.live_dir / "snapshots" / directory_name(run.run_id)
+        whole, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
+        for path, error in damaged.items():
+            can_go = bool(whole) or run.run_id in begun
+            meaning = f"a snapshot of {run.run_id} is damaged: {error.reason}"
+            repair = Repair("removes it", lambda path=path: remove(path)) if can_go else None
+            yield Problem(str(path), meaning, "delete it by hand" if can_go else _NEW_RUN, repair)
+        if not whole and run.run_id not in begun:
+            meaning = f"{run.run_id} cannot be rebuilt: neither a whole snapshot nor its first operation is left"
+            yield Problem(str(directory), meaning, _NEW_RUN)
+
+
+async def check_loaded(state: VerifiedState) -> AsyncIterator[Problem]:
+    for run in await state.live_runs():
+        directory = state.live_dir / "loaded" / directory_name(run.run_id)
+        _, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
+        for path, error in damaged.items():
+            meaning = f"a checkpoint that {run.run_id} has loaded is damaged: {error.reason}"
+            yield Problem(str(path), meaning, f"do nothing if the run has a whole snapshot, else {_NEW_RUN}")
+
+
+def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ManifestMismatch]]:
+    """Returns the directories that match their manifests, and the error of each other one."""
+    damaged = {}
+    for directory in directories:
+        try:
+            check_directory(directory)
+        except ManifestMismatch as error:
+            damaged[directory] = error
+    return [directory for directory in directories if directory not in damaged], damaged
+
+
+def _runs_from_their_beginning(journal: Path) -> set[str]:
+    """Returns the ids of the runs whose first operation is in the journal."""
+    entries = (entry for path in sorted(journal.glob("*.segment")) for entry in read_journal(path))
+    return {entry.header.run_id for entry in entries if entry.header.kind.startswith("create_model")}
+
+
+async def check_ephemeral(state: VerifiedState) -> AsyncIterator[Problem]:
+    weights = EphemeralWeights(state.live_dir / "ephemeral")
+    for adapter_id in await state.live_adapters():
+        if not weights.has(adapter_id):
+            remedy = f"they cannot be restored: save its run's weights for a new sampler; {UNTIL_ITS_END}"
+            lost = str(weights.directory(adapter_id))
+            yield Problem(lost, "the weights of a sampler are lost: its requests are answered 410", remedy)

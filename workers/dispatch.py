@@ -25,9 +25,8 @@ from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
 from .engines.vllm.engine import VllmEngine
 from .engines.vllm.server import VllmProcess, VllmServer
-from .protocol.calls import ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob
+from .protocol.calls import ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
 from .protocol.worker_config import DispatchConfig, WorkerConfig
-from .scheduler.cohorts import OnProgress
 from .scheduler.device_sharing import DeviceScheduler
 from .scheduler.fair_queue import PassLimits
 from .scheduler.pool_factory import (
@@ -40,7 +39,7 @@ from .scheduler.pool_factory import (
 )
 from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .scheduler.rank_group import RankGroup
-from .scheduler.work import Item, SnapshotRequest, WorkerCall
+from .scheduler.work import OnProgress, PassWork, SnapshotWork, StepWork, WorkerCall
 
 _MOST_WEIGHT_RATIO = 1000
 
@@ -108,41 +107,42 @@ class WorkerDispatch:
 
     def is_up(self, base_model: str) -> bool:
         """True unless some worker of the base model is restarting; workers that only sample do not count."""
-        return not any(group.restarting for group in self._groups_of(base_model))
+        return not any(group.is_restarting for group in self._groups_of(base_model))
 
     def pids(self, base_model: str) -> list[int]:
         """Returns the process ids of the base model's ranks: first its own group, next groups of roles, next
         samplers.
         """
-        of_groups = [pid for group in self._groups_of(base_model) for pid in group.pids()]
+        of_groups = [pid for group in self._groups_of(base_model) for pid in group.pids]
         return of_groups + self._engine(base_model).pids()
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """Creates the run on the workers; `tenant_id` decides whose share of the base model's passes it uses."""
         # Registered before it exists, so that a caller that stops waiting can still drop it.
         is_apart = not isinstance(spec.training, LoraConfig)
-        home = self._locations[spec.run_id] = _RunLocation(
-            self._group(base_model, spec.role), tenant_id, base_model, is_apart
-        )
+        group = self._group(base_model, spec.role)
+        self._locations[spec.run_id] = _RunLocation(group, tenant_id, base_model, is_apart)
         spec = replace(spec, base_name=self._alias(base_model))
-        return await home.submit(spec.run_id, WorkerCall("create_run", (spec,), creates=spec.run_id))
+        return await self._call_worker(spec.run_id, "create_run", spec, creates=spec.run_id)
 
     async def drop_run(self, run_id: str) -> None:
         """Frees the run; does nothing if it is unknown or lost."""
         home = self._locations.get(run_id)
         if home is not None and not home.group.forget_lost(run_id):
             # If the caller stops waiting, the run stays registered and the caller must drop it again.
-            await home.submit(run_id, WorkerCall("drop_run", (run_id,), drops=run_id))
+            await self._call_worker(run_id, "drop_run", run_id, drops=run_id)
         self._locations.pop(run_id, None)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        return await self._home_of_run(request.model_id).submit(request.model_id, request)
+        location = self._location(request.model_id)
+        return await location.group.submit(PassWork(request.model_id, location.tenant_id, request))
 
     async def optim_step(self, step: OptimizerStep) -> dict[str, float]:
-        return await self._home_of_run(step.run_id).submit(step.run_id, step)
+        location = self._location(step.run_id)
+        return await location.group.submit(StepWork(step.run_id, location.tenant_id, step))
 
     async def clear_gradients(self, run_id: str) -> None:
-        await self._submit_verb(run_id, "clear_gradients")
+        await self._call_worker(run_id, "clear_gradients", run_id)
 
     async def set_target(self, run_id: str, directory: Path | None) -> None:
         """Sets the target model that a draft run learns to predict: the policy saved in `directory`, or the bare base
@@ -150,7 +150,7 @@ class WorkerDispatch:
 
         Pending gradients stay. The directory is not read after this returns.
         """
-        await self._submit_verb(run_id, "set_target", None if directory is None else str(directory))
+        await self._call_worker(run_id, "set_target", run_id, None if directory is None else str(directory))
 
     async def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
         """Sets the tokens that a draft model can propose, before its training starts.
@@ -158,7 +158,7 @@ class WorkerDispatch:
         Args:
             token_ids: int64 [draft_vocab_size], ascending.
         """
-        await self._submit_verb(run_id, "set_vocabulary", token_ids)
+        await self._call_worker(run_id, "set_vocabulary", run_id, token_ids)
 
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory.
@@ -166,14 +166,13 @@ class WorkerDispatch:
         A run with its own full weights is written while the workers do other work; saving an adapter blocks them no
         longer than a pass.
         """
-        home = self._home_of_run(run_id)
-        if home.has_own_weights:
-            await home.submit(run_id, SnapshotRequest(str(directory), "state" if optimizer else "weights"))
+        if self._location(run_id).has_own_weights:
+            await self._write_snapshot(run_id, directory, "state" if optimizer else "weights")
         else:
-            await self._submit_verb(run_id, "save_run", str(directory), optimizer)
+            await self._call_worker(run_id, "save_run", run_id, str(directory), optimizer)
 
     async def load_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
-        await self._submit_verb(run_id, "load_run", str(directory), optimizer)
+        await self._call_worker(run_id, "load_run", run_id, str(directory), optimizer)
 
     async def snapshot_run(self, run_id: str, directory: Path) -> None:
         """Writes the run with its optimizer state and pending gradients, as of the operations submitted before this
@@ -182,18 +181,18 @@ class WorkerDispatch:
         The worker writes into an existing empty directory while it does other work. If writing fails, the directory's
         contents are useless.
         """
-        await self._home_of_run(run_id).submit(run_id, SnapshotRequest(str(directory)))
+        await self._write_snapshot(run_id, directory, "all")
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for sampling; reusing an id moves that sampler to the new weights.
 
         The copy is held until `drop_adapter`. If the training workers sample, it is also lost when their worker dies.
         """
-        home = self._home_of_run(run_id)
-        engine = self._engine(home.base_model)
-        if home.group is not self._group(home.base_model):
-            raise OperationError(f"run {run_id} is in {home.group.name}, which does not sample: sample from a policy")
-        await engine.copy_adapter(run_id, home.tenant_id, adapter_id)
+        location = self._location(run_id)
+        engine, group = self._engine(location.base_model), location.group
+        if group is not self._group(location.base_model):
+            raise OperationError(f"run {run_id} is in {group.name}, which does not sample: sample from a policy")
+        await engine.copy_adapter(run_id, location.tenant_id, adapter_id)
         self._adapters[adapter_id] = engine
 
     async def load_adapter(self, base_model: str, adapter_id: str, directory: Path) -> None:
@@ -212,10 +211,9 @@ class WorkerDispatch:
         Raises:
             OperationError: category "user", if the file does not fit this base model.
         """
-        verb = WorkerCall(
-            "convert_adapter", (str(source), lora, str(directory), *filter(None, [self._alias(base_model)]))
-        )
-        return await self._group(base_model).submit(str(directory), tenant_id, verb)
+        arguments = (str(source), lora, str(directory), *filter(None, [self._alias(base_model)]))
+        call = WorkerCall(str(directory), tenant_id, "convert_adapter", arguments)
+        return await self._group(base_model).submit(call)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Frees the adapter; does nothing if it is unknown or lost."""
@@ -254,7 +252,7 @@ class WorkerDispatch:
         """Returns bytes by purpose for every group that is up, by group name (the group of policies has the served
         name).
         """
-        groups = [group for group in self._all_groups() if not group.restarting]
+        groups = [group for group in self._all_groups() if not group.is_restarting]
         answers = await asyncio.gather(*(group.memory() for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines.values()))
         memory = {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
@@ -262,8 +260,15 @@ class WorkerDispatch:
             memory |= each
         return memory
 
-    async def _submit_verb(self, run_id: str, method: str, *arguments: object) -> None:
-        await self._home_of_run(run_id).submit(run_id, WorkerCall(method, (run_id, *arguments)))
+    async def _call_worker(
+        self, run_id: str, method: str, *arguments: object, creates: str | None = None, drops: str | None = None
+    ) -> Any:
+        location = self._location(run_id)
+        return await location.group.submit(WorkerCall(run_id, location.tenant_id, method, arguments, creates, drops))
+
+    async def _write_snapshot(self, run_id: str, directory: Path, contents: SavedContents) -> None:
+        location = self._location(run_id)
+        await location.group.submit(SnapshotWork(run_id, location.tenant_id, str(directory), contents))
 
     def _group(self, base_model: str, role: str | None = None) -> RankGroup:
         """Returns the group that holds runs of this role; None selects the group that is sampled."""
@@ -286,7 +291,7 @@ class WorkerDispatch:
     def _engine(self, base_model: str) -> Engine:
         return self._engines[self._group(base_model).name]
 
-    def _home_of_run(self, run_id: str) -> "_RunLocation":
+    def _location(self, run_id: str) -> "_RunLocation":
         if run_id not in self._locations:
             raise OperationError(
                 f"run {run_id} is not live: it was dropped, or the server was restarted since; "
@@ -332,9 +337,6 @@ class _RunLocation:
     tenant_id: str
     base_model: str
     has_own_weights: bool
-
-    async def submit(self, key: str, item: Item) -> Any:
-        return await self.group.submit(key, self.tenant_id, item)
 
 
 def _check_weights(weights: Mapping[str, float]) -> None:

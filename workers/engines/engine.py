@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import SampleJob
-from ..scheduler.cohorts import OnProgress
+from ..scheduler.work import OnProgress
 
 
 class Engine(Protocol):

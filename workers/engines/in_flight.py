@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse, TopkLogprobs
 from ..protocol.calls import SampledPart
-from ..scheduler.cohorts import OnProgress
+from ..scheduler.work import OnProgress
 
 Attempt = Callable[[OnProgress | None], Coroutine[None, None, SampleResponse]]
 

@@ -5,41 +5,18 @@ jobs of all cohorts and each slice runs one cohort, so no job waits for another 
 the one whose turn it is occupies the ranks' KV cache, so a suspect that kills the worker implicates no other.
 """
 
-import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count
 
-from ...schemas.sampling import SampleResponse
-from ..protocol.calls import SampledPart, SampleJob, SamplingSlice
+from ..protocol.calls import SamplingSlice
 from .quarantine import Suspects
+from .work import SamplingWork
 
 # Slices of the first turn of a cohort apart. Each next turn is twice as long, because a job that gave up its cache must
 # be recomputed when its turn begins.
 _FIRST_TURN = 32
-
-OnProgress = Callable[[tuple[SampledPart, ...]], None]
-
-
-@dataclass(eq=False)
-class SamplingWork:
-    """A sampling job and the future of its answer.
-
-    num_slices: slices that it has completed.
-    """
-
-    job: SampleJob
-    answer: "asyncio.Future[SampleResponse]"
-    on_progress: OnProgress | None
-    num_slices: int = 0
-
-    @property
-    def safe_position(self) -> int:
-        """Returns a number of slices after which a retry is certainly past this point, even if its slices do less than
-        now.
-        """
-        return 2 * self.num_slices + 3
 
 
 @dataclass(eq=False)
@@ -49,7 +26,7 @@ class Cohort:
     max_jobs: largest number of jobs.
     running: jobs that the ranks hold.
     cancelled: ids of jobs that the ranks must drop.
-    turn_slices, num_slices: slices of its turn, and how many of them are over.
+    turn_slices: slices of its turn; num_turn_slices: how many of them are over.
     """
 
     number: int
@@ -58,7 +35,7 @@ class Cohort:
     running: dict[str, SamplingWork] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     turn_slices: int = _FIRST_TURN
-    num_slices: int = 0
+    num_turn_slices: int = 0
 
     def __len__(self) -> int:
         return len(self.joining) + len(self.running)
@@ -144,11 +121,11 @@ class Cohorts:
 
     def _next_apart(self) -> Cohort:
         cohort = next(iter(self._apart.values()))
-        if cohort.num_slices == cohort.turn_slices:
-            cohort.turn_slices, cohort.num_slices = 2 * cohort.turn_slices, 0
+        if cohort.num_turn_slices == cohort.turn_slices:
+            cohort.turn_slices, cohort.num_turn_slices = 2 * cohort.turn_slices, 0
             self._apart.move_to_end(cohort.number)
             cohort = next(iter(self._apart.values()))
-        cohort.num_slices += 1
+        cohort.num_turn_slices += 1
         return cohort
 
     def drop_running(self) -> list[str]:

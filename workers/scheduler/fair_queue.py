@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .work import PassWorkItem, RunQueue
+from .work import PassWork, RunQueue
 
 _TURNS_PER_PASS = 4
 _SHORT_PER_PASS = 16
@@ -36,17 +36,17 @@ class PassLimits:
         weight = self.tenant_weights.get(tenant_id, 1.0) / heaviest
         return weight * self.max_tokens / min(_TURNS_PER_PASS, self.max_runs)
 
-    def may_be_split(self, work: PassWorkItem) -> bool:
+    def may_be_split(self, work: PassWork) -> bool:
         """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
         return work.tokens > self.quarter
 
-    def is_short(self, work: PassWorkItem) -> bool:
+    def is_short(self, work: PassWork) -> bool:
         """True if the operation should run in the very next pass."""
         if work.has_begun:
             return False
         return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
 
-    def allows_short(self, short: PassWorkItem, taken: int) -> bool:
+    def allows_short(self, short: PassWork, taken: int) -> bool:
         """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
         return taken + short.tokens <= self._short_tokens
 

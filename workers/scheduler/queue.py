@@ -1,38 +1,11 @@
 """Queues the work of a group's ranks: keeps each run's order and forms calls from the work of all runs."""
 
 from collections import OrderedDict
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator
 from typing import Any
 
-from ..protocol.calls import OperationPart, OptimizerStep
 from .fair_queue import FairQueue, PassLimits, TenantShare
-from .timeouts import cost_of
-from .work import PassWorkItem, RunQueue, SnapshotRequest, WorkerCall, WorkItem
-
-
-@dataclass(eq=False)
-class OperationChunk:
-    """The chunk of an operation that one pass runs: its data from first_datum up to, not including, end."""
-
-    work: PassWorkItem
-    first_datum: int
-    end: int
-
-    @property
-    def last(self) -> bool:
-        return self.end == len(self.work.lengths)
-
-    @property
-    def cost(self) -> float:
-        return cost_of(self.work.lengths[self.first_datum : self.end], self.work.item.forward_only)
-
-    @property
-    def part(self) -> OperationPart:
-        request = self.work.item
-        if self.first_datum > 0 or not self.last:
-            request = replace(request, data=request.data[self.first_datum : self.end])
-        return OperationPart(self.work.operation_id, request, self.first_datum, self.last)
+from .work import PassWork, RunQueue, SnapshotWork, StepWork, WorkerCall, WorkItem
 
 
 class GroupQueue:
@@ -49,12 +22,11 @@ class GroupQueue:
         self._limits = limits
         self._suspects = suspects
         self._lines: dict[str, RunQueue] = {}
-        # Each line is in one of these, by the type of its head; operations of suspects are in `_suspect_operations`.
-        self._shares = FairQueue(limits)
-        self._suspect_operations = _TenantRoundRobin()
-        self._steps: dict[str, RunQueue] = {}
-        self._verbs = _TenantRoundRobin()
-        self._snapshots = _TenantRoundRobin()
+        # Each line is in one of these, by the type of its head.
+        self._operations, self._suspect_operations = FairQueue(limits), _TenantRoundRobin()
+        self._steps, self._calls, self._snapshots = _TenantRoundRobin(), _TenantRoundRobin(), _TenantRoundRobin()
+        self._by_head = {StepWork: self._steps, WorkerCall: self._calls, SnapshotWork: self._snapshots}
+        self._waits_in: dict[str, FairQueue | _TenantRoundRobin] = {}
         self._steps_went_last = False
         self._suspect_stepped_last = self._suspect_passed_last = False
 
@@ -66,8 +38,8 @@ class GroupQueue:
         return bool(self._snapshots)
 
     @property
-    def wants_verb(self) -> bool:
-        return bool(self._verbs)
+    def wants_call(self) -> bool:
+        return bool(self._calls)
 
     @property
     def wants_training(self) -> bool:
@@ -75,27 +47,26 @@ class GroupQueue:
 
     @property
     def _wants_pass(self) -> bool:
-        return bool(self._shares or self._suspect_operations)
+        return bool(self._operations or self._suspect_operations)
 
-    def works(self) -> list[WorkItem[Any]]:
+    def works(self) -> list[WorkItem]:
         return [work for line in self._lines.values() for work in line.works]
 
-    def add(self, work: WorkItem[Any]) -> None:
+    def add(self, work: WorkItem) -> None:
         line = self._lines.setdefault(work.key, RunQueue(work.key, work.tenant_id))
         line.works.append(work)
         self.num_works += 1
-        if isinstance(work, PassWorkItem):
-            self.num_tokens += work.tokens
+        self.num_tokens += work.tokens
         if len(line.works) == 1:
             self._enqueue(line)
 
-    def cancel(self, work: WorkItem[Any]) -> None:
+    def cancel(self, work: WorkItem) -> None:
         """Drops work that no caller waits for any more, unless the ranks have begun it."""
         line = self._lines.get(work.key)
         if line is not None and work in line.works and not work.has_begun:
             self.drop(work)
 
-    def drop(self, work: WorkItem[Any]) -> None:
+    def drop(self, work: WorkItem) -> None:
         """Removes the rest of this work from the queue."""
         line = self._lines[work.key]
         if work is line.head:
@@ -105,15 +76,18 @@ class GroupQueue:
             line.works.remove(work)
             self._forget(work)
 
-    def next_verb(self) -> WorkerCall:
-        return self._verbs.next().head.item
+    def next_call(self) -> WorkerCall:
+        """Returns the next call, which stays in the queue."""
+        head = self._calls.next().head
+        assert isinstance(head, WorkerCall)
+        return head
 
-    def take_verb(self) -> WorkItem[WorkerCall]:
-        """Takes the next verb: tenants take turns, and a tenant's runs take turns."""
-        return self._pop(self._verbs.next())
+    def take_call(self) -> WorkerCall:
+        """Takes the next call: tenants take turns, and a tenant's runs take turns."""
+        return self._pop(self._calls.next())
 
-    def take_snapshot(self) -> WorkItem[SnapshotRequest]:
-        """Takes the next snapshot, by the same turns as verbs; until then only its run is blocked by it."""
+    def take_snapshot(self) -> SnapshotWork:
+        """Takes the next snapshot, by the same turns as calls; until then only its run is blocked by it."""
         return self._pop(self._snapshots.next())
 
     def steps_are_next(self) -> bool:
@@ -122,46 +96,48 @@ class GroupQueue:
         """
         return bool(self._steps) and not (self._steps_went_last and self._wants_pass)
 
-    def take_steps(self) -> list[WorkItem[OptimizerStep]]:
+    def take_steps(self) -> list[StepWork]:
         """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate."""
         self._steps_went_last = True
-        suspects = [line for line in self._steps.values() if line.key in self._suspects]
-        others = [line for line in self._steps.values() if line.key not in self._suspects]
+        suspects = [line for line in self._steps if line.key in self._suspects]
+        others = [line for line in self._steps if line.key not in self._suspects]
         self._suspect_stepped_last = bool(suspects) and not (others and self._suspect_stepped_last)
         return [self._pop(line) for line in (suspects[:1] if self._suspect_stepped_last else others)]
 
-    def take_pass(self) -> list[OperationChunk]:
-        """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
+    def take_pass(self) -> list[PassWork]:
+        """Takes a chunk of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
-        self._suspect_passed_last = bool(self._suspect_operations) and not (self._shares and self._suspect_passed_last)
+        self._suspect_passed_last = bool(self._suspect_operations) and not (
+            self._operations and self._suspect_passed_last
+        )
         forming = _PassBuilder(self._limits)
         if self._suspect_passed_last:
             line = self._suspect_operations.next()
             self._take(line, forming, self._limits.quantum(line.tenant_id), self._limits.half)
         else:
             self._fill(forming)
-        return list(forming.pieces.values())
+        return list(forming.works.values())
 
     def _fill(self, forming: "_PassBuilder") -> None:
         """Fills a pass: first the run whose turn it is, so that it always progresses; then short operations, which wait
         for one pass at most; then other runs by turns until the pass is full.
         """
-        first = self._shares.next()
+        first = self._operations.next()
         assert first is not None, "taken only while operations are ready"
         self._move(*first, forming, self._limits.half)
         self._move_short_operations(forming)
-        while (turn := self._shares.next(forming.awaited, forming.may_end)) and forming.admits(
+        while (turn := self._operations.next(forming.awaited, forming.may_end)) and forming.admits(
             turn[1].operation, forming.room
         ):
             self._move(*turn, forming, forming.room)
         if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
             # A run with few tokens would otherwise keep the first place for very many passes.
-            self._shares.end_turn()
+            self._operations.end_turn()
 
     def _move_short_operations(self, forming: "_PassBuilder") -> None:
         """Moves short operations into the pass; they may use half a pass even if the first sequence left less room."""
         room = max(forming.room, self._limits.half)
-        for tenant in self._shares.tenants_with_short_work():
+        for tenant in self._operations.tenants_with_short_work():
             taken = self._move_short_ones_of(tenant, forming, room)
             if not taken:
                 return
@@ -194,7 +170,7 @@ class GroupQueue:
             self._enqueue(line)
         return tokens
 
-    def _pop(self, line: RunQueue) -> WorkItem[Any]:
+    def _pop(self, line: RunQueue) -> Any:
         work = line.head
         self._dequeue(line)
         self._end(line)
@@ -208,36 +184,17 @@ class GroupQueue:
         else:
             del self._lines[line.key]
 
-    def _forget(self, work: WorkItem[Any]) -> None:
+    def _forget(self, work: WorkItem) -> None:
         self.num_works -= 1
-        if isinstance(work, PassWorkItem):
-            self.num_tokens -= work.tokens
+        self.num_tokens -= work.tokens
 
     def _enqueue(self, line: RunQueue) -> None:
-        match line.head.item:
-            case OptimizerStep():
-                self._steps[line.key] = line
-            case WorkerCall():
-                self._verbs.add(line)
-            case SnapshotRequest():
-                self._snapshots.add(line)
-            case _ if line.key in self._suspects:
-                self._suspect_operations.add(line)
-            case _:
-                self._shares.add(line)
+        operations = self._suspect_operations if line.key in self._suspects else self._operations
+        waits_in = self._waits_in[line.key] = self._by_head.get(type(line.head), operations)
+        waits_in.add(line)
 
     def _dequeue(self, line: RunQueue) -> None:
-        match line.head.item:
-            case OptimizerStep():
-                del self._steps[line.key]
-            case WorkerCall():
-                self._verbs.remove(line)
-            case SnapshotRequest():
-                self._snapshots.remove(line)
-            case _ if line in self._suspect_operations:  # of a suspect, which it may be no longer
-                self._suspect_operations.remove(line)
-            case _:
-                self._shares.remove(line)
+        self._waits_in.pop(line.key).remove(line)
 
 
 class _PassBuilder:
@@ -248,7 +205,7 @@ class _PassBuilder:
     """
 
     def __init__(self, limits: PassLimits) -> None:
-        self.pieces: dict[int, OperationChunk] = {}
+        self.works: dict[int, PassWork] = {}
         self.awaited: set[str] = set()
         self.room: float = limits.max_tokens
         self._limits = limits
@@ -258,21 +215,22 @@ class _PassBuilder:
     def may_end(self) -> bool:
         return self.room <= self._limits.max_tokens - self._limits.quarter
 
-    def admits(self, work: PassWorkItem, room: float) -> bool:
+    def admits(self, work: PassWork, room: float) -> bool:
         tokens = work.lengths[work.num_taken] if self._limits.may_be_split(work) else work.tokens
         return tokens <= room and self.has_slot(work.key)
 
     def has_slot(self, run_id: str) -> bool:
         return run_id in self._runs or len(self._runs) < self._limits.max_runs
 
-    def take(self, work: PassWorkItem, credit: float, room: float) -> int:
+    def take(self, work: PassWork, credit: float, room: float) -> int:
         """Puts data of the operation into the pass and returns their tokens.
 
         An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
         """
-        piece = self.pieces.setdefault(work.operation_id, OperationChunk(work, work.num_taken, 0))
+        if work.operation_id not in self.works:
+            self.works[work.operation_id] = work
+            work.chunk_start = work.num_taken
         tokens = work.take(credit, room) if self._limits.may_be_split(work) else work.take_all()
-        piece.end = work.num_taken
         self.room -= tokens
         self._runs.add(work.key)
         return tokens
@@ -287,8 +245,8 @@ class _TenantRoundRobin:
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def __contains__(self, line: RunQueue) -> bool:
-        return line.key in self._tenants.get(line.tenant_id, ())
+    def __iter__(self) -> Iterator[RunQueue]:
+        return (line for lines in self._tenants.values() for line in lines.values())
 
     def add(self, line: RunQueue) -> None:
         self._tenants.setdefault(line.tenant_id, OrderedDict())[line.key] = line

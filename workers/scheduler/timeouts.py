@@ -49,7 +49,7 @@ class CallTimeouts:
     def for_slice(self, budget_milliseconds: float) -> float:
         return self._moving_seconds + self._base + budget_milliseconds / 1000 + self.slices.limit(1.0)
 
-    def for_verb(self, method: str) -> float:
+    def for_method(self, method: str) -> float:
         return self._moving_seconds + self._base * (_FILES if method in _OF_FILES else 1)
 
     def record_move(self, seconds: float) -> None:

@@ -2,72 +2,76 @@
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
 
+from ...schemas.errors import OperationError
+from ...schemas.sampling import SampleResponse
 from ...schemas.training import ForwardBackwardRequest
-from ..protocol.calls import OptimizerStep, SavedContents
+from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart, SampleJob, SavedContents
+from .timeouts import cost_of
 
+OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
-@dataclass(frozen=True)
-class WorkerCall:
-    """A call of a worker's method for one run or adapter.
-
-    creates, drops: the id that the worker holds, or no longer holds, after it.
-    """
-
-    method: str
-    arguments: tuple[object, ...] = ()
-    creates: str | None = None
-    drops: str | None = None
-
-
-@dataclass(frozen=True)
-class SnapshotRequest:
-    """Writes the run as of the work before it into `directory`, while the worker does other work."""
-
-    directory: str
-    contents: SavedContents = "all"
-
-
-Item = ForwardBackwardRequest | OptimizerStep | WorkerCall | SnapshotRequest
-ItemT = TypeVar("ItemT", bound=Item)
+_OPERATION_IDS = count()
 
 
 @dataclass(eq=False)
-class WorkItem(Generic[ItemT]):
-    """An item that waits for the ranks, with the future of its answer.
+class WorkItem:
+    """Work that waits for the ranks, with the future of its answer, which the group sets.
 
     key: the run (or adapter), whose work runs in the order of arrival.
+    tokens: of the data left in a forward or forward_backward, at least 1, because one without tokens is still work.
     """
 
     key: str
     tenant_id: str
-    item: ItemT
-    answer: "asyncio.Future[Any]"
+    answer: "asyncio.Future[Any]" = field(init=False)
+    tokens: int = field(init=False, default=0)
 
     @property
     def has_begun(self) -> bool:
         """True if the ranks have received a part of it, so that it must be finished."""
         return False
 
+    @property
+    def suspect_position(self) -> int | None:
+        """Returns the seq_id up to which its run is suspect if the ranks die with this work; None if it is not."""
+        return None
+
+    @property
+    def created_id(self) -> str | None:
+        """Returns the id of the run or adapter that the ranks hold after it and did not hold before."""
+        return None
+
+    @property
+    def dropped_id(self) -> str | None:
+        """Returns the id of the run or adapter that the ranks no longer hold after it."""
+        return None
+
+    def settle(self, answer: object) -> None:
+        """Sets the answer: a result, a Failure, or an OperationError. Does nothing if no caller waits any more."""
+        settle(self.answer, answer)
+
 
 @dataclass(eq=False)
-class PassWorkItem(WorkItem[ForwardBackwardRequest]):
+class PassWork(WorkItem):
     """A forward or forward_backward, whose data are put into passes one datum at a time.
 
     lengths: tokens of each datum.
-    num_taken: how many data, from the first, are in passes already.
-    tokens: of the data left; at least 1, because an operation without tokens is still work.
+    num_taken: how many data, from the first, are in passes already; those from chunk_start on are in the current pass.
     """
 
-    operation_id: int
+    request: ForwardBackwardRequest
+    operation_id: int = field(init=False, default_factory=_OPERATION_IDS.__next__)
     lengths: tuple[int, ...] = field(init=False)
+    chunk_start: int = field(init=False, default=0)
     num_taken: int = field(init=False, default=0)
-    tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lengths = tuple(len(datum.tokens) for datum in self.item.data)
+        self.lengths = tuple(len(datum.tokens) for datum in self.request.data)
         self.tokens = max(1, sum(self.lengths))
 
     @property
@@ -75,8 +79,30 @@ class PassWorkItem(WorkItem[ForwardBackwardRequest]):
         return self.num_taken > 0
 
     @property
+    def suspect_position(self) -> int | None:
+        return self.request.seq_id
+
+    @property
     def is_taken(self) -> bool:
+        """True if the current pass is its last one."""
         return self.num_taken == len(self.lengths)
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        return self.lengths[self.chunk_start : self.num_taken]
+
+    @property
+    def cost(self) -> float:
+        """Returns the cost of its chunk in the current pass, as `cost_of`."""
+        return cost_of(self.chunk_lengths, self.request.forward_only)
+
+    @property
+    def part(self) -> OperationPart:
+        """Returns its chunk in the current pass."""
+        request = self.request
+        if self.chunk_start > 0 or not self.is_taken:
+            request = replace(request, data=request.data[self.chunk_start : self.num_taken])
+        return OperationPart(self.operation_id, request, self.chunk_start, self.is_taken)
 
     def take(self, enough: float, room: float) -> int:
         """Takes data until they have `enough` tokens: the first one always, further ones only if they fit in `room`.
@@ -88,41 +114,109 @@ class PassWorkItem(WorkItem[ForwardBackwardRequest]):
         while not self.is_taken and (not tokens or (tokens < enough and tokens + self.lengths[self.num_taken] <= room)):
             tokens += self.lengths[self.num_taken]
             self.num_taken += 1
-        return self._pay(tokens)
+        self.tokens -= tokens
+        return tokens
 
     def take_all(self) -> int:
-        self.num_taken = len(self.lengths)
-        return self._pay(self.tokens)
-
-    def _pay(self, tokens: int) -> int:
-        self.tokens -= tokens
+        tokens, self.tokens, self.num_taken = self.tokens, 0, len(self.lengths)
         return tokens
 
 
 @dataclass(eq=False)
+class StepWork(WorkItem):
+    """An optimizer step, which runs together with those of other runs."""
+
+    step: OptimizerStep
+
+    @property
+    def suspect_position(self) -> int | None:
+        return self.step.seq_id
+
+
+@dataclass(eq=False)
+class WorkerCall(WorkItem):
+    """A call of a worker's method for one run or adapter.
+
+    creates, drops: the id that the ranks hold, or no longer hold, after it.
+    """
+
+    method: str
+    arguments: tuple[object, ...] = ()
+    creates: str | None = None
+    drops: str | None = None
+
+    @property
+    def created_id(self) -> str | None:
+        return self.creates
+
+    @property
+    def dropped_id(self) -> str | None:
+        return self.drops
+
+
+@dataclass(eq=False)
+class SnapshotWork(WorkItem):
+    """Writes the run as of the work before it into `directory`, while the worker does other work."""
+
+    directory: str
+    contents: SavedContents = "all"
+
+
+@dataclass(eq=False)
+class SamplingWork:
+    """A sampling job, with the future of its answer, which the group sets.
+
+    num_slices: slices that it has completed.
+    """
+
+    job: SampleJob
+    on_progress: OnProgress | None = None
+    num_slices: int = 0
+    answer: "asyncio.Future[SampleResponse]" = field(init=False)
+
+    @property
+    def safe_position(self) -> int:
+        """Returns a number of slices after which a retry is certainly past this point.
+
+        Slices of a retry may do half as much; and the slice in progress and the two short ones after a pause count.
+        """
+        return 2 * self.num_slices + 3
+
+    def settle(self, answer: object) -> None:
+        settle(self.answer, answer)
+
+
+@dataclass(eq=False)
 class RunQueue:
-    """Holds the work of one run, in order. Only the head can run: an optimizer step or verb blocks what follows until
+    """Holds the work of one run, in order. Only the head can run: an optimizer step or a call blocks what follows until
     answered.
     """
 
     key: str
     tenant_id: str
-    works: deque[WorkItem[Any]] = field(default_factory=deque)
+    works: deque[WorkItem] = field(default_factory=deque)
 
     @property
-    def head(self) -> WorkItem[Any]:
+    def head(self) -> WorkItem:
         return self.works[0]
 
     @property
     def awaits_step_only(self) -> bool:
         """True if the run's next forward_backward waits only for an optimizer step, which runs before the next pass."""
-        return (
-            len(self.works) > 1
-            and isinstance(self.head.item, OptimizerStep)
-            and isinstance(self.works[1], PassWorkItem)
-        )
+        return len(self.works) > 1 and isinstance(self.head, StepWork) and isinstance(self.works[1], PassWork)
 
     @property
-    def operation(self) -> PassWorkItem:
-        assert isinstance(self.head, PassWorkItem)
+    def operation(self) -> PassWork:
+        assert isinstance(self.head, PassWork)
         return self.head
+
+
+def settle(future: "asyncio.Future[Any]", answer: object) -> None:
+    if future.done():
+        return
+    if isinstance(answer, Failure):
+        future.set_exception(OperationError(answer.message, answer.category))
+    elif isinstance(answer, OperationError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)

@@ -380,7 +380,7 @@ async def test_requests_next_to_one_that_kills_the_worker_continue() -> None:
     async with running(recording(workers=1)) as dispatch:
         engine: Any = dispatch._engines["tiny"]
         [replica] = engine._replicas
-        replica.group._backoff = RestartBackoff(first=0.05)
+        replica.group.supervisor.backoff = RestartBackoff(first=0.05)
         innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
         with pytest.raises(OperationError, match="3 sampler workers crashed during sampling request dies"):
             await dispatch.sample("tiny", job("dies"))

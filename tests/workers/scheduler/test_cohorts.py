@@ -1,21 +1,18 @@
 """Tests the order of slices: jobs without suspicion alternate with suspects, which take turns."""
 
-import asyncio
 from collections import Counter
 
 import numpy as np
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.workers.protocol.calls import SampleJob
-from trainhouse.workers.scheduler.cohorts import Cohorts, SamplingWork
+from trainhouse.workers.scheduler.cohorts import Cohorts
 from trainhouse.workers.scheduler.quarantine import Suspects
-
-LOOP = asyncio.new_event_loop()
-LOOP.close()  # futures need one, but nothing is awaited here
+from trainhouse.workers.scheduler.work import SamplingWork
 
 
 def sampling_work(job_id: str) -> SamplingWork:
     job = SampleJob(job_id, None, np.zeros(3, np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
-    return SamplingWork(job, LOOP.create_future(), None)
+    return SamplingWork(job)
 
 
 def cohorts_of(suspects: Suspects, *job_ids: str) -> Cohorts:

@@ -185,7 +185,7 @@ def test_timeouts_grow_with_the_work_and_with_observed_durations() -> None:
     assert 60 + 2 * 2.0 < known < 70 + 10 * 2.0 < before
     assert timeouts.for_pass(100_000, 1) > 60 + 4 * 20.0
     assert timeouts.for_pass(10, 1) >= 60 + 2.0
-    assert timeouts.for_slice(50) > 60 and timeouts.for_verb("save_run") > timeouts.for_verb("memory") == 60
+    assert timeouts.for_slice(50) > 60 and timeouts.for_method("save_run") > timeouts.for_method("memory") == 60
     assert timeouts.for_steps(64) > 5 * timeouts.for_steps(1) > 5 * 60
     assert timeouts.loading_seconds > 3600
 

@@ -1,66 +1,71 @@
 """Tests the queue of a group's work: the order of each run, and what enters the next pass."""
 
-import asyncio
 import contextlib
 import gc
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
-from trainhouse.workers.protocol.calls import OptimizerStep
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep
 from trainhouse.workers.scheduler.fair_queue import PassLimits
-from trainhouse.workers.scheduler.queue import GroupQueue, OperationChunk
-from trainhouse.workers.scheduler.work import Item, PassWorkItem, WorkerCall, WorkItem
+from trainhouse.workers.scheduler.queue import GroupQueue
+from trainhouse.workers.scheduler.work import PassWork, StepWork, WorkerCall, WorkItem
 
 TOKENS = 1600
 """Tokens of a pass: turns are of 400, and operations of up to 100 are short."""
 
-LOOP = asyncio.new_event_loop()
-LOOP.close()  # futures need one, but nothing is awaited here
-IDS = count()
+
+class Chunk(NamedTuple):
+    """The data of an operation that one pass runs."""
+
+    work: PassWork
+    first_datum: int
+    end: int
+    part: OperationPart
+
+    @property
+    def last(self) -> bool:
+        return self.end == len(self.work.lengths)
 
 
-def work_of(run_id: str, item: Item) -> WorkItem[Any]:
-    """Wraps the item as work of the tenant named by the first letter of the run."""
-    answer = LOOP.create_future()
-    if isinstance(item, ForwardBackwardRequest):
-        return PassWorkItem(run_id, run_id[0], item, answer, next(IDS))
-    return WorkItem(run_id, run_id[0], item, answer)
+def take_pass(queue: GroupQueue) -> list[Chunk]:
+    return [Chunk(work, work.chunk_start, work.num_taken, work.part) for work in queue.take_pass()]
 
 
-def operation(run_id: str, *lengths: int) -> WorkItem[Any]:
+def operation(run_id: str, *lengths: int) -> PassWork:
+    """Returns an operation of the tenant named by the first letter of the run."""
     data = tuple(Datum(np.zeros(length, np.int32)) for length in lengths)
-    return work_of(run_id, ForwardBackwardRequest(run_id, 0, data, "cross_entropy"))
+    return PassWork(run_id, run_id[0], ForwardBackwardRequest(run_id, 0, data, "cross_entropy"))
 
 
-def step(run_id: str) -> WorkItem[Any]:
-    return work_of(run_id, OptimizerStep(run_id, AdamParams()))
+def step(run_id: str) -> StepWork:
+    return StepWork(run_id, run_id[0], OptimizerStep(run_id, AdamParams()))
 
 
-def verb(run_id: str) -> WorkItem[Any]:
-    return work_of(run_id, WorkerCall("save_run"))
+def call(run_id: str) -> WorkerCall:
+    return WorkerCall(run_id, run_id[0], "save_run")
 
 
-def queue_of(*works: WorkItem[Any], runs: int = 64, suspects: Container[str] = (), **weights: float) -> GroupQueue:
+def queue_of(*works: WorkItem, runs: int = 64, suspects: Container[str] = (), **weights: float) -> GroupQueue:
     queue = GroupQueue(PassLimits(TOKENS, runs, weights), suspects)
     for work in works:
         queue.add(work)
     return queue
 
 
-def tokens_of(chunk: OperationChunk) -> int:
+def tokens_of(chunk: Chunk) -> int:
     return sum(chunk.work.lengths[chunk.first_datum : chunk.end])
 
 
-def runs_of(chunks: Sequence[OperationChunk]) -> list[str]:
+def runs_of(chunks: Sequence[Chunk]) -> list[str]:
     return [chunk.work.key for chunk in chunks]
 
 
@@ -74,7 +79,7 @@ Lengths = st.one_of(
 Events = st.lists(
     st.one_of(
         st.tuples(
-            st.sampled_from(["a0", "a1", "b0", "b1", "c0"]), st.one_of(Lengths, st.sampled_from(["step", "verb"]))
+            st.sampled_from(["a0", "a1", "b0", "b1", "c0"]), st.one_of(Lengths, st.sampled_from(["step", "call"]))
         ),
         st.sampled_from(["take", "cancel", "fail", "trust"]),
     ),
@@ -89,27 +94,27 @@ class CheckedConsumer:
         self.queue = queue
         self.limits = limits
         self.suspects = suspects
-        self.begun: dict[str, OperationChunk] = {}
-        self.done: dict[str, list[WorkItem[Any]]] = defaultdict(list)
+        self.begun: dict[str, Chunk] = {}
+        self.done: dict[str, list[WorkItem]] = defaultdict(list)
 
     def take(self) -> bool:
-        if self.queue.wants_verb:
-            self._finish([self.queue.take_verb()])
+        if self.queue.wants_call:
+            self._finish([self.queue.take_call()])
         elif self.queue.wants_training and self.queue.steps_are_next():
             self._finish(self.queue.take_steps())
         elif self.queue.wants_training:
-            self._run(self.queue.take_pass())
+            self._run(take_pass(self.queue))
         else:
             return False
         return True
 
-    def _finish(self, works: Sequence[WorkItem[Any]]) -> None:
+    def _finish(self, works: Sequence[WorkItem]) -> None:
         assert works and not self.begun.keys() & {work.key for work in works}
         assert len(works) == 1 or not any(work.key in self.suspects for work in works)
         for work in works:
             self.done[work.key].append(work)
 
-    def _run(self, chunks: Sequence[OperationChunk]) -> None:
+    def _run(self, chunks: Sequence[Chunk]) -> None:
         longest = max((length for chunk in chunks for length in chunk.work.lengths), default=0)
         tokens = sum(map(tokens_of, chunks))
         assert chunks and len(set(runs_of(chunks))) <= self.limits.max_runs
@@ -119,8 +124,8 @@ class CheckedConsumer:
             before = self.begun.pop(chunk.work.key, None)
             assert chunk.first_datum == (before.end if before else 0)
             assert before is None or before.work is chunk.work
-            assert chunk.part.request.data == chunk.work.item.data[chunk.first_datum : chunk.end]
-            assert chunk.part.last == (chunk.end == len(chunk.work.item.data))
+            assert chunk.part.request.data == chunk.work.request.data[chunk.first_datum : chunk.end]
+            assert chunk.part.last == (chunk.end == len(chunk.work.request.data))
             if chunk.last:
                 self.done[chunk.work.key].append(chunk.work)
             else:
@@ -132,7 +137,7 @@ class CheckedConsumer:
 def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int, suspects: set[str]) -> None:
     limits = PassLimits(TOKENS, runs, {"a": 3.0, "b": 0.5})
     consumer = CheckedConsumer(GroupQueue(limits, suspects), limits, suspects)
-    expected: dict[str, list[WorkItem[Any]]] = defaultdict(list)
+    expected: dict[str, list[WorkItem]] = defaultdict(list)
     for event in events:
         waiting = consumer.queue.works()
         if event == "take":
@@ -149,7 +154,7 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
                 expected[waiting[-1].key].remove(waiting[-1])
         elif isinstance(event, tuple):
             run_id, what = event
-            work = {"step": step, "verb": verb}[what](run_id) if isinstance(what, str) else operation(run_id, *what)
+            work = {"step": step, "call": call}[what](run_id) if isinstance(what, str) else operation(run_id, *what)
             expected[run_id].append(work)
             consumer.queue.add(work)
     while consumer.take():
@@ -160,12 +165,12 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
 
 def test_operations_wait_for_the_step_before_them() -> None:
     queue = queue_of(operation("a", 10), operation("a", 10), step("a"), operation("a", 10), operation("b", 10))
-    assert runs_of(queue.take_pass()) == ["a", "b", "a"]
+    assert runs_of(take_pass(queue)) == ["a", "b", "a"]
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
-    assert runs_of(queue.take_pass()) == ["a"]
+    assert runs_of(take_pass(queue)) == ["a"]
 
 
-def runs_of_works(works: Sequence[WorkItem[Any]]) -> list[str]:
+def runs_of_works(works: Sequence[WorkItem]) -> list[str]:
     return [work.key for work in works]
 
 
@@ -173,21 +178,21 @@ def test_ready_steps_run_together_before_the_next_pass_without_starving_passes()
     steps = [step(run_id) for run_id in ("a", "a", "b", "c")]
     queue = queue_of(*steps, operation("d", 10))
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
-    assert not queue.steps_are_next() and runs_of(queue.take_pass()) == ["d"]
+    assert not queue.steps_are_next() and runs_of(take_pass(queue)) == ["d"]
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
 
 
 def test_suspects_do_not_hold_up_others() -> None:
     operations = [operation(run_id, 50) for run_id in ("a0", "a1", "b0", "c0", "c1", "d0")]
     queue = queue_of(operation("d1", 1000), *operations, suspects=("a0", "b0", "c0"))
-    passes = [runs_of(queue.take_pass()) for _ in range(4)]
+    passes = [runs_of(take_pass(queue)) for _ in range(4)]
     assert sorted(map(sorted, passes)) == [["a0"], ["a1", "c1", "d0", "d1"], ["b0"], ["c0"]]
     assert ["a1", "c1", "d0", "d1"] in map(sorted, passes[:2])
 
 
 def test_a_suspects_large_operation_alternates_with_those_of_others() -> None:
     queue = queue_of(operation("a", *[100] * 12), *[operation(f"b{number}", 1500) for number in range(3)], suspects="a")
-    assert [runs_of(queue.take_pass()) for _ in range(6)] == [["a"], ["b0"], ["a"], ["b1"], ["a"], ["b2"]]
+    assert [runs_of(take_pass(queue)) for _ in range(6)] == [["a"], ["b0"], ["a"], ["b1"], ["a"], ["b2"]]
 
 
 def test_suspects_steps_do_not_hold_up_those_of_others() -> None:
@@ -196,11 +201,11 @@ def test_suspects_steps_do_not_hold_up_those_of_others() -> None:
     assert taken == [["a"], ["d", "e"], ["b"], ["c"]]
 
 
-def test_tenants_take_turns_with_their_verbs() -> None:
-    queue = queue_of(*(verb(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
+def test_tenants_take_turns_with_their_calls() -> None:
+    queue = queue_of(*(call(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
     taken = []
-    while queue.wants_verb:
-        taken.append(queue.take_verb().key)
+    while queue.wants_call:
+        taken.append(queue.take_call().key)
     assert taken == ["a0", "b0", "a1", "b1", "a2", "a0"]
 
 
@@ -209,7 +214,7 @@ def test_tenants_take_turns_with_their_verbs() -> None:
 
 def test_a_large_operation_is_split_between_data_and_a_small_one_is_not() -> None:
     queue = queue_of(operation("a", *[100] * 40), operation("b", *[100] * 3))
-    chunks = [queue.take_pass() for _ in range(3)]
+    chunks = [take_pass(queue) for _ in range(3)]
     assert [sum(map(tokens_of, each)) for each in chunks] == [1600, 1600, 1100]
     assert [(each.first_datum, each.end, each.last) for each in chunks[0] if each.work.key == "a"] == [(0, 13, False)]
     assert [runs_of(each) for each in chunks] == [["a", "b"], ["a"], ["a"]]
@@ -217,7 +222,7 @@ def test_a_large_operation_is_split_between_data_and_a_small_one_is_not() -> Non
 
 def test_a_sequence_longer_than_a_pass_is_a_chunk_by_itself() -> None:
     queue = queue_of(operation("a", 10, 5000, 10))
-    parts = [[(chunk.first_datum, chunk.end) for chunk in queue.take_pass()] for _ in range(3)]
+    parts = [[(chunk.first_datum, chunk.end) for chunk in take_pass(queue)] for _ in range(3)]
     assert parts == [[(0, 1)], [(1, 2)], [(2, 3)]]
 
 
@@ -232,7 +237,7 @@ class Backlog:
         self._lengths = lengths
         self._ahead = ahead
 
-    def missing(self, queue: GroupQueue) -> list[WorkItem[Any]]:
+    def missing(self, queue: GroupQueue) -> list[WorkItem]:
         waiting = Counter(work.key for work in queue.works())
         return [
             operation(run_id, *self._lengths) for run_id in self._runs for _ in range(self._ahead - waiting[run_id])
@@ -247,7 +252,7 @@ def serve(queue: GroupQueue, num_passes: int, *backlogs: Backlog) -> list[Counte
             for work in backlog.missing(queue):
                 queue.add(work)
         tokens: Counter[str] = Counter()
-        for chunk in queue.take_pass():
+        for chunk in take_pass(queue):
             tokens[chunk.work.tenant_id] += tokens_of(chunk)
         served.append(tokens)
     return served
@@ -308,7 +313,7 @@ def train(queue: GroupQueue, num_passes: int, **lengths: Sequence[int]) -> list[
             queue.take_steps()
             continue
         served.append(Counter())
-        for chunk in queue.take_pass():
+        for chunk in take_pass(queue):
             served[-1][chunk.work.tenant_id] += tokens_of(chunk)
     return served
 
@@ -339,7 +344,7 @@ def test_runs_of_a_tenant_take_turns() -> None:
     queue = queue_of(*(operation(run_id, *[20] * 800) for run_id in ("a0", "a1", "a2", "a3")))
     served: Counter[str] = Counter()
     for _ in range(10):
-        for chunk in queue.take_pass():
+        for chunk in take_pass(queue):
             served[chunk.work.key] += tokens_of(chunk)
     assert max(served.values()) - min(served.values()) <= 400 and len(served) == 4
 
@@ -366,14 +371,14 @@ def test_a_short_operation_is_in_the_very_next_pass(line: list[Backlog], tenant:
         serve(queue, 3, *line)
         short = operation(f"{tenant}-short", tokens)
         queue.add(short)
-        assert short in [chunk.work for chunk in queue.take_pass()]
+        assert short in [chunk.work for chunk in take_pass(queue)]
 
 
 def test_an_operation_that_is_not_short_waits_for_its_turn() -> None:
     queue = queue_of()
     serve(queue, 1, *(Backlog([f"{tenant}0"], *[20] * 1000, ahead=2) for tenant in "abcdefgh"))
     queue.add(operation("z", 60, 60))
-    assert "z" not in runs_of(queue.take_pass())
+    assert "z" not in runs_of(take_pass(queue))
 
 
 @pytest.mark.parametrize("num_runs", [1, 50])
@@ -424,13 +429,13 @@ def counted_lines() -> Iterator[Counter[str]]:
 
 
 class ListingQueue(GroupQueue):
-    def take_pass(self) -> list[OperationChunk]:
+    def take_pass(self) -> list[Chunk]:
         self.works()
         return super().take_pass()
 
 
 class OrderingQueue(GroupQueue):
-    def take_pass(self) -> list[OperationChunk]:
+    def take_pass(self) -> list[Chunk]:
         self._lines = dict(sorted(self._lines.items(), key=lambda line: line[0]))
         return super().take_pass()
 
@@ -442,7 +447,7 @@ def events_of_a_pass(kind: type[GroupQueue], num_runs: int, num_tenants: int) ->
     for work in (*(operation(run_id, 40, 40) for run_id in runs), *map(step, runs)):
         queue.add(work)
     with counted_lines() as events:
-        chunks = queue.take_pass()
+        chunks = take_pass(queue)
     assert len(chunks) == 20
     return events.total()
 

@@ -170,8 +170,9 @@ class GroupAdapter:
         """Overwrites the version with the copy. Raises OperationError."""
         version.number = _NONE
         weights, started = copy.read(), time.monotonic()
-        verb = WorkerCall("import_adapter", (version.worker_id, weights), creates=version.worker_id)
-        await self._group.submit(self._adapter_id, "", verb)
+        worker_id = version.worker_id
+        call = WorkerCall(self._adapter_id, "", "import_adapter", (worker_id, weights), creates=worker_id)
+        await self._group.submit(call)
         version.number = copy.version
         if version.is_immutable:
             seconds, num_bytes = time.monotonic() - started, weights.weights.nbytes
@@ -202,8 +203,8 @@ class GroupAdapter:
                 await self._drop(version)
 
     async def _drop(self, version: GroupAdapterVersion) -> None:
-        verb = WorkerCall("drop_adapter", (version.worker_id,), drops=version.worker_id)
-        await self._group.submit(self._adapter_id, "", verb)
+        worker_id = version.worker_id
+        await self._group.submit(WorkerCall(self._adapter_id, "", "drop_adapter", (worker_id,), drops=worker_id))
         if version in self._versions:
             self._versions.remove(version)
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from ....schemas.errors import OperationError
 from ....schemas.sampling import SampleResponse
 from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
-from ...scheduler.cohorts import OnProgress
 from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import WorkerCall
+from ...scheduler.work import OnProgress, WorkerCall
 from ..in_flight import InFlightRequests, StreamDeduplicator
 from ..weights import drop_weights, load_weights
 from .adapter_copies import AdapterCopies
@@ -45,15 +44,15 @@ class SamplerGroups:
         return next((status for replica in self._replicas if (status := replica.group.status())), None)
 
     def pids(self) -> list[int]:
-        return [pid for replica in self._replicas for pid in replica.group.pids()]
+        return [pid for replica in self._replicas for pid in replica.group.pids]
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        weights = await self._training.submit(run_id, tenant_id, WorkerCall("export_adapter", (run_id,)))
+        weights = await self._training.submit(WorkerCall(run_id, tenant_id, "export_adapter", (run_id,)))
         await self._keep(adapter_id, weights)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
         await self._keep(
-            adapter_id, await self._training.submit(adapter_id, "", WorkerCall("read_adapter", (str(directory),)))
+            adapter_id, await self._training.submit(WorkerCall(adapter_id, "", "read_adapter", (str(directory),)))
         )
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -79,7 +78,7 @@ class SamplerGroups:
 
     async def memory(self) -> dict[str, dict[str, int]]:
         """Like Engine.memory; adds the transfers of fully trained weights to each group."""
-        replicas = [replica for replica in self._replicas if not replica.group.restarting]
+        replicas = [replica for replica in self._replicas if not replica.group.is_restarting]
         answers = await asyncio.gather(*(replica.group.memory() for replica in replicas))
         return {
             replica.group.name: answer | replica.pushes.memory()
@@ -106,11 +105,11 @@ class SamplerGroups:
 
     def _without_draft(self, draft_id: str) -> list[RankGroup]:
         groups = [replica.group for replica in self._replicas]
-        up = [group for group in groups if not group.restarting] or groups
+        up = [group for group in groups if not group.is_restarting] or groups
         return [group for group in up if not group.holds(draft_id)]
 
     def _next_replica(self) -> "_Replica":
-        return min(self._replicas, key=lambda replica: (replica.group.restarting, replica.num_tokens))
+        return min(self._replicas, key=lambda replica: (replica.group.is_restarting, replica.num_tokens))
 
 
 class _WorkerDied(Exception):

@@ -23,7 +23,7 @@ import numpy as np
 from ....schemas.errors import OperationError
 from ....schemas.sampling import EMPTY_LOGPROB, SampledSequence, SampleResponse, TopkLogprobs
 from ...protocol.calls import SampledPart, SampleJob
-from ...scheduler.cohorts import OnProgress
+from ...scheduler.work import OnProgress
 from ..in_flight import cancel_and_wait
 from .requests import VllmModel, VllmRequest, is_greedy
 from .server import VllmServer

@@ -14,10 +14,9 @@ from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
 from ...scheduler.backoff import backoff
-from ...scheduler.cohorts import OnProgress
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import WorkerCall
+from ...scheduler.work import OnProgress, WorkerCall
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
 from .adapters import VllmAdapters, VllmAdapterVersion, link_files
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
@@ -94,7 +93,7 @@ class VllmEngine:
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         async def save(directory: Path) -> None:
-            await self._training.submit(run_id, tenant_id, WorkerCall("save_run", (run_id, str(directory), False)))
+            await self._training.submit(WorkerCall(run_id, tenant_id, "save_run", (run_id, str(directory), False)))
             _check_adapter(directory)
 
         await self._adapters.put(adapter_id, save)
@@ -230,9 +229,9 @@ class VllmEngine:
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
 
         async def save(directory: Path) -> None:
-            await self._training.submit(_BARE, "", WorkerCall("create_run", (spec,), creates=_BARE))
-            await self._training.submit(_BARE, "", WorkerCall("save_run", (_BARE, str(directory), False)))
-            await self._training.submit(_BARE, "", WorkerCall("drop_run", (_BARE,), drops=_BARE))
+            await self._training.submit(WorkerCall(_BARE, "", "create_run", (spec,), creates=_BARE))
+            await self._training.submit(WorkerCall(_BARE, "", "save_run", (_BARE, str(directory), False)))
+            await self._training.submit(WorkerCall(_BARE, "", "drop_run", (_BARE,), drops=_BARE))
 
         await self._adapters.put(_BARE, save)
         self._base_adapter_id = _BARE

@@ -1,0 +1,191 @@
+"""Tests which call a group's ranks make next, and what its answer means, without ranks or an event loop."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.sampling import SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
+from trainhouse.workers.pools.base import WorkerDied
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep, SampleJob, SliceResult, WorkerLost
+from trainhouse.workers.scheduler.fair_queue import PassLimits
+from trainhouse.workers.scheduler.group_work import GroupWork
+from trainhouse.workers.scheduler.rank_calls import PassCall, RankCall, SliceCall
+from trainhouse.workers.scheduler.scheduler import Scheduler
+from trainhouse.workers.scheduler.work import PassWork, SamplingWork, SnapshotWork, StepWork, WorkerCall, WorkItem
+
+
+class Group:
+    """A scheduler with its work, and a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.work = GroupWork(PassLimits(100, 8))
+        self.scheduler = Scheduler(self.work, 50.0, lambda: self.now)
+
+    def add(self, work: Any) -> Any:
+        work.answer = Future()
+        if isinstance(work, WorkItem):
+            self.work.queue.add(work)
+        else:
+            self.work.cohorts.add(work)
+        return work
+
+    def next_call(self) -> RankCall:
+        return self.scheduler.next_call(self.scheduler.wanted())
+
+    def do(self, answer: Any, seconds: float = 1.0) -> RankCall:
+        """Makes the next call, answered so."""
+        call = self.next_call()
+        self.now += seconds
+        self.scheduler.finish(call, answer, seconds)
+        return call
+
+
+def operation(run_id: str, *lengths: int, seq_id: int = 1) -> PassWork:
+    data = tuple(Datum(np.zeros(length, np.int32)) for length in lengths)
+    return PassWork(run_id, "alice", ForwardBackwardRequest(run_id, seq_id, data, "cross_entropy"))
+
+
+def step(run_id: str, seq_id: int = 2) -> StepWork:
+    return StepWork(run_id, "alice", OptimizerStep(run_id, AdamParams(), seq_id=seq_id))
+
+
+def sampling(job_id: str) -> SamplingWork:
+    return SamplingWork(SampleJob(job_id, None, np.zeros(3, np.int32), SamplingParams(max_tokens=1, seed=0), (), ()))
+
+
+def test_a_pass_answers_each_operation_by_itself() -> None:
+    group = Group()
+    good, bad = group.add(operation("a", 10)), group.add(operation("b", 10))
+    call = group.do(["output", Failure("NaN", "user")])
+    assert isinstance(call, PassCall) and list(call.works) == [good, bad]
+    assert good.answer.result() == "output"
+    with pytest.raises(OperationError, match="NaN"):
+        bad.answer.result()
+    assert not group.scheduler.wanted()
+
+
+def test_an_operation_in_chunks_is_answered_by_its_last_one() -> None:
+    group = Group()
+    work = group.add(operation("a", *[60] * 3))
+    for part in range(3):
+        assert not work.answer.done()
+        group.do(["output" if part == 2 else None])
+    assert work.answer.result() == "output"
+
+
+def test_a_failed_chunk_ends_its_operation() -> None:
+    group = Group()
+    work = group.add(operation("a", *[60] * 3))
+    group.do([Failure("out of memory", "server")])
+    with pytest.raises(OperationError, match="out of memory"):
+        work.answer.result()
+    assert not group.scheduler.wanted()
+
+
+def test_a_step_is_refused_if_a_whole_pass_failed() -> None:
+    """The ranks may not know of it. A call that clears the run's gradients ends that."""
+    group = Group()
+    group.add(operation("a", 10))
+    group.do(Failure("the worker failed", "server"))
+    assert group.work.with_refusal(step("a").step).refusal_reason == "the worker failed"
+    assert group.work.with_refusal(step("b").step).refusal_reason is None
+    group.add(WorkerCall("a", "alice", "clear_gradients", ("a",)))
+    group.do(None)
+    assert group.work.with_refusal(step("a").step).refusal_reason is None
+
+
+def test_kinds_of_calls_share_the_time() -> None:
+    group = Group()
+    group.add(sampling("job"))
+    for number in range(40):
+        group.add(operation(f"run{number}", 90))
+    kinds = [group.do(SliceResult({}, 1) if number % 2 else ["output"], 1.0).kind for number in range(8)]
+    assert kinds == ["training", "sampling"] * 4
+
+
+def test_the_first_slices_after_a_pause_are_short() -> None:
+    group = Group()
+    group.add(sampling("job"))
+    calls = [group.do(SliceResult({}, 1)) for _ in range(4)]
+    assert [call._slice.budget_milliseconds for call in calls if isinstance(call, SliceCall)] == [
+        50 / 16,
+        50 / 4,
+        50,
+        50,
+    ]
+
+
+def test_snapshots_are_polled_at_growing_intervals_and_few_are_written_at_once() -> None:
+    group = Group()
+    works = [group.add(SnapshotWork(f"run{number}", "alice", f"/snapshots/{number}")) for number in range(5)]
+    for _ in range(4):
+        group.do(None, seconds=0.0)
+    assert not group.scheduler.wanted(), "a fifth waits until one is written"
+    assert group.scheduler.seconds_to_poll() == pytest.approx(0.01)
+    group.now += 0.01
+    assert group.scheduler.without_device(group.scheduler.wanted()) == ["snapshots"], "a poll needs no device"
+    group.do({0: None, 1: Failure("disk full", "server")}, seconds=0.0)
+    assert works[0].answer.result() is None
+    with pytest.raises(OperationError, match="disk full"):
+        works[1].answer.result()
+    assert group.scheduler.seconds_to_poll() == pytest.approx(0.02)
+    assert group.scheduler.wanted() == ["snapshots"]
+
+
+def test_only_some_methods_run_while_the_group_is_offloaded() -> None:
+    group = Group()
+    group.add(operation("a", 10))
+    group.add(WorkerCall("b", "alice", "memory"))
+    assert group.scheduler.wanted() == ["training", "methods"]
+    assert group.scheduler.without_device(group.scheduler.wanted()) == ["methods"]
+    group.add(WorkerCall("c", "alice", "load_run"))
+    group.scheduler.finish(group.scheduler.next_call(["methods"]), {}, 0.0)
+    assert group.scheduler.without_device(group.scheduler.wanted()) == []
+
+
+def test_a_death_fails_all_work_and_makes_what_was_in_the_call_suspect() -> None:
+    group = Group()
+    create = group.add(WorkerCall("a", "alice", "create_run", creates="a"))
+    group.do("info")
+    assert create.answer.result() == "info" and group.work.holds("a")
+    works = [group.add(operation("a", 10)), group.add(operation("b", 10))]
+    waiting, dropped = group.add(sampling("job")), group.add(WorkerCall("c", "alice", "drop_run", drops="c"))
+    call = group.scheduler.next_call(["training"])
+    consequences = group.work.worker_died("tiny", WorkerDied("killed by SIGKILL"), call.works)
+    assert "2 runs were in the call" in consequences
+    for work in (*works, waiting):
+        with pytest.raises(WorkerLost) as lost:
+            work.answer.result()
+        assert not lost.value.alone
+    assert dropped.answer.result() is None, "the death dropped everything"
+    assert "a" in group.work.suspect_runs and "b" in group.work.suspect_runs
+    assert not group.work.holds("a") and not group.scheduler.wanted()
+    with pytest.raises(WorkerLost, match="a was lost when the worker of tiny died"):
+        group.work.check_available("a")
+    assert group.work.forget_lost("a") and not group.work.forget_lost("a")
+
+
+def test_a_suspect_runs_alone_until_it_is_past_the_point_of_the_death() -> None:
+    group = Group()
+    for run_id in ("a", "b"):
+        group.add(operation(run_id, 10, seq_id=5))
+    group.work.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
+    for run_id in ("a", "b"):
+        group.add(operation(run_id, 10, seq_id=5))
+    assert [len(group.do(["output"]).works) for _ in range(2)] == [1, 1]
+    for run_id in ("a", "b"):
+        group.add(operation(run_id, 10, seq_id=6))
+    assert len(group.do(["output", "output"]).works) == 2
+
+
+def test_work_that_was_alone_in_the_call_is_said_to_be() -> None:
+    group = Group()
+    work = group.add(operation("a", 10))
+    group.work.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
+    with pytest.raises(WorkerLost) as lost:
+        work.answer.result()
+    assert lost.value.alone

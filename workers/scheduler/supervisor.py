@@ -1,0 +1,176 @@
+"""Starts the ranks of a group, makes its calls, and restarts the ranks when one dies."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ...schemas.errors import OperationError
+from ..planner.footprint import gigabytes, loaded_bytes
+from ..pools.base import PlacementError, Pool, WorkerDied, WorkerError
+from ..protocol.calls import Failure, ModelInfo
+from ..protocol.worker_config import WorkerConfig
+from .backoff import RestartBackoff
+from .device_sharing import DeviceLease
+from .loading import failure_reason, load
+from .ranks import Ranks
+from .timeouts import CallTimeouts
+
+logger = logging.getLogger(__name__)
+
+# Pause before the next attempt to place the ranks. Nothing died, so there is no backoff.
+_PLACE_SECONDS = 2.0
+
+
+class Supervisor:
+    """Owns the ranks of a group and its turn on shared devices.
+
+    info: the loaded model.
+    num_deaths: deaths of the workers so far.
+    is_restarting: true from a death until the new workers are ready.
+    placement_error: why the ranks cannot be started now.
+    backoff: of restarts.
+    """
+
+    info: ModelInfo
+
+    def __init__(
+        self,
+        name: str,
+        config: WorkerConfig,
+        new_pool: Callable[[WorkerConfig], Pool],
+        device: DeviceLease,
+        wake: Callable[[], None],
+        takes_turns: bool,
+    ) -> None:
+        """Args: wake: called when a rank dies; takes_turns: whether the group shares its devices with others."""
+        self.num_deaths = 0
+        self.is_restarting = False
+        self.placement_error: PlacementError | None = None
+        self.timeouts = CallTimeouts(config)
+        self.device = device
+        self.backoff = RestartBackoff()
+        self._name = name
+        self._config = config
+        self._new_pool = new_pool
+        self._wake = wake
+        self._takes_turns = takes_turns
+        self._ranks: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        assert self._ranks is not None, "calls are made only after start()"
+        return self._ranks
+
+    @property
+    def pids(self) -> list[int]:
+        return self._ranks.pids if self._ranks else []
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        """Loads the model.
+
+        Raises:
+            ValueError: it does not load; the message says why.
+        """
+        source, size = self._config.model.source, loaded_bytes(self._config)
+        on_progress(f"loading {self._name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
+        started = time.monotonic()
+        await load(self._config, self._name, self._open_or_close, on_progress)
+        seconds = time.monotonic() - started
+        place = f"{self.info.dtype} on {self.info.device}, {self._processes()}"
+        on_progress(f"{self._name} ready in {seconds:.1f} s: {place}")
+
+    async def close(self) -> None:
+        if self._ranks is not None:
+            await self._ranks.close()
+
+    async def restart(self) -> None:
+        """Restarts the ranks, however often it takes."""
+        self.is_restarting = True
+        await self.ranks.close()
+        self.device.release()
+        while not await self._try_to_open():
+            pass
+        self.is_restarting = False
+
+    async def answer(self, call: Awaitable[Any]) -> Any:
+        """Returns the ranks' answer, or a Failure if the call failed. Raises WorkerDied."""
+        try:
+            return await call
+        except WorkerDied:
+            raise
+        except OperationError as error:
+            return Failure(error.message, error.category)
+        except Exception as error:
+            if not isinstance(error, WorkerError):
+                logger.error("a call to the worker failed", exc_info=error)
+            return Failure(f"the worker failed: {error}", "server")
+
+    async def leave_device(self) -> None:
+        """Offloads the group and releases its devices; if offloading fails, they are shared with the next group."""
+        answer = await self.answer(self._call("offload"))
+        if isinstance(answer, Failure):
+            logger.warning("%s does not leave its device: %s", self._name, answer.message)
+        else:
+            self.device.record_move(answer)
+            self.timeouts.record_move(answer)
+        self.device.release()
+
+    def _call(self, method: str) -> Awaitable[Any]:
+        return self.ranks.call(method, hang_seconds=self.timeouts.for_method(method))
+
+    async def _try_to_open(self) -> bool:
+        await asyncio.sleep(_PLACE_SECONDS if self.placement_error else self.backoff.next_delay())
+        try:
+            await self._open_or_close()
+        except PlacementError as error:
+            if str(error) != str(self.placement_error):
+                logger.error("base model %s cannot be placed: %s", self._name, error)
+            self.placement_error = error
+            return False
+        except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
+            # OSError: the system has no memory, process or file for us at the moment.
+            logger.error("base model %s does not restart: %s", self._name, failure_reason(error, self._config))
+            self.placement_error = None
+            return False
+        self.placement_error = None
+        logger.warning("base model %s is back: %s", self._name, self._processes())
+        return True
+
+    async def _open_or_close(self) -> None:
+        try:
+            await self._open()
+        except BaseException:
+            # A rank may have died between its start and its first answer, still holding its resources.
+            await self.close()
+            self.device.release()
+            raise
+
+    async def _open(self) -> None:
+        await self.device.acquire()
+        ranks = self._ranks = self._new_ranks()
+        # The first load may include a download, with someone watching, so it has no limit.
+        loading_seconds = self.timeouts.loading_seconds if self.num_deaths else math.inf
+        await ranks.start(loading_seconds, self.timeouts.for_method("reset"))
+        ranks.death.add_done_callback(lambda _: self._wake())
+        self.backoff.started()
+        self.info = await self._call("info")
+        if self._takes_turns:
+            await self._register_devices(ranks)
+
+    async def _register_devices(self, ranks: Ranks) -> None:
+        """Learns the ranks' devices. The ranks loaded as if alone there, so the group leaves and takes its turn."""
+        hang_seconds = self.timeouts.for_method("device_name")
+        devices = frozenset(await ranks.call_each("device_name", hang_seconds=hang_seconds))
+        if devices != self.device.devices:
+            await self.leave_device()
+            self.device.devices = devices
+
+    def _new_ranks(self) -> Ranks:
+        return Ranks(self._new_pool(self._config), self._config.parallel, self._config.shared_directories)
+
+    def _processes(self) -> str:
+        pids = ", ".join(map(str, self.pids))
+        return f"{self._config.parallel}, processes {pids}" if "," in pids else f"process {pids}"

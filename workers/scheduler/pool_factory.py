@@ -75,7 +75,7 @@ class PoolFactory:
             return None
         is_first = group not in self._opened
         self._opened.add(group)
-        patience = CallTimeouts(model).for_verb("reset")
+        patience = CallTimeouts(model).for_method("reset")
         return KeptGroup(self._config.kept, group, _fingerprint(self._config), patience, replaces=not is_first)
 
     async def close(self) -> None:

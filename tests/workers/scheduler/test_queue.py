@@ -429,13 +429,13 @@ def counted_lines() -> Iterator[Counter[str]]:
 
 
 class ListingQueue(GroupQueue):
-    def take_pass(self) -> list[Chunk]:
+    def take_pass(self) -> list[PassWork]:
         self.works()
         return super().take_pass()
 
 
 class OrderingQueue(GroupQueue):
-    def take_pass(self) -> list[Chunk]:
+    def take_pass(self) -> list[PassWork]:
         self._lines = dict(sorted(self._lines.items(), key=lambda line: line[0]))
         return super().take_pass()
 

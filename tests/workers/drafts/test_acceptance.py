@@ -1,4 +1,4 @@
-"""Acceptance lengths: the number of draft passes a text takes, compared with a pass-by-pass simulation."""
+"""Acceptance lengths: the number of verification passes that a text takes, compared with a simulation."""
 
 from collections.abc import Sequence
 
@@ -61,7 +61,7 @@ def test_passes_equal_a_pass_by_pass_simulation(depth: int) -> None:
         assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens, passes), rel=1e-12)
 
 
-def test_more_passes_begin_where_guesses_are_bad() -> None:
+def test_more_passes_begin_where_draft_tokens_are_bad() -> None:
     num_tokens = 2000
     values, weights = random_survivals(num_tokens, 4), np.ones(num_tokens, np.float32)
     found = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, [num_tokens])
@@ -82,7 +82,7 @@ def test_greedy_passes_follow_a_hand_computed_example() -> None:
 
 
 def test_parts_of_ranks_combine_to_the_whole() -> None:
-    """Each rank has other tokens, or some of the guesses from the same tokens."""
+    """Each rank has other tokens, or some of the draft tokens after the same tokens."""
     num_tokens, depth = sum(LENGTHS), 4
     values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
     whole = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, LENGTHS)
@@ -93,13 +93,13 @@ def test_parts_of_ranks_combine_to_the_whole() -> None:
     assert acceptance_lengths(parts, weights, LENGTHS) == whole
 
 
-def test_missing_guesses_take_the_mean_of_the_sequence() -> None:
+def test_missing_draft_tokens_take_the_mean_of_the_sequence() -> None:
     num_tokens, depth = sum(LENGTHS), 4
     values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
     values[:, 149, 2:] = np.nan  # past the end of the sequence
-    known = np.append(np.arange(0, 150, 3), np.arange(149, num_tokens))
-    found = acceptance_lengths([Survivals(known, values[:, known])], weights, LENGTHS)
-    filled = np.where(np.isin(np.arange(num_tokens), known)[:, None], values, np.nan)
+    scored = np.append(np.arange(0, 150, 3), np.arange(149, num_tokens))
+    found = acceptance_lengths([Survivals(scored, values[:, scored])], weights, LENGTHS)
+    filled = np.where(np.isin(np.arange(num_tokens), scored)[:, None], values, np.nan)
     first_mean = np.nanmean(filled[:, :150], axis=1)
     for kind, kind_values, mean in zip(("greedy", "sampled"), filled, first_mean, strict=True):
         kind_values[np.isnan(kind_values[:, 0])] = mean
@@ -112,10 +112,10 @@ def test_estimate_from_some_tokens_is_close_to_the_exact_value(length: int) -> N
     random, depth = np.random.default_rng(2), 7
     weights = np.tile(np.array([0] + [1] * length, np.float32), 2000 // length)
     values = (random.random((2, len(weights), depth)) < 0.8).astype(np.float32).cumprod(2)
-    known = np.flatnonzero(random.random(len(weights)) < 0.9)
+    scored = np.flatnonzero(random.random(len(weights)) < 0.9)
     whole, some = (
         acceptance_lengths([Survivals(tokens, values[:, tokens])], weights, [len(weights)])
-        for tokens in (np.arange(len(weights)), known)
+        for tokens in (np.arange(len(weights)), scored)
     )
     for kind, (tokens, passes) in whole.items():
         assert some[kind] == (tokens, pytest.approx(passes, rel=0.03))
@@ -131,21 +131,21 @@ def test_texts_without_weights_take_no_passes() -> None:
 
 
 def test_scores_may_be_added_in_any_order() -> None:
-    """Rows are per token, with the guesses from each token before it."""
+    """Rows are per token, with the draft tokens that each token before it predicts."""
     num_tokens, depth = 20, 3
     values = random_survivals(num_tokens, depth)
-    places = torch.arange(num_tokens)[:, None].expand(-1, depth)
-    behind = places - torch.arange(depth)
-    # The first token is never guessed.
-    exists = (behind > 0).float()
+    label_indices = torch.arange(num_tokens)[:, None].expand(-1, depth)
+    anchors = label_indices - torch.arange(depth)
+    # The first token is never predicted.
+    exists = (anchors > 0).float()
     greedy, sampled = (
-        torch.from_numpy(each)[behind.clamp(min=0), torch.arange(depth).expand_as(behind)] * exists for each in values
+        torch.from_numpy(each)[anchors.clamp(min=0), torch.arange(depth).expand_as(anchors)] * exists for each in values
     )
-    table = SurvivalTable(num_tokens, depth, places.device)
+    table = SurvivalTable(num_tokens, depth, label_indices.device)
     nothing = torch.zeros(num_tokens, depth)
     for rows in (slice(11, 20), slice(0, 4), slice(4, 11)):
         parts = (each[rows] for each in (nothing, nothing, nothing, nothing, exists, greedy, sampled))
-        table.add(DraftScores(*parts), places[rows])
+        table.add(DraftScores(*parts), label_indices[rows])
     found = table.survivals(np.arange(100, 120))
     np.testing.assert_array_equal(found.anchors, np.arange(101, 120))
     num_missing = np.isnan(found.values[0]).sum(1)

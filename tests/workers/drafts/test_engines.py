@@ -1,4 +1,4 @@
-"""vLLM loads saved drafts unchanged, and accepts as many guesses as the training metrics say."""
+"""vLLM loads saved drafts unchanged, and accepts as many draft tokens as the training metrics say."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from ..jobs import answers, job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-NUM_TOKENS, NUM_GUESSES = 40, 3
+NUM_TOKENS, NUM_DRAFT_TOKENS = 40, 3
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
 LOSSES: dict[str, dict[str, float]] = {"eagle3": {"ttt_length": 4}, "dflash": {"num_anchors": 40}}
 SHAPES: dict[str, dict[str, Any]] = {"eagle3": {}, "dflash": {"num_layers": 2, "block_size": 4, "mask_token_id": 0}}
@@ -51,7 +51,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @dataclass(frozen=True)
 class Draft:
-    """greedy: for each guess, the share of anchors from which it and all before it are right."""
+    """greedy: for each draft token, the share of anchors from which it and all before it are right."""
 
     directory: Path
     greedy: list[float]
@@ -70,7 +70,7 @@ def trained(target: Target, directory: Path, algorithm: Any, num_steps: int, **f
     metrics = passed(target, algorithm, 500, forward_only=True).metrics
     worker.save_run("draft", str(directory), optimizer=False)
     worker.drop_run("draft")
-    return Draft(directory, [metrics[f"greedy/{i}:mean"] for i in range(1, 1 + NUM_GUESSES)])
+    return Draft(directory, [metrics[f"greedy/{i}:mean"] for i in range(1, 1 + NUM_DRAFT_TOKENS)])
 
 
 def passed(target: Target, algorithm: str, number: int, forward_only: bool = False) -> ForwardBackwardOutput:
@@ -87,7 +87,7 @@ def in_vllm(python: str, target: Target, method: str, draft: Path, answer: Path)
         "model": str(target.directory),
         "draft": str(draft),
         "method": method,
-        "num_tokens": NUM_GUESSES,
+        "num_tokens": NUM_DRAFT_TOKENS,
         "prompts": target.rollouts[:, :4].tolist(),
         "max_tokens": NUM_TOKENS,
         "answer": str(answer),
@@ -107,7 +107,7 @@ def in_vllm(python: str, target: Target, method: str, draft: Path, answer: Path)
 
 
 def acceptance_rates(answer: Mapping[str, Any]) -> np.ndarray:
-    """Returns, by position, the share of passes whose guesses up to there were accepted."""
+    """Returns, by position, the share of passes whose draft tokens up to there were accepted."""
     return np.array(answer["accepted"]) / answer["passes"]
 
 
@@ -125,7 +125,7 @@ def test_vllm_accepts_a_saved_draft_as_often_as_training_predicts(
     np.testing.assert_array_equal(answer["tokens"], target.rollouts[:, 4:])
     expected = np.array(draft.greedy)
     assert expected[0] > 0.5, "the draft has not learned enough for a difference to show"
-    # Training scores all anchors; sampling visits only those after accepted guesses.
+    # Training scores all anchors; sampling visits only those after accepted draft tokens.
     assert abs(acceptance_rates(answer) - expected).max() < 0.1, (acceptance_rates(answer), expected)
     if algorithm == "eagle3":
         config = json.loads((draft.directory / "config.json").read_text())

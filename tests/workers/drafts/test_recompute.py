@@ -12,14 +12,14 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.worker.worker import Worker
 
 from ..parallel.live_bytes import LiveBytes
-from .test_worker import ALGORITHMS, a_worker, created, request, run, some_data
+from .test_worker import ALGORITHMS, create_draft, new_worker, request, run_pass, some_data
 
 
 def train_once(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Worker, Mapping[str, float]]:
     """Makes one pass, and returns the worker and the metrics."""
-    worker = a_worker(directory, **knobs)
-    created(worker, algorithm=algorithm)
-    (output,) = run(worker, request(some_data(1), loss_fn=algorithm))
+    worker = new_worker(directory, **knobs)
+    create_draft(worker, algorithm=algorithm)
+    (output,) = run_pass(worker, request(some_data(1), loss_fn=algorithm))
     return worker, output.metrics
 
 
@@ -42,20 +42,20 @@ def test_recomputed_gradients_are_bit_identical(
     assert not torch.equal(gradient(cut), gradient(kept)), "sums in another order would show"
 
 
-def test_recompute_keeps_less_per_guess(tiny_models: dict[str, Path]) -> None:
-    keep, recompute = (bytes_of_a_guess(tiny_models["qwen3"], each) for each in ("keep", "recompute"))
+def test_recompute_keeps_less_per_draft_token(tiny_models: dict[str, Path]) -> None:
+    keep, recompute = (bytes_of_a_draft_token(tiny_models["qwen3"], each) for each in ("keep", "recompute"))
     assert recompute < 0.6 * keep
     assert recompute > 0.2 * keep, "the state, queries, keys and values are still kept"
 
 
-def bytes_of_a_guess(directory: Path, activations: Literal["keep", "recompute"], length: int = 256) -> float:
-    """Returns the memory of a pass per token and additional guess."""
-    worker = a_worker(directory, activations=activations, head_chunk_tokens=128)
-    created(worker)
+def bytes_of_a_draft_token(directory: Path, activations: Literal["keep", "recompute"], length: int = 256) -> float:
+    """Returns the memory of a pass per token and additional draft token."""
+    worker = new_worker(directory, activations=activations, head_chunk_tokens=128)
+    create_draft(worker)
     peaks = []
     for ttt_length in (2, 6):
         data = (Datum(np.random.default_rng(0).integers(3, 512, length).astype(np.int32), {}),)
         with LiveBytes() as live:
-            run(worker, ForwardBackwardRequest("draft", 1, data, "eagle3", {"ttt_length": ttt_length}))
+            run_pass(worker, ForwardBackwardRequest("draft", 1, data, "eagle3", {"ttt_length": ttt_length}))
         peaks.append(live.peak)
     return (peaks[1] - peaks[0]) / 4 / length

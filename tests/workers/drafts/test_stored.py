@@ -21,18 +21,18 @@ from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..adapted import relative_error
-from .test_worker import ALGORITHMS, SHAPES, a_worker, created, request, run, saved_policy, some_data, stepped
+from .test_worker import ALGORITHMS, SHAPES, create_draft, new_worker, request, run_pass, saved_policy, some_data, step
 
 SMALL = {"micro_batch_tokens": 40, "head_chunk_tokens": 5}
 with_each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def captured(worker: Worker, data: Sequence[Datum], directory: Path, run_id: str = "draft") -> list[str]:
+def capture(worker: Worker, data: Sequence[Datum], directory: Path, run_id: str = "draft") -> list[str]:
     """Captures features of the data, and returns their addresses."""
     directory.mkdir(exist_ok=True)
     place = FeatureLocation(str(directory), captures=True)
     requested = ForwardBackwardRequest(run_id, 1, tuple(data), "capture", forward_only=True, features=place)
-    (output,) = run(worker, requested)
+    (output,) = run_pass(worker, requested)
     found = [each["features"].tobytes().decode().split() for each in output.loss_fn_outputs]
     assert [int(size) for _, size in found] == [path_of(directory, address).stat().st_size for address, _ in found]
     return [address for address, _ in found]
@@ -53,11 +53,11 @@ def stored(requested: ForwardBackwardRequest, directory: Path) -> ForwardBackwar
     return replace(requested, features=FeatureLocation(str(directory)))
 
 
-def learned(
+def learn(
     worker: Worker, requested: ForwardBackwardRequest, run_id: str = "draft"
 ) -> tuple[ForwardBackwardOutput, Tensor]:
     """Makes one pass, and returns its output and gradient; leaves the draft as it was."""
-    (output,) = run(worker, requested)
+    (output,) = run_pass(worker, requested)
     gradient = worker._models.get(run_id).gradients.accumulator.clone()
     worker.clear_gradients(run_id)
     return output, gradient
@@ -93,59 +93,36 @@ def test_stored_features_train_like_the_target_bit_for_bit(
 ) -> None:
     windows: Any = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
     tiny_model(kind, tmp_path / "model", num_hidden_layers=4, **windows)
-    worker = a_worker(tmp_path / "model", **knobs)
-    created(worker, algorithm=algorithm)
+    worker = new_worker(tmp_path / "model", **knobs)
+    create_draft(worker, algorithm=algorithm)
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     data = some_data(1)
     requested = request(data, loss_fn=algorithm)
-    online = learned(worker, requested)
-    addresses = captured(worker, data, tmp_path / "features")
+    online = learn(worker, requested)
+    addresses = capture(worker, data, tmp_path / "features")
     referring = stored(request(with_features(data, addresses), loss_fn=algorithm), tmp_path / "features")
     with target_tokens(worker) as runs:
-        assert same(learned(worker, referring), online)
+        assert same(learn(worker, referring), online)
         assert not runs, "the target ran"
     worker._models.get("draft").weights.add_(1e-3)
-    assert not same(learned(worker, referring), online), "a small change of the weights must show"
-
-
-@with_each_algorithm
-def test_whole_training_runs_are_bit_identical(
-    algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """The second of two epochs captures nothing."""
-    online, offline = (a_worker(tiny_models["llama"], **SMALL) for _ in range(2))
-    batches = [some_data(seed) for seed in (1, 2)]
-    for worker in (online, offline):
-        created(worker, algorithm=algorithm)
-    addresses = [captured(offline, batch, tmp_path / "features") for batch in batches]
-    with target_tokens(offline) as runs:
-        for _ in range(2):
-            for batch, batch_addresses in zip(batches, addresses, strict=True):
-                run(online, request(batch, loss_fn=algorithm))
-                requested = stored(
-                    request(with_features(batch, batch_addresses), loss_fn=algorithm), tmp_path / "features"
-                )
-                run(offline, requested)
-                assert stepped(online) == stepped(offline)
-        assert not runs
-    assert torch.equal(*(worker._models.get("draft").weights for worker in (online, offline)))
+    assert not same(learn(worker, referring), online), "a small change of the weights must show"
 
 
 @with_each_algorithm
 def test_data_captured_in_other_batches_mix_in_any_order_with_others(
     algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    worker = a_worker(tiny_models["qwen3"], **SMALL)
-    created(worker, algorithm=algorithm)
+    worker = new_worker(tiny_models["qwen3"], **SMALL)
+    create_draft(worker, algorithm=algorithm)
     data = some_data(1, (9, 30, 4, 17, 11, 11))
     addresses: dict[int, str | None] = {}
     for numbers in ([5, 0], [2], [3]):
-        found = captured(worker, [data[number] for number in numbers], tmp_path / "features")
+        found = capture(worker, [data[number] for number in numbers], tmp_path / "features")
         addresses |= zip(numbers, found, strict=True)
-    whole, gradient = learned(worker, request(data, loss_fn=algorithm))
+    whole, gradient = learn(worker, request(data, loss_fn=algorithm))
     referring = with_features(data, [addresses.get(number) for number in range(len(data))])
     with target_tokens(worker) as runs:
-        output, found_gradient = learned(worker, stored(request(referring, loss_fn=algorithm), tmp_path / "features"))
+        output, found_gradient = learn(worker, stored(request(referring, loss_fn=algorithm), tmp_path / "features"))
         assert sum(runs) == 30 + 11, "only data without a reference run the target"
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-6)
     assert (found_gradient - 1.001 * gradient).abs().max() > 1e-5
@@ -155,36 +132,36 @@ def test_data_captured_in_other_batches_mix_in_any_order_with_others(
 
 
 def test_identical_data_are_stored_and_run_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    worker = a_worker(tiny_models["llama"])
-    created(worker)
-    created(worker, "other")
+    worker = new_worker(tiny_models["llama"])
+    create_draft(worker)
+    create_draft(worker, "other")
     first, second = some_data(1, (9, 30)), some_data(2, (8,))
-    addresses = captured(worker, first, tmp_path)
+    addresses = capture(worker, first, tmp_path)
     with target_tokens(worker) as runs:
-        assert captured(worker, first, tmp_path, "other") == addresses, "the target is the same"
+        assert capture(worker, first, tmp_path, "other") == addresses, "the target is the same"
         assert not runs
-        again = captured(worker, (first[1], *second, first[0], *second), tmp_path)
+        again = capture(worker, (first[1], *second, first[0], *second), tmp_path)
         assert sum(runs) == 16 and again[0::2] == [addresses[1], addresses[0]] and again[1] == again[3]
     assert len(list(tmp_path.iterdir())) == 3, "no temporary files are left"
 
 
 def test_features_belong_to_one_target(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Targets are identified by their weights, not by their directory."""
-    worker = a_worker(tiny_models["llama"])
+    worker = new_worker(tiny_models["llama"])
     data = some_data(1, (9,))
     found = {}
     policies = {seed: saved_policy(worker, tmp_path / str(seed), seed) for seed in (5, 6)}
     again = saved_policy(worker, tmp_path / "again", 5)
     for name, target in {"base": None, "a": policies[5], "b": policies[6], "again": again}.items():
-        created(worker, name)
+        create_draft(worker, name)
         worker.set_target(name, None if target is None else str(target))
-        (found[name],) = captured(worker, data, tmp_path / "features", name)
+        (found[name],) = capture(worker, data, tmp_path / "features", name)
     assert found["a"] == found["again"] and len(set(found.values())) == 3
     worker.set_target("a", None)
-    assert captured(worker, data, tmp_path / "features", "a") == [found["base"]]
-    full = a_worker(tiny_models["llama"], dtype="bfloat16")
-    created(full)
-    assert captured(full, data, tmp_path / "features") != [found["base"]]
+    assert capture(worker, data, tmp_path / "features", "a") == [found["base"]]
+    full = new_worker(tiny_models["llama"], dtype="bfloat16")
+    create_draft(full)
+    assert capture(full, data, tmp_path / "features") != [found["base"]]
 
 
 def test_checksums_distinguish_vectors() -> None:
@@ -212,31 +189,62 @@ def refused(worker: Worker, requested: ForwardBackwardRequest) -> str:
     return answer.message
 
 
-def test_features_that_do_not_match_are_refused_with_the_reason(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    worker, features = a_worker(tiny_models["llama"]), tmp_path / "features"
-    created(worker)
-    created(worker, "layers", capture_layers=(0,))
-    created(worker, "dflash", "dflash", capture_layers=(0, 1))
-    data = some_data(1, (9, 30))
-    addresses = captured(worker, data, features)
+Stored = tuple[Worker, tuple[Datum, ...], list[str]]
 
-    def referring(run_id: str = "draft", addresses: Sequence[str] = addresses, loss_fn: str = "eagle3") -> str:
-        return refused(worker, stored(request(with_features(data, addresses), run_id, loss_fn=loss_fn), features))
 
-    assert "datum 0: its feature_ref names features captured from layers" in referring("layers")
-    assert "hidden_state, but the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
-    assert "captured from other tokens than its model_input" in referring(addresses=addresses[::-1])
-    earlier = {"target": "a", "layers": "0,1,last", "dtype": "float32"}
+@pytest.fixture
+def stored_data(tiny_models: dict[str, Path], tmp_path: Path) -> Stored:
+    """Returns a worker with a draft, data, and the addresses of their features."""
+    worker, data = new_worker(tiny_models["llama"]), some_data(1, (9, 30))
+    create_draft(worker)
+    return worker, data, capture(worker, data, tmp_path / "features")
+
+
+def refusal(worker: Worker, data: Sequence[Datum], addresses: Sequence[str], directory: Path, **fields: str) -> str:
+    return refused(worker, stored(request(with_features(data, addresses), **fields), directory / "features"))
+
+
+def test_features_of_other_layers_are_refused(stored_data: Stored, tmp_path: Path) -> None:
+    worker, data, addresses = stored_data
+    create_draft(worker, "layers", capture_layers=(0,))
+    create_draft(worker, "dflash", "dflash", capture_layers=(0, 1))
+    message = refusal(worker, data, addresses, tmp_path, run_id="layers")
+    assert "datum 0: its feature_ref names features captured from layers" in message
+    message = refusal(worker, data, addresses, tmp_path, run_id="dflash", loss_fn="dflash")
+    assert "hidden_state, but the draft reads 0, 1: capture them again" in message
+
+
+def test_features_of_other_tokens_are_refused(stored_data: Stored, tmp_path: Path) -> None:
+    worker, data, addresses = stored_data
+    message = refusal(worker, data, addresses[::-1], tmp_path)
+    assert "captured from other tokens than its model_input" in message
+
+
+def test_features_of_an_earlier_version_are_refused(stored_data: Stored, tmp_path: Path) -> None:
+    worker, data, addresses = stored_data
+    earlier, features = {"target": "a", "layers": "0,1,last", "dtype": "float32"}, tmp_path / "features"
     save_file(load(path_of(features, addresses[0]).read_bytes()), path_of(features, "0" * 32), earlier)
-    assert "captured by an earlier version of the server: capture" in referring(addresses=["0" * 32, addresses[1]])
+    message = refusal(worker, data, ["0" * 32, addresses[1]], tmp_path)
+    assert "captured by an earlier version of the server: capture" in message
+
+
+def test_features_of_another_target_are_refused(stored_data: Stored, tmp_path: Path) -> None:
+    worker, data, addresses = stored_data
     version = worker._models.draft("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
-    assert f"names features captured from target {version}, but the draft's target is" in referring()
+    message = refusal(worker, data, addresses, tmp_path)
+    assert f"names features captured from target {version}, but the draft's target is" in message
     worker.set_target("draft", None)
-    learned(worker, stored(request(with_features(data, addresses)), features))
-    halved = a_worker(tiny_models["llama"], dtype="bfloat16")
-    created(halved)
-    message = refused(halved, stored(request(with_features(data, addresses)), features))
+    learn(worker, stored(request(with_features(data, addresses)), tmp_path / "features"))
+
+
+def test_features_in_another_precision_are_refused(
+    stored_data: Stored, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    _, data, addresses = stored_data
+    halved = new_worker(tiny_models["llama"], dtype="bfloat16")
+    create_draft(halved)
+    message = refusal(halved, data, addresses, tmp_path)
     assert "names features captured in float32, but the draft's target runs in bfloat16" in message
 
 
@@ -245,11 +253,11 @@ def test_missing_or_damaged_features_are_recomputed_by_the_target(
     damage: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """An operation that is repeated after a crash may find its features deleted."""
-    worker = a_worker(tiny_models["llama"])
-    created(worker)
+    worker = new_worker(tiny_models["llama"])
+    create_draft(worker)
     data = some_data(1)
-    online = learned(worker, request(data))
-    addresses = captured(worker, data, tmp_path)
+    online = learn(worker, request(data))
+    addresses = capture(worker, data, tmp_path)
     for address in addresses:
         path = path_of(tmp_path, address)
         with safe_open(path, framework="pt") as file:
@@ -260,23 +268,23 @@ def test_missing_or_damaged_features_are_recomputed_by_the_target(
         elif damage == "short":
             save_file({name: each[1:] for name, each in load(whole).items()}, path, metadata)
     requested = stored(request(with_features(data, addresses)), tmp_path)
-    assert same(learned(worker, requested), online)
-    assert captured(worker, data, tmp_path) == addresses, "capturing again repairs the files"
+    assert same(learn(worker, requested), online)
+    assert capture(worker, data, tmp_path) == addresses, "capturing again repairs the files"
     with target_tokens(worker) as runs:
-        assert same(learned(worker, requested), online) and not runs
+        assert same(learn(worker, requested), online) and not runs
 
 
 def test_capture_does_not_change_the_draft(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    worker = a_worker(tiny_models["llama"])
-    created(worker)
-    run(worker, request(some_data(1)))
+    worker = new_worker(tiny_models["llama"])
+    create_draft(worker)
+    run_pass(worker, request(some_data(1)))
     before = worker._models.get("draft").gradients.accumulator.clone()
-    captured(worker, some_data(2), tmp_path)
+    capture(worker, some_data(2), tmp_path)
     assert torch.equal(worker._models.get("draft").gradients.accumulator, before)
 
 
 def test_policies_cannot_use_captured_features(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    worker = a_worker(tiny_models["llama"])
+    worker = new_worker(tiny_models["llama"])
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
     place = FeatureLocation(str(tmp_path), captures=True)
     requested = ForwardBackwardRequest("policy", 1, some_data(1), "capture", forward_only=True, features=place)
@@ -284,8 +292,8 @@ def test_policies_cannot_use_captured_features(tiny_models: dict[str, Path], tmp
 
 
 def test_unwritable_directory_fails_only_the_capture(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    worker = a_worker(tiny_models["llama"])
-    created(worker)
+    worker = new_worker(tiny_models["llama"])
+    create_draft(worker)
     place = FeatureLocation(str(tmp_path / "none"), captures=True)
     requested = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
     failure, output = worker.run_pass(
@@ -296,9 +304,9 @@ def test_unwritable_directory_fails_only_the_capture(tiny_models: dict[str, Path
 
 
 def test_open_features_survive_deletion_of_the_file(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    worker = a_worker(tiny_models["llama"])
-    created(worker)
-    (address,) = captured(worker, some_data(1, (9,)), tmp_path)
+    worker = new_worker(tiny_models["llama"])
+    create_draft(worker)
+    (address,) = capture(worker, some_data(1, (9,)), tmp_path)
     features = CapturedFeatures.find(tmp_path, address)
     path_of(tmp_path, address).unlink()
     assert features is not None and CapturedFeatures.find(tmp_path, address) is None
@@ -308,13 +316,13 @@ def test_open_features_survive_deletion_of_the_file(tiny_models: dict[str, Path]
 
 def test_feature_bytes_per_token_are_known_in_advance(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
-        worker = a_worker(tiny_models["llama"], dtype=dtype)
+        worker = new_worker(tiny_models["llama"], dtype=dtype)
         for number, algorithm in enumerate(ALGORITHMS):
             config = DraftConfig(algorithm=algorithm, seed=3, **SHAPES[algorithm])  # pyright: ignore[reportArgumentType]
             info = worker.create_run(RunSpec(algorithm, config, "draft"))
             directory = tmp_path / dtype / str(number)
             directory.mkdir(parents=True)
-            (address,) = captured(worker, some_data(1, (500,)), directory, algorithm)
+            (address,) = capture(worker, some_data(1, (500,)), directory, algorithm)
             header = path_of(directory, address).stat().st_size - 500 * info.feature_bytes
             assert 0 < header < 1000
 
@@ -333,7 +341,7 @@ class Pair:
         worker.create_run(RunSpec("policy", training))
         policy, scale = worker._models.get("policy"), 0.2 if training is LORA else 0.02
         policy.weights.add_(scale * torch.randn(policy.weights.shape, generator=torch.Generator().manual_seed(1)))
-        created(worker, algorithm=algorithm)
+        create_draft(worker, algorithm=algorithm)
         self._saved = tmp_path / "saved"
         self.retarget()
 
@@ -382,34 +390,34 @@ def test_one_forward_of_a_policy_also_captures_for_its_draft(
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path, training)
+    pair = Pair(new_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path, training)
     worker, data = pair.worker, some_data(1, (9, 30, 4, 17))
     # Another run's data in the same micro-batches; nothing is captured for it.
     worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))
     other = replace(pair.of_policy(some_data(2), forward_only, captures=False), model_id="other")
-    (alone, _) = run(worker, pair.of_policy(data, forward_only, captures=False), other)
+    (alone, _) = run_pass(worker, pair.of_policy(data, forward_only, captures=False), other)
     wanted = torch.empty(0)
     if not forward_only:
         wanted = worker._models.get("policy").gradients.accumulator.clone()
         worker.clear_gradients("policy")
-    (output, theirs) = run(worker, pair.of_policy(data, forward_only), other)
+    (output, theirs) = run_pass(worker, pair.of_policy(data, forward_only), other)
     assert output.metrics == alone.metrics and "features" not in theirs.loss_fn_outputs[0]
     assert len(list(pair.features.iterdir())) == len(data)
     if not forward_only:
         assert torch.equal(worker._models.get("policy").gradients.accumulator, wanted), (
             "the capture changed the policy's gradient"
         )
-        stepped(worker, "policy")
-        stepped(worker, "other")
-    online, gradient = learned(worker, pair.of_draft(data, None))
+        step(worker, "policy")
+        step(worker, "other")
+    online, gradient = learn(worker, pair.of_draft(data, None))
     with target_tokens(worker) as runs:
-        offline, found = learned(worker, pair.of_draft(data, output))
+        offline, found = learn(worker, pair.of_draft(data, output))
         assert not runs
     assert relative_error(found, gradient) < 1e-4
     assert offline.metrics["loss:sum"] == pytest.approx(online.metrics["loss:sum"], rel=1e-5)
     if not forward_only:
         pair.retarget()
-        moved, other_gradient = learned(worker, pair.of_draft(data, None))
+        moved, other_gradient = learn(worker, pair.of_draft(data, None))
         assert relative_error(other_gradient, found) > 1e-3
         assert moved.metrics["loss:sum"] != pytest.approx(online.metrics["loss:sum"], rel=1e-4), "a step must show"
         message = refused(worker, pair.of_draft(data, output))
@@ -421,17 +429,17 @@ def test_one_forward_of_a_policy_also_captures_for_its_draft(
 def test_policy_captures_what_its_draft_would_capture(
     training: TrainingConfig, dtype: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"], dtype=dtype), "eagle3", tmp_path, training)
+    pair = Pair(new_worker(tiny_models["qwen3"], dtype=dtype), "eagle3", tmp_path, training)
     data = some_data(1)
-    (output,) = run(pair.worker, pair.of_policy(data))
+    (output,) = run_pass(pair.worker, pair.of_policy(data))
     addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
     with target_tokens(pair.worker) as runs:
-        assert captured(pair.worker, [Datum(each.tokens[:-1]) for each in data], pair.features) == addresses
+        assert capture(pair.worker, [Datum(each.tokens[:-1]) for each in data], pair.features) == addresses
         assert not runs
 
 
 def test_critics_cannot_capture_for_a_draft(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
+    pair = Pair(new_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
     pair.worker.create_run(RunSpec("critic", LORA, "critic"))
     data = [replace(each, loss_fn_inputs={"returns": _ones(each)}) for each in pair.of_policy(some_data(1)).data]
     requested = replace(pair.of_policy(()), model_id="critic", loss_fn="value_mse", data=tuple(data))
@@ -441,12 +449,12 @@ def test_critics_cannot_capture_for_a_draft(tiny_models: dict[str, Path], tmp_pa
 def test_policy_continues_if_features_cannot_be_written(
     tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"], **SMALL), "eagle3", tmp_path)
+    pair = Pair(new_worker(tiny_models["qwen3"], **SMALL), "eagle3", tmp_path)
     data = some_data(1, (9, 30, 4, 17))
-    wanted, gradient = learned(pair.worker, pair.of_policy(data, captures=False), "policy")
+    wanted, gradient = learn(pair.worker, pair.of_policy(data, captures=False), "policy")
     pair.features.rmdir()
     for number in (1, 2):
-        output, found = learned(pair.worker, pair.of_policy(data), "policy")
+        output, found = learn(pair.worker, pair.of_policy(data), "policy")
         assert output.metrics == wanted.metrics and torch.equal(found, gradient)
         assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)
         assert caplog.text.count("continues without the features") == number, "one log line per operation"

@@ -1,7 +1,7 @@
-"""Script for a Python that has vLLM: a model's likeliest tokens with a draft, and how many guesses were accepted.
+"""Script for a Python that has vLLM: a model's likeliest tokens with a draft, and how many draft tokens were accepted.
 
-Reads JSON from standard input: model and draft (directories), method, num_tokens (guesses at a time), prompts,
-max_tokens, answer. Writes to the file `answer`: tokens of each prompt, passes, and accepted (by position of the guess).
+Reads JSON from standard input: model and draft (directories), method, num_tokens (draft tokens at a time), prompts,
+max_tokens, answer. Writes to the file `answer`: tokens of each prompt, passes, and accepted (by position).
 """
 
 import json

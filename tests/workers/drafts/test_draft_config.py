@@ -119,8 +119,8 @@ def test_impossible_configs_are_refused(name: Any, fields: dict[str, Any], messa
 def test_initial_weights_depend_on_the_seed(name: Any, tiny_models: dict[str, Path]) -> None:
     """Only an EAGLE-3 draft has an output head: it copies the target's."""
     base = Adapted(tiny_models["llama"]).base
-    size = {"draft_vocab_size": 100} if name == "eagle3" else {}
-    config = algorithm(name).with_defaults(DraftConfig(algorithm=name, **size), base.config, 512)
+    size = 100 if name == "eagle3" else None
+    config = algorithm(name).with_defaults(DraftConfig(algorithm=name, draft_vocab_size=size), base.config, 512)
     parameters = algorithm(name).parameters(DraftShape.of(config, base.config, 512))
     vocabulary = torch.arange(3, 303, 3)
 

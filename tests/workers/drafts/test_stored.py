@@ -200,7 +200,7 @@ def stored_data(tiny_models: dict[str, Path], tmp_path: Path) -> Stored:
     return worker, data, capture(worker, data, tmp_path / "features")
 
 
-def refusal(worker: Worker, data: Sequence[Datum], addresses: Sequence[str], directory: Path, **fields: str) -> str:
+def refusal(worker: Worker, data: Sequence[Datum], addresses: Sequence[str], directory: Path, **fields: Any) -> str:
     return refused(worker, stored(request(with_features(data, addresses), **fields), directory / "features"))
 
 

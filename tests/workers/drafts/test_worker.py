@@ -84,8 +84,8 @@ def step(worker: Worker, run_id: str = "draft") -> dict[str, float]:
 
 def train(worker: Worker, num_steps: int, loss_fn: str = "eagle3") -> list[float]:
     found = []
-    for step in range(num_steps):
-        (output,) = run_pass(worker, request(some_data(step % 2), loss_fn=loss_fn))
+    for number in range(num_steps):
+        (output,) = run_pass(worker, request(some_data(number % 2), loss_fn=loss_fn))
         found.append(output.metrics["loss:sum"])
         step(worker)
     return found

@@ -68,7 +68,8 @@ class Bench:
             self.worker.set_vocabulary("draft", np.array(draft_tokens))
         draft = self.worker._models.get("draft")
         assert isinstance(draft, DraftModel)
-        self.draft, self.algorithm, self.theta = draft, algorithm, THETAS.get(kind, 10000.0)
+        self.draft, self.theta = draft, THETAS.get(kind, 10000.0)
+        self.algorithm: Algorithm = algorithm
         draft.weights.add_(0.1 * torch.randn(draft.weights.shape))
 
     def ours(self, data: Sequence[Datum]) -> tuple[np.ndarray, dict[str, Tensor], Mapping[str, float]]:

@@ -87,7 +87,7 @@ class Bench:
         case = Case(
             self.algorithm,
             self.draft.shape,
-            {name: each.double() for name, each in self.draft.weight_views().items()},
+            {name: each.double() for name, each in self.draft.vectors.weight_views().items()},
             self.draft.vocabulary,
             OPTIONS[self.algorithm],
             self.theirs.get_input_embeddings().weight.detach(),

@@ -1,4 +1,4 @@
-"""What is particular to DFlash: anchors, block attention, its losses, and that trained blocks predict their tokens."""
+"""Parts that only DFlash has: anchors, block attention, its losses, and that trained blocks predict their tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace

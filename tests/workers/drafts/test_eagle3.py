@@ -1,4 +1,4 @@
-"""What is particular to EAGLE-3: which tokens are scored, the target's distribution, and acceptance."""
+"""Parts that only EAGLE-3 has: which tokens are scored, the target's distribution, and acceptance."""
 
 from collections.abc import Sequence
 from dataclasses import replace

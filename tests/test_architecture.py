@@ -48,7 +48,7 @@ TORCH_FREE = {
 CORE = (
     *(
         "batch/micro_batch",
-        "batch/objective",
+        "batch/partial_result",
         "batch/validated",
         "state/flat_params",
         "state/trainable",
@@ -59,8 +59,10 @@ CORE = (
     *(
         "training/pass_runner",
         "training/rounds",
-        "training/operation_progress",
+        "training/rank_operation",
+        "training/scoring_pass",
         "training/batch_failure",
+        "training/divergence",
         "training/feature_capture",
     ),
     "training/draft_pass",

@@ -1,8 +1,8 @@
-"""Packs validated operations into micro-batches without padding, and sorts their outputs back into the client's
-order."""
+"""Packs validated operations into micro-batches without padding, with the losses of their rows, and sorts outputs back
+into the client's order."""
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, groupby, pairwise
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..losses import Loss, LossOutput
 from ..ops.attention import Packing, pack_lengths
-from .objective import Objective
 from .validated import Example, ValidatedBatch
 
 # Lanes with fewer tokens lose more to small matrix products than they gain by running in parallel.
@@ -42,6 +42,42 @@ class PackedRow:
     row: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """Rows start:stop of a micro-batch, n in all: whole sequences of operations that agree in loss, config and weight.
+
+    targets: int64 [n] or [n, K]. inputs: float32, in the same shape. weight: a factor of the loss.
+    bounds: where each sequence starts, and at the end n.
+    """
+
+    start: int
+    stop: int
+    loss: Loss
+    config: Mapping[str, float]
+    weight: float
+    targets: Tensor
+    inputs: Mapping[str, Tensor]
+    bounds: tuple[int, ...]
+
+    def evaluate(self, scores: Tensor, rows: slice) -> LossOutput:
+        """Returns the loss for the scores of `rows`, counted from `start`. Sequence-wise losses need all n rows."""
+        by_sequence = self.loss.sequence_wise
+        outputs = []
+        for part in map(slice, self.bounds, self.bounds[1:]) if by_sequence else (rows,):
+            inputs = {name: value[part] for name, value in self.inputs.items()}
+            outputs.append(self.loss.function(scores[part] if by_sequence else scores, inputs, self.config))
+        output = join_outputs(outputs)
+        return output if self.weight == 1.0 else LossOutput(self.weight * output.losses, output.metrics)
+
+
+def join_outputs(parts: list[LossOutput]) -> LossOutput:
+    """Concatenates the outputs for consecutive rows."""
+    if len(parts) == 1:
+        return parts[0]
+    metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}
+    return LossOutput(torch.cat([part.losses for part in parts]), metrics)
 
 
 @dataclass(frozen=True, eq=False)

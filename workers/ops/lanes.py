@@ -5,13 +5,16 @@ for the other, whether for a core that another process took or while Python prep
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
 
 # Python runs one thread at a time, so more lanes would wait for the interpreter.
 _MOST_LANES = 4
+
+Item = TypeVar("Item")
 
 _own = threading.local()
 
@@ -22,28 +25,30 @@ def current_lane() -> int:
 
 
 class Lanes:
-    """Runs functions in parallel, at most `num_lanes` of them; 1 on devices other than the CPU."""
+    """Runs a function over lanes of items in parallel, at most `num_lanes` of them; 1 on devices other than the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
         self.num_lanes = min(self._num_threads, _MOST_LANES) if device.type == "cpu" else 1
         self._others = _started_executor(self.num_lanes - 1)
 
-    def run(self, works: Sequence[Callable[[], None]]) -> None:
-        """Runs each function in the lane of its place, the first on this thread.
+    def run(self, function: Callable[[Item], None], lanes: Sequence[Iterable[Item]]) -> None:
+        """Calls the function with each lane's items in order, those of the first lane on this thread.
 
-        Returns when all have finished. Raises the error of the first one that failed.
+        Returns when all have finished. Raises the error of the first lane that failed.
         """
-        if len(works) == 1:
-            works[0]()
+        if len(lanes) == 1:
+            for item in lanes[0]:
+                function(item)
             return
-        shares = [self._num_threads // len(works) + (i < self._num_threads % len(works)) for i in range(len(works))]
+        shares = [self._num_threads // len(lanes) + (i < self._num_threads % len(lanes)) for i in range(len(lanes))]
         others: list[Future[None]] = []
         try:
-            for lane in range(1, len(works)):
-                others.append(self._others.submit(_run_in, lane, shares[lane], works[lane]))
+            for lane in range(1, len(lanes)):
+                others.append(self._others.submit(_run_in, lane, shares[lane], function, lanes[lane]))
             torch.set_num_threads(shares[0])
-            works[0]()
+            for item in lanes[0]:
+                function(item)
         finally:
             wait(others)
             torch.set_num_threads(self._num_threads)
@@ -64,10 +69,11 @@ def _started_executor(num_threads: int) -> ThreadPoolExecutor:
     return executor
 
 
-def _run_in(lane: int, num_threads: int, work: Callable[[], None]) -> None:
+def _run_in(lane: int, num_threads: int, function: Callable[[Item], None], items: Iterable[Item]) -> None:
     _own.lane = lane
     torch.set_num_threads(num_threads)
-    work()
+    for item in items:
+        function(item)
 
 
 def _raise_first(others: list[Future[None]]) -> None:

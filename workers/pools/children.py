@@ -94,7 +94,7 @@ class Child:
         """Starts the process.
 
         Args:
-            serve: called in the child with its end of the pipe, its lifeline, and the arguments.
+            serve: called in the child with its end of the pipe, its lifeline, and the arguments; see child_process.
             preloaded: modules that it needs.
         """
         self._pipe, pipe = socket.socketpair()
@@ -211,7 +211,7 @@ def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *ar
     # The first start pays for these imports; later starts fork a process that has them.
     context.set_forkserver_preload([f"{__package__}.forkserver", __name__, *preloaded])
     # Daemonic, so that multiprocessing terminates it at exit instead of waiting for it.
-    process = context.Process(target=_run_child, args=(serve, *arguments), daemon=True)
+    process = context.Process(target=serve, args=arguments, daemon=True)
     # These settings are for the forkserver, which the first start launches.
     with single_arena_for_children(), _empty_main(), _signals_blocked():
         process.start()
@@ -244,7 +244,9 @@ def _empty_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: socket.socket, *arguments: object) -> None:
+@contextlib.contextmanager
+def child_process(lifeline: socket.socket) -> Iterator[None]:
+    """Sets up a child, which serves inside and ends with the block: when its pipe closes, or the lifeline earlier."""
     # The forkserver's imports stay in shared memory as long as no garbage collection touches them.
     gc.freeze()
     gc.enable()
@@ -257,7 +259,7 @@ def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: sock
         kill_on_hang_up(lifeline, os.getpid())
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
-        serve(pipe, lifeline, *arguments)
+        yield
     os._exit(0)
 
 

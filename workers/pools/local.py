@@ -5,7 +5,7 @@ import socket
 
 from ..protocol.messages import Buffer, FrameReader, FrameWriter
 from .base import PoolSpec, RankAnswer
-from .children import ChildrenPool, start_child
+from .children import ChildrenPool, child_process, start_child
 from .worker_host import WorkerHost
 
 
@@ -21,8 +21,9 @@ class LocalPool(ChildrenPool):
         self._children[rank].send(message, answer)
 
 
-def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int) -> None:
-    shell, incoming = WorkerHost(spec, rank), FrameReader()
-    while (frame := incoming.receive(pipe)) is not None:
-        FrameWriter(shell.answer(frame)).send(pipe)
-        del frame  # it may hold a model's weights, and the next frame may take long to arrive
+def _serve_rank(pipe: socket.socket, lifeline: socket.socket, spec: PoolSpec, rank: int) -> None:
+    with child_process(lifeline):
+        host, incoming = WorkerHost(spec, rank), FrameReader()
+        while (frame := incoming.receive(pipe)) is not None:
+            FrameWriter(host.answer(frame)).send(pipe)
+            del frame  # it may hold a model's weights, and the next frame may take long to arrive

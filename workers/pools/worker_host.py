@@ -26,7 +26,10 @@ class WorkerHost:
         try:
             message: Any = decode(frame)
             with self._trimming.working():
-                return encode(RankAnswer(self._build() if message is None else self._call(*message)))
+                if message is None:
+                    return encode(RankAnswer(self._build()))
+                method, arguments = message
+                return encode(RankAnswer(getattr(self._worker, method)(*arguments)))
         except OperationError as error:
             return encode(RankAnswer(error=error))
         except ValueError as error:
@@ -49,9 +52,6 @@ class WorkerHost:
         gc.collect()
         gc.freeze()
         return RankProcess(os.getpid(), is_kept=False)
-
-    def _call(self, method: str, arguments: tuple[object, ...]) -> object:
-        return getattr(self._worker, method)(*arguments)
 
 
 def _plain(error: ValueError) -> ValueError:

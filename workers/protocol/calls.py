@@ -13,7 +13,7 @@ import numpy as np
 from ...schemas.errors import Category, OperationError
 from ...schemas.models import LoraConfig, TrainingConfig
 from ...schemas.sampling import SamplingParams, TopkLogprobs
-from ...schemas.training import AdamParams, ForwardBackwardRequest
+from ...schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,16 @@ class Failure:
     message: str
     category: Category
 
+    @staticmethod
+    def of(error: Exception) -> "Failure":
+        """Returns the answer for an error; one that was not foreseen is named by its type."""
+        if isinstance(error, OperationError):
+            return Failure(error.message, error.category)
+        return Failure(f"{type(error).__name__}: {error}", "server")
+
+    def error(self) -> OperationError:
+        return OperationError(self.message, self.category)
+
 
 @dataclass(frozen=True)
 class DataShare:
@@ -168,6 +178,10 @@ class RankOutput:
 
     outputs: Mapping[int, Mapping[str, np.ndarray]]
     metrics: Mapping[str, float]
+
+
+PartAnswer = ForwardBackwardOutput | RankOutput | Failure | None
+"""Answers an OperationPart, see Pass."""
 
 
 @dataclass(frozen=True)

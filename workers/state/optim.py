@@ -168,7 +168,7 @@ def _check(adapter: Trainable, step: OptimizerStep) -> PendingStep | Failure:
         scale = _gradient_scale(adapter.gradients.window, step.gradient_scale)
         _allocate_moments(adapter)
     except OperationError as error:
-        return Failure(error.message, error.category)
+        return Failure.of(error)
     return PendingStep(adapter, step.params, scale)
 
 

@@ -1,4 +1,4 @@
-"""Describes the error that stopped the tasks of a round when it is unknown which task caused it."""
+"""Describes the error that stopped the operations of a round when it is unknown which of them caused it."""
 
 import traceback
 from dataclasses import dataclass

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ...schemas.training import FeatureLocation, ForwardBackwardRequest
 from ..batch.micro_batch import MicroBatch, select_sequences
+from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
 from ..drafts.algorithms.algorithm import DraftPass
 from ..drafts.algorithms.logit_budget import LogitBudget
@@ -34,11 +36,15 @@ from ..lora import LoraPair, Segment
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..losses.loss import LossOutput
 from ..models.model import BaseModel
+from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard
 from ..protocol.calls import Failure
 from ..registry.model_registry import ModelRegistry
+from ..state.trainable import Trainable
 from .feature_capture import store_features, write_failure_message
-from .operation_progress import HostScores, OperationTotals, Task
+from .rank_operation import RankOperation
+from .scoring import ScoredRows
+from .scoring_pass import RunMicroBatch
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,24 @@ class NeededSources:
         return NeededSources(any(each.target for each in needs), any(each.stored for each in needs))
 
 
+@dataclass(frozen=True)
+class DraftPlan:
+    """A rank's plan for drafts. stored: the rows whose features it has found, by operation_id."""
+
+    needed: NeededSources
+    stored: Mapping[int, frozenset[int]]
+
+
 class DraftPassRunner:
+    """The PassStrategy of drafts."""
+
     def __init__(
-        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, shard_of: Callable[[MicroBatch], TokenShard]
+        self,
+        base: BaseModel,
+        models: ModelRegistry,
+        mesh: Mesh,
+        head: LogprobHead,
+        shard_of: Callable[[MicroBatch], TokenShard],
     ) -> None:
         """Creates the runner of draft passes.
 
@@ -71,7 +92,7 @@ class DraftPassRunner:
             head: computes the target's logits.
             shard_of: returns this rank's shard of a micro-batch's tokens.
         """
-        self._base, self._models, self._head, self._shard_of = base, models, head, shard_of
+        self._base, self._models, self._mesh, self._head, self._shard_of = base, models, mesh, head, shard_of
         self._budget = LogitBudget.on(base.device, head.chunk_rows)
 
     def find_stored(
@@ -101,30 +122,55 @@ class DraftPassRunner:
                     stored[row] = features
         return stored
 
-    def run(self, trains: bool, needed: NeededSources | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:
-        """Runs a micro-batch of tasks of one draft.
+    def plan(self, operations: Sequence[RankOperation]) -> DraftPlan:
+        """Returns the sources of features that this rank's share of the data needs, and what it has found."""
+        of_rows = [each.stored.get(row) for each in operations for row in range(len(each.batch.rows))]
+        stored = {each.part.operation_id: frozenset(each.stored) for each in operations if each.stored}
+        return DraftPlan(NeededSources.for_sequences(of_rows), stored)
+
+    def start(
+        self,
+        operations: Sequence[RankOperation],
+        models: Sequence[Trainable],
+        num_lanes: int,
+        plans: Sequence[DraftPlan] = (),
+    ) -> RunMicroBatch:
+        needed = NeededSources.union([each.needed for each in plans]) if plans else None
+        if plans:
+            _drop_partly_stored(operations, [plans[rank].stored for rank in self._mesh.along("sp", "tp").ranks])
+        return partial(self._run, operations, not operations[0].forward_only, needed)
+
+    def _run(
+        self,
+        operations: Sequence[RankOperation],
+        trains: bool,
+        needed: NeededSources | None,
+        micro_batch: MicroBatch,
+    ) -> None:
+        """Runs a micro-batch of operations of one draft.
 
         Args:
             trains: whether gradients are needed.
             needed: what any of the ranks that run together needs; None if this rank runs alone.
         """
-        draft = self._models.draft(tasks[0].run_id)
-        needed = needed or NeededSources.for_sequences(_stored(micro_batch, tasks))
-        captures = [task.capture_directory is not None for task in tasks]
+        draft = self._models.draft(operations[0].run_id)
+        needed = needed or NeededSources.for_sequences(_stored(micro_batch, operations))
+        captures = [operation.capture_directory is not None for operation in operations]
         # Otherwise the features are those of the tokens that this rank scores.
         covers_all = needed.stored or any(captures)
         if covers_all:
-            features = self._features_of_all_tokens(draft, needed, micro_batch, tasks)
+            features = self._features_of_all_tokens(draft, needed, micro_batch, operations)
         else:
             features = self._hooked(draft).own(micro_batch)
-        self._store(draft, features, micro_batch, tasks)
+        self._store(draft, features, micro_batch, operations)
         if all(captures):
             return
-        own = draft_batches(micro_batch, [task.operation.datum_indices for task in tasks])
+        own = draft_batches(micro_batch, [operation.batch.datum_indices for operation in operations])
         by_micro_batch = gather_draft_batches(draft.groups, own, self._base.device)
         batches = [batch for of_micro_batch in by_micro_batch for batch in of_micro_batch]
         lookaheads = [
-            0 if captures[batch.task] else draft.lookahead(tasks[batch.task].operation.config) for batch in batches
+            0 if captures[each.operation] else draft.lookahead(operations[each.operation].batch.config)
+            for each in batches
         ]
         distribution = DraftDistribution(draft.groups, batches, lookaheads)
         if batches and draft.groups.feature_team.size > 1:
@@ -133,21 +179,21 @@ class DraftPassRunner:
         mask = self._mask_embedding(draft)
         with self._head.gathered():
             for share, rows in distribution.own_shares():
-                if captures[share.batch.task]:
+                if captures[share.batch.operation]:
                     continue
-                task, scores = tasks[share.batch.task], _ShareScores(share, self._base.device)
+                operation, scores = operations[share.batch.operation], _ShareScores(share, self._base.device)
                 if share.sequences:
                     inputs = self._inputs(draft, features.mapped(lambda whole, rows=rows: whole[rows]), mask, share)
-                    self._score(draft, inputs, task.operation, scores, trains)
+                    self._score(draft, inputs, operation.batch, scores, trains)
                 of_ranks = draft.groups.feature_team.all_gather_object(scores.finish())
                 if share.batch.part is not None:
-                    task.add_scores(share.batch.part, _merge(share.batch, of_ranks))
+                    operation.add_scores(share.batch.part, _merge(share.batch, of_ranks))
 
     def _features_of_all_tokens(
-        self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, tasks: list[Task]
+        self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> TargetFeatures:
         """Returns the features of all tokens. The target runs only over sequences without stored features."""
-        stored, hooked = _stored(micro_batch, tasks), self._hooked(draft)
+        stored, hooked = _stored(micro_batch, operations), self._hooked(draft)
         if not needed.stored:
             return hooked.features(micro_batch)
         reader = StoredFeatureSource(self._base, draft, [features for features in stored if features is not None])
@@ -167,16 +213,16 @@ class DraftPassRunner:
         return HookedTarget(self._base, self._models.lora, draft, self._shard_of)
 
     def _store(
-        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, tasks: Sequence[Task]
+        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> None:
-        """Stores the features of tasks that capture. They must cover all tokens if there is such a task."""
+        """Stores the features of operations that capture. They must cover all tokens if there is such an operation."""
         for part in micro_batch.segments:
-            task = tasks[part.operation]
-            if (directory := task.capture_directory) is not None:
+            operation = operations[part.operation]
+            if (directory := operation.capture_directory) is not None:
                 own = features if self._shard_of(micro_batch).is_first else None
-                error = store_features(directory, draft.feature_kind, task, part, own)
+                error = store_features(directory, draft.feature_kind, operation, part, own)
                 if error is not None:
-                    task.fail(Failure(write_failure_message(directory, error), "server"))
+                    operation.fail(Failure(write_failure_message(directory, error), "server"))
 
     def _exchange(
         self,
@@ -245,28 +291,23 @@ class DraftPassRunner:
             draft_pass.close()
 
 
-def find_stored_rows(begun: Sequence[Task | Failure]) -> dict[int, frozenset[int]]:
-    """Returns, by index of the part, the rows of draft tasks whose features this rank has found."""
-    tasks = ((number, each) for number, each in enumerate(begun) if isinstance(each, Task))
-    return {number: frozenset(task.stored) for number, task in tasks if task.stored}
-
-
-def drop_partly_stored(begun: Sequence[Task | Failure], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
+def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
     """Drops stored features that another rank of the same sequences has not found, so that the target runs over these
     sequences on all of them.
 
     Args:
-        of_ranks: the result of find_stored_rows on each of these ranks.
+        of_ranks: DraftPlan.stored of each of these ranks.
     """
-    for number, task in enumerate(begun):
-        if isinstance(task, Task) and task.stored:
+    for operation in operations:
+        if operation.stored:
+            number = operation.part.operation_id
             of_all = frozenset.intersection(*(rows.get(number, frozenset()) for rows in of_ranks))
-            task.stored = {row: features for row, features in task.stored.items() if row in of_all}
+            operation.stored = {row: features for row, features in operation.stored.items() if row in of_all}
 
 
-def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[CapturedFeatures | None]:
+def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
     """Returns the stored features of each sequence, in order."""
-    return [tasks[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
+    return [operations[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,7 +337,7 @@ class _RankScores:
     """
 
     losses: np.ndarray
-    totals: OperationTotals
+    totals: PartialResult
     survivals: Survivals | None
 
 
@@ -306,13 +347,13 @@ class _ShareScores:
     def __init__(self, share: DraftBatchShare, device: torch.device) -> None:
         self.share = share
         self._losses = torch.zeros(len(share.tokens), device=device)
-        self._totals, self._survivals = OperationTotals(), None
+        self._totals, self._survivals = PartialResult(), None
 
     def add(self, scores: DraftScores, losses: Tensor, label_indices: Tensor, output: LossOutput) -> None:
         self._losses.index_add_(0, label_indices.flatten(), losses.detach().flatten())
         ratios = {name: (float(top), float(bottom)) for name, (top, bottom) in output.ratios.items()}
         denominator = 0.0 if output.denominator is None else float(output.denominator)
-        self._totals.add(OperationTotals(ratios=ratios, denominator=denominator))
+        self._totals.add(PartialResult(ratios=ratios, denominator=denominator))
         if self._survivals is None:
             self._survivals = SurvivalTable(len(self._losses), label_indices.shape[1], label_indices.device)
         self._survivals.add(scores, label_indices)
@@ -323,15 +364,15 @@ class _ShareScores:
         return _RankScores(losses, self._totals, self._survivals and self._survivals.survivals(self.share.tokens))
 
 
-def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> HostScores:
+def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredRows:
     """Merges the scores of ranks that each scored some of the draft tokens."""
-    losses, totals = sum(each.losses for each in of_ranks), OperationTotals()
+    losses, totals = sum(each.losses for each in of_ranks), PartialResult()
     assert isinstance(losses, np.ndarray)
     for each in of_ranks:
         totals.add(each.totals)
     survivals = [each.survivals for each in of_ranks if each.survivals is not None]
     lengths = acceptance_lengths(survivals, batch.labels.weights.cpu().numpy(), batch.lengths)
-    return HostScores(losses, losses, {}, totals.ratios | lengths, totals.denominator)
+    return ScoredRows(losses, losses, {}, totals.ratios | lengths, totals.denominator)
 
 
 def _score_chunk(

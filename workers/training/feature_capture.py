@@ -6,6 +6,7 @@ forward serves both.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from shutil import disk_usage
@@ -26,13 +27,18 @@ from ..parallel.token_shard import TokenShard
 from ..planner.footprint import gigabytes
 from ..registry.model_registry import ModelRegistry
 from ..state.trainable import Trainable
-from .operation_progress import Task
+from .rank_operation import RankOperation
+from .scoring_pass import RunMicroBatch, ScoringPassRunner
 
 logger = logging.getLogger(__name__)
 
 
 def store_features(
-    directory: Path, kind: FeatureKind, task: Task, part: MicroBatchSegment, inside: TargetFeatures | None
+    directory: Path,
+    kind: FeatureKind,
+    operation: RankOperation,
+    part: MicroBatchSegment,
+    inside: TargetFeatures | None,
 ) -> OSError | None:
     """Stores the features of the segment's rows that have none yet.
 
@@ -42,13 +48,15 @@ def store_features(
         The error of the last row that could not be stored.
     """
     trouble: OSError | None = None
+    if inside is None:
+        return None
     for row, tokens in _rows_of(part):
-        features = task.stored.get(row)
+        features = operation.stored.get(row)
         try:
-            if features is None and inside is not None:
-                address = kind.address(task.operation.rows[row].tokens)
+            if features is None:
+                address = kind.address(operation.batch.rows[row].tokens)
                 features = CapturedFeatures.store(directory, address, kind, inside.stored(tokens, kind))
-            task.record_features(row, features if inside is not None else None)
+            operation.record_features(row, features)
         except OSError as error:
             trouble = error
     return trouble
@@ -66,15 +74,15 @@ def write_failure_message(directory: Path, error: OSError) -> str:
     )
 
 
-class PolicyCapture:
-    """Captures features in the passes of policies.
+class CapturingPassRunner:
+    """The PassStrategy of passes in which a policy's operation captures features.
 
     The features have the version of the policy's current weights, which is that of a draft whose target was saved with
     these weights. If features cannot be stored, they are missing from the result; the operation still succeeds.
     """
 
-    def __init__(self, base: BaseModel, models: ModelRegistry) -> None:
-        self._base, self._models = base, models
+    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner) -> None:
+        self._base, self._models, self._scoring = base, models, scoring
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
 
     def check(self, run_id: str, place: FeatureLocation) -> None:
@@ -85,55 +93,57 @@ class PolicyCapture:
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
         assert all(layer < num_layers for layer in place.layers), "the draft has the same base model"
 
-    def versions(self, tasks: Sequence[Task]) -> dict[str, str]:
-        """Returns the weight version by run, of this rank's parts of the runs that capture features.
+    def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
+        """Returns the version by run of this rank's part of the weights, for runs that capture features.
 
         These runs must be on the device.
         """
-        run_ids = {task.run_id for task in tasks if task.policy_capture is not None}
+        run_ids = {each.run_id for each in operations if each.policy_capture is not None}
         return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
 
-    def layers_to_capture(self, micro_batch: MicroBatch, tasks: list[Task]) -> dict[int, Tensor] | None:
-        """Returns the layers to capture as keys, with empty tensors to be filled: see FusedTrunk.hidden_states.
-
-        Returns None if no task captures features.
-        """
-        places = [tasks[each.operation].policy_capture for each in micro_batch.segments]
-        layers = {layer for place in places if place is not None for layer in place.layers}
-        return dict.fromkeys(sorted(layers), torch.empty(0)) if layers else None
-
-    def store(
+    def start(
         self,
+        operations: Sequence[RankOperation],
+        models: Sequence[Trainable],
+        num_lanes: int,
+        plans: Sequence[Mapping[str, str]] = (),
+    ) -> RunMicroBatch:
+        of_ranks = plans or [self.plan(operations)]
+        run_ids = {each.run_id for each in operations if each.policy_capture is not None}
+        versions = {run_id: version_of_parts([of_rank[run_id] for of_rank in of_ranks]) for run_id in run_ids}
+        hidden_states = partial(self._hidden_states, operations, versions)
+        return self._scoring.start(operations, models, num_lanes, hidden_states=hidden_states)
+
+    def _hidden_states(
+        self,
+        operations: Sequence[RankOperation],
+        versions: Mapping[str, str],
         micro_batch: MicroBatch,
-        tasks: list[Task],
-        captured: Mapping[int, Tensor] | None,
-        hidden: Tensor,
         share: TokenShard,
-    ) -> None:
-        """Stores the captured features on the first of the ranks that share the micro-batch's tokens.
-
-        It is a collective call of these ranks.
-
-        Args:
-            captured: the hidden states by layer, of the tokens `share.hidden`; None if nothing is captured.
-            hidden: the final hidden states of the same tokens.
-        """
-        if captured is None:
-            return
-        places = [tasks[part.operation].policy_capture for part in micro_batch.segments]
+    ) -> Tensor:
+        """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
+        places = [operations[part.operation].policy_capture for part in micro_batch.segments]
+        layers = sorted({layer for place in places if place is not None for layer in place.layers})
+        if not layers:
+            return self._base.shared_hidden_states(micro_batch, share)
+        captured = dict.fromkeys(layers, torch.empty(0))
+        hidden = self._base.shared_hidden_states(micro_batch, share, captured)
         told = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
         tells_last = any(place is not None and _target_repr(place) is not None for place in places)
         last = _gather_on_first(hidden, share) if tells_last else None
         here = {layer: each for layer, each in told.items() if each is not None}
         for part, place in zip(micro_batch.segments, places, strict=True):
             if place is not None and here:
-                self._keep(tasks[part.operation], place, part, here, last)
+                operation = operations[part.operation]
+                self._store(operation, place, part, versions[operation.run_id], here, last)
+        return hidden
 
-    def _keep(
+    def _store(
         self,
-        task: Task,
+        operation: RankOperation,
         place: FeatureLocation,
         part: MicroBatchSegment,
+        version: str,
         told: Mapping[int, Tensor],
         last: Tensor | None,
     ) -> None:
@@ -145,12 +155,14 @@ class PolicyCapture:
         # Embeddings are not stored: the draft looks them up in its target.
         inside = TargetFeatures(of_layers, of_layers, last)
         hidden = of_layers.shape[1] // len(place.layers)
-        kind = FeatureKind(task.feature_version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
-        trouble = store_features(directory, kind, task, part, inside)
-        if trouble is not None and not task.progress.has_warned:
-            task.progress.has_warned = True
+        kind = FeatureKind(version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
+        trouble = store_features(directory, kind, operation, part, inside)
+        if trouble is not None and not operation.has_warned:
+            operation.has_warned = True
             message = write_failure_message(directory, trouble)
-            logger.warning("run %s continues without the features it should have captured: %s", task.run_id, message)
+            logger.warning(
+                "run %s continues without the features it should have captured: %s", operation.run_id, message
+            )
 
     def _version(self, model: Trainable) -> str:
         """Returns the version of the model's weights; it is computed only after a change."""
@@ -159,13 +171,6 @@ class PolicyCapture:
             version = self._models.version_of(model)
             self._versions[model] = model.vectors.num_changes, version
         return version
-
-
-def set_feature_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """Sets the tasks' feature versions from those of each rank's parts (PolicyCapture.versions)."""
-    for task in tasks:
-        if task.policy_capture is not None:
-            task.feature_version = version_of_parts([versions[task.run_id] for versions in of_ranks])
 
 
 def _target_repr(place: FeatureLocation) -> TargetRepr | None:

@@ -5,14 +5,15 @@ hidden, gradient and segments have this rank's rows, `share.rows`; objectives an
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.objective import Objective, join_outputs
+from ..batch.micro_batch import Objective, join_outputs
 from ..heads import Head, HeadPass
 from ..heads.head import chunks
 from ..lora import Segment
@@ -26,11 +27,27 @@ Heads = Mapping[str, Head]
 
 
 @dataclass(frozen=True, eq=False)
-class ObjectiveScores:
-    """The result for the n rows of an objective. scores: float32 in the shape of its targets, [n] or [n, K]."""
+class ScoredRows:
+    """The result for n rows, in host memory: each array is float32 in the shape of the targets, [n] or [n, K].
 
-    scores: Tensor
-    loss: LossOutput
+    scores: a head's. losses, metrics: see LossOutput. ratios, denominator: over all n rows, see LossOutput.
+    """
+
+    scores: np.ndarray
+    losses: np.ndarray
+    metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    denominator: float = 0.0
+
+    @staticmethod
+    def of(scores: Tensor, output: LossOutput) -> "ScoredRows":
+        metrics = {name: values.cpu().numpy() for name, values in output.metrics.items()}
+        return ScoredRows(scores.cpu().numpy(), output.losses.cpu().numpy(), metrics)
+
+    def part(self, rows: slice) -> "ScoredRows":
+        """Returns the result for some of the rows, without ratios."""
+        metrics = {name: values[rows] for name, values in self.metrics.items()}
+        return ScoredRows(self.scores[rows], self.losses[rows], metrics)
 
 
 @torch.no_grad()
@@ -40,13 +57,13 @@ def score(
     segments: Sequence[Segment],
     objectives: Sequence[Objective],
     share: TokenShard | None = None,
-) -> list[ObjectiveScores]:
+) -> list[ScoredRows]:
     """Returns the result of each objective for hidden [n, hidden], without gradients.
 
     `share` is None if this rank has all rows.
     """
     share = share or TokenShard(len(hidden), Mesh())
-    scores = share.joined(_all_scores(_HeadRuns(heads, hidden, segments, objectives, share)))
+    scores = share.joined(_HeadRuns(heads, hidden, segments, objectives, share).all_scores())
     return [_evaluated(objective, scores) for objective in objectives]
 
 
@@ -58,29 +75,31 @@ def score_with_gradient(
     objectives: Sequence[Objective],
     gradient: Tensor,
     share: TokenShard | None = None,
-) -> list[ObjectiveScores]:
-    """Like `scored`, with gradients.
+) -> list[ScoredRows]:
+    """Like `score`, with gradients.
 
     Writes the gradient with respect to hidden [n, hidden] to `gradient`, and adds the gradients of adapters on the
     heads to their scratch.
     """
     share = share or TokenShard(len(hidden), Mesh())
-    pieces = _HeadRuns(heads, hidden, segments, objectives, share)
+    runs = _HeadRuns(heads, hidden, segments, objectives, share)
     scorings = [_ObjectiveScoring(objective) for objective in objectives]
-    wanting = [scoring for scoring in scorings if pieces.needs_all_scores_first(scoring.objective)]
-    if wanting:
-        scores = share.joined(_all_scores(pieces))
+    if wanting := [each for each in scorings if runs.needs_all_scores_first(each.objective)]:
+        scores = share.joined(runs.all_scores())
         for scoring in wanting:
             scoring.score_all(scores)
     parts = []
-    for piece in pieces:
-        for rows in chunks(piece.num_rows, piece.head.chunk_rows):
-            parts.append(piece.head.scores(rows))
-            of_all = slice(piece.first + rows.start, piece.first + rows.stop)
-            piece.head.backward(_gradient_of(scorings, share.places(of_all), parts[-1]), gradient[of_all])
+    for head, rows, own in runs.chunks():
+        parts.append(head.scores(rows))
+        of_scores = torch.zeros_like(parts[-1])
+        for scoring, taken, of_objective in _overlapping(scorings, share.places(own)):
+            targets = scoring.objective.targets
+            found = scoring.gradient(_view_like(targets, parts[-1][taken]), of_objective)
+            _view_like(targets, of_scores[taken]).copy_(found)
+        head.backward(of_scores, gradient[own])
     if share.is_all:
         return [scoring.output() for scoring in scorings]
-    scores = share.joined(_concatenated(parts, pieces.targets))
+    scores = share.joined(_concatenated(parts, runs.targets))
     return [_evaluated(objective, scores) for objective in objectives]
 
 
@@ -110,7 +129,7 @@ class _HeadRuns:
         self._share = share
         self.targets = share.of_rows(_concatenate_targets([each.targets for each in objectives]))
         # Keyed by the first row, counted over all ranks.
-        self._pieces: dict[int, _HeadRun] = {}
+        self._runs: dict[int, _HeadRun] = {}
         self._first_of: dict[int, int] = {}
         for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
             of_head = list(members)
@@ -118,24 +137,28 @@ class _HeadRuns:
             last = stop if of_head[-1] is not objectives[-1] else share.num_padded
             rows = overlap(share.rows, start, last)
             head = heads[scores].start_pass(hidden[rows], clip_segments(segments, rows), self.targets[rows])
-            self._pieces[start] = _HeadRun(rows.start, rows.stop - rows.start, head)
+            self._runs[start] = _HeadRun(rows.start, rows.stop - rows.start, head)
             self._first_of |= {objective.start: start for objective in of_head}
 
-    def __iter__(self) -> Iterator[_HeadRun]:
-        return iter(self._pieces.values())
+    def chunks(self) -> Iterator[tuple[HeadPass, slice, slice]]:
+        """Yields the rows to score at a time: the head, their slice of its rows, and of this rank's rows."""
+        for run in self._runs.values():
+            for rows in chunks(run.num_rows, run.head.chunk_rows):
+                yield run.head, rows, slice(run.first + rows.start, run.first + rows.stop)
+
+    def all_scores(self) -> Tensor:
+        """Returns the scores of all of this rank's rows."""
+        return _concatenated([head.scores(rows) for head, rows, _ in self.chunks()], self.targets)
 
     def needs_all_scores_first(self, objective: Objective) -> bool:
         """True for a sequence-wise loss over several chunks: all scores are computed first, because the loss of a whole
         sequence must be known before any gradient."""
+        if not objective.loss.sequence_wise:
+            return False
         start = self._first_of[objective.start]
-        size = self._pieces[start].head.chunk_rows
+        size = self._runs[start].head.chunk_rows
         first, last = (objective.start - start) // size, (objective.stop - 1 - start) // size
-        return objective.loss.sequence_wise and (first != last or not self._share.is_all)
-
-
-def _all_scores(pieces: _HeadRuns) -> Tensor:
-    parts = [piece.head.scores(rows) for piece in pieces for rows in chunks(piece.num_rows, piece.head.chunk_rows)]
-    return _concatenated(parts, pieces.targets)
+        return first != last or not self._share.is_all
 
 
 class _ObjectiveScoring:
@@ -149,51 +172,49 @@ class _ObjectiveScoring:
 
     def score_all(self, scores: Tensor) -> None:
         """Takes the scores of all rows, before the first chunk."""
-        self._whole_gradient = self._gradient(_of(self.objective, scores), slice(None))
+        self._whole_gradient = self.gradient(_own_rows(self.objective, scores), slice(None))
 
     def gradient(self, scores: Tensor, rows: slice) -> Tensor:
         """Returns the gradient with respect to the scores of `rows`, counted from the objective's first row."""
         if self._whole_gradient is not None:
             return self._whole_gradient[rows]
-        return self._gradient(scores, rows)
-
-    def output(self) -> ObjectiveScores:
-        return ObjectiveScores(torch.cat(self._scores), join_outputs(self._losses))
-
-    def _gradient(self, scores: Tensor, rows: slice) -> Tensor:
-        output, gradient = self.objective.gradient(scores, rows)
+        with torch.enable_grad():
+            leaf = scores.detach().requires_grad_()
+            output = self.objective.evaluate(leaf, rows)
+            (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
         self._scores.append(scores)
-        self._losses.append(output)
+        self._losses.append(LossOutput(output.losses.detach(), output.metrics))
         return gradient
 
+    def output(self) -> ScoredRows:
+        return ScoredRows.of(torch.cat(self._scores), join_outputs(self._losses))
 
-def _of(objective: Objective, scores: Tensor) -> Tensor:
+
+def _overlapping(
+    scorings: Sequence[_ObjectiveScoring], rows: slice
+) -> Iterator[tuple[_ObjectiveScoring, slice, slice]]:
+    """Yields the objectives that have some of the rows: which of `rows` these are, and which of the objective's."""
+    for scoring in scorings:
+        start = scoring.objective.start
+        taken = overlap(rows, start, scoring.objective.stop)
+        if taken.start < taken.stop:
+            first, stop = (rows.start + rows.step * bound - start for bound in (taken.start, taken.stop))
+            yield scoring, taken, slice(first, stop, rows.step)
+
+
+def _own_rows(objective: Objective, scores: Tensor) -> Tensor:
     return _view_like(objective.targets, scores[objective.start : objective.stop])
 
 
-def _evaluated(objective: Objective, scores: Tensor) -> ObjectiveScores:
-    own = _of(objective, scores)
-    return ObjectiveScores(own, objective.evaluate(own, slice(None)))
+def _evaluated(objective: Objective, scores: Tensor) -> ScoredRows:
+    own = _own_rows(objective, scores)
+    return ScoredRows.of(own, objective.evaluate(own, slice(None)))
 
 
 def _concatenated(scores: list[Tensor], targets: Tensor) -> Tensor:
     if len(scores) == 1:
         return scores[0]
     return torch.cat(scores) if scores else torch.empty(targets.shape, device=targets.device)
-
-
-def _gradient_of(scorings: list[_ObjectiveScoring], rows: slice, scores: Tensor) -> Tensor:
-    """Returns the gradient of all losses with respect to the scores of a chunk, `rows`."""
-    gradient = torch.zeros_like(scores)
-    for scoring in scorings:
-        objective = scoring.objective
-        piece = overlap(rows, objective.start, objective.stop)
-        if piece.start < piece.stop:
-            own = _view_like(objective.targets, scores[piece])
-            first, stop = (rows.start + rows.step * bound - objective.start for bound in (piece.start, piece.stop))
-            found = scoring.gradient(own, slice(first, stop, rows.step))
-            _view_like(objective.targets, gradient[piece]).copy_(found)
-    return gradient
 
 
 def _concatenate_targets(targets: list[Tensor]) -> Tensor:

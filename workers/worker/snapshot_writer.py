@@ -90,7 +90,7 @@ def _outcome(writing: "Future[None]") -> Failure | None:
     if error is None:
         return None
     if isinstance(error, OperationError):
-        return Failure(error.message, error.category)
+        return Failure.of(error)
     if not isinstance(error, OSError):  # an OSError's message suffices
         logger.error("a run was not saved", exc_info=error)
     return Failure(f"the run cannot be saved: {type(error).__name__}: {error}", "server")

@@ -39,6 +39,7 @@ from ..protocol.calls import (
     Failure,
     ModelInfo,
     OptimizerStep,
+    PartAnswer,
     Pass,
     RunInfo,
     RunSpec,
@@ -56,7 +57,6 @@ from ..state.optim import all_reduce_gradients, apply_steps, keep_on_first_rank,
 from ..state.residency import Residency
 from ..state.trainable import Trainable
 from ..state.vectors import FORWARD_VECTORS, STEP_VECTORS
-from ..training.operation_progress import PartAnswer
 from ..training.pass_runner import PassRunner
 from .rank_memory import RankMemory
 from .snapshot_writer import SnapshotWriter
@@ -140,7 +140,7 @@ class Worker:
         )
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         if mesh.has_forward_collectives:
-            check_ranks(self._base.source, self._base.model, self._passes.bare_hidden_states)
+            check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         # Snapshot -> outcomes of the ranks that have ended it.
         self._ended_snapshots: dict[int, list[Failure | None]] = {}
@@ -399,7 +399,7 @@ class Worker:
         try:
             held.enter_context(self._models.resident([step.run_id]))
         except OperationError as error:
-            return Failure(error.message, error.category)
+            return Failure.of(error)
 
     def _by_first(self, write: Callable[[], None]) -> None:
         self._on_all(write if self._mesh.is_first else _nothing)
@@ -415,11 +415,11 @@ class Worker:
             done.append(act())
         except Exception as error:
             trouble = error
-        [failure] = self._mesh.first_values([None if trouble is None else _failure_of(trouble)])
+        [failure] = self._mesh.first_values([None if trouble is None else Failure.of(trouble)])
         if trouble is not None:
             raise trouble
         if failure is not None:
-            raise OperationError(failure.message, failure.category)
+            raise failure.error()
         return done[0]
 
     def _put(self, model_id: str, make: Callable[[], Trainable], is_copy: bool = False) -> Trainable:
@@ -491,12 +491,6 @@ def _overwrite(model: Trainable, exported: AdapterWeights) -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _failure_of(error: Exception) -> Failure:
-    if isinstance(error, OperationError):
-        return Failure(error.message, error.category)
-    return Failure(f"{type(error).__name__}: {error}", "server")
 
 
 def _unknown(run_id: str) -> str:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from trainhouse.workers.models.model import resolve_device
 from trainhouse.workers.parallel.mesh import Mesh, PendingCollective, Team
-from trainhouse.workers.protocol.calls import Pass
+from trainhouse.workers.protocol.calls import PartAnswer, Pass
 from trainhouse.workers.protocol.worker_config import WorkerConfig
-from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.worker.worker import Worker
 
 from ...workers.parallel.live_bytes import LiveBytes

@@ -4,18 +4,19 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.batch.objective import Objective
+from trainhouse.workers.batch.micro_batch import Objective
 from trainhouse.workers.heads import LogprobHead
 from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training.scoring import ObjectiveScores, score, score_with_gradient
+from trainhouse.workers.training.scoring import ScoredRows, score, score_with_gradient
 
 from ..adapted import new_adapter
 
@@ -89,12 +90,12 @@ def ours(
         adapter.gradients.begin_operation()
     output = score_alone(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
     pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
-    return output.scores, output.loss.losses.sum(), gradient, *pair_gradients
+    return torch.from_numpy(output.scores), torch.from_numpy(output.losses).sum(), gradient, *pair_gradients
 
 
 def score_alone(
     head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
-) -> ObjectiveScores:
+) -> ScoredRows:
     (output,) = score_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
     return output
 
@@ -157,9 +158,9 @@ def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseMod
     (output,) = score({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
     assert torch.equal(adapter.gradients.scratch, before)
     with_gradient = score_alone(head, hidden, adapter, wanted, torch.empty_like(hidden))
-    assert torch.equal(output.scores, with_gradient.scores)
-    torch.testing.assert_close(output.loss.losses, with_gradient.loss.losses)
-    assert output.loss.metrics.keys() == with_gradient.loss.metrics.keys()
+    np.testing.assert_array_equal(output.scores, with_gradient.scores)
+    torch.testing.assert_close(output.losses, with_gradient.losses)
+    assert output.metrics.keys() == with_gradient.metrics.keys()
 
 
 def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
@@ -172,8 +173,8 @@ def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str,
     output = score_alone(LogprobHead(base, 5), hidden, adapter, wanted, gradient)
     logits = LogprobHead(base, 100).logits(hidden, adapter.unembed)
     expected = torch.log_softmax(logits, dim=-1).gather(1, wanted.targets[:, None]).squeeze(1)
-    assert output.scores.dtype == torch.float32
-    torch.testing.assert_close(output.scores, expected, rtol=1e-6, atol=1e-6)
+    assert output.scores.dtype == np.float32
+    torch.testing.assert_close(torch.from_numpy(output.scores), expected, rtol=1e-6, atol=1e-6)
     assert gradient.dtype == torch.bfloat16
 
 
@@ -232,11 +233,11 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseM
         )
         torch.testing.assert_close(output.scores, expected.scores)
         torch.testing.assert_close(forward.scores, expected.scores)
-        torch.testing.assert_close(output.loss.losses, expected.loss.losses)
+        torch.testing.assert_close(output.losses, expected.losses)
         torch.testing.assert_close(gradient[rows], own)
-        for name, values in expected.loss.metrics.items():
-            torch.testing.assert_close(output.loss.metrics[name], values)
-            torch.testing.assert_close(forward.loss.metrics[name], values)
+        for name, values in expected.metrics.items():
+            torch.testing.assert_close(output.metrics[name], values)
+            torch.testing.assert_close(forward.metrics[name], values)
     for pair, (a_grad, b_grad) in zip(pairs, pair_gradients, strict=True):
         torch.testing.assert_close(a_grad, pair.a_grad)
         torch.testing.assert_close(b_grad, pair.b_grad)

@@ -312,10 +312,10 @@ def test_out_of_memory_is_not_reported_as_an_unsupported_model(
 def test_ranks_compare_single_passes_with_a_packed_one(tiny_models: Mapping[str, Path]) -> None:
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models["llama"])), device="cpu"))
     compare: Callable[..., None] = plain.check_ranks
-    compare("here", worker._base.model, worker._passes.bare_hidden_states)
+    compare("here", worker._base.model, worker._passes.scoring.bare_hidden_states)
 
     def leaking(micro_batch: MicroBatch) -> Tensor:
-        hidden = worker._passes.bare_hidden_states(micro_batch)
+        hidden = worker._passes.scoring.bare_hidden_states(micro_batch)
         return hidden + 0.01 * hidden.cumsum(0)
 
     with pytest.raises(ValueError, match=r"hidden states of sequences that share a pass are 0\.\d+ of their spread"):

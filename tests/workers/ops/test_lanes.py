@@ -4,8 +4,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,15 @@ def test_lanes_run_in_parallel_with_a_share_of_the_threads() -> None:
         together.wait(WAIT_SECONDS)
         seen[name] = (current_lane(), torch.get_num_threads())
 
-    Lanes(CPU).run([partial(work, "first"), partial(work, "second")])
+    Lanes(CPU).run(work, [["first"], ["second"]])
     assert seen == {"first": (0, 2), "second": (1, 2)}
     assert torch.get_num_threads() == 4
 
 
 def test_single_lane_has_all_threads() -> None:
     seen = []
-    Lanes(CPU).run([lambda: seen.append(torch.get_num_threads())])
-    assert seen == [4]
+    Lanes(CPU).run(lambda item: seen.append((item, torch.get_num_threads())), [["one", "two"]])
+    assert seen == [("one", 4), ("two", 4)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -62,7 +61,7 @@ def test_error_is_raised_after_all_lanes_have_ended(failing: int) -> None:
         ended.append(lane)
 
     with pytest.raises(ZeroDivisionError):
-        Lanes(CPU).run([partial(work, 0), partial(work, 1)])
+        Lanes(CPU).run(work, [[0], [1]])
     assert ended == [1 - failing]
     assert torch.get_num_threads() == 4
 
@@ -81,7 +80,7 @@ def test_memory_of_lanes_is_freed_with_the_error(failing: int) -> None:
     gc.disable()
     try:
         with contextlib.suppress(ZeroDivisionError):
-            lanes.run([partial(work, 0), partial(work, 1)])
+            lanes.run(work, [[0], [1]])
         assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
@@ -91,7 +90,7 @@ def test_no_thread_is_started_during_a_pass(monkeypatch: pytest.MonkeyPatch) -> 
     """A thread that cannot be started would leave its work in the queue for another pass."""
     lanes = Lanes(CPU)
     monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
-    lanes.run([lambda: None] * lanes.num_lanes)
+    lanes.run(lambda item: None, [[item] for item in range(lanes.num_lanes)])
 
 
 def test_three_lanes_share_four_threads() -> None:
@@ -100,7 +99,7 @@ def test_three_lanes_share_four_threads() -> None:
     def work(lane: int) -> None:
         seen[lane] = torch.get_num_threads()
 
-    Lanes(CPU).run([partial(work, lane) for lane in range(3)])
+    Lanes(CPU).run(work, [[0], [1], [2]])
     assert seen == {0: 2, 1: 1, 2: 1}
 
 
@@ -136,11 +135,16 @@ def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[s
 
 
 def test_two_lanes_match_one_lane(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    num_works = []
+    num_lanes = []
     run = Lanes.run
-    monkeypatch.setattr(Lanes, "run", lambda self, works: (num_works.append(len(works)), run(self, works)))
+
+    def recorded(self: Lanes, function: Any, lanes: Sequence[Any]) -> None:
+        num_lanes.append(len(lanes))
+        run(self, function, lanes)
+
+    monkeypatch.setattr(Lanes, "run", recorded)
     (one, one_gradients), (two, two_gradients) = map(pass_of_three_runs, workers)
-    assert num_works == [1, 2]
+    assert num_lanes == [1, 2]
     for run_id in RUNS:
         mine, theirs = one[run_id], two[run_id]
         assert isinstance(mine, ForwardBackwardOutput) and isinstance(theirs, ForwardBackwardOutput)

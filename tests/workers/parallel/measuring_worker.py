@@ -1,9 +1,8 @@
 """Workers that report what they hold, and count live bytes during a pass."""
 
 from trainhouse.schemas.models import TrainingConfig
-from trainhouse.workers.protocol.calls import AdapterWeights, Failure, OptimizerStep, Pass, RunInfo, RunSpec
+from trainhouse.workers.protocol.calls import AdapterWeights, Failure, OptimizerStep, PartAnswer, Pass, RunInfo, RunSpec
 from trainhouse.workers.protocol.worker_config import WorkerConfig
-from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.worker.worker import Worker
 
 from .live_bytes import LiveBytes

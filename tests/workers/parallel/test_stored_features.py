@@ -10,7 +10,7 @@ from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraCo
 from trainhouse.schemas.training import FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.protocol.calls import DataShare, Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.training.operation_progress import FEATURES
+from trainhouse.workers.training.rank_operation import FEATURES
 
 from .case import Case
 from .test_drafts import SHAPES, guessed

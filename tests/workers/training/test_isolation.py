@@ -20,7 +20,8 @@ from trainhouse.workers.ops import memory
 from trainhouse.workers.planner import footprint
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training import pass_runner as runner
+from trainhouse.workers.training import scoring_pass
+from trainhouse.workers.training.divergence import DivergenceCheck
 from trainhouse.workers.worker.worker import Worker
 
 VOCAB = 512
@@ -192,21 +193,21 @@ def test_each_operation_of_a_mixed_pass_equals_itself_alone(
     program = tenant_runs.worker._passes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_token_budget", knobs.get("micro_batch_tokens", 4096))
-        patch.setattr(program._heads["logprobs"], "chunk_rows", knobs.get("head_chunk_tokens", 512))
+        patch.setattr(program.scoring._heads["logprobs"], "chunk_rows", knobs.get("head_chunk_tokens", 512))
         patch.setattr(program, "_most_runs", knobs.get("adapter_slots", 64))
         assert_same(tenant_runs.run(*requests().values()), alone)
 
 
 def test_a_segment_off_by_one_token_is_detected(tenant_runs: TenantRuns, alone: Results) -> None:
     """The control of the comparison: the last token of one run gets its neighbour's adapter."""
-    segments_of = runner._segments
+    segments_of = scoring_pass._segments
 
     def shifted(*arguments: Any) -> list[Segment]:
         first, second, *others = segments_of(*arguments)
         return [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1), *others]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_segments", shifted)
+        patch.setattr(scoring_pass, "_segments", shifted)
         mixed = tenant_runs.run(*(request for request in requests().values() if not request.forward_only))
     errors = {run_id: relative_error(gradient_of(mixed[run_id]), gradient_of(alone[run_id])) for run_id in mixed}
     assert sorted(errors.values())[-2] > 1e-3
@@ -339,7 +340,7 @@ def test_no_kernel_leaks_values_between_runs(
 
     repeated: multiplies the data, because kernels differ by the number of rows.
     """
-    monkeypatch.setattr(tenant_runs.worker._passes, "_is_finite", lambda adapter: True)
+    monkeypatch.setattr(DivergenceCheck, "failure", lambda *_: None)
     *good, bad = (replace(each, data=each.data * repeated) for each in [*requests().values(), bad_request()])
     with_healthy = tenant_runs.run(*good[:4], bad, *good[4:])
     assert isinstance(with_healthy["bad"], Result)

@@ -16,10 +16,9 @@ from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.lora import Adapter, LoraLayers
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.calls import Failure, OperationPart
+from trainhouse.workers.protocol.calls import Failure, OperationPart, PartAnswer
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.registry.model_registry import ModelRegistry
-from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoModelForCausalLM
 

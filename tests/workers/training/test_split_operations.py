@@ -12,9 +12,8 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, PartAnswer, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training.operation_progress import PartAnswer
 from trainhouse.workers.training.rounds import rounds
 from trainhouse.workers.worker.worker import Worker
 

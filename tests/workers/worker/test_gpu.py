@@ -180,11 +180,13 @@ def test_a_pass_that_runs_out_of_memory_is_split(new_worker: NewWorker, monkeypa
     expected = logprobs(worker, "run", data)
     compute, budgets = runner.PassRunner._compute, []
 
-    def short_of_memory(self: runner.PassRunner, tasks: Any, models: Any, token_budget: int) -> None:
+    def short_of_memory(
+        self: runner.PassRunner, operations: Any, models: Any, strategy: Any, token_budget: int, plans: Any = ()
+    ) -> None:
         budgets.append(token_budget)
         if len(budgets) <= 2:
             torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
-        compute(self, tasks, models, token_budget)
+        compute(self, operations, models, strategy, token_budget, plans)
 
     monkeypatch.setattr(runner.PassRunner, "_compute", short_of_memory)
     found = logprobs(worker, "run", data)

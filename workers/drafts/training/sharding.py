@@ -21,11 +21,11 @@ from ..sequences.sequence_shard import SequenceShard, shard_slice
 class DraftBatch:
     """The sequences of one operation in a micro-batch, n tokens in all.
 
-    task: the operation's index. lengths: of the sequences. labels: targets and weights of the n tokens.
+    operation: its index. lengths: of the sequences. labels: targets and weights of the n tokens.
     part: the segment of this rank's micro-batch that they are, None = they are in the micro-batch of another rank.
     """
 
-    task: int
+    operation: int
     lengths: tuple[int, ...]
     labels: Labels
     part: MicroBatchSegment | None
@@ -37,7 +37,7 @@ class DraftBatch:
     def for_other_rank(self, device: torch.device | str) -> "DraftBatch":
         """Returns the batch as other ranks see it, with its labels on `device`."""
         labels = Labels(self.labels.targets.to(device), self.labels.weights.to(device), self.labels.numbers)
-        return DraftBatch(self.task, self.lengths, labels, None)
+        return DraftBatch(self.operation, self.lengths, labels, None)
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -165,7 +165,7 @@ class FeatureExchange:
 
 
 def draft_batches(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> list[DraftBatch]:
-    """Returns the draft batches of a micro-batch. `numbers` has the index of each task's rows in its operation."""
+    """Returns the draft batches of a micro-batch. `numbers` has the indices of each operation's rows in the whole of it."""
     return [
         DraftBatch(
             part.operation,

@@ -1,0 +1,178 @@
+"""An operation on this rank through one or several passes: the running part, and the results of the finished ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ...schemas.training import FeatureLocation, ForwardBackwardOutput
+from ..batch.micro_batch import MicroBatchSegment, split_by_datum
+from ..batch.partial_result import PartialResult
+from ..batch.validated import ValidatedBatch
+from ..drafts.sequences.captured_features import CapturedFeatures
+from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
+from ..state.trainable import Trainable
+from .scoring import ScoredRows
+
+FEATURES = "features"
+"""Key of a datum's output that holds the address of its features and their size in bytes."""
+
+
+class RankOperation:
+    """Holds an operation's running part and the results of its finished parts.
+
+    part, batch: the running part and its data; a part that is refused before it runs has no batch.
+    stored: for drafts, the captured features of the part's rows.
+    failure: why the part contributes nothing; None so far.
+    computed: true if nothing remains to be computed for the part.
+    finished: the sums of the finished parts, on all ranks. num_data: their data, on all ranks.
+    scores, features: this rank's, by index of the datum.
+    gradient: the sum of the finished parts' gradients on this rank, float32 [P]; None before the first. It is in host
+        memory because adapters leave the device between passes.
+    has_warned: true if a warning about features that could not be stored was logged.
+    """
+
+    batch: ValidatedBatch
+
+    def __init__(self, part: OperationPart) -> None:
+        self.run_id, self.forward_only = part.request.model_id, part.request.forward_only
+        self.finished = PartialResult()
+        self.num_data = 0
+        self.scores: dict[int, np.ndarray] = {}
+        self.features: dict[int, np.ndarray] = {}
+        self.gradient: Tensor | None = None
+        self.has_warned = False
+        self.begin(part)
+
+    def begin(self, part: OperationPart) -> None:
+        """Begins the next part."""
+        self.part = part
+        self.stored: Mapping[int, CapturedFeatures] = {}
+        self.computed = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Drops what an earlier attempt at the part has computed."""
+        self.failure: Failure | None = None
+        # By the first row of each segment: lanes finish in any order, and float sums must not depend on it.
+        self._segments: dict[int, PartialResult] = {}
+
+    @property
+    def capture_directory(self) -> Path | None:
+        """The directory for features if the part only captures; else None."""
+        place = self.part.request.features
+        return Path(place.directory) if place is not None and place.captures else None
+
+    @property
+    def policy_capture(self) -> FeatureLocation | None:
+        """The directory and layers of the features if a policy's part captures in addition to training; else None."""
+        place = self.part.request.features
+        return place if place is not None and place.algorithm is not None else None
+
+    def add_scores(self, segment: MicroBatchSegment, scored: ScoredRows) -> None:
+        """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
+        if reason := _not_finite(segment, scored, self.batch):
+            self.refuse(reason)
+            return
+        metrics = {name: float(values.sum(dtype=np.float64)) for name, values in scored.metrics.items()}
+        self._segments[segment.rows[0]] = PartialResult(
+            loss=float(scored.losses.sum(dtype=np.float64)),
+            metrics=metrics,
+            ratios=scored.ratios,
+            denominator=scored.denominator,
+        )
+        for row, of_row in split_by_datum(segment, scored.scores, self.batch):
+            self.scores[self.batch.datum_indices[row]] = of_row
+
+    def record_features(self, row: int, features: CapturedFeatures) -> None:
+        """Records that the row's features are stored, on the rank that reports their address."""
+        address = f"{features.address} {features.num_bytes}".encode()
+        self.features[self.batch.datum_indices[row]] = np.frombuffer(address, np.uint8)
+
+    def refuse(self, reason: str) -> None:
+        self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = self.failure or failure
+
+    def abandon(self, failure: Failure) -> None:
+        self.failure, self.computed = failure, True
+
+    def add_earlier_gradient(self, model: Trainable) -> None:
+        """Adds the earlier parts' gradient to the scratch, which holds this part's.
+
+        Refuses the operation if the sum is not finite.
+        """
+        if self.gradient is not None:
+            model.gradients.scratch.add_(self.gradient.to(model.gradients.scratch.device))
+        if not model.gradients.are_finite():
+            self.refuse(f"the gradient of {self.batch.loss_name} is not finite")
+
+    def result(self, counts: bool) -> PartialResult:
+        """Returns what this rank contributes to the part.
+
+        Args:
+            counts: false if another rank has run the same data and reports the sums.
+        """
+        result = PartialResult(self.failure)
+        if counts and self.failure is None:
+            result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
+            for _, of_segment in sorted(self._segments.items()):
+                result.add(of_segment)
+        return result
+
+    def end_part(self, model: Trainable, result: PartialResult) -> PartAnswer:
+        """Ends a part that has succeeded on all ranks, with the sums of all of them.
+
+        The last part commits the gradient to the window and returns the operation's output. An earlier one moves it to
+        the host, which frees the scratch until the next part.
+        """
+        assert self.batch.loss.scores == "features" or self.scores.keys() >= {*self.batch.datum_indices}, (
+            "a datum was missing from all micro-batches"
+        )
+        self.finished.add(result)
+        self.num_data += self.part.share.num_data
+        if not self.part.last:
+            if not self.forward_only:
+                self.gradient = model.gradients.scratch.to("cpu", copy=True)
+                model.gradients.abandon_operation()
+            return None
+        if not self.forward_only:
+            losses = {f"loss/{self.batch.loss_name}": self.finished.loss}
+            model.gradients.commit(self.finished.num_tokens, self.finished.denominator, losses)
+        return self._output()
+
+    def _output(self) -> ForwardBackwardOutput | RankOutput:
+        outputs: dict[int, dict[str, np.ndarray]] = {}
+        for name, values in ((self.batch.loss.scores, self.scores), (FEATURES, self.features)):
+            for number, of_datum in values.items():
+                outputs.setdefault(number, {})[name] = of_datum
+        metrics = self.finished.client_metrics()
+        if self.part.shared:
+            return RankOutput(outputs, metrics)
+        return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
+
+
+def _not_finite(segment: MicroBatchSegment, scored: ScoredRows, batch: ValidatedBatch) -> str | None:
+    """Returns an error message that names the first datum whose loss is not finite, or None.
+
+    Log-probabilities can be infinite at positions that do not count.
+    """
+    bad = ~np.isfinite(scored.losses) | np.isnan(scored.scores)
+    if not bad.any():
+        return None
+    row = int(bad.nonzero()[0][0])
+    sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
+    datum, position = batch.datum_indices[segment.rows[sequence]], row - segment.bounds[sequence]
+    what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]
+    reads = ", ".join((*batch.loss.required, *batch.loss.optional))
+    if np.isnan(scored.scores[row]).any():
+        return (
+            f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
+            " continue from an earlier checkpoint with a lower learning rate"
+        )
+    return (
+        f"datum {datum}: the {batch.loss_name} loss at position {position} is not finite, the model's"
+        f" {what} is {scored.scores[row].tolist()}: check its {reads}"
+    )

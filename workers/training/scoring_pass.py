@@ -1,0 +1,157 @@
+"""Runs micro-batches of models with heads: hidden states, scores and losses, and gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch.micro_batch import MicroBatch
+from ..heads import HEADS
+from ..lora import Adapter, AdapterRegistry, Segment
+from ..lora.segment import clip_segments
+from ..models.model import BaseModel
+from ..parallel.mesh import Mesh
+from ..parallel.token_shard import TokenShard, overlap
+from ..state.trainable import Trainable
+from .rank_operation import RankOperation
+from .scoring import Heads, ScoredRows, score, score_with_gradient
+
+RunMicroBatch = Callable[[MicroBatch], None]
+
+# Returns the hidden states of `share.hidden`, see BaseModel.shared_hidden_states.
+HiddenStates = Callable[[MicroBatch, TokenShard], Tensor]
+
+
+class ScoringPassRunner:
+    """The PassStrategy of models with heads."""
+
+    def __init__(self, base: BaseModel, adapters: AdapterRegistry, mesh: Mesh, head_chunk_tokens: int) -> None:
+        self._base, self._adapters, self._mesh = base, adapters, mesh
+        self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
+
+    def plan(self, operations: Sequence[RankOperation]) -> None:
+        """Returns None: other ranks need to know nothing of these operations in advance."""
+
+    def start(
+        self,
+        operations: Sequence[RankOperation],
+        models: Sequence[Trainable],
+        num_lanes: int,
+        plans: Sequence[object] = (),
+        hidden_states: HiddenStates | None = None,
+    ) -> RunMicroBatch:
+        """Returns the function that runs a micro-batch, see PassStrategy.
+
+        Args:
+            hidden_states: None for those of the base model.
+        """
+        joint = _JointPass(
+            self._adapters,
+            {name: head.split_budget(num_lanes) for name, head in self._heads.items()},
+            operations,
+            models,
+            _expert_adapters(operations, models) if self._mesh.along("ep").size > 1 else [],
+            hidden_states or self._base.shared_hidden_states,
+            self.shard_of,
+        )
+        return joint.forward if operations[0].forward_only else joint.forward_backward
+
+    def shard_of(self, micro_batch: MicroBatch) -> TokenShard:
+        """Returns this rank's shard of a micro-batch's tokens."""
+        ring = self._base.sequence_split.ring
+        return TokenShard(len(micro_batch.tokens), self._mesh, self._base.shards_activations, ring)
+
+    @torch.no_grad()
+    def bare_hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """Returns the base model's final hidden states [tokens, hidden]. All ranks call this together, with the same
+        tokens."""
+        share = self.shard_of(micro_batch)
+        with self._adapters.applied(()):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
+        return share.joined(share.scored(hidden))
+
+
+@dataclass(frozen=True, eq=False)
+class _JointPass:
+    """Runs the micro-batches that operations share.
+
+    models: of each operation. expert_adapters: see _expert_adapters.
+    """
+
+    adapters: AdapterRegistry
+    heads: Heads
+    operations: Sequence[RankOperation]
+    models: Sequence[Trainable]
+    expert_adapters: list[Adapter]
+    hidden_states: HiddenStates
+    shard_of: Callable[[MicroBatch], TokenShard]
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> None:
+        share = self.shard_of(micro_batch)
+        segments = _segments(micro_batch, self.models, share)
+        with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
+            hidden = self.hidden_states(micro_batch, share)
+        with self._heads_in_use():
+            if micro_batch.objectives:
+                of_rows = clip_segments(segments, share.rows)
+                found = score(self.heads, share.scored(hidden), of_rows, micro_batch.objectives, share)
+                self._add_scores(micro_batch, found)
+
+    def forward_backward(self, micro_batch: MicroBatch) -> None:
+        share = self.shard_of(micro_batch)
+        segments = _segments(micro_batch, self.models, share)
+        with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
+            hidden = self.hidden_states(micro_batch, share)
+            own, of_rows = share.scored(hidden.detach()), clip_segments(segments, share.rows)
+            of_own = torch.empty_like(own)
+            with self._heads_in_use():
+                if micro_batch.objectives:
+                    found = score_with_gradient(self.heads, own, of_rows, micro_batch.objectives, of_own, share)
+                    self._add_scores(micro_batch, found)
+                else:
+                    of_own.zero_()
+            gradient = share.joined_to_hidden(of_own)
+            for segment in micro_batch.segments:
+                if self.operations[segment.operation].failure:  # other operations share the backward pass
+                    gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
+            if hidden.requires_grad:
+                hidden.backward(gradient)
+
+    @contextmanager
+    def _heads_in_use(self) -> Iterator[None]:
+        """Holds the heads that score the operations in use, on all ranks alike, even if a micro-batch has no rows for
+        one."""
+        with ExitStack() as held:
+            for scores in sorted({each.batch.loss.scores for each in self.operations}):
+                held.enter_context(self.heads[scores].gathered())
+            yield
+
+    def _add_scores(self, micro_batch: MicroBatch, found: list[ScoredRows]) -> None:
+        for objective, scored in zip(micro_batch.objectives, found, strict=True):
+            for segment in micro_batch.segments_of(objective):
+                rows = slice(segment.start - objective.start, segment.stop - objective.start)
+                self.operations[segment.operation].add_scores(segment, scored.part(rows))
+
+
+def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:
+    """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same order on
+    all ranks."""
+    by_run = {operation.run_id: model for operation, model in zip(operations, models, strict=True)}
+    in_order = (by_run[run_id] for run_id in sorted(by_run))
+    return [model for model in in_order if isinstance(model, Adapter)]
+
+
+def _segments(micro_batch: MicroBatch, models: Sequence[Trainable], share: TokenShard) -> list[Segment]:
+    """Returns the micro-batch's segments, with neighbours of the same model merged, and one for the padding, which no
+    adapter adapts."""
+    segments: list[Segment] = []
+    for part in micro_batch.segments:
+        model = models[part.operation]
+        start = segments.pop().start if segments and segments[-1].model is model else part.start
+        segments.append(Segment(start, part.stop, model))
+    if share.num_padding:
+        segments.append(Segment(share.num_tokens, share.num_padded, None))
+    return segments

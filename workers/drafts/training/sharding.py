@@ -165,7 +165,7 @@ class FeatureExchange:
 
 
 def draft_batches(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> list[DraftBatch]:
-    """Returns the draft batches of a micro-batch. `numbers` has the indices of each operation's rows in the whole of it."""
+    """Returns the draft batches of a micro-batch. `numbers` has the index of each operation's rows in it."""
     return [
         DraftBatch(
             part.operation,

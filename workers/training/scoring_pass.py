@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..batch.micro_batch import MicroBatch
 from ..heads import HEADS
-from ..lora import Adapter, AdapterRegistry, Segment
+from ..lora import Adapter, LoraLayers, Segment
 from ..lora.segment import clip_segments
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
@@ -27,7 +27,7 @@ HiddenStates = Callable[[MicroBatch, TokenShard], Tensor]
 class ScoringPassRunner:
     """The PassStrategy of models with heads."""
 
-    def __init__(self, base: BaseModel, adapters: AdapterRegistry, mesh: Mesh, head_chunk_tokens: int) -> None:
+    def __init__(self, base: BaseModel, adapters: LoraLayers, mesh: Mesh, head_chunk_tokens: int) -> None:
         self._base, self._adapters, self._mesh = base, adapters, mesh
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
 
@@ -80,7 +80,7 @@ class _JointPass:
     models: of each operation. expert_adapters: see _expert_adapters.
     """
 
-    adapters: AdapterRegistry
+    adapters: LoraLayers
     heads: Heads
     operations: Sequence[RankOperation]
     models: Sequence[Trainable]

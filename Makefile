@@ -10,7 +10,7 @@ VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 TRL := .venv-trl
 TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 
-.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm test-gpu serve proto dist clean
+.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench request-path-vllm test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -98,6 +98,10 @@ types: setup
 
 bench: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench $(ARGS)
+
+# The functions, files and frames that one forward_backward runs through.
+request-path: setup
+	$(BIN)/python -m trainhouse.tests.request_path
 
 bench-parallel: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding $(ARGS)

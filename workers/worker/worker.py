@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...schemas.errors import OperationError
-from ...schemas.models import LoraConfig
+from ...schemas.models import FullConfig, LoraConfig
 from ..batch.validated import ModelLimits
 from ..checkpoint import TrainedState, is_snapshot, read_draft, read_new_model, read_saved, save, target_directory
 from ..checkpoint.peft_import import import_adapter
@@ -322,10 +322,13 @@ class Worker:
         return self._export(self._build_on_all(partial(read_new_model, self._models, Path(directory))))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
-        """Stores exported weights; the same id and shape is overwritten in place, without an intermediate copy, and its
-        samples continue with the new weights.
+        """Stores exported weights; the same id and shape is overwritten in place, and its samples continue with the new
+        weights.
+
+        Full weights are overwritten without an intermediate copy.
         """
-        if self._models.is_overwritten(adapter_id, exported.training):
+        is_full = isinstance(exported.training, FullConfig)
+        if is_full and self._models.is_overwritten(adapter_id, exported.training):
             with self._resident(adapter_id, FORWARD_VECTORS) as model:
                 _overwrite(model, exported)
             return

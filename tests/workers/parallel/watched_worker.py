@@ -20,6 +20,7 @@ from trainhouse.workers.protocol.calls import Failure, OptimizerStep
 from trainhouse.workers.state import optim
 from trainhouse.workers.state.optim import all_reduce_gradients
 from trainhouse.workers.state.page_file import FilePage
+from trainhouse.workers.state.vectors import STEP_VECTORS
 from trainhouse.workers.worker import rank_memory
 from trainhouse.workers.worker.worker import Worker
 
@@ -135,7 +136,7 @@ class WatchedWorker(Worker):
             return
         resident = self._models.resident
 
-        def others(wanted: Sequence[str], vectors: frozenset[str]) -> AbstractContextManager[None]:
+        def others(wanted: Sequence[str], vectors: frozenset[str] = STEP_VECTORS) -> AbstractContextManager[None]:
             if not set(model_ids).isdisjoint(wanted):
                 raise OperationError("input/output error", "server")
             return resident(wanted, vectors)

@@ -1,0 +1,17 @@
+"""Bounds the functions, files and frames that one forward_backward runs through: see request_path.py."""
+
+from pathlib import Path
+
+from .request_path import trace_request
+
+# Measured, with some slack. They may fall; a commit that raises one says why.
+MOST_FUNCTIONS, MOST_FILES, MOST_FRAMES = 590, 124, 12
+
+
+def test_a_request_runs_through_a_bounded_number_of_functions(tmp_path: Path) -> None:
+    server, worker = trace_request(tmp_path)
+    assert "server/runs/run.py:Run.submit" in server.functions, "the trace must hold the path"
+    assert worker.stack[0].startswith("workers/") and worker.stack[-1].startswith("workers/pools/")
+    assert len(worker.stack) <= MOST_FRAMES, "\n".join(worker.stack)
+    assert len(server.functions | worker.functions) <= MOST_FUNCTIONS
+    assert len(server.files | worker.files) <= MOST_FILES

@@ -36,7 +36,7 @@ class Execution:
         try:
             result = await self._perform(operation, window)
         except Exception as error:
-            entry.outcome, message, category = self._explain(operation, window, error)
+            entry.outcome, message, category = self._explain(operation, error)
             if operation.taints_if_failed:
                 window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
             await self._undo(operation, error)
@@ -71,16 +71,22 @@ class Execution:
                 if operation.is_step and window.tainted_by is not None:
                     await self._services.context.clear_gradients(self._state.record, operation.seq_id)
                     raise _incomplete(window.tainted_by)
-                return await self._perform_once(operation)
+                return await self._perform_once(operation, window)
             except WorkerLost as lost:
                 self._state.is_live = False
                 await strikes.add(lost)
             except OUTAGE_ERRORS as error:
                 await self._state.wait_out(error)
 
-    async def _perform_once(self, operation: Operation) -> Result:
+    async def _perform_once(self, operation: Operation, window: GradientWindow) -> Result:
         state, context = self._state, self._services.context
-        result = await operation.perform(context, state.record)
+        try:
+            result = await operation.perform(context, state.record)
+        except OperationError as error:
+            if operation.is_step and window.tainted_by is not None and not isinstance(error, WorkerLost):
+                # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
+                raise _incomplete(window.tainted_by) from None
+            raise
         if operation.clears_gradients:
             state.window = GradientWindow()
         if operation.changes_record:
@@ -98,7 +104,7 @@ class Execution:
         strikes.check()
         raise OperationError("it failed before the server restarted", "server")
 
-    def _explain(self, operation: Operation, window: GradientWindow, error: Exception) -> tuple[Outcome, str, Category]:
+    def _explain(self, operation: Operation, error: Exception) -> tuple[Outcome, str, Category]:
         """Returns how the operation ended, with the message and category that its client gets."""
         if isinstance(error, RequestError):
             return Outcome.FAILED, error.message, "user"
@@ -109,10 +115,6 @@ class Execution:
             return Outcome.SERVER_FAILED, message, "server"
         if isinstance(error, PoisonOperation):
             return Outcome.POISONED, error.message, error.category
-        is_attempted = self._state.unusable is None and not operation.failed_before
-        if operation.is_step and window.tainted_by is not None and is_attempted:
-            # A part failed after the step was handed over, so the worker refused the step and cleared the gradients.
-            return Outcome.FAILED, _incomplete(window.tainted_by).message, "user"
         outcome = Outcome.SERVER_FAILED if error.category == "server" else Outcome.FAILED
         return outcome, error.message, error.category
 

@@ -13,7 +13,7 @@ from ..operations.operation import Operation, Outcome, ReplayEntry
 from ..store.database_errors import OUTAGE_ERRORS
 from .rebuilder import Rebuilder
 from .run_services import RunServices
-from .run_state import GradientWindow, RunState
+from .run_state import OperationWindow, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Execution:
         self._services = services
         self._rebuilder = rebuilder
 
-    async def execute(self, operation: Operation, window: GradientWindow) -> None:
+    async def execute(self, operation: Operation, window: OperationWindow) -> None:
         """Performs the operation and answers it. The outcome is in the operation's log entry.
 
         Args:
@@ -49,7 +49,7 @@ class Execution:
             if operation.future is not None:
                 self._services.futures.resolve(operation.future, result)
 
-    async def _perform(self, operation: Operation, window: GradientWindow) -> Result:
+    async def _perform(self, operation: Operation, window: OperationWindow) -> Result:
         """Performs the operation, again after each crash and outage.
 
         Raises:
@@ -78,7 +78,7 @@ class Execution:
             except OUTAGE_ERRORS as error:
                 await self._state.wait_out(error)
 
-    async def _perform_once(self, operation: Operation, window: GradientWindow) -> Result:
+    async def _perform_once(self, operation: Operation, window: OperationWindow) -> Result:
         state, context = self._state, self._services.context
         try:
             result = await operation.perform(context, state.record)
@@ -88,14 +88,14 @@ class Execution:
                 raise _incomplete(window.tainted_by) from None
             raise
         if operation.clears_gradients:
-            state.window = GradientWindow()
+            state.window = OperationWindow()
         if operation.changes_record:
             state.record = await context.stored_record(state.record)
         if isinstance(operation, CreateRun):
             state.created, state.is_live = operation, True
         return result
 
-    async def _fail_again(self, operation: Operation, window: GradientWindow, strikes: Strikes) -> None:
+    async def _fail_again(self, operation: Operation, window: OperationWindow, strikes: Strikes) -> None:
         """Fails an operation that failed in an earlier process, so that its result stays the same. Raises
         OperationError.
         """

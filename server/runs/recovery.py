@@ -19,7 +19,7 @@ from ..operations.registry import CLEARING_KINDS, read_operation
 from ..operations.training import ForwardBackward, OptimStep
 from .rebuilder import Rebuilder
 from .run_services import RunServices
-from .run_state import GradientWindow, RunState
+from .run_state import OperationWindow, RunState
 from .snapshots import RunSnapshots
 
 _READ_AT_ONCE = 64
@@ -79,7 +79,7 @@ class RecoveredState:
     """
 
     next_seq_id: int
-    window: GradientWindow
+    window: OperationWindow
     held: dict[int, Mapping[str, int]] = field(default_factory=dict)
     unfinished: Mapping[int, UnfinishedOperation] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class RunRecovery:
         elif outcome is None:
             await self._services.futures.fail_lost([self._state.header(earlier.kind, seq_id)])
         elif earlier.kind == OptimStep.kind or (earlier.kind in CLEARING_KINDS and outcome is Outcome.DONE):
-            resumed.window = GradientWindow()
+            resumed.window = OperationWindow()
         elif earlier.kind == ForwardBackward.kind and outcome is not Outcome.DONE:
             resumed.window.taint(f"forward_backward with seq_id {seq_id} failed")
         self._state.log.add(entry)
@@ -180,7 +180,7 @@ class RunRecovery:
         elif earlier.kind == ForwardBackward.kind and earlier.outcome is Outcome.DONE:
             self._waiting[seq_id] = earlier
 
-    async def _ends_gradients(self, earlier: EarlierOperation, window: GradientWindow) -> bool:
+    async def _ends_gradients(self, earlier: EarlierOperation, window: OperationWindow) -> bool:
         """True if the operation used or cleared the pending gradients."""
         if earlier.kind in CLEARING_KINDS:
             return earlier.outcome is Outcome.DONE

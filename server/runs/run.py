@@ -31,7 +31,7 @@ from .rebuilder import Rebuilder
 from .recovery import JournaledRun, RunRecovery, UnfinishedOperation
 from .replay_log import ReplayLog
 from .run_services import RunServices
-from .run_state import GradientWindow, RunState
+from .run_state import OperationWindow, RunState
 from .snapshots import Boundary, RunSnapshots
 
 logger = logging.getLogger(__name__)
@@ -352,7 +352,7 @@ class Run:
             window.refused(entry.seq_id, operation)
             return
         if operation.is_step:
-            state.window = GradientWindow()
+            state.window = OperationWindow()
         task = self._tasks[entry.seq_id] = asyncio.create_task(self._take_turn(operation, window))
         # A task that is cancelled before its first step never reaches its `finally`.
         task.add_done_callback(lambda _: self._end_turn(entry.seq_id))
@@ -360,7 +360,7 @@ class Run:
             boundary = Boundary(entry.seq_id, state.window, entry, task)
             self._snapshots.take_if_due(boundary, is_step=operation.is_step)
 
-    async def _take_turn(self, operation: Operation, window: GradientWindow) -> None:
+    async def _take_turn(self, operation: Operation, window: OperationWindow) -> None:
         try:
             # Without a client that waits, it is run only for its effect: it must not be published again.
             if operation.future is not None or operation.changes_state:

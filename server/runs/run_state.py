@@ -19,7 +19,7 @@ _OUTAGE_SECONDS = 2.0
 
 
 @dataclass(eq=False)
-class GradientWindow:
+class OperationWindow:
     """The operations from one optimizer step to the next; tainted_by: why the step that ends it would be wrong."""
 
     tainted_by: str | None = None
@@ -47,7 +47,7 @@ class RunState:
     log: ReplayLog
     created: CreateRun | None = None
     is_live: bool = False
-    window: GradientWindow = field(default_factory=GradientWindow)
+    window: OperationWindow = field(default_factory=OperationWindow)
     unusable: str | None = None
     outage: str | None = None
 

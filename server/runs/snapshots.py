@@ -16,7 +16,7 @@ from ...workers.protocol.calls import WorkerLost
 from ..journal.snapshot_store import RunSnapshot
 from ..operations.operation import Outcome, ReplayEntry
 from .run_services import RunServices
-from .run_state import GradientWindow, RunState
+from .run_state import OperationWindow, RunState
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Boundary:
     """
 
     seq_id: int
-    window: GradientWindow
+    window: OperationWindow
     entry: ReplayEntry | None = None
     ended: asyncio.Task[None] | None = None
 
@@ -88,9 +88,9 @@ class RunSnapshots:
         """True if the run's first operations are no longer kept, so that it can only be rebuilt from a snapshot."""
         return self._first_held > 0
 
-    def first_window(self) -> GradientWindow:
+    def first_window(self) -> OperationWindow:
         """Returns the window of the operation whose seq_id `find` returned."""
-        return GradientWindow(self._kept[-1].tainted_by if self.covers_beginning else None)
+        return OperationWindow(self._kept[-1].tainted_by if self.covers_beginning else None)
 
     @property
     def held_features(self) -> Mapping[int, Mapping[str, int]]:

@@ -76,7 +76,7 @@ class ThrottleReason:
 
 
 @dataclass
-class Usage:
+class QueueUsage:
     """The usage of all tenants together, or of one; an upload counts from its beginning.
 
     done_at: when an operation last ended.
@@ -108,7 +108,7 @@ class Usage:
 
 
 @dataclass
-class TenantUsage(Usage):
+class TenantUsage(QueueUsage):
     """The usage of one tenant.
 
     bucket: None if the tokens per minute are unlimited.
@@ -130,7 +130,7 @@ class Quotas:
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.server_usage = Usage(clock())
+        self.server_usage = QueueUsage(clock())
         self.is_closed = False
         self._limits = config.limits
         self._session_expiry_seconds = config.sessions.session_expiry_seconds

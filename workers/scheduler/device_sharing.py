@@ -25,7 +25,7 @@ class DeviceScheduler:
         Args:
             name: the group's name, for messages.
             wake: called when the turn begins, and when another group waits for its devices.
-            idle_seconds: see Turn.seconds_left.
+            idle_seconds: see DeviceLease.seconds_left.
         """
         return DeviceLease(self, name, wake, idle_seconds)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 
 from ...schemas.errors import OperationError
 from ..pools.base import WorkerDied
@@ -27,14 +28,16 @@ class GroupWork:
 
     def __init__(self, limits: PassLimits, suspect_jobs: Suspects | None = None) -> None:
         self.limits = limits
-        self.suspect_runs, self.suspect_jobs = Suspects(), suspect_jobs or Suspects(SUSPECT_SHRINK_FACTOR)
+        self.suspect_runs = Suspects()
+        self.suspect_jobs = Suspects(SUSPECT_SHRINK_FACTOR) if suspect_jobs is None else suspect_jobs
         self.incomplete: dict[str, str] = {}
+        self._numbers = count()
         self._live: set[str] = set()
         self._lost: dict[str, str] = {}
         self._clear()
 
     def _clear(self) -> None:
-        self.queue = GroupQueue(self.limits, self.suspect_runs)
+        self.queue = GroupQueue(self.limits, self.suspect_runs, self._numbers)
         self.cohorts = Cohorts(self.suspect_jobs)
         self.snapshots = PendingSnapshots()
 

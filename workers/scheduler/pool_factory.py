@@ -3,6 +3,7 @@
 Imports neither torch nor ray.
 """
 
+import asyncio
 import logging
 import os
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class PoolFactory:
         self._config = config
         self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
         self._opened: set[str] = set()
+        self._fingerprint = ""
 
     async def open(self) -> None:
         """Checks the configuration and prepares to create pools.
@@ -52,6 +54,8 @@ class PoolFactory:
         copies = [copy for group in groups for copy in group]
         if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
             logger.warning("%d ranks on the CPU share %d cores: fewer would be faster", num_ranks, num_cores())
+        if self._config.kept is not None:
+            self._fingerprint = await asyncio.to_thread(_fingerprint, self._config)
         if self._cluster is not None:
             await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
 
@@ -76,7 +80,7 @@ class PoolFactory:
         is_first = group not in self._opened
         self._opened.add(group)
         patience = CallTimeouts(model).for_method("reset")
-        return KeptGroup(self._config.kept, group, _fingerprint(self._config), patience, replaces=not is_first)
+        return KeptGroup(self._config.kept, group, self._fingerprint, patience, replaces=not is_first)
 
     async def close(self) -> None:
         """Releases resources after all pools are closed."""

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator
+from itertools import count
 from typing import Any
 
 from .fair_queue import FairQueue, PassLimits, TenantShare
@@ -14,13 +15,15 @@ class GroupQueue:
 
     num_works, num_tokens: of the waiting work, without what is taken.
     suspects: runs whose operations and optimizer steps each run alone.
+    numbers: of the work, which outlive the queue.
     """
 
-    def __init__(self, limits: PassLimits, suspects: Container[str] = ()) -> None:
+    def __init__(self, limits: PassLimits, suspects: Container[str] = (), numbers: Iterator[int] | None = None) -> None:
         self.num_works = 0
         self.num_tokens = 0
         self._limits = limits
         self._suspects = suspects
+        self._numbers = numbers or count()
         self._lines: dict[str, RunQueue] = {}
         # Each line is in one of these, by the type of its head.
         self._operations, self._suspect_operations = FairQueue(limits), _TenantRoundRobin()
@@ -53,6 +56,7 @@ class GroupQueue:
         return [work for line in self._lines.values() for work in line.works]
 
     def add(self, work: WorkItem) -> None:
+        work.number = next(self._numbers)
         line = self._lines.setdefault(work.key, RunQueue(work.key, work.tenant_id))
         line.works.append(work)
         self.num_works += 1
@@ -227,8 +231,8 @@ class _PassBuilder:
 
         An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
         """
-        if work.operation_id not in self.works:
-            self.works[work.operation_id] = work
+        if work.number not in self.works:
+            self.works[work.number] = work
             work.chunk_start = work.num_taken
         tokens = work.take(credit, room) if self._limits.may_be_split(work) else work.take_all()
         self.room -= tokens

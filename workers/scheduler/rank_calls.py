@@ -11,9 +11,6 @@ from .ranks import Ranks
 from .timeouts import CallTimeouts
 from .work import PassWork, SnapshotWork, StepWork, WorkerCall
 
-# Methods that can run while the group is offloaded.
-_ANYWHERE = ("memory", "drop_run", "drop_adapter")
-
 # Methods after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "set_vocabulary", "clear_gradients", "drop_run")
 
@@ -122,7 +119,7 @@ class MethodCall(RankCall):
 
     @property
     def uses_device(self) -> bool:
-        return self._work.method not in _ANYWHERE
+        return self._work.needs_device
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Any]:
         method = self._work.method

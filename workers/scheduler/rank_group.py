@@ -208,8 +208,8 @@ class RankGroup:
             answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
             seconds = time.monotonic() - started
             call.record(supervisor.timeouts, seconds)
-            self._call = None
             scheduler.finish(call, answer, seconds)
+            self._call = None
             if call.uses_device:
                 supervisor.device.record_use()
 
@@ -250,7 +250,6 @@ class RankGroup:
         return True
 
     def _handle_death(self, death: WorkerDied) -> None:
-        self.supervisor.num_deaths += 1
         works = () if self._call is None else self._call.works
         self._call = None
         consequences = self.work.worker_died(self.name, death, works)

@@ -79,7 +79,7 @@ class Scheduler:
     def _runs_anywhere(self, kind: str) -> bool:
         if kind == "snapshots":
             return self._snapshots_due
-        return kind == "methods" and not MethodCall(self._work.queue.next_call()).uses_device
+        return kind == "methods" and not self._work.queue.next_call().needs_device
 
     def _next_training(self) -> RankCall:
         if self._work.queue.steps_are_next():

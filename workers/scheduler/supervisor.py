@@ -87,7 +87,8 @@ class Supervisor:
             await self._ranks.close()
 
     async def restart(self) -> None:
-        """Restarts the ranks, however often it takes."""
+        """Restarts the ranks after a death, however often it takes."""
+        self.num_deaths += 1
         self.is_restarting = True
         await self.ranks.close()
         self.device.release()

@@ -18,8 +18,8 @@ _BACKWARD, _LONG = 3.0, 4096.0
 # Assumed forward time of a token before the first measurement: a large model on a small CPU.
 _UNSEEN_SECONDS = 0.2
 
-# Multiples of hang_seconds: for verbs that read, write or move data of any size, or wait for that; for each run, which
-# may have to be reloaded from disk; and for loading a model.
+# Multiples of hang_seconds: for methods that read, write or move data of any size, or wait for that; for each run,
+# which may have to be reloaded from disk; and for loading a model.
 _FILES, _RUN, _LOADING = 10, 1 / 8, 120
 _OF_FILES = frozenset(
     {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "reset", "offload"}

@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 from ...schemas.errors import OperationError
@@ -15,7 +14,8 @@ from .timeouts import cost_of
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
-_OPERATION_IDS = count()
+# Methods that can run while the group is offloaded.
+_ANYWHERE = ("memory", "drop_run", "drop_adapter")
 
 
 @dataclass(eq=False)
@@ -23,12 +23,14 @@ class WorkItem:
     """Work that waits for the ranks, with the future of its answer, which the group sets.
 
     key: the run (or adapter), whose work runs in the order of arrival.
+    number: never reused in a group, whose queue sets it.
     tokens: of the data left in a forward or forward_backward, at least 1, because one without tokens is still work.
     """
 
     key: str
     tenant_id: str
     answer: "asyncio.Future[Any]" = field(init=False)
+    number: int = field(init=False, default=0)
     tokens: int = field(init=False, default=0)
 
     @property
@@ -65,7 +67,6 @@ class PassWork(WorkItem):
     """
 
     request: ForwardBackwardRequest
-    operation_id: int = field(init=False, default_factory=_OPERATION_IDS.__next__)
     lengths: tuple[int, ...] = field(init=False)
     chunk_start: int = field(init=False, default=0)
     num_taken: int = field(init=False, default=0)
@@ -102,7 +103,7 @@ class PassWork(WorkItem):
         request = self.request
         if self.chunk_start > 0 or not self.is_taken:
             request = replace(request, data=request.data[self.chunk_start : self.num_taken])
-        return OperationPart(self.operation_id, request, self.chunk_start, self.is_taken)
+        return OperationPart(self.number, request, self.chunk_start, self.is_taken)
 
     def take(self, enough: float, room: float) -> int:
         """Takes data until they have `enough` tokens: the first one always, further ones only if they fit in `room`.
@@ -152,6 +153,10 @@ class WorkerCall(WorkItem):
     @property
     def dropped_id(self) -> str | None:
         return self.drops
+
+    @property
+    def needs_device(self) -> bool:
+        return self.method not in _ANYWHERE
 
 
 @dataclass(eq=False)

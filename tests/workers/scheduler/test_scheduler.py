@@ -12,6 +12,7 @@ from trainhouse.workers.pools.base import WorkerDied
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep, SampleJob, SliceResult, WorkerLost
 from trainhouse.workers.scheduler.fair_queue import PassLimits
 from trainhouse.workers.scheduler.group_work import GroupWork
+from trainhouse.workers.scheduler.quarantine import Suspects
 from trainhouse.workers.scheduler.rank_calls import PassCall, RankCall, SliceCall
 from trainhouse.workers.scheduler.scheduler import Scheduler
 from trainhouse.workers.scheduler.work import PassWork, SamplingWork, SnapshotWork, StepWork, WorkerCall, WorkItem
@@ -20,9 +21,9 @@ from trainhouse.workers.scheduler.work import PassWork, SamplingWork, SnapshotWo
 class Group:
     """A scheduler with its work, and a clock that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, suspect_jobs: Suspects | None = None) -> None:
         self.now = 0.0
-        self.work = GroupWork(PassLimits(100, 8))
+        self.work = GroupWork(PassLimits(100, 8), suspect_jobs)
         self.scheduler = Scheduler(self.work, 50.0, lambda: self.now)
 
     def add(self, work: Any) -> Any:
@@ -189,3 +190,15 @@ def test_work_that_was_alone_in_the_call_is_said_to_be() -> None:
     with pytest.raises(WorkerLost) as lost:
         work.answer.result()
     assert lost.value.alone
+
+
+def test_groups_may_share_their_suspect_jobs() -> None:
+    """A job that killed one sampler runs apart on another one too."""
+    suspects = Suspects(4)
+    first, second = Group(suspects), Group(suspects)
+    for job_id in ("a", "b"):
+        first.add(sampling(job_id))
+    first.work.worker_died("tiny", WorkerDied("killed"), first.next_call().works)
+    for job_id in ("a", "b", "c"):
+        second.add(sampling(job_id))
+    assert second.work.cohorts.num_apart == 2

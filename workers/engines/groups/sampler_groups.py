@@ -90,11 +90,11 @@ class SamplerGroups:
         await self._copies.put(adapter_id, weights)
         await asyncio.gather(*(replica.update_adapter(adapter_id) for replica in self._replicas))
 
-    async def _sample(self, job: SampleJob, told: StreamDeduplicator) -> SampleResponse:
-        request = _Request(job, told)
+    async def _sample(self, job: SampleJob, streamed: StreamDeduplicator) -> SampleResponse:
+        request = _Request(job, streamed)
         while request.num_strikes < MAX_STRIKES:
             try:
-                return await told.run(partial(self._next_replica().sample, request))
+                return await streamed.run(partial(self._next_replica().sample, request))
             except _WorkerDied:
                 continue
         raise OperationError(
@@ -125,13 +125,13 @@ class _Request:
     """
 
     job: SampleJob
-    told: StreamDeduplicator
+    streamed: StreamDeduplicator
     num_strikes: int = 0
     version: int | None = None
 
     def check_version(self, version: GroupAdapterVersion) -> None:
         """Raises OperationError if the tokens already streamed would continue with other weights."""
-        if self.told.has_streamed and self.version not in (None, version.number):
+        if self.streamed.has_streamed and self.version not in (None, version.number):
             raise OperationError(
                 f"sampling request {self.job.job_id} began with weights that a worker's crash has lost, and its stream"
                 " cannot continue with newer ones: send the request again",

@@ -1,6 +1,6 @@
 """Requests to vLLM: how a job is split into them, their bodies, and what is refused instead.
 
-Refused is what vLLM does not support, would answer wrongly, or would crash of for all tenants.
+A job is refused if vLLM does not support it, would answer it wrongly, or would crash, which hits all tenants.
 """
 
 from collections.abc import Iterator

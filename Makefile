@@ -10,7 +10,7 @@ VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 TRL := .venv-trl
 TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 
-.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench request-path-vllm test-gpu serve proto dist clean
+.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 

@@ -3,10 +3,12 @@
 The head and the body of a request must each arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND
 received, as in Apache's RequestReadTimeout; otherwise the request is answered 408 and the connection is closed. Only
 time in which the application waits for the body counts. A head that is incomplete after MOST_HEAD_BYTES is answered
-431. A client that reads nothing of a response for STALLED_SECONDS is disconnected.
+431; of what follows a request before its response has ended, about as much is read. A client that reads nothing of a
+response for STALLED_SECONDS is disconnected.
 
 If a request is answered before it has arrived, up to DRAIN_BYTES of the rest are read and dropped for at most
-DRAIN_SECONDS: a client that is still sending receives the response, and one that never stops is disconnected.
+DRAIN_SECONDS: a client that is still sending receives the response, and one that never stops is disconnected. The end
+of a response without Content-Length waits for that.
 
 Writing head and body separately would take two system calls and two TCP segments, and wake the reader for half a
 response.
@@ -14,6 +16,7 @@ response.
 
 import asyncio
 import json
+import math
 import socket
 from http import HTTPStatus
 
@@ -59,6 +62,9 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_head, self._num_bytes = True, 0
         self._head_began_at: float | None = None
+        self._most_bytes = math.inf
+        self._num_bytes_ahead: int | None = None
+        self._is_paused_by_protocol = self._is_paused_ahead = False
         self._has_answered = self._is_head_next = False
         self._answer_head: bytes | bytearray | memoryview | None = None
 
@@ -78,7 +84,13 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
         self._protocol.data_received(data)
-        if self._is_in_head:
+        if self._num_bytes > self._most_bytes:
+            self.close()
+        elif self._num_bytes_ahead is not None:
+            self._num_bytes_ahead += len(data)
+            self._is_paused_ahead = self._num_bytes_ahead > MOST_HEAD_BYTES
+            self._pause_or_resume()
+        elif self._is_in_head:
             # If the head is complete, the application begins first.
             self._loop.call_soon(self._check_head)
 
@@ -97,10 +109,12 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        self._transport.pause_reading()
+        self._is_paused_by_protocol = True
+        self._pause_or_resume()
 
     def resume_reading(self) -> None:
-        self._transport.resume_reading()
+        self._is_paused_by_protocol = False
+        self._pause_or_resume()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._transport.is_closing():
@@ -127,12 +141,22 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
         self._is_in_head, self._head_began_at = False, None
         self._stop_timer()
 
+    def request_ends(self) -> None:
+        """The application has the whole request: what arrives from now on belongs to the next one."""
+        self._num_bytes_ahead = 0
+
+    def drop_at_most(self, num_bytes: int) -> None:
+        """Closes the connection if more than that arrives before the response ends."""
+        self._most_bytes = self._num_bytes + num_bytes
+
     def response_begins(self) -> None:
         self._has_answered = self._is_head_next = True
 
     def response_ends(self) -> None:
         self._flush()
         self._is_in_head, self._has_answered, self._num_bytes = True, False, 0
+        self._most_bytes, self._num_bytes_ahead, self._is_paused_ahead = math.inf, None, False
+        self._pause_or_resume()
 
     def refuse(self, status: int, detail: str) -> None:
         """Closes the connection, with an error response if none has begun."""
@@ -151,8 +175,14 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
             "bytes received: send it faster, or send a smaller one",
         )
 
+    def _pause_or_resume(self) -> None:
+        if self._is_paused_by_protocol or self._is_paused_ahead:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
     def _check_head(self) -> None:
-        if not self._is_in_head:
+        if not self._is_in_head or self._num_bytes == 0:  # complete, and perhaps answered meanwhile
             return
         if self._num_bytes > MOST_HEAD_BYTES:
             self.refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
@@ -202,6 +232,8 @@ class _Exchange:
         self._num_bytes, self._seconds_waited = 0, 0.0
         self._connection: HttpConnection = scope["state"][_CONNECTION]
         self._connection.request_begins()
+        if not self._is_arriving:
+            self._connection.request_ends()
 
     async def receive(self) -> Message:
         if not self._is_arriving:
@@ -215,6 +247,8 @@ class _Exchange:
         self._seconds_waited += self._loop.time() - started_at
         self._num_bytes += len(message.get("body", b""))
         self._is_arriving = message.get("more_body", False)
+        if not self._is_arriving:
+            self._connection.request_ends()
         return message
 
     async def send(self, message: Message) -> None:
@@ -232,14 +266,14 @@ class _Exchange:
             self._connection.response_ends()
 
     async def _drop_rest(self) -> None:
-        """Reads and drops the rest of the body, or closes the connection if that is too much."""
-        most = self._num_bytes + DRAIN_BYTES
+        """Reads and drops the rest of the body; the connection is closed if that is too much."""
+        self._connection.drop_at_most(DRAIN_BYTES)
         closing = self._loop.call_later(DRAIN_SECONDS, self._connection.close)
-        while self._is_arriving and self._num_bytes < most:
-            await self.receive()
-        closing.cancel()
-        if self._is_arriving:
-            self._connection.close()
+        try:
+            while self._is_arriving:
+                await self.receive()
+        finally:
+            closing.cancel()
 
 
 def _seconds_left(num_bytes: int, seconds: float) -> float:

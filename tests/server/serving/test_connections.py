@@ -258,3 +258,50 @@ async def test_the_unread_rest_of_an_answered_request_is_dropped_up_to_a_limit(
             await writer.drain()
         assert (await read_all(reader)).count(b"HTTP/1.1") == 1
         assert reader.at_eof() or writer.is_closing()
+
+
+async def test_a_connection_idles_longer_than_a_request_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that is ready at once ends before the connection looks at the head again."""
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.1)
+    async with connected() as (reader, writer):
+        for body in (b"alpha", b"omega"):
+            writer.write(post("/", body))
+            assert body in await read(reader)
+            await asyncio.sleep(0.3)
+
+
+async def test_a_head_behind_an_unfinished_answer_is_not_read_without_limit() -> None:
+    """A client that reads nothing, and sends headers without an end, must not fill the server's memory."""
+    async with connected() as (_, writer):
+        writer.write(b"GET /long HTTP/1.1\r\nhost: here\r\n\r\nGET / HTTP/1.1\r\n")
+        lines = b"x: " + bytes([120]) * 1000 + b"\r\n"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                for _ in range(50_000):
+                    writer.write(lines)
+                    await writer.drain()
+        writer.transport.abort()
+
+
+async def test_a_request_behind_a_long_answer_is_answered_though_it_is_large() -> None:
+    async with connected() as (reader, writer):
+        body = bytes(1 << 20)
+        writer.write(b"GET /long HTTP/1.1\r\nhost: here\r\n\r\n" + post("/whole", body))
+        num_answers = 0
+        while num_answers < 2:
+            piece = await read(reader)
+            assert piece
+            num_answers += piece.count(b"HTTP/1.1 200 OK")
+
+
+async def test_the_rest_of_an_answered_request_is_limited_in_trailers_too() -> None:
+    async with connected() as (reader, writer):
+        writer.write(b"POST /early HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+        assert b"early" in await read(reader)
+        lines, num_sent = b"x: " + bytes([120]) * 1000 + b"\r\n", 0
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 4 * connections.DRAIN_BYTES:
+                writer.write(lines * 64)
+                await writer.drain()
+                num_sent += 64 * len(lines)
+        assert num_sent < 4 * connections.DRAIN_BYTES

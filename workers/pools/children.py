@@ -94,7 +94,8 @@ class Child:
         """Starts the process.
 
         Args:
-            serve: called in the child with its end of the pipe, its lifeline, and the arguments; see child_process.
+            serve: called in the child with its end of the pipe, its lifeline, and the arguments. It runs inside of
+                child_process.
             preloaded: modules that it needs.
         """
         self._pipe, pipe = socket.socketpair()

@@ -1,6 +1,7 @@
 """Both pools: calls reach every rank, errors keep their type, and deaths are noticed at once."""
 
 import asyncio
+import multiprocessing.util
 import os
 import platform
 import signal
@@ -19,9 +20,11 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.workers.pools.base import PerRank, Pool, PoolSpec, WorkerDied, WorkerError
+from trainhouse.workers.pools.children import Child
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.pools.ray.cluster import RayCluster
-from trainhouse.workers.pools.ray.pool import RayPool
+from trainhouse.workers.pools.ray.cluster import RayCluster, _hold_cluster
+from trainhouse.workers.pools.ray.pool import RayPool, _DriverJob, _run_driver
+from trainhouse.workers.protocol.messages import encode
 
 NewPool = Callable[[PoolSpec], Pool]
 
@@ -353,3 +356,27 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_children_of_ray_end_with_their_server_while_they_start(capfd: pytest.CaptureFixture[str]) -> None:
+    """A driver that waits for a cluster, and the holder of a cluster, read no pipe yet."""
+    spec, environment = PoolSpec(ECHO, (EchoConfig(),)), {"RAY_USAGE_STATS_ENABLED": "0"}
+    drive = _DriverJob(spec, "127.0.0.1:1", environment, None, 60.0)
+    holder = (_hold_cluster, environment, 1, 100 << 20, multiprocessing.util.get_temp_dir())
+    for serve, *arguments in ((_run_driver, drive), holder):
+        child = Child((), serve, *arguments)
+        child.disconnect()
+        child.process.join(5)
+        assert child.process.exitcode in (0, -signal.SIGKILL)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_driver_without_a_cluster_ends_silently(capfd: pytest.CaptureFixture[str]) -> None:
+    """It answers each call with the reason, until its pipe closes."""
+    spec = PoolSpec(ECHO, (EchoConfig(),))
+    child = Child((), _run_driver, _DriverJob(spec, "127.0.0.1:1", {"RAY_USAGE_STATS_ENABLED": "0"}, None, 60.0))
+    child._pipe.sendall(b"".join(encode(("rank", ()))))
+    assert child.read_first_message()
+    child._pipe.close()
+    child.process.join(30)
+    assert child.process.exitcode == 0 and "Traceback" not in capfd.readouterr().err

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from ..children import Child, ignore_signals, kill_on_hang_up
+from ..children import Child, child_process, ignore_signals, kill_on_hang_up
 
 logger = logging.getLogger(__name__)
 
@@ -117,18 +117,19 @@ def _hold_cluster(
     a head that is gone. Therefore everything started here is one process group and is killed as one, except the actors:
     each is a group and ends without its raylet.
     """
-    os.setpgid(0, 0)
-    if sys.platform == "linux":
-        kill_on_hang_up(lifeline, -os.getpid())
-    os.environ.update(environment)
-    try:
-        address = _start_cluster(num_cpus, object_store_bytes, directory)
-    except Exception as error:
-        lifeline.sendall(" ".join(f"{type(error).__name__}: {error}".split()).encode())
-        return
-    ignore_signals()
-    pipe.sendall(address.encode())
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    with child_process(lifeline):
+        os.setpgid(0, 0)
+        if sys.platform == "linux":
+            kill_on_hang_up(lifeline, -os.getpid())
+        os.environ.update(environment)
+        try:
+            address = _start_cluster(num_cpus, object_store_bytes, directory)
+        except Exception as error:
+            lifeline.sendall(" ".join(f"{type(error).__name__}: {error}".split()).encode())
+            return
+        ignore_signals()
+        pipe.sendall(address.encode())
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
 
 
 def _start_cluster(num_cpus: int, object_store_bytes: int, directory: str) -> str:

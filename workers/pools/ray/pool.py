@@ -20,7 +20,7 @@ from typing import Any
 
 from ...protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
 from ..base import PlacementError, PoolSpec, RankAnswer, WorkerError, decode_answer, set_answer
-from ..children import Child, ChildrenPool, ignore_signals
+from ..children import Child, ChildrenPool, child_process, ignore_signals
 from .actors import Attachment, KeptGroup, RanksTakenOver, attach, start_ranks, watches_of
 from .cluster import RayCluster
 
@@ -94,23 +94,24 @@ class _DriverJob:
 
 
 def _run_driver(pipe: socket.socket, lifeline: socket.socket, drive: _DriverJob) -> None:
-    os.environ.update(drive.environment)
-    try:
-        _connect(drive.address)
-        attached = None if drive.kept is None else attach(drive.spec, drive.kept, drive.placement_timeout_seconds)
-        actors = attached.ranks if attached else start_ranks(drive.spec, drive.placement_timeout_seconds)
-    except ValueError as error:
-        _answer_all_with(pipe, error, len(drive.spec.configs))
-        return
-    server = attached.server if attached else ""
-    threading.Thread(target=_watch, args=(watches_of(actors), attached, lifeline), daemon=True).start()
-    answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in actors]
-    sending = threading.Lock()
-    for rank, of_rank in enumerate(answers):
-        threading.Thread(target=_send_answers, args=(rank, of_rank, pipe, sending), daemon=True).start()
-    incoming = FrameReader()
-    for actor, of_rank in cycle(zip(actors, answers, strict=True)):
-        of_rank.put(actor.answer_frame.remote(server, bytes(incoming.receive(pipe) or b"")))
+    with child_process(lifeline):
+        os.environ.update(drive.environment)
+        try:
+            _connect(drive.address)
+            attached = None if drive.kept is None else attach(drive.spec, drive.kept, drive.placement_timeout_seconds)
+            actors = attached.ranks if attached else start_ranks(drive.spec, drive.placement_timeout_seconds)
+        except ValueError as error:
+            _answer_all_with(pipe, error, len(drive.spec.configs))
+            return
+        server = attached.server if attached else ""
+        threading.Thread(target=_watch, args=(watches_of(actors), attached, lifeline), daemon=True).start()
+        answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in actors]
+        sending = threading.Lock()
+        for rank, of_rank in enumerate(answers):
+            threading.Thread(target=_send_answers, args=(rank, of_rank, pipe, sending), daemon=True).start()
+        incoming = FrameReader()
+        for actor, of_rank in cycle(zip(actors, answers, strict=True)):
+            of_rank.put(actor.answer_frame.remote(server, bytes(incoming.receive(pipe) or b"")))
 
 
 def _answer_all_with(pipe: socket.socket, error: ValueError, num_ranks: int) -> None:

@@ -21,6 +21,8 @@ from .sections import (
     StoreSection,
 )
 
+_FEWEST_SECONDS_KEPT = 10.0
+
 
 def check_network(network: NetworkSection, store: StoreSection) -> None:
     if (network.tls_certificate is None) != (network.tls_key is None):
@@ -48,7 +50,13 @@ def check_kept_workers(ranks: RanksSection, scheduler: SchedulerSection) -> None
     if ranks.ray_address is None:
         raise ConfigError(
             "keep_workers_seconds needs ray_address, of a Ray cluster that outlives this server: "
-            "`ray start --head --port=6379` starts one on this machine, at 127.0.0.1:6379"
+            "`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 ray start --head --port=6379` starts one on this machine alone, at "
+            "127.0.0.1:6379"
+        )
+    if ranks.keep_workers_seconds < _FEWEST_SECONDS_KEPT:
+        raise ConfigError(
+            f"keep_workers_seconds is {ranks.keep_workers_seconds:g}: give at least {_FEWEST_SECONDS_KEPT:g}, since "
+            "the server reports every second that it uses the workers, and may be late; 0 keeps none"
         )
     if scheduler.shared_devices == "turns":
         raise ConfigError(

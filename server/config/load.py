@@ -15,8 +15,8 @@ from .knob_values import ENVIRONMENT_PREFIX, ConfigError
 from .server_config import KNOBS, SECTION_OF, SECTIONS, ServerConfig
 
 WORKERS_ARE_ON_RAY = (
-    "workers that outlive the server are on Ray: `ray start --head --port=6379`, then `trainhouse serve --pool ray "
-    "--ray-address HOST:6379 --keep-workers-seconds 600` (docs/cluster.md)"
+    "workers that outlive the server are on Ray: start a cluster (docs/cluster.md), then `trainhouse serve --pool ray "
+    "--ray-address HOST:6379 --keep-workers-seconds 600`"
 )
 REPLACED = ("workers", "workers_secret_file")
 """Former knobs, replaced by these."""

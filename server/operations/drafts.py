@@ -55,7 +55,7 @@ class FeatureCapture(Operation):
     """
 
     can_skip: ClassVar[bool]
-    has_room: bool
+    has_room = True
 
     @property
     @abstractmethod
@@ -78,7 +78,6 @@ class Capture(FeatureCapture):
     kind = "capture"
     can_skip = False
     request: CaptureRequest
-    has_room: bool = True
 
     @property
     def draft_id(self) -> str:
@@ -122,7 +121,6 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     """
 
     can_skip = True
-    has_room: bool = True
 
     @property
     def is_chained(self) -> bool:

@@ -16,6 +16,7 @@ from ..checkpoints.checkpoint_paths import full_path
 from ..checkpoints.checkpoints import hiding_directory_as
 from ..journal.futures import Result
 from ..journal.journal import Header
+from ..journal.quarantine import PoisonOperation
 from ..store import CheckpointRecord, RunRecord
 from .compatibility import check_loadable, check_target
 from .context import OperationContext
@@ -42,7 +43,8 @@ class CreateRun(Operation):
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
-        return cls() if header is None else cls(header.target_path, header.drawn)
+        assert header is not None, "created otherwise by Runs"
+        return cls(header.target_path, header.drawn)
 
     @property
     def loads_files(self) -> bool:
@@ -62,8 +64,9 @@ class CreateRun(Operation):
         await self._create(context, run, is_replay=True)
 
     async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
-        # It may exist without its checkpoint, and use memory until its session ends.
-        await context.discard(run)
+        # It may exist without its checkpoint, and use memory until its session ends; a crash has dropped it.
+        if not isinstance(error, PoisonOperation):
+            await context.discard(run)
 
     async def _create(self, context: OperationContext, run: RunRecord, *, is_replay: bool) -> RunInfo:
         tenant = await context.store.tenants.get(run.tenant_id)
@@ -105,8 +108,8 @@ class CreateRunFromCheckpoint(CreateRun):
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
-        target_path = None if header is None else header.target_path
-        return cls(target_path, path=request.path, optimizer=request.optimizer)
+        assert header is not None, "created otherwise by Runs"
+        return cls(header.target_path, path=request.path, optimizer=request.optimizer)
 
     @property
     def loads_files(self) -> bool:
@@ -139,7 +142,8 @@ class LoadWeights(Operation):
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
-        return cls(request.path, request.optimizer, None if header is None else header.reader)
+        assert header is not None, "created otherwise by the route, which knows the reader"
+        return cls(request.path, request.optimizer, header.reader)
 
     @property
     def loads_files(self) -> bool:

@@ -49,7 +49,7 @@ class ReplayEntry:
 
     place: None until the entry is written. outcome: None until the operation has ended, or if it is no longer known.
     taints: the next step would be wrong without it. is_answered: its result is durable, or it has none. is_covered: by
-    the two newest snapshots, or it changed no state. added_at: monotonic.
+    the two newest snapshots, or it changed no state. added_at: when it was added to the log, monotonic.
     """
 
     seq_id: int
@@ -60,7 +60,7 @@ class ReplayEntry:
     taints: bool = False
     is_answered: bool = False
     is_covered: bool = False
-    added_at: float = field(default_factory=time.monotonic)
+    added_at: float = 0.0
 
     @property
     def is_needed(self) -> bool:

@@ -14,19 +14,13 @@ from .operation import Operation, Outcome, RefusedOperation
 from .saving import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from .training import Forward, ForwardBackward, OptimStep
 
-_CREATIONS = (CreateRun, CreateRunFromCheckpoint)
-_PASSES = (ForwardBackward, Forward)
-_OTHERS = (
-    OptimStep,
-    SaveWeights,
-    SaveWeightsForSampler,
-    SaveWeightsExternal,
-    LoadWeights,
-    SetTarget,
-    BuildVocabMap,
-    Capture,
+_ALL = (
+    *(CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget),
+    *(ForwardBackward, Forward, OptimStep),
+    *(SaveWeights, SaveWeightsForSampler, SaveWeightsExternal),
+    *(BuildVocabMap, Capture),
 )
-OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in (*_CREATIONS, *_PASSES, *_OTHERS)}
+OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in _ALL}
 """Operations by their kind in the journal."""
 
 STATE_KINDS = {each.kind for each in (*OPERATIONS.values(), RefusedOperation) if each.changes_state}

@@ -5,11 +5,10 @@ from functools import partial
 
 from ...schemas.errors import Category, OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
-from ..files.wal import RecordPosition
 from ..journal.futures import Result
 from ..journal.quarantine import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
-from ..operations.operation import Operation, Outcome, ReplayEntry
+from ..operations.operation import Operation, Outcome
 from ..store.database_errors import OUTAGE_ERRORS
 from .rebuilder import Rebuilder
 from .run_services import RunServices
@@ -128,11 +127,7 @@ class Execution:
     async def _record_strike(self, seq_id: int) -> None:
         """Raises RequestError if the journal cannot be written."""
         place = await self._services.journal.append(self._state.header(STRIKE, seq_id))
-        self.log_strike(seq_id, place)
-
-    def log_strike(self, seq_id: int, place: RecordPosition) -> None:
-        """Adds a journaled strike against an operation to the replay log."""
-        self._state.log.add(ReplayEntry(seq_id, STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
+        self._state.log.add_strike(STRIKE, seq_id, place)
 
 
 def _incomplete(reason: str) -> OperationError:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 
 from ...schemas.errors import OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
-from ..files.wal import RecordPosition
 from ..journal.journal import EntryLocation
 from ..journal.quarantine import REBUILD_STRIKE, Strikes
 from ..operations.loading import CreateRun
@@ -62,7 +61,7 @@ class Rebuilder:
     def hold_strikes(self, strikes: Collection[EntryLocation]) -> None:
         """Counts the journaled strikes of an earlier process against rebuilding the run."""
         for one in strikes:
-            self._log_strike(one.header.seq_id, one.place)
+            self._state.log.add_strike(REBUILD_STRIKE, one.header.seq_id, one.place)
             self._strikes.num += one.header.seq_id >= self._snapshots.newest_seq_id
         self._struck_seq_id = self._snapshots.newest_seq_id
 
@@ -177,10 +176,8 @@ class Rebuilder:
 
     async def _record_strike(self) -> None:
         self._struck_seq_id = seq_id = self._snapshots.newest_seq_id
-        self._log_strike(seq_id, await self._services.journal.append(self._state.header(REBUILD_STRIKE, seq_id)))
-
-    def _log_strike(self, seq_id: int, place: RecordPosition) -> None:
-        self._state.log.add(ReplayEntry(seq_id, REBUILD_STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
+        place = await self._services.journal.append(self._state.header(REBUILD_STRIKE, seq_id))
+        self._state.log.add_strike(REBUILD_STRIKE, seq_id, place)
 
 
 async def _wait_for_all(tasks: list[asyncio.Task[None]]) -> None:

@@ -121,9 +121,7 @@ class RunRecovery:
             if one.header.kind == STRIKE and one.header.seq_id < first:
                 self._services.journal.release(one.place)
             elif one.header.kind == STRIKE:
-                self._state.log.add(
-                    ReplayEntry(one.header.seq_id, STRIKE, one.place, outcome=Outcome.FAILED, is_answered=True)
-                )
+                self._state.log.add_strike(STRIKE, one.header.seq_id, one.place)
         for seq_id, earlier in self._found.items():
             if seq_id < first:
                 self._services.journal.release(earlier.place)
@@ -145,7 +143,7 @@ class RunRecovery:
     async def _add_next_to_log(self, resumed: RecoveredState) -> bool:
         """Adds the next operation to the replay log if the earlier process had finished it; else returns False."""
         seq_id, earlier = resumed.next_seq_id, self._found.get(resumed.next_seq_id)
-        covered = self._snapshots.cover(seq_id)
+        covered = self._snapshots.covers(seq_id)
         if earlier is None:
             # Operations that changed no state leave the journal early, and their results expire.
             named = self._state.record.request_id(seq_id)

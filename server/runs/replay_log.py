@@ -38,15 +38,19 @@ class ReplayLog:
         self._entries: dict[ReplayEntry, None] = {}
         self._num_steps = self._num_bytes = 0
 
-    def add(self, entry: ReplayEntry) -> ReplayEntry:
-        """Adds an operation; call it in the order of seq_ids."""
+    def add(self, entry: ReplayEntry) -> None:
+        """Adds an operation that has begun; call it in the order of seq_ids."""
+        entry.added_at = time.monotonic()
         entry.is_covered |= entry.kind not in STATE_KINDS and entry.kind not in STRIKES
         self._entries[entry] = None
         if not entry.is_covered:
             self._num_steps += entry.kind == OptimStep.kind
             self._num_bytes += entry.num_bytes
         self._release_unneeded([entry])
-        return entry
+
+    def add_strike(self, kind: str, seq_id: int, place: RecordPosition) -> None:
+        """Adds a journaled strike against the operation, or against a rebuild from the snapshot of this seq_id."""
+        self.add(ReplayEntry(seq_id, kind, place, outcome=Outcome.FAILED, is_answered=True))
 
     def mark_answered(self, entry: ReplayEntry) -> None:
         """Marks the operation's result as durable."""

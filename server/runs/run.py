@@ -105,9 +105,9 @@ class Run:
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = queue.free_seq_id
         if not 0 <= seq_id < queue.next_seq_id and seq_id not in queue.waiting:
-            queue.check_acceptable(seq_id)
-            if self._state.unusable is not None:
+            if self._state.unusable is not None and seq_id >= 0:
                 raise RequestError(self._state.unusable, 410)
+            queue.check_acceptable(seq_id)
             is_next_after_restart = self._awaits_first_operation and seq_id == queue.first_missing
             self._accept(seq_id, operation, received, admission)
         if waiting := queue.waiting.get(seq_id):

@@ -52,14 +52,9 @@ class RunState:
     outage: str | None = None
 
     @property
-    def must_be_rebuilt(self) -> bool:
-        """True if the run was created, but the workers do not have it."""
-        return self.created is not None and not self.is_live
-
-    @property
     def is_lost(self) -> bool:
         """True if the workers lost this run and it must be rebuilt."""
-        return self.must_be_rebuilt and self.unusable is None
+        return self.created is not None and not self.is_live and self.unusable is None
 
     def header(self, kind: str, seq_id: int) -> Header:
         record = self.record

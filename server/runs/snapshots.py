@@ -97,7 +97,7 @@ class RunSnapshots:
         """Returns the uses of captured features from the newest snapshot (see RunSnapshot)."""
         return self._kept[0].held if self._kept else {}
 
-    def cover(self, seq_id: int) -> bool:
+    def covers(self, seq_id: int) -> bool:
         """True if a snapshot includes the effect of this operation."""
         return seq_id <= self.newest_seq_id
 
@@ -133,7 +133,7 @@ class RunSnapshots:
         Args:
             with_copy: also copy it, so that the journal need not hold anything of the run.
         """
-        if not self._tasks and not self.cover(boundary.seq_id):
+        if not self._tasks and not self.covers(boundary.seq_id):
             self.take(boundary)
         if self._tasks:
             await asyncio.wait(self._tasks)

@@ -50,6 +50,8 @@ class RecordingOperations:
     begun: list[Any] = field(default_factory=list)
     performed: list[Any] = field(default_factory=list)
     failing: dict[int, Exception] = field(default_factory=dict)
+    undone: list[int] = field(default_factory=list)
+    failing_undo: dict[int, Exception] = field(default_factory=dict)
     may_proceed: asyncio.Event = field(default_factory=asyncio.Event)
     infos: dict = field(default_factory=dict)
 
@@ -100,7 +102,10 @@ async def _create(self: CreateRun, context: RecordingOperations, run: RunRecord)
     await context.create_in_workers(run, self, is_rebuild=True)
 
 
-async def _undo(self: Operation, context: RecordingOperations, run: RunRecord, error: Exception) -> None: ...
+async def _undo(self: Operation, context: RecordingOperations, run: RunRecord, error: Exception) -> None:
+    context.undone.append(self.seq_id)
+    if self.seq_id in context.failing_undo:
+        raise context.failing_undo[self.seq_id]
 
 
 def record_operations(patch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,15 @@ def check_layouts(config: DispatchConfig) -> None:
 
 
 def _fingerprint(config: DispatchConfig) -> str:
-    """Returns a hash of all that the ranks are made of, their source code included."""
-    groups = [(name, replace(model, shared_directories=())) for name, model in groups_of(config)]
-    resources = config.worker, config.ray_cpus_per_rank, config.ray_gpus_per_rank
-    files = (file for part in ("schemas", "workers") for file in sorted((_PACKAGE / part).rglob("*.py")))
+    """Returns a hash of all that the ranks are made of, their source code included.
+
+    The same on machines with different numbers of cores: threads count as they are configured.
+    """
+    groups = [(name, replace(model, shared_directories=(), threads=0)) for name, model in groups_of(config)]
+    threads = [model.threads for model in config.models]
+    resources = config.worker, threads, config.ray_cpus_per_rank, config.ray_gpus_per_rank
+    files = (file for part in ("schemas", "workers") for file in sorted((_PACKAGE / part).rglob("*.[pc]*")))
+    files = (file for file in files if file.suffix in (".py", ".c"))
     return hash_of(repr((groups, resources)), *(file.read_text() for file in files))
 
 

@@ -137,6 +137,9 @@ class RankOperation:
             if not self.forward_only:
                 self.gradient = model.gradients.scratch.to("cpu", copy=True)
                 model.gradients.abandon_operation()
+            # The next part may take long to arrive, and these hold its data and open files.
+            self.stored = {}
+            del self.batch, self.part
             return None
         if not self.forward_only:
             losses = {f"loss/{self.batch.loss_name}": self.finished.loss}

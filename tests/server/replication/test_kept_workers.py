@@ -46,8 +46,10 @@ def test_kept_workers_need_a_cluster_that_outlives_the_server(tmp_path: Path) ->
     flags = {"base_models": ["a=b"], "keep_workers_seconds": "60"}
     with pytest.raises(ConfigError, match="keep_workers_seconds has no effect with pool local"):
         load_config(flags, {}, None)
-    with pytest.raises(ConfigError, match=r"needs ray_address.*`ray start --head --port=6379` starts one"):
+    with pytest.raises(ConfigError, match=r"needs ray_address.*ray start --head --port=6379` starts one"):
         load_config({**flags, "pool": "ray"}, {}, None)
+    with pytest.raises(ConfigError, match="keep_workers_seconds is 2: give at least 10"):
+        config_of(tmp_path, keep_workers_seconds=2.0)
     with pytest.raises(ConfigError, match="shared_devices turns: kept workers stay on their devices"):
         config_of(tmp_path, keep_workers_seconds=60.0, shared_devices="turns")
 
@@ -57,7 +59,7 @@ def test_former_ways_to_keep_workers_name_the_present_one(tmp_path: Path, capsys
         assert main(arguments) == 2
         return capsys.readouterr().err
 
-    remedy = "--ray-address HOST:6379 --keep-workers-seconds 600` (docs/cluster.md)"
+    remedy = "--ray-address HOST:6379 --keep-workers-seconds 600`"
     assert remedy in refusal("workers", "--base-model=x/y", "--listen=127.0.0.1:0")
     assert remedy in refusal("serve", "--base-model=x/y", "--workers=127.0.0.1:1")
     assert remedy in refusal("serve", "--base-model=x/y", "--workers-secret-file=x")

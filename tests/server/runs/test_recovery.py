@@ -612,7 +612,7 @@ async def wait_until(bench: Bench, condition) -> None:
 
 async def wait_for_snapshot(bench: Bench, seq_id: int) -> None:
     snapshots = bench.run._snapshots
-    await wait_until(bench, lambda: snapshots.cover(seq_id) and not snapshots._tasks)
+    await wait_until(bench, lambda: snapshots.covers(seq_id) and not snapshots._tasks)
 
 
 # Restored from a copy

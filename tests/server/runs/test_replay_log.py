@@ -101,3 +101,16 @@ def test_a_snapshot_is_due_after_enough_steps_or_bytes() -> None:
     assert not made.is_due(3, 1000) and made.is_due(2, 1000) and not made.is_due(2, 1000)
     made.add(ReplayEntry(3, FB, RecordPosition(0, 3), num_bytes=1000))
     assert made.is_due(3, 1000) and not made.is_due(1, 1000)
+
+
+def test_time_spent_in_the_queue_does_not_make_an_operation_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with a deep queue would otherwise take a snapshot at each look."""
+    now = [1000.0]
+    monkeypatch.setattr("trainhouse.server.runs.replay_log.time.monotonic", lambda: now[0])
+    log = ReplayLog(lambda place: None)
+    entry = ReplayEntry(1, FB, RecordPosition(0, 0))
+    now[0] += 700
+    log.add(entry)
+    assert not log.is_older_than(600)
+    now[0] += 601
+    assert log.is_older_than(600)

@@ -372,3 +372,16 @@ async def test_a_thousand_operations_are_fast(make_bench: MakeBench) -> None:
         await bench.optim_step(seq_id)
     await bench.result(1000)
     assert time.perf_counter() - started < 10
+
+
+async def test_a_failed_operation_is_undone_and_answered_even_if_undoing_fails(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    bench.operations.failing = {1: OperationError("loss is NaN"), 2: RuntimeError("a bug")}
+    bench.operations.failing_undo = {1: OperationError("the worker is gone", "server"), 2: RuntimeError("another bug")}
+    for seq_id in (1, 2):
+        await bench.forward_backward(seq_id, forward_only=True)
+    assert (await bench.result(1))["error"] == "loss is NaN"
+    assert "internal error" in (await bench.result(2))["error"]
+    await bench.forward_backward(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.undone == [1, 2]

@@ -372,7 +372,7 @@ def test_children_of_ray_end_with_their_server_while_they_start(capfd: pytest.Ca
 
 
 def test_a_driver_without_a_cluster_ends_silently(capfd: pytest.CaptureFixture[str]) -> None:
-    """It answers each call with the reason, until its pipe closes."""
+    """The driver answers each call with the reason, until its pipe closes."""
     spec = PoolSpec(ECHO, (EchoConfig(),))
     child = Child((), _run_driver, _DriverJob(spec, "127.0.0.1:1", {"RAY_USAGE_STATS_ENABLED": "0"}, None, 60.0))
     child._pipe.sendall(b"".join(encode(("rank", ()))))

@@ -1,0 +1,26 @@
+"""Tests which workers of an earlier server the next one may take over."""
+
+from dataclasses import replace
+
+import pytest
+from trainhouse.workers.protocol.worker_config import DispatchConfig, ServedModel, WorkerConfig
+from trainhouse.workers.scheduler.pool_factory import _fingerprint
+
+CONFIG = DispatchConfig((WorkerConfig(ServedModel("tiny", "/models/tiny")),), pool="ray")
+
+
+def with_model(**changes: object) -> DispatchConfig:
+    return replace(CONFIG, models=(replace(CONFIG.models[0], **changes),))
+
+
+def test_kept_workers_are_the_same_for_a_server_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cores and its directory for live state may differ."""
+    before = _fingerprint(CONFIG)
+    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
+    assert _fingerprint(CONFIG) == before
+    assert _fingerprint(with_model(shared_directories=("/state/live-7",))) == before
+
+
+def test_kept_workers_with_other_options_are_others() -> None:
+    others = [with_model(threads=3), with_model(dtype="bfloat16"), replace(CONFIG, ray_cpus_per_rank=2.0)]
+    assert len({_fingerprint(config) for config in (CONFIG, *others)}) == 4

@@ -14,7 +14,7 @@ def with_model(**changes: object) -> DispatchConfig:
 
 
 def test_kept_workers_are_the_same_for_a_server_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cores and its directory for live state may differ."""
+    """The number of cores and the directory for live state may differ."""
     before = _fingerprint(CONFIG)
     monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
     assert _fingerprint(CONFIG) == before

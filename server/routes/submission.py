@@ -31,6 +31,7 @@ from ..http.bodies import (
     LARGE_BYTES,
     Decoded,
     ReceivedBody,
+    content_type,
     declared_size,
     decode_body,
     limits_of,
@@ -111,8 +112,7 @@ async def receive_operation(
     num_bytes = _num_bytes(request)
 
     async def claim(beginning: bytes) -> None:
-        content_type = request.headers.get("content-type", JSON)
-        admission.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type))
+        admission.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
 
     check = None if admission.try_claim(num_bytes) else claim
     received = await receive_body(request, check)

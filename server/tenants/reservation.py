@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from ..http.bodies import LARGE_BYTES
-from .quotas import UNKNOWN, QueuePosition, Quotas
+from .quotas import UNKNOWN, QueuePosition, QueueUsage, Quotas
 
 
 class Reservation:
@@ -55,7 +55,7 @@ class Reservation:
         if num_bytes >= LARGE_BYTES:
             self._quotas.check_sending(self._tenant_id, num_bytes)
             self._num_bytes_sending += num_bytes
-            for usage in (self._quotas.usage(self._tenant_id), self._quotas.server_usage):
+            for usage in self._usages:
                 usage.num_bytes_sending += num_bytes
 
     def keep(self, num_bytes: int, num_tokens: int) -> None:
@@ -63,7 +63,7 @@ class Reservation:
         if not self._is_claimed:
             self._claim(0)
         self._is_kept = True
-        for usage in (self._quotas.usage(self._tenant_id), self._quotas.server_usage):
+        for usage in self._usages:
             usage.num_arriving -= 1
             usage.num_bytes_arriving -= self.num_bytes
             usage.num_bytes += num_bytes - self.num_bytes
@@ -87,15 +87,20 @@ class Reservation:
         if self._is_claimed:
             self._release_claim()
         if self._num_bytes_sending:
-            for usage in (self._quotas.usage(self._tenant_id), self._quotas.server_usage):
+            for usage in self._usages:
                 usage.num_bytes_sending -= self._num_bytes_sending
             self._num_bytes_sending = 0
+
+    @property
+    def _usages(self) -> tuple[QueueUsage, QueueUsage]:
+        """Returns the usage of the tenant and of all tenants together."""
+        return self._quotas.usage(self._tenant_id), self._quotas.server_usage
 
     def _claim(self, num_bytes: int) -> None:
         assert not self._is_claimed
         self._is_claimed = True
         self.num_bytes = num_bytes
-        for usage in (self._quotas.usage(self._tenant_id), self._quotas.server_usage):
+        for usage in self._usages:
             usage.num_operations += 1
             usage.num_bytes += num_bytes
             usage.num_arriving += 1
@@ -103,7 +108,7 @@ class Reservation:
 
     def _release_claim(self) -> None:
         self._is_claimed = False
-        for usage in (self._quotas.usage(self._tenant_id), self._quotas.server_usage):
+        for usage in self._usages:
             usage.num_operations -= 1
             usage.num_bytes -= self.num_bytes
             if self._is_kept:

@@ -31,7 +31,7 @@ def save(learned: TrainedState, directory: Path, *, base_name: str) -> None:
     """Writes this rank's part into an existing directory that has no files but those of the other ranks.
 
     Args:
-        base_name: the base model's name, used if the learner has no other name for it.
+        base_name: the base model's name, used if the model has no other name for it.
     Raises:
         OperationError: the disk is full (server).
     """

@@ -29,14 +29,14 @@ class PendingStep:
     scale: factor of the gradient. norm: of the scaled gradient, before clipping.
     """
 
-    learner: Trainable
+    model: Trainable
     params: AdamParams
     scale: float
     norm: float = math.nan
 
     @property
     def gradient(self) -> Tensor:
-        return self.learner.gradients.accumulator
+        return self.model.gradients.accumulator
 
     @property
     def clip_coefficient(self) -> float:
@@ -49,17 +49,17 @@ class PendingStep:
 
         None has a name that loggers use (`step`, `num_tokens`, `time`), because scripts merge these into their own.
         """
-        window = self.learner.gradients.window
+        window = self.model.gradients.window
         return window.losses | {
             "unclipped_grad_l2:mean": self.norm,
             "grad_clipped:mean": float(self.clip_coefficient < 1.0),
-            "optimizer_step:last": float(self.learner.num_steps),
+            "optimizer_step:last": float(self.model.num_steps),
             "window_tokens:sum": float(window.num_tokens),
         }
 
 
 def apply_steps(
-    adapters: Sequence[Trainable], steps: Sequence[OptimizerStep], mesh: Mesh | None = None
+    models: Sequence[Trainable], steps: Sequence[OptimizerStep], mesh: Mesh | None = None
 ) -> list[dict[str, float] | Failure]:
     """Makes a step of each model; all are on the device, and none is given twice.
 
@@ -71,11 +71,11 @@ def apply_steps(
     optimizer state (the window is then kept).
     """
     mesh = mesh or Mesh()
-    checked = _agreed([_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)], mesh)
+    checked = _agreed([_check(model, step) for model, step in zip(models, steps, strict=True)], mesh)
     updates = [each for each in checked if isinstance(each, PendingStep)]
-    all_reduce_gradients([update.learner for update in updates], mesh)
+    all_reduce_gradients([update.model for update in updates], mesh)
     _multiply([update.gradient for update in updates], [update.scale for update in updates])
-    for update, norm in zip(updates, _norms([update.learner for update in updates], mesh), strict=True):
+    for update, norm in zip(updates, _norms([update.model for update in updates], mesh), strict=True):
         update.norm = norm
     finite = [update for update in updates if math.isfinite(update.norm)]
     _multiply([update.gradient for update in finite], [update.clip_coefficient for update in finite])
@@ -83,20 +83,20 @@ def apply_steps(
     return [_result(each) if isinstance(each, PendingStep) else each for each in checked]
 
 
-def all_reduce_gradients(adapters: Sequence[Trainable], mesh: Mesh) -> None:
+def all_reduce_gradients(models: Sequence[Trainable], mesh: Mesh) -> None:
     """Sums the accumulated gradients over all ranks that have the same part of a matrix, with one exchange per region.
 
     Gradients that ranks keep parts of are summed already.
     """
-    adapters = [adapter for adapter in adapters if adapter.zero is None]
-    if mesh.is_single or not adapters:
+    models = [model for model in models if model.zero is None]
+    if mesh.is_single or not models:
         return
     if mesh.along("tp").index > 0:
-        for adapter in adapters:
-            for repeated in adapter.layout.replicated:
-                adapter.gradients.accumulator[repeated].zero_()
-    for axes in _axes(adapters):
-        team, regions = mesh.across(*axes), [_region(adapter, axes) for adapter in adapters]
+        for model in models:
+            for repeated in model.layout.replicated:
+                model.gradients.accumulator[repeated].zero_()
+    for axes in _axes(models):
+        team, regions = mesh.across(*axes), [_region(model, axes) for model in models]
         if team.size > 1:
             _add_up_regions(regions, team)
 
@@ -114,39 +114,39 @@ def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
         region.copy_(summed)
 
 
-def keep_on_first_rank(adapter: Trainable, mesh: Mesh) -> None:
+def keep_on_first_rank(model: Trainable, mesh: Mesh) -> None:
     """Clears accumulated gradients that several ranks have alike, except on the first of them.
 
     `all_reduce_gradients` then counts them once.
     """
-    if not adapter.gradients.window.num_operations or adapter.zero is not None:
+    if not model.gradients.window.num_operations or model.zero is not None:
         return
-    for axes in _axes([adapter]):
+    for axes in _axes([model]):
         if mesh.across(*axes).index > 0:
-            _region(adapter, axes).zero_()
+            _region(model, axes).zero_()
 
 
-def _norms(adapters: Sequence[Trainable], mesh: Mesh) -> list[float]:
-    in_parts = [adapter.zero.norm(adapter.gradients.accumulator) for adapter in adapters if adapter.zero is not None]
+def _norms(models: Sequence[Trainable], mesh: Mesh) -> list[float]:
+    in_parts = [model.zero.norm(model.gradients.accumulator) for model in models if model.zero is not None]
     if in_parts:
-        assert len(in_parts) == len(adapters), "a model whose gradients are sharded over ranks steps alone"
+        assert len(in_parts) == len(models), "a model whose gradients are sharded over ranks steps alone"
         return in_parts
-    if mesh.is_single or not adapters:
-        return global_norms([adapter.gradients.accumulator for adapter in adapters])
-    squares = torch.zeros(len(adapters), dtype=torch.float64)
-    for axes in _axes(adapters):
-        own = global_norms([_region(adapter, axes) for adapter in adapters])
+    if mesh.is_single or not models:
+        return global_norms([model.gradients.accumulator for model in models])
+    squares = torch.zeros(len(models), dtype=torch.float64)
+    for axes in _axes(models):
+        own = global_norms([_region(model, axes) for model in models])
         squares += mesh.along(*axes).all_reduce(torch.tensor(own, dtype=torch.float64).square())
     return squares.sqrt().tolist()
 
 
-def _axes(adapters: Sequence[Trainable]) -> list[tuple[str, ...]]:
-    return sorted({axes for adapter in adapters for axes in adapter.layout.regions})
+def _axes(models: Sequence[Trainable]) -> list[tuple[str, ...]]:
+    return sorted({axes for model in models for axes in model.layout.regions})
 
 
-def _region(adapter: Trainable, axes: tuple[str, ...]) -> Tensor:
+def _region(model: Trainable, axes: tuple[str, ...]) -> Tensor:
     """Returns the accumulated gradients that ranks along these axes have parts of; may be empty."""
-    return adapter.gradients.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
+    return model.gradients.accumulator[model.layout.regions.get(axes, slice(0, 0))]
 
 
 def _agreed(checked: list[PendingStep | Failure], mesh: Mesh) -> list[PendingStep | Failure]:
@@ -155,32 +155,32 @@ def _agreed(checked: list[PendingStep | Failure], mesh: Mesh) -> list[PendingSte
     return [failure or each for failure, each in zip(failures, checked, strict=True)]
 
 
-def refuse_window(adapter: Trainable, step: OptimizerStep) -> None:
+def refuse_window(model: Trainable, step: OptimizerStep) -> None:
     """Marks the window as incomplete if the step says that it lost an operation, even if the step then fails."""
-    adapter.gradients.window.refused = adapter.gradients.window.refused or step.refusal_reason
+    model.gradients.window.refused = model.gradients.window.refused or step.refusal_reason
 
 
-def _check(adapter: Trainable, step: OptimizerStep) -> PendingStep | Failure:
-    refuse_window(adapter, step)
+def _check(model: Trainable, step: OptimizerStep) -> PendingStep | Failure:
+    refuse_window(model, step)
     try:
-        _refuse_unusable_window(adapter)
+        _refuse_unusable_window(model)
         _refuse_vanishing_eps(step.params)
-        scale = _gradient_scale(adapter.gradients.window, step.gradient_scale)
-        _allocate_moments(adapter)
+        scale = _gradient_scale(model.gradients.window, step.gradient_scale)
+        _allocate_moments(model)
     except OperationError as error:
         return Failure.of(error)
-    return PendingStep(adapter, step.params, scale)
+    return PendingStep(model, step.params, scale)
 
 
-def _refuse_unusable_window(adapter: Trainable) -> None:
-    refused = adapter.gradients.window.refused
+def _refuse_unusable_window(model: Trainable) -> None:
+    refused = model.gradients.window.refused
     if refused is not None:
-        adapter.gradients.clear_window()
+        model.gradients.clear_window()
         raise OperationError(
             f"a forward_backward since the last step was refused ({refused}), so the gradients are incomplete; the"
             " weights are unchanged and the gradients are discarded: send the whole batch again"
         )
-    if not adapter.gradients.window.num_operations:
+    if not model.gradients.window.num_operations:
         raise OperationError("no gradients since the last step: call forward_backward first")
 
 
@@ -203,13 +203,13 @@ def _gradient_scale(window: GradientWindow, wanted: float | Literal["mean"] | No
     return scale
 
 
-def _allocate_moments(adapter: Trainable) -> None:
+def _allocate_moments(model: Trainable) -> None:
     """Allocates the moments before anything is changed, the gradient included."""
     remedy = (
         "gradients are kept: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
     )
-    with reporting_out_of_memory(f"the optimizer state of {adapter.layout.num_weights} parameters", remedy):
-        _ = adapter.exp_avg, adapter.exp_avg_sq
+    with reporting_out_of_memory(f"the optimizer state of {model.layout.num_weights} parameters", remedy):
+        _ = model.exp_avg, model.exp_avg_sq
 
 
 def global_norms(gradients: Sequence[Tensor]) -> list[float]:
@@ -243,11 +243,11 @@ def _adamw(updates: Sequence[PendingStep]) -> None:
     Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
     for update in updates:
-        update.learner.num_steps += 1
+        update.model.num_steps += 1
     for key, group in groupby(sorted(updates, key=_hyper_parameters), key=_hyper_parameters):
         learning_rate, beta1, beta2, weight_decay, eps = key
         _step_together(
-            [update.learner for update in group],
+            [update.model for update in group],
             lr=learning_rate,
             beta1=beta1,
             beta2=beta2,
@@ -261,31 +261,31 @@ def _hyper_parameters(update: PendingStep) -> tuple[float, ...]:
     return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
 
 
-def _step_together(learners: Sequence[Trainable], **hyper_parameters: float) -> None:
+def _step_together(models: Sequence[Trainable], **hyper_parameters: float) -> None:
     in_float32 = []
-    for learner in learners:
-        if isinstance(learner.moments, EightBitMoments):
-            vectors = learner.local_weights, learner.gradients.accumulator, learner.exp_avg, learner.exp_avg_sq
-            learner.moments.step(*vectors, learner.num_steps, **hyper_parameters)
-            increment_version([learner.weights, learner.exp_avg, learner.exp_avg_sq])
+    for model in models:
+        if isinstance(model.moments, EightBitMoments):
+            vectors = model.local_weights, model.gradients.accumulator, model.exp_avg, model.exp_avg_sq
+            model.moments.step(*vectors, model.num_steps, **hyper_parameters)
+            increment_version([model.weights, model.exp_avg, model.exp_avg_sq])
         else:
-            in_float32.append(learner)
+            in_float32.append(model)
     if in_float32:
         _fused_adamw(in_float32, **hyper_parameters)
-    for learner in learners:
-        if learner.zero is not None:
-            learner.zero.all_gather(learner.weights)
-            increment_version([learner.weights])
+    for model in models:
+        if model.zero is not None:
+            model.zero.all_gather(model.weights)
+            increment_version([model.weights])
 
 
-def _fused_adamw(adapters: Sequence[Trainable], **hyper_parameters: float) -> None:
-    weights = [adapter.local_weights for adapter in adapters]
-    exp_avgs = [adapter.exp_avg for adapter in adapters]
-    exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]
-    num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)
+def _fused_adamw(models: Sequence[Trainable], **hyper_parameters: float) -> None:
+    weights = [model.local_weights for model in models]
+    exp_avgs = [model.exp_avg for model in models]
+    exp_avg_sqs = [model.exp_avg_sq for model in models]
+    num_steps = torch.tensor([float(model.num_steps) for model in models], device=weights[0].device)
     torch.ops.aten._fused_adamw_.default(
         weights,
-        [adapter.gradients.accumulator for adapter in adapters],
+        [model.gradients.accumulator for model in models],
         exp_avgs,
         exp_avg_sqs,
         [],
@@ -300,7 +300,7 @@ def _fused_adamw(adapters: Sequence[Trainable], **hyper_parameters: float) -> No
 
 def _result(update: PendingStep) -> dict[str, float] | Failure:
     metrics = update.metrics()
-    update.learner.gradients.clear_window()
+    update.model.gradients.clear_window()
     if math.isfinite(update.norm):
         return metrics
     return Failure(

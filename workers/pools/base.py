@@ -134,7 +134,7 @@ class Pool(abc.ABC):
         return await self._gather(messages, method, hang_seconds)
 
     def kill(self, reason: str) -> WorkerDied:
-        """Kills all ranks at once and returns their death."""
+        """Kills all ranks at once and returns their death. Kept ranks are replaced by the next pool of their group."""
         self._record_death(f"{reason}, so it was killed")
         self._kill_ranks()
         return self.death.result()
@@ -157,7 +157,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def _kill_ranks(self) -> None:
-        """Kills all ranks, even those that do not respond, and returns at once."""
+        """Kills all ranks, or what connects them to this server, even if they do not respond; returns at once."""
 
     def _by_rank(self, arguments: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
         for rank in range(len(self.spec.configs)):

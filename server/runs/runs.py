@@ -289,12 +289,14 @@ class Runs:
     async def _create(
         self, record: RunRecord, operation: CreateRun, received: ReceivedBody, admission: Reservation
     ) -> Submitted:
+        stored = record.run_id not in self._runs and await self._store.runs.get(record.run_id) is not None
+        # Looked for again: a request with the same model_seq_id may have created it while the store was asked.
         if record.run_id not in self._runs:
-            if record.run_id in self._not_resumed or await self._store.runs.get(record.run_id) is not None:
+            if stored or record.run_id in self._not_resumed:
                 raise _not_live(record.run_id)
             self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
             self._check_full(record)
-            self._runs.setdefault(record.run_id, Run(record, self._services))
+            self._runs[record.run_id] = Run(record, self._services)
         run = self._runs[record.run_id]
         _check_same(run.record, record)
         try:

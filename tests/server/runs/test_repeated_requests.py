@@ -180,6 +180,28 @@ async def test_one_of_two_concurrent_requests_with_the_same_seq_id_is_refused(
     assert sorted(answer.status_code for answer in await asyncio.gather(*posts)) == [200, 400]
 
 
+async def test_a_request_that_finds_its_run_stored_meanwhile_is_compared_with_it(
+    restarting: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await restarting.start()
+    body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
+    asked, created = asyncio.Event(), asyncio.Event()
+    find = server.services.store.runs.get
+
+    async def find_late(run_id: str) -> object:
+        asked.set()
+        await created.wait()
+        return await find(run_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.services.store.runs, "get", find_late)
+        late = asyncio.create_task(server.post("create_model", body | {"base_model": OTHER}, status=400))
+        await asked.wait()
+    assert await create_model(server, body)
+    created.set()
+    assert "model_seq_id 0" in (await late)["detail"]
+
+
 async def test_a_seq_id_stays_free_if_its_request_was_not_accepted(
     restarting: Restarting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,6 @@ CORE = (
         "training/rank_operation",
         "training/scoring_pass",
         "training/batch_failure",
-        "training/divergence",
         "training/feature_capture",
     ),
     "training/draft_pass",

@@ -5,9 +5,17 @@ raises ValueError. Decoded arrays are C-contiguous, writable and of the dtypes t
 """
 
 from .compression import decompress, decompressed_size
-from .formats import JSON, PROTOBUF, check_json_text, is_json, is_protobuf, parse_json
+from .formats import (
+    JSON,
+    PROTOBUF,
+    check_json_text,
+    decode_model,
+    describe_errors,
+    is_json,
+    is_protobuf,
+    parse_json,
+)
 from .invalid import refused_with_400
-from .models import decode_model, describe_errors
 from .outputs import (
     decode_forward_backward_output,
     encode_forward_backward_output,

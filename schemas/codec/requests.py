@@ -11,7 +11,6 @@ from ..bounds import MAX_JSON_BYTES
 from ..errors import RequestError
 from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
-from .inputs import as_loss_input, is_integer_input
 from .invalid import Invalid, at_place, refused_with_400, show_value
 from .protobuf_fields import check_num_messages
 from .tensors import (
@@ -19,7 +18,9 @@ from .tensors import (
     DenseBytesBudget,
     array_from_bytes,
     array_to_bytes,
+    as_loss_input,
     dense_from_json,
+    is_integer_input,
     read_tensor,
     write_tensor,
 )

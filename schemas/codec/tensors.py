@@ -231,6 +231,19 @@ def array_to_bytes(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
     return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
 
 
+def is_integer_input(name: str) -> bool:
+    return name == "target_tokens"
+
+
+def as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
+    """Returns target_tokens as int64, and any other input as float32, the dtypes that losses take."""
+    if not is_integer_input(name):
+        return to_float32(array)
+    if array.dtype.kind == "f":
+        raise Invalid(f"{name} must be int64, not {array.dtype.name}")
+    return array.astype(np.int64, copy=False)
+
+
 def public_dtype(array: np.ndarray) -> np.ndarray:
     """Converts to float32 or int64, the two dtypes of TensorData."""
     return to_float32(array) if array.dtype.kind == "f" else array.astype(np.int64, copy=False)

@@ -11,9 +11,8 @@ import numpy as np
 from .. import trainhouse_wire_pb2 as wire
 from ..columns import Column, records_of
 from ..training import Datum
-from .inputs import as_loss_input
 from .invalid import Invalid
-from .tensors import DTYPES, decode_values
+from .tensors import DTYPES, as_loss_input, decode_values
 
 _FEW = 4
 """Fewer data than this are decoded faster one after the other."""

@@ -6,6 +6,7 @@ processes left.
 
 import asyncio
 import logging
+import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,8 @@ from ..logs.repeated_errors import RepeatedErrorLog
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+
+_SEED_LIMIT = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Header:
     target_path: str | None = None
     feature_bytes: int | None = 0
     version: int = FORMAT_VERSION
+
+
+def draw_seed() -> int:
+    """Draws a seed that a request omits. It is journaled with it (Header.drawn), so that a replay repeats it."""
+    return secrets.randbelow(_SEED_LIMIT)
 
 
 @dataclass(frozen=True)

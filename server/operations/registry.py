@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from ...schemas.training import ForwardBackwardRequest
 from ..files.wal import RecordPosition
-from ..journal.journal import Journal
+from ..journal.journal import Journal, draw_seed
 from ..journal.request_decoding import Request, decode_entry
-from ..journal.seeds import draw_missing_seeds
 from .drafts import BuildVocabMap, Capture, ForwardBackwardWithCapture, ForwardWithCapture
 from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget
 from .operation import Operation, Outcome, RefusedOperation
@@ -30,10 +29,15 @@ CLEARING_KINDS = {each.kind for each in OPERATIONS.values() if each.clears_gradi
 """Kinds of operations that clear pending gradients, so that failures before them do not taint the next step."""
 
 
+_SEED = "seed"
+_SEEDED_LOSSES = {"dflash"}
+
+
 def operation_of(request: Request) -> Operation:
     """Returns the operation of a live run that was requested, with the seeds drawn that the request lacks."""
     if isinstance(request, ForwardBackwardRequest):
-        return _pass_of(request, draw_missing_seeds(request))
+        lacks_seed = request.loss_fn in _SEEDED_LOSSES and _SEED not in request.loss_fn_config
+        return _pass_of(request, {_SEED: draw_seed()} if lacks_seed else {})
     return OPERATIONS[request.type].of(request)
 
 

@@ -25,8 +25,7 @@ from ..store import RunRecord
 from ..tenants.quotas import QueuePosition
 from ..tenants.reservation import Reservation
 from .execution import Execution
-from .missing_seq import MissingSeqTimer
-from .operation_queue import OperationQueue
+from .operation_queue import MissingSeqTimer, OperationQueue
 from .rebuilder import Rebuilder
 from .recovery import JournaledRun, RunRecovery, UnfinishedOperation
 from .replay_log import ReplayLog

@@ -25,9 +25,8 @@ from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
 from ..files.wal import RecordPosition
 from ..http.bodies import ReceivedBody
-from ..journal.journal import EntryLocation
+from ..journal.journal import EntryLocation, draw_seed
 from ..journal.request_decoding import decode_entry
-from ..journal.seeds import draw_seed
 from ..operations.compatibility import check_role, check_target
 from ..operations.loading import CreateRun, CreateRunFromCheckpoint
 from ..store import CheckpointRecord, RunRecord, Store, string_metadata

@@ -8,8 +8,8 @@ from ...schemas.codec import CsrLayout, csr_layout_from_json, tensor_from_json
 from ...schemas.errors import RequestError
 from ...schemas.sampling import ALTERNATIVES, SampleRequest
 from ...workers.protocol.calls import ModelInfo, SampleJob
+from ..journal.journal import draw_seed
 from ..journal.quarantine import Strikes
-from ..journal.seeds import draw_seed
 from ..store import CheckpointRecord
 from .sampler import Sampler
 

@@ -23,7 +23,7 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.time_sharing import TimeShares
+from trainhouse.workers.scheduler.scheduler import TimeShares
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 

@@ -15,7 +15,6 @@ from .rank_calls import (
     SliceCall,
     StepsCall,
 )
-from .time_sharing import TimeShares
 
 # Lengths of the first slices after a pause, as fractions of a slice.
 _FIRST_SLICES = (1 / 16, 1 / 4)
@@ -100,3 +99,25 @@ class Scheduler:
         number = self._slices_since_pause = 0 if is_pause else self._slices_since_pause + 1
         part = _FIRST_SLICES[number] if number < len(_FIRST_SLICES) else 1
         return SliceCall(cohort, self._slice_milliseconds * part)
+
+
+class TimeShares:
+    """Shares the ranks' time between kinds of work: of those that have work, the one that has used the least time goes
+    next.
+
+    Each kind has a clock of the seconds it used. A kind without work is set forward to the clock of the one that runs,
+    so that idle time earns no credit; time used while others waited stays on its account.
+    """
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._seconds = dict.fromkeys(kinds, 0.0)
+
+    def next(self, wanting: Sequence[str]) -> str:
+        """Returns the kind to run next; the first one on a tie."""
+        kind = min(wanting, key=self._seconds.__getitem__)
+        for idle in self._seconds.keys() - set(wanting):
+            self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
+        return kind
+
+    def charge(self, kind: str, seconds: float) -> None:
+        self._seconds[kind] += seconds

@@ -62,6 +62,7 @@ class Trainable(ABC):
         self.vectors = StateVectors(torch.zeros(layout.size, device=device), dtype, arrange)
         self.gradients = Gradients(self.vectors, zero)
         self.num_steps = 0
+        self._num_changes_when_finite = -1
 
     @abstractmethod
     def initialize(self) -> None:
@@ -81,6 +82,18 @@ class Trainable(ABC):
     def weights(self) -> Tensor:
         """All weights that this rank has: float32 [P]."""
         return self.vectors.weights
+
+    def has_finite_weights(self) -> bool:
+        """True if no weight is NaN or infinite; the weights are read once after each change.
+
+        Losses would not show it: attention returns finite numbers for scores that are NaN.
+        """
+        if self._num_changes_when_finite != self.vectors.num_changes:
+            low, high = torch.aminmax(self.weights)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                return False
+            self._num_changes_when_finite = self.vectors.num_changes
+        return True
 
     @property
     def local_weights(self) -> Tensor:

@@ -28,7 +28,6 @@ from ..registry.model_registry import ModelRegistry
 from ..state.trainable import Trainable
 from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
-from .divergence import DivergenceCheck
 from .draft_pass import DraftPassRunner
 from .feature_capture import CapturingPassRunner
 from .rank_operation import RankOperation
@@ -98,7 +97,6 @@ class PassRunner:
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._unfinished: dict[int, RankOperation] = {}
-        self._divergence = DivergenceCheck()
 
     def run_pass(self, parts: Sequence[OperationPart]) -> tuple[PartAnswer, ...]:
         """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
@@ -286,8 +284,12 @@ class PassRunner:
     ) -> list[RankOperation]:
         """Gives up operations whose weights are not finite, and returns the others."""
         for operation in operations:
-            if failure := self._divergence.failure(operation.run_id, models[operation.run_id]):
-                operation.abandon(failure)
+            if not models[operation.run_id].has_finite_weights():
+                message = (
+                    f"the weights of run {operation.run_id} are not finite: they have diverged; continue from an"
+                    " earlier checkpoint with a lower learning rate"
+                )
+                operation.abandon(Failure(message, "user"))
         return [each for each in operations if not each.computed]
 
     def _give_up(self, operation: RankOperation, trouble: BatchFailure, token_budget: int | None = None) -> None:

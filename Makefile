@@ -87,7 +87,7 @@ bench-vllm: setup $(VLLM_READY)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/vulture
+	$(BIN)/python -m pytest -q tests/test_dead_code.py
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet .

@@ -187,11 +187,6 @@ class Futures:
         }
         return list(known.values())
 
-    @property
-    def num_stored(self) -> int:
-        """Returns the number of results that are durable and still in memory."""
-        return len(self._stored)
-
     def create(
         self,
         request_id: str,

@@ -63,16 +63,16 @@ class Spent:
 
 def spent(where: Layout, work: Callable[[], T]) -> tuple[T, Spent]:
     """Returns the work's result as well. where: has workers that clock exchanges."""
-    before, sent_before = where.answers("clocks"), where.call("num_collectives")
+    before, sent_before = where.answers("clocks"), where.call("num_exchanges")
     started = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - started
-    after, sent = where.answers("clocks"), where.call("num_collectives")
+    after, sent = where.answers("clocks"), where.call("num_exchanges")
     return result, Spent(
         seconds=seconds,
         exchanging=(sum(each.exchanging for each in after) - sum(each.exchanging for each in before)) / len(after),
         cpu=sum(each.cpu for each in after) - sum(each.cpu for each in before),
-        num_exchanges=sum(sent.values()) - sum(sent_before.values()),
+        num_exchanges=(sent - sent_before).total(),
     )
 
 

@@ -5,7 +5,6 @@ import os
 import socket
 import struct
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,22 +55,19 @@ class PendingCollective:
 class Team:
     """The ranks that differ from this one only along some axes, including this rank. All of them make the same calls.
 
-    size: their number. index: of this rank. call_counts: counts the calls by kind.
+    size: their number. index: of this rank.
     """
 
-    def __init__(
-        self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, call_counts: Counter[str]
-    ) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         """Creates a team. `group` is None if the team has one rank."""
         self.ranks = ranks
         self.size, self.index = len(ranks), ranks.index(rank)
-        self._group, self._sent = group, call_counts
+        self._group = group
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns each rank's value, in rank order. For small values, sent from host to host."""
         if self.size == 1:
             return [value]
-        self._sent["all_gather_object"] += 1
         values: list[Value] = [value] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
@@ -79,7 +75,6 @@ class Team:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums over all ranks, in place."""
         if self.size > 1:
-            self._sent["all_reduce"] += 1
             dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group)
         return tensor
 
@@ -88,9 +83,8 @@ class Team:
         return tensor if self.size == 1 else self.start_all_gather(tensor).wait()
 
     def start_all_gather(self, tensor: Tensor, into: Tensor | None = None) -> PendingCollective:
-        """Starts what `joined` does, for a team of several ranks. The result is written to the memory of `into`, if
+        """Starts what `all_gather` does, for a team of several ranks. The result is written to the memory of `into`, if
         given."""
-        self._sent["all_gather"] += 1
         sent, shape = tensor.contiguous(), (self.size * tensor.shape[0], *tensor.shape[1:])
         whole = tensor.new_empty(shape) if into is None else into.view(shape)
         work = _all_gather(whole, sent, group=self._group, async_op=True)
@@ -101,7 +95,6 @@ class Team:
         """Gathers the ranks' tensors, equal in shape, on the first rank. Returns None on the others."""
         if self.size == 1:
             return [tensor]
-        self._sent["gather"] += 1
         parts = [torch.empty_like(tensor) for _ in self.ranks] if self.index == 0 else None
         dist.gather(tensor.contiguous(), parts, self.ranks[0], self._group)
         return parts
@@ -114,7 +107,6 @@ class Team:
         """Sums [size * n, ...] over all ranks and returns this rank's part, [n, ...]."""
         if self.size == 1:
             return tensor
-        self._sent["reduce_scatter"] += 1
         part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
         _reduce_scatter(part, tensor.contiguous(), group=self._group)
         return part
@@ -128,7 +120,6 @@ class Team:
         """
         if self.size == 1:
             return tensor
-        self._sent["all_to_all"] += 1
         rows = tensor.shape[0] if received is None else sum(received)
         arrived = tensor.new_empty(rows, *tensor.shape[1:])
         dist.all_to_all_single(arrived, tensor.contiguous(), received, sent, group=self._group)
@@ -141,7 +132,6 @@ class Team:
         Args:
             tag: must differ between transfers in progress at the same time.
         """
-        self._sent["pass_on"] += 1
         sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
         after, before = (self.ranks[(self.index + places) % self.size] for places in (distance, -distance))
         works = dist.batch_isend_irecv([
@@ -153,25 +143,20 @@ class Team:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Broadcasts the first rank's tensor, in place."""
         if self.size > 1:
-            self._sent["broadcast"] += 1
             dist.broadcast(tensor, self.ranks[0], group=self._group)
         return tensor
 
 
-ALONE = Team((0,), 0, None, Counter())
+ALONE = Team((0,), 0, None)
 
 
 class Mesh:
-    """This rank's position in the layout `spec`, and its teams.
-
-    call_counts: counts this rank's tensor exchanges by kind.
-    """
+    """This rank's position in the layout `spec`, and its teams."""
 
     def __init__(self, spec: ParallelSpec = SINGLE, rank: int = 0) -> None:
         """Creates all teams. With more than one rank, `connect` must be called first."""
         self.spec, self.rank = spec, rank
         self.coordinates = spec.coordinates(rank)
-        self.call_counts: Counter[str] = Counter()
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
         self._torch_mesh: DeviceMesh | None = None
         self._words = None if self.is_single else dist.new_group(backend="gloo", timeout=_FOREVER)
@@ -248,7 +233,7 @@ class Mesh:
         for ranks in self.spec.rank_groups(axes):
             group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
             if self.rank in ranks:
-                own = Team(ranks, self.rank, group, self.call_counts)  # pyright: ignore[reportArgumentType]
+                own = Team(ranks, self.rank, group)  # pyright: ignore[reportArgumentType]
         assert own is not None, f"rank {self.rank} of {self.spec}"
         return own
 

@@ -378,10 +378,6 @@ class Worker:
         """Returns a name of this rank's device that is unique over all machines."""
         return unique_name(self._base.device)
 
-    def num_collectives(self) -> dict[str, int]:
-        """Returns the number of collectives with other ranks since the start, by kind."""
-        return dict(self._mesh.call_counts)
-
     def _apply_chunk(self, steps: list[OptimizerStep]) -> list[dict[str, float] | Failure]:
         known = [step for step in steps if step.run_id in self._models]
         answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))

@@ -18,6 +18,7 @@ from trainhouse.workers.protocol.calls import PartAnswer, Pass
 from trainhouse.workers.protocol.worker_config import WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
+from ...workers.parallel.counting_worker import CountingWorker
 from ...workers.parallel.live_bytes import LiveBytes
 from ..harness import running
 from . import probes
@@ -43,7 +44,7 @@ class Clocks:
     cpu: float
 
 
-class ClockedWorker(Worker):
+class ClockedWorker(CountingWorker):
     """Clocks its exchanges with other ranks, including the time that it waits for them.
 
     While it computes during an exchange, only the wait at the end counts. It must be alone in its process.

@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,10 +162,11 @@ async def test_a_result_whose_file_cannot_be_written_is_answered_and_written_lat
     monkeypatch.setattr("trainhouse.server.journal.futures._RETRY_SECONDS", 0.05)
     futures = await open_futures()
     (tmp_path / "results").rmdir()
-    futures.resolve(futures.create("r:1", TENANT), Result(b"{}"))
+    stored = asyncio.Event()
+    futures.resolve(futures.create("r:1", TENANT, on_stored=stored.set), Result(b"{}"))
     assert await futures.wait("r:1", TENANT, 1) == Result(b"{}")
     (tmp_path / "results").mkdir()
-    await wait_until(lambda: futures.num_stored == 1)
+    await stored.wait()
     await futures.close()
 
 
@@ -222,18 +224,26 @@ async def test_a_result_too_large_to_store_becomes_an_error(open_futures) -> Non
         futures.resolve(futures.create("r:1", TENANT), Result(bytes(MOST_BODY_BYTES + 1), "sample"))
         answer = await futures.wait("r:1", TENANT, 30)
         assert isinstance(answer, Result) and answer.is_error and b"at most 4294967295 can be stored" in answer.body
-        futures.resolve(futures.create("r:2", TENANT), Result(b"{}"))
+        stored = asyncio.Event()
+        futures.resolve(futures.create("r:2", TENANT, on_stored=stored.set), Result(b"{}"))
         assert await futures.wait("r:2", TENANT, 30) == Result(b"{}")
-        await wait_until(lambda: futures.num_stored == 2)
+        await stored.wait()
         await futures.close()
 
 
-async def test_stored_results_leave_memory_and_are_read_from_disk(open_futures) -> None:
-    futures = await open_futures(memory_bytes=10_000)
+async def test_stored_results_leave_memory_and_are_read_from_disk(open_futures, tmp_path: Path) -> None:
+    futures, stored = await open_futures(memory_bytes=10_000), []
     for number in range(10):
-        futures.resolve(futures.create(f"r:{number}", TENANT), Result(bytes([number]) * 1000))
-    await wait_until(lambda: futures.num_stored == 3)
+        future = futures.create(f"r:{number}", TENANT, on_stored=lambda: stored.append(1))
+        futures.resolve(future, Result(bytes([number]) * 1000))
+    await wait_until(lambda: len(stored) == 10)
     for number in range(10):
+        assert (await futures.wait(f"r:{number}", TENANT, 1)).body == bytes([number]) * 1000
+    shutil.rmtree(tmp_path / "results")
+    for number in range(7):
+        with pytest.raises(RequestError, match="no longer kept"):
+            await futures.wait(f"r:{number}", TENANT, 1)
+    for number in range(7, 10):
         assert (await futures.wait(f"r:{number}", TENANT, 1)).body == bytes([number]) * 1000
     await futures.close()
 
@@ -269,9 +279,9 @@ class PendingRequest:
 
 
 async def test_results_expire(open_futures) -> None:
-    futures = await open_futures(ttl_seconds=0.0)
-    futures.resolve(futures.create("r:1", TENANT), Result(b"{}"))
-    await wait_until(lambda: futures.num_stored == 1)
+    futures, stored = await open_futures(ttl_seconds=0.0), asyncio.Event()
+    futures.resolve(futures.create("r:1", TENANT, on_stored=stored.set), Result(b"{}"))
+    await stored.wait()
     await futures.expire()
     with pytest.raises(RequestError, match="no longer kept"):
         await futures.wait("r:1", TENANT, 1)

@@ -14,6 +14,7 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 from ...tiny import tiny_model
+from .counting_worker import COUNTING
 from .training import Layout, Numbers, layout, supervised, train
 
 WAYS = ("keep", "recompute", "offload")
@@ -61,7 +62,7 @@ def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     found = {}
     for way in WAYS:
         knobs = {"activations": way, "dtype": case.dtype}
-        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), **knobs) as where:
+        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), COUNTING, **knobs) as where:
             numbers = train(where, num_steps=1)
             found[way] = Trained(numbers, forward_only(where), exchanges_of_a_layer(where))
     yield found
@@ -75,10 +76,10 @@ def forward_only(where: Layout) -> np.ndarray:
 
 
 def exchanges_of_a_layer(where: Layout) -> dict[str, float]:
-    before = where.call("num_collectives")
+    before = where.call("num_exchanges")
     where.run_pass(supervised("a", 1, 8, 8, 8, 8))
-    after = where.call("num_collectives")
-    return {kind: (number - before.get(kind, 0)) / NUM_LAYERS for kind, number in after.items()}
+    after = where.call("num_exchanges")
+    return {kind: (number - before[kind]) / NUM_LAYERS for kind, number in after.items()}
 
 
 def all_of(numbers: Numbers) -> list[np.ndarray]:
@@ -115,7 +116,7 @@ def test_recomputed_layers_repeat_their_exchanges(case: Case, by_way: dict[str, 
         more["all_gather"] += 2
         more["reduce_scatter"] += 2
     if case.ring:
-        more["pass_on"] += spec.sp - 1
+        more["ring_shift"] += spec.sp - 1
     elif spec.sp > 1:
         more["all_to_all"] += 4
     if spec.ep > 1:

@@ -337,12 +337,12 @@ def test_exchanges_are_as_expected_and_gradients_are_reduced_once_per_step(
 ) -> None:
     """Running a layer without its exchanges, or reducing gradients at each pass, would show."""
     where, _ = many
-    before = Counter(where.call("num_collectives"))
+    before = where.call("num_exchanges")
     for seed in (1, 2):
         where.run_pass(supervised("a", seed, 8, 8, 8, 8))
-    passed = Counter(where.call("num_collectives"))
+    passed = where.call("num_exchanges")
     where.call("apply_steps", (OptimizerStep("a", ADAM),))
-    pass_exchanges, step_exchanges = passed - before, Counter(where.call("num_collectives")) - passed
+    pass_exchanges, step_exchanges = passed - before, where.call("num_exchanges") - passed
     wanted = expected_in_pass(case, where)
     row.exchanges = (
         f"{pass_exchanges.total() + step_exchanges.total()}/{2 * wanted.total() + expected_in_step(case).total()}"
@@ -371,7 +371,8 @@ def expected_in_pass(case: Case, where: Layout) -> Counter[str]:
     if case.split.ulysses > 1:
         wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and the output
     if (ring := case.split.ring) > 1:
-        wanted["pass_on"] += (2 * (ring - 1) + ring) * layers  # keys and values, forth and back, with their gradients
+        # Keys and values, forth and back, with their gradients.
+        wanted["ring_shift"] += (2 * (ring - 1) + ring) * layers
     if spec.tp > 1 and not where.shards_activations:
         wanted["all_gather"] += 1  # the gradient of the head's rows
     if spec.tp_size_of("self_attn") > 1 and case.kind == "olmo2":

@@ -121,7 +121,7 @@ class _Place(Team):
     """One rank of a team that exchanges nothing."""
 
     def __init__(self, index: int, size: int) -> None:
-        super().__init__(tuple(range(size)), index, None, Mesh().call_counts)
+        super().__init__(tuple(range(size)), index, None)
 
 
 @pytest.mark.parametrize("ring", [2, 3, 8])

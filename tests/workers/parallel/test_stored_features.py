@@ -13,6 +13,7 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.training.rank_operation import FEATURES
 
 from .case import Case
+from .counting_worker import COUNTING
 from .test_drafts import SHAPES, guessed
 from .training import ADAM, Layout, close, layout
 from .watched_worker import WATCHED
@@ -75,9 +76,9 @@ def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
 
 
 def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
-    before = sum(where.call("num_collectives").values())
+    before = where.call("num_exchanges").total()
     learned(where, request)
-    return sum(where.call("num_collectives").values()) - before
+    return where.call("num_exchanges").total() - before
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
@@ -86,7 +87,10 @@ def test_features_of_any_rank_serve_all_ranks(
     case: Case, algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model, online = case.model(tiny_models, tmp_path), guessed(algorithm, 1, *LENGTHS)
-    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+    with (
+        layout(model, SINGLE, tmp_path) as alone,
+        layout(model, case.parallel, tmp_path, COUNTING, **case.knobs) as many,
+    ):
         for where in (alone, many):
             create_draft(where, algorithm)
         offline = referring(many, online, tmp_path / "features")

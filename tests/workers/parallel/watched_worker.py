@@ -22,7 +22,8 @@ from trainhouse.workers.state.optim import all_reduce_gradients
 from trainhouse.workers.state.page_file import FilePage
 from trainhouse.workers.state.vectors import STEP_VECTORS
 from trainhouse.workers.worker import rank_memory
-from trainhouse.workers.worker.worker import Worker
+
+from .counting_worker import CountingWorker
 
 WATCHED = "trainhouse.tests.workers.parallel.watched_worker:WatchedWorker"
 
@@ -48,7 +49,7 @@ ERRORS = {
 }
 
 
-class WatchedWorker(Worker):
+class WatchedWorker(CountingWorker):
     def _load(self, mesh: Mesh) -> None:
         super()._load(mesh)
         self._rule, self._error = "sum", ""

@@ -1,0 +1,100 @@
+"""Code that nothing uses: in the product, what only tests use counts as unused."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from vulture import Vulture
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("__init__.py", "client", "examples", "schemas", "server", "workers")
+
+# What the product defines for others, by file.
+PRODUCT_USED_ELSEWHERE = {
+    # The client's users. Its heartbeat is a task that must not be collected.
+    "__init__.py": "__getattr__",
+    "client/rest.py": """
+        list_training_runs get_training_run list_user_checkpoints get_weights_info_by_tinker_path
+        delete_checkpoint_from_tinker_path publish_checkpoint_from_tinker_path unpublish_checkpoint_from_tinker_path
+        set_checkpoint_ttl_from_tinker_path download_checkpoint list_sessions get_sampler""",
+    "client/sampling.py": "compute_logprobs",
+    "client/service.py": """
+        _heartbeat get_limits get_workers create_full_training_client create_training_client_from_state""",
+    "client/training.py": "forward_backward_custom load_state_with_optimizer",
+    # Fields of the wire that the SDK, the client's users or operators read.
+    "schemas/checkpoints.py": "is_lora",
+    "schemas/drafts.py": "hash",
+    "schemas/futures.py": "allow_metadata_only retrieved_request_ids response_payload_uncompressed_size",
+    "schemas/models.py": """
+        arch model_data is_lora sampleable supported_models queued_operations tokens_per_minute num_sequences
+        num_references training_run_ids model_owner last_request_time corrupted last_checkpoint last_sampler_checkpoint
+        proto_compress_fwdbwd parallel_fwdbwd_chunks sample_use_retrieve_futures custom_loss_server_side
+        refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
+    "schemas/openai.py": "owned_by",
+    "schemas/sampling.py": "client_counter",
+    # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch and tokenizers.
+    "server/serving/server_process.py": "should_exit capture_signals",
+    "server/store/sqlite.py": "isolation_level",
+    "server/store/tables.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",
+    "workers/drafts/draft_model.py": "grad_dtype",
+    "workers/models/gguf.py": "pre_tokenizer",
+    "workers/models/model.py": "grad_dtype sparse",
+}
+HTTP_SERVER = "do_GET do_POST log_message protocol_version"
+# Attributes and overrides for http.server, uvicorn, tokenizers and torch.
+TESTS_USED_ELSEWHERE = {
+    "tests/client/test_retries.py": f"{HTTP_SERVER} close_connection daemon_threads",
+    "tests/workers/engines/vllm_stand_in.py": HTTP_SERVER,
+    **dict.fromkeys(
+        ("tests/acceptance/test_sampling_load.py", "tests/fuzz/serving.py", "tests/server/replication/test_standby.py"),
+        "should_exit",
+    ),
+    "tests/server/serving/test_connections.py": "should_exit",
+    "tests/server/text/test_tokenizer.py": "post_processor",
+    "tests/workers/drafts/case.py": "grad_dtype",
+}
+
+
+class DeadCode(Vulture):
+    """Counts a name as used if a string is that name, as those of workers' verbs, or ends in it after a colon, as those
+    of workers' classes.
+    """
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str) and (found := re.fullmatch(r"(?:[\w.]+:)?(\w+)", node.value)):
+            self.used_names.add(found[1])
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yields file and name."""
+        for item in self.get_unused_code(min_confidence=60):
+            yield item.filename.relative_to(ROOT).as_posix(), item.name
+
+
+PLANTED = """
+planted_constant = 1
+def planted_function(): ...
+class PlantedWorker:
+    def planted_method(self): ...
+    def planted_verb(self): ...
+call("planted:PlantedWorker", "planted_verb")
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "paths", "used_elsewhere"),
+    [("workers", PRODUCT, PRODUCT_USED_ELSEWHERE), ("tests", (*PRODUCT, "tests"), TESTS_USED_ELSEWHERE)],
+    ids=["product", "tests"],
+)
+def test_no_code_is_dead(folder: str, paths: Sequence[str], used_elsewhere: Mapping[str, str]) -> None:
+    dead = DeadCode(
+        ignore_names=["pytestmark", "pytest_*", "anyio_backend"],
+        ignore_decorators=["@router.*", "@app.*", "@model_validator", "@pytest.*"],
+    )
+    dead.scavenge([ROOT / path for path in paths], exclude=["*_pb2.py", "tests/test_dead_code.py"])
+    unused = {(file, name) for file, name in dead.unused() if folder != "tests" or file.startswith("tests/")}
+    assert unused == {(file, name) for file, names in used_elsewhere.items() for name in names.split()}
+    dead.scan(PLANTED, ROOT / folder / "planted.py")
+    planted = {name for file, name in dead.unused() if file == f"{folder}/planted.py"}
+    assert planted == {"planted_constant", "planted_function", "planted_method"}

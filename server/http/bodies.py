@@ -35,6 +35,9 @@ PROCESS_PROTOBUF_BYTES = 32 << 20
 CONTROL_BODY_BYTES = 1 << 20
 """Largest body that carries no training or sampling data."""
 
+STALLED_SECONDS = 120.0
+"""A client that reads nothing of a response for this long is disconnected."""
+
 _PREFIX_BYTES = 1 << 20
 _CHECKED_BYTES = 1 << 16
 

@@ -27,7 +27,7 @@ from ...schemas.openai import (
 )
 from ...schemas.openai_responses import ChatCompletion, Completion
 from ..config.base_model_lookup import require_served
-from ..http.bodies import json_body
+from ..http.bodies import STALLED_SECONDS, json_body
 from ..openai.chats import CHATS
 from ..openai.choices import ChoiceDelta, RequestChoices
 from ..openai.completion_kind import CompletionKind
@@ -59,8 +59,6 @@ _MANY_NUMBERS = 10_000
 """Above these sizes, work moves off the event loop. Numbers are tokens and the alternatives to them."""
 
 _PIECE_BYTES = 16384
-_STALLED_SECONDS = 120.0
-"""A stream is closed if its client reads nothing for this long."""
 
 Worked = TypeVar("Worked")
 
@@ -318,7 +316,7 @@ def _error_event(error: OpenAiError) -> bytes:
 class _EventStream(StreamingResponse):
     """Streams server-sent events.
 
-    close: called at the end, also if the client disconnects or reads nothing for _STALLED_SECONDS.
+    close: called at the end, also if the client disconnects or reads nothing for STALLED_SECONDS.
     """
 
     media_type = "text/event-stream"
@@ -329,13 +327,13 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(_STALLED_SECONDS):
+            async with asyncio.timeout(STALLED_SECONDS):
                 await send(message)
 
         try:
             await super().__call__(scope, receive, send_in_time)
         except TimeoutError:
-            logger.info("closed a stream: its client has read nothing for %g s", _STALLED_SECONDS)
+            logger.info("closed a stream: its client has read nothing for %g s", STALLED_SECONDS)
         finally:
             self._close()
 

@@ -25,10 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from ..http.bodies import STALLED_SECONDS
+
 ARRIVAL_SECONDS = 30.0
 BYTES_PER_SECOND = 500
 MOST_HEAD_BYTES = 64 << 10
-STALLED_SECONDS = 120.0
 DRAIN_BYTES = 4 << 20
 DRAIN_SECONDS = 5.0
 

@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 
 # The timeout of collectives. The caller of the ranks knows how long they may take, and ends those that hang (see
-# Patience).
+# CallTimeouts).
 _FOREVER = timedelta(days=365)
 
 Value = TypeVar("Value")

@@ -16,9 +16,6 @@ from ..protocol.messages import Buffer, decode, encode
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 5.0
-"""Time for ranks to answer, or to exit, before they are killed."""
-
 
 @dataclass(frozen=True)
 class PoolSpec:

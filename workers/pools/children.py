@@ -22,7 +22,8 @@ from typing import Any
 
 from ..ops.allocator import single_arena_for_children
 from ..protocol.messages import Buffer, FrameReader, FrameWriter
-from .base import GRACE_SECONDS, Pool, PoolSpec, RankAnswer, decode_answer, set_answer
+from ..protocol.timeouts import GRACE_SECONDS
+from .base import Pool, PoolSpec, RankAnswer, decode_answer, set_answer
 from .worker_host import set_passive_wait_policy
 
 _MAX_MESSAGE_BYTES = 4096  # bytes of a child's first or last words

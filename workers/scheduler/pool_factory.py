@@ -19,10 +19,10 @@ from ..pools.ray.actors import KeptGroup
 from ..pools.ray.cluster import RayCluster
 from ..pools.ray.pool import RayPool
 from ..protocol.parallel_spec import SINGLE
+from ..protocol.timeouts import CallTimeouts
 from ..protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
 from ..shapes.draft_spec import check_drafts
 from ..shapes.model_shape import model_directory, read_model
-from .timeouts import CallTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ class PoolFactory:
             return None
         is_first = group not in self._opened
         self._opened.add(group)
-        patience = CallTimeouts(model).for_method("reset")
-        return KeptGroup(self._config.kept, group, self._fingerprint, patience, replaces=not is_first)
+        takeover_seconds = CallTimeouts(model).for_method("reset")
+        return KeptGroup(self._config.kept, group, self._fingerprint, takeover_seconds, replaces=not is_first)
 
     async def close(self) -> None:
         """Releases resources after all pools are closed."""

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
 from ..protocol.calls import Failure, Pass, SliceResult
+from ..protocol.timeouts import CallTimeouts
 from .cohorts import Cohort
 from .group_work import AnyWork, GroupWork
 from .ranks import Ranks
-from .timeouts import CallTimeouts
 from .work import PassWork, SnapshotWork, StepWork, WorkerCall
 
 # Methods after which a run has no gradients.

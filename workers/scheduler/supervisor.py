@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,12 +10,12 @@ from ...schemas.errors import OperationError
 from ..planner.footprint import gigabytes, loaded_bytes
 from ..pools.base import PlacementError, Pool, WorkerDied, WorkerError
 from ..protocol.calls import Failure, ModelInfo
+from ..protocol.timeouts import CallTimeouts
 from ..protocol.worker_config import WorkerConfig
 from .backoff import RestartBackoff
 from .device_sharing import DeviceLease
 from .loading import failure_reason, load
 from .ranks import Ranks
-from .timeouts import CallTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +151,7 @@ class Supervisor:
     async def _open(self) -> None:
         await self.device.acquire()
         ranks = self._ranks = self._new_ranks()
-        # The first load may include a download, with someone watching, so it has no limit.
-        loading_seconds = self.timeouts.loading_seconds if self.num_deaths else math.inf
+        loading_seconds = self.timeouts.for_start(is_restart=self.num_deaths > 0)
         await ranks.start(loading_seconds, self.timeouts.for_method("reset"))
         ranks.death.add_done_callback(lambda _: self._wake())
         self.backoff.started()

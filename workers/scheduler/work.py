@@ -10,7 +10,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...schemas.training import ForwardBackwardRequest
 from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart, SampleJob, SavedContents
-from .timeouts import cost_of
+from ..protocol.timeouts import cost_of
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 

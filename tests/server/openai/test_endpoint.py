@@ -166,7 +166,7 @@ async def test_a_slow_reader_gets_a_whole_stream_with_little_buffered(
 
 
 async def test_a_stalled_reader_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(routes, "STALLED_SECONDS", 0.3)
     connection = Connection(LONG | {"stream": True})
     connection.takes.clear()
     await send_request(server, connection)

@@ -34,6 +34,7 @@ from trainhouse.workers.engines.vllm.api import VllmApi
 from trainhouse.workers.engines.vllm.requests import VllmRequest
 from trainhouse.workers.engines.vllm.server import VllmProcess, VllmServer
 from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.protocol.timeouts import GRACE_SECONDS
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.scheduler.backoff import RestartBackoff
 from trainhouse.workers.scheduler.work import OnProgress
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.anyio
 @contextmanager
 def watchdog_of(*command: str) -> Iterator["tuple[subprocess.Popen[bytes], int]"]:
     """Yields the watchdog, and the process id of its command."""
-    arguments = [sys.executable, watchdog.__file__, *command]
+    arguments = [sys.executable, watchdog.__file__, str(GRACE_SECONDS), *command]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

@@ -41,7 +41,7 @@ class StateDirectory:
     nodes: RayNodes
     id_file: Path
     seconds: float = 600.0
-    patience_seconds: float = 30.0
+    takeover_seconds: float = 30.0
 
     def pool(
         self,
@@ -52,7 +52,7 @@ class StateDirectory:
         reset_error: str | None = None,
     ) -> RayPool:
         workers = KeptWorkers(str(self.id_file), self.id_file.read_text(), self.seconds, server, epoch)
-        group = KeptGroup(workers, "echo", contents, self.patience_seconds, replaces)
+        group = KeptGroup(workers, "echo", contents, self.takeover_seconds, replaces)
         spec = PoolSpec(ECHO, tuple(EchoConfig(rank, reset_error=reset_error) for rank in range(NUM_RANKS)))
         return RayPool(spec, RayCluster(self.nodes.address), group)
 
@@ -143,7 +143,7 @@ def test_newer_lease_epoch_takes_over_and_an_older_one_is_refused(state: StateDi
 @pytest.mark.parametrize("change", ["other contents", "replaced", "a dead rank", "a stopped rank", "a hung call"])
 def test_ranks_that_cannot_be_used_are_replaced(change: str, state: StateDirectory) -> None:
     async def check() -> None:
-        state.patience_seconds = 3.0 if change in ("a stopped rank", "a hung call") else 30.0
+        state.takeover_seconds = 3.0 if change in ("a stopped rank", "a hung call") else 30.0
         async with state.attached(state.pool("first")) as pool:
             pids = pool.pids
             calls = [asyncio.create_task(pool.call("sleep", 100))] if change == "a hung call" else []

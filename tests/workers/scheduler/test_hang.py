@@ -1,6 +1,7 @@
 """Tests that a worker which does not answer is found, killed and replaced, and that a slow one is left alone."""
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -29,8 +30,8 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.protocol.timeouts import CallTimeouts, ObservedDurations, cost_of
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.timeouts import CallTimeouts, ObservedDurations, cost_of
 
 __all__ = ["new_pool", "ray_cluster"]
 
@@ -187,7 +188,7 @@ def test_timeouts_grow_with_the_work_and_with_observed_durations() -> None:
     assert timeouts.for_pass(10, 1) >= 60 + 2.0
     assert timeouts.for_slice(50) > 60 and timeouts.for_method("save_run") > timeouts.for_method("memory") == 60
     assert timeouts.for_steps(64) > 5 * timeouts.for_steps(1) > 5 * 60
-    assert timeouts.loading_seconds > 3600
+    assert timeouts.for_start(is_restart=False) == math.inf > timeouts.for_start(is_restart=True) > 3600
 
 
 def test_limits_allow_for_unseen_sizes_and_remember_slow_passes_for_a_while() -> None:

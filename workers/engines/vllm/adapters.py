@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from ....schemas.errors import OperationError
+from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
 from ..in_flight import cancel_and_wait
 from ..weights import ScratchDirectory, adapter_gone_error, adapter_not_stored_error, drop_weights, load_weights
@@ -24,9 +25,6 @@ from .api import VllmApi
 
 _READS_ON_SECONDS = 5.0
 """The time that files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
-
-_UNLOADING_SECONDS = 5.0
-"""The time that `close` may take to unload adapters."""
 
 
 @dataclass(eq=False)
@@ -125,7 +123,7 @@ class VllmAdapters:
         await cancel_and_wait(self._discarding)
         unloading = asyncio.gather(*(self._unload(version) for version in self._current.values()))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(unloading, _UNLOADING_SECONDS)
+            await asyncio.wait_for(unloading, VLLM_UNLOAD_SECONDS)
         self._scratch.close()
 
     def _retire(self, version: VllmAdapterVersion | None) -> None:

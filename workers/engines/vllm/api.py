@@ -23,6 +23,7 @@ import numpy as np
 from ....schemas.errors import OperationError
 from ....schemas.sampling import EMPTY_LOGPROB, SampledSequence, SampleResponse, TopkLogprobs
 from ...protocol.calls import SampledPart, SampleJob
+from ...protocol.timeouts import VLLM_CONNECT_SECONDS, VLLM_HEALTH_SECONDS, VLLM_SEND_SECONDS
 from ...scheduler.work import OnProgress
 from ..in_flight import cancel_and_wait
 from .requests import VllmModel, VllmRequest, is_greedy
@@ -30,7 +31,7 @@ from .server import VllmServer
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
+_TIMEOUT = httpx.Timeout(None, connect=VLLM_CONNECT_SECONDS, write=VLLM_SEND_SECONDS)
 
 # vLLM closes idle connections after 5 seconds: a request sent at that moment would fail.
 _KEPT_ALIVE_SECONDS = 2.0
@@ -115,7 +116,7 @@ class VllmApi:
                 "server",
             ) from None
 
-    async def is_healthy(self, within_seconds: float = 10.0) -> bool:
+    async def is_healthy(self, within_seconds: float = VLLM_HEALTH_SECONDS) -> bool:
         try:
             return (await self._client.get(f"{self._server.url}/health", timeout=within_seconds)).is_success
         except httpx.TransportError:

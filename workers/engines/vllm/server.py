@@ -18,12 +18,12 @@ import httpx
 
 from ....schemas.errors import OperationError
 from ...planner.footprint import runs_on_cpu
+from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START_SECONDS
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
 from ...scheduler.backoff import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 1800.0
 _POLL_SECONDS = 0.2
 # The values of --max-lora-rank that vLLM accepts.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -42,7 +42,7 @@ class VllmServer:
     """
 
     num_starts = 0
-    retry_seconds: float | None = 120.0
+    retry_seconds: float | None = VLLM_SILENCE_SECONDS
     is_on_cpu = False
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -168,9 +168,9 @@ class VllmProcess(VllmServer):
         self.url = f"http://127.0.0.1:{port}"
         await self._spawn(self._command(port))
         try:
-            await asyncio.wait_for(self._until_healthy(), _START_SECONDS)
+            await asyncio.wait_for(self._until_healthy(), VLLM_START_SECONDS)
         except TimeoutError:
-            reason = f"{self.name} does not answer after {_START_SECONDS:.0f} s: see {self._log.file}"
+            reason = f"{self.name} does not answer after {VLLM_START_SECONDS:.0f} s: see {self._log.file}"
             raise ValueError(reason) from None
         self._backoff.started()
         self._ready.set()
@@ -191,7 +191,7 @@ class VllmProcess(VllmServer):
         program = Path(__file__).with_name("watchdog.py")
         with self._log.open() as output:
             self._watchdog = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-IS", str(program), *command),
+                *(sys.executable, "-IS", str(program), str(GRACE_SECONDS), *command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...protocol.timeouts import RAY_KEEPER_SECONDS
 from ...protocol.worker_config import KeptWorkers
 from ..base import PlacementError, PoolSpec
 from ..worker_host import WorkerHost
@@ -20,8 +21,6 @@ from .placement import place_ranks
 
 _LOOK_SECONDS = 1.0
 _ID_LOOK_SECONDS = 5.0
-_ANSWER_SECONDS = 30.0
-"""Time for a keeper to answer, beyond that of what it waits for; then it is killed."""
 _MOST_TRIES = 50
 _MOST_CALLERS = 16
 
@@ -31,14 +30,14 @@ class KeptGroup:
     """The ranks of one group of kept workers.
 
     contents: a hash of all that they are made of; others of the same state directory are ended.
-    patience_seconds: how long ranks may take to finish what a former server began; then they are replaced.
+    takeover_seconds: how long ranks may take to finish what a former server began; then they are replaced.
     replaces: whether ranks that exist are replaced in any case.
     """
 
     workers: KeptWorkers
     name: str
     contents: str
-    patience_seconds: float
+    takeover_seconds: float
     replaces: bool = False
 
     @property
@@ -139,9 +138,9 @@ class RankKeeper:
                 os._exit(0)
             self._server, self._used_at = server, math.inf
             try:
-                patience = self._group.patience_seconds if self._ranks else self._placement_timeout_seconds
+                seconds = self._group.takeover_seconds if self._ranks else self._placement_timeout_seconds
                 self._start_ranks()
-                self._wait_until_done([rank.obey.remote(server) for rank in self._ranks], patience)
+                self._wait_until_done([rank.obey.remote(server) for rank in self._ranks], seconds)
             finally:
                 self._used_at = time.monotonic()
             return self._ranks
@@ -203,7 +202,7 @@ class Attachment:
         from ray.exceptions import GetTimeoutError, RayActorError
 
         try:
-            return ray.get(self.keeper.still_uses.remote(self.server), timeout=_ANSWER_SECONDS)
+            return ray.get(self.keeper.still_uses.remote(self.server), timeout=RAY_KEEPER_SECONDS)
         except (GetTimeoutError, RayActorError):  # without it the ranks die, which is noticed
             return None
 
@@ -222,7 +221,7 @@ def attach(spec: PoolSpec, group: KeptGroup, placement_timeout_seconds: float) -
         keeper = _keeper(spec, group, placement_timeout_seconds)
         attaching = keeper.attach.remote(workers.server, workers.epoch, group.replaces)
         try:
-            seconds = 2 * placement_timeout_seconds + group.patience_seconds + _ANSWER_SECONDS
+            seconds = 2 * placement_timeout_seconds + group.takeover_seconds + RAY_KEEPER_SECONDS
             return Attachment(keeper, ray.get(attaching, timeout=seconds), workers.server)
         except RayTaskError as error:
             raise error.cause from None

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ...protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
+from ...protocol.timeouts import RAY_CONNECT_SECONDS, RAY_PLACEMENT_SECONDS
 from ..base import PlacementError, PoolSpec, RankAnswer, WorkerError, decode_answer, set_answer
 from ..children import Child, ChildrenPool, child_process, ignore_signals
 from .actors import Attachment, KeptGroup, RanksTakenOver, attach, start_ranks, watches_of
@@ -40,7 +41,7 @@ class RayPool(ChildrenPool):
         spec: PoolSpec,
         cluster: RayCluster,
         kept: KeptGroup | None = None,
-        placement_timeout_seconds: float = 60.0,
+        placement_timeout_seconds: float = RAY_PLACEMENT_SECONDS,
     ) -> None:
         super().__init__(spec)
         self._cluster = cluster
@@ -172,4 +173,4 @@ def _check_reachable(address: str) -> None:
     """Raises OSError if no one listens; Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_CONNECT_SECONDS).close()

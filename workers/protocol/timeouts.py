@@ -1,11 +1,42 @@
-"""Decides how long a call to a worker may take before the worker counts as hung.
+"""Decides how long the server waits for ranks, Ray and vLLM before it counts them as hung, in seconds.
 
-Generous, because a rank that times out is killed and loses its memory. Limits follow from how long earlier calls took.
+Passes and slices have limits estimated from how long earlier ones took; all other calls of ranks have multiples of
+`hang_seconds`, which is configured; the rest is fixed. Generous, because a rank that times out is killed and loses its
+memory.
 """
 
+import math
 from collections.abc import Sequence
 
-from ..protocol.worker_config import WorkerConfig
+from .worker_config import WorkerConfig
+
+GRACE_SECONDS = 5.0
+"""Time to exit when asked, for ranks and vLLM, and for ranks to answer after another one has failed; then they are
+killed."""
+
+RAY_CONNECT_SECONDS = 5.0
+"""Time for the head of a Ray cluster to accept a connection."""
+
+RAY_PLACEMENT_SECONDS = 60.0
+"""Time for a Ray cluster to find room for the ranks of a group."""
+
+RAY_KEEPER_SECONDS = 30.0
+"""Time for the keeper of ranks to answer, beyond that of what it waits for; then it is killed."""
+
+VLLM_START_SECONDS = 1800.0
+"""Time for a vLLM that we start to load its model."""
+
+VLLM_SILENCE_SECONDS = 120.0
+"""Time for which requests wait for a vLLM at a URL that is down or does not respond."""
+
+VLLM_CONNECT_SECONDS, VLLM_SEND_SECONDS = 10.0, 60.0
+"""Time for vLLM to accept a connection, and to read on in a request; responses may take any time."""
+
+VLLM_HEALTH_SECONDS = 10.0
+"""Time for vLLM to answer a health check."""
+
+VLLM_UNLOAD_SECONDS = 5.0
+"""Time for vLLM to unload all adapters at shutdown."""
 
 # Limit, as a multiple of the slowest known call of that size.
 _FACTOR = 4.0
@@ -28,7 +59,7 @@ _OF_FILES = frozenset(
 
 
 class CallTimeouts:
-    """The time limits of one group's calls, in seconds.
+    """The time limits of one group's calls.
 
     Every call may take hang_seconds beyond its work, and more if its models have to be reloaded.
     """
@@ -36,9 +67,14 @@ class CallTimeouts:
     def __init__(self, config: WorkerConfig) -> None:
         self._base = config.hang_seconds
         self._moving_seconds = 0.0
-        self.loading_seconds = _LOADING * self._base
         self.passes = ObservedDurations(_UNSEEN_SECONDS)
         self.slices = ObservedDurations(_UNSEEN_SECONDS * config.prefill_chunk_tokens)
+
+    def for_start(self, *, is_restart: bool) -> float:
+        """Returns the limit for starting and loading. The first load may include a download, with someone watching, so
+        it has none.
+        """
+        return _LOADING * self._base if is_restart else math.inf
 
     def for_pass(self, cost: float, num_runs: int) -> float:
         return self.for_steps(num_runs) + self.passes.limit(cost)

@@ -91,7 +91,7 @@ class ForwardBackwardOutput:
 
     loss_fn_outputs: for each datum name -> array: `logprobs`, float32 in the shape of `target_tokens`, or for critics
         `values`, float32 [T].
-    metrics: every key is `name:reduction` with exactly one colon; `loss:sum` is always present (protocol rule 5).
+    metrics: every key is `name:reduction` with exactly one colon; `loss:sum` is always present.
     feature_refs: one per datum if features were captured for a draft (ours); None if they could not be stored.
     """
 

@@ -15,12 +15,6 @@ from ..protocol.calls import DataShare
 
 TARGETS = "target_tokens"
 
-# Draft tokens are computed one after the other, each with all earlier ones in memory.
-_MOST_GUESSES = 32
-
-# Config keys whose values must be whole numbers.
-_COUNTS = frozenset({"ttt_length", "num_anchors"})
-
 
 @dataclass(frozen=True)
 class ModelLimits:
@@ -95,7 +89,7 @@ def validate_request(
     _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.indices)
     rows = tuple(_row(datum, loss, config) for datum in request.data)
     for name in (*loss.required, *loss.optional):
-        _check_finite(name, request.data, rows, share.indices)
+        _check_finite(name, request.data, rows, loss, share.indices)
     counts = [row.inputs[loss.counted_by] for row in rows]
     return ValidatedBatch(
         loss_name=request.loss_fn,
@@ -124,31 +118,9 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
         if isinstance(value, str) or not np.isfinite(value):
             raise OperationError(f"{request.loss_fn} config {key} is {value!r}: it must be a finite number")
         config[key] = float(value)
-    _check_numbers(request.loss_fn, config)
+    if problem := loss.problem(config):
+        raise OperationError(f"{request.loss_fn} config {problem}")
     return config
-
-
-def _check_numbers(loss_name: str, config: Config) -> None:
-    if (clip := config.get("clip", 0.0)) < 0:
-        raise OperationError(f"{loss_name} config clip is {clip}: it is a distance and must not be negative, try 0.2")
-    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
-    if low > high:
-        raise OperationError(
-            f"{loss_name} config clip_low_threshold {low} exceeds clip_high_threshold {high}:"
-            " they are bounds on the ratio itself, such as 0.8 and 1.2"
-        )
-    for key in _COUNTS & config.keys():
-        if config[key] < 1 or config[key] != int(config[key]):
-            raise OperationError(f"{loss_name} config {key} is {config[key]:g}: it must be a whole number, at least 1")
-    if config.get("ttt_length", 1) > _MOST_GUESSES:
-        raise OperationError(
-            f"{loss_name} config ttt_length is {config['ttt_length']:g}: a draft predicts at most {_MOST_GUESSES}"
-            " tokens ahead"
-        )
-    if not 0 <= config.get("decay", 1) <= 1:
-        raise OperationError(f"{loss_name} config decay is {config['decay']:g}: it must be between 0 and 1")
-    if config.get("gamma", 1) <= 0:
-        raise OperationError(f"{loss_name} config gamma is {config['gamma']:g}: it must be above 0")
 
 
 def _loss_weight(request: ForwardBackwardRequest) -> float:
@@ -223,7 +195,9 @@ def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers
     )
 
 
-def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Example, ...], numbers: Sequence[int]) -> None:
+def _check_finite(
+    name: str, data: Sequence[Datum], rows: tuple[Example, ...], loss: Loss, numbers: Sequence[int]
+) -> None:
     """Raises OperationError if a given input is not finite.
 
     Log-probabilities of the sampler can be anything at positions that no loss reads: prompts often have none.
@@ -234,7 +208,7 @@ def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Example, ...], n
     if np.isfinite(values).all():
         return
     if name == "logprobs":
-        values = np.where(_joined([_reads_logprobs(row) for row in rows]), values, 0.0)
+        values = np.where(_joined([_reads_logprobs(row, loss) for row in rows]), values, 0.0)
         if np.isfinite(values).all():
             return
     at = int(np.argmin(np.isfinite(values)))
@@ -242,9 +216,9 @@ def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Example, ...], n
     raise OperationError(f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite")
 
 
-def _reads_logprobs(row: Example) -> np.ndarray:
-    advantages = row.inputs["advantages"]
-    return (advantages != 0) | (row.inputs.get("sequence_ratio_mask", advantages) != 0)
+def _reads_logprobs(row: Example, loss: Loss) -> np.ndarray:
+    counts = row.inputs[loss.counted_by]
+    return (counts != 0) | (row.inputs.get("sequence_ratio_mask", counts) != 0)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, is_clipped, mask_uncounted
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clip_problem, is_clipped, mask_uncounted
 
 
 def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = mask_uncounted(logprobs, inputs)
-    ratio = sampled.log_ratio.detach().exp()
-    losses = -clip(ratio, inputs) * sampled.logprobs * sampled.advantages
-    return LossOutput(losses, {"kl": sampled.kl(), "clip_fraction": is_clipped(ratio, inputs)})
+    counted = mask_uncounted(logprobs, inputs)
+    ratio = counted.log_ratio.detach().exp()
+    losses = -clip(ratio, inputs) * counted.policy_logprobs * counted.advantages
+    return LossOutput(losses, {"kl": counted.kl(), "clip_fraction": is_clipped(ratio, inputs)})
 
 
-CISPO = Loss(cispo, required=RATIO_INPUTS, optional=clip_inputs(), config=clip_config(0.0, 4.0))
+CISPO = Loss(cispo, required=RATIO_INPUTS, optional=clip_inputs(), config=clip_config(0.0, 4.0), problem=clip_problem)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
-from .loss import Config, Loss, LossOutput
+from .loss import Config, Loss, LossOutput, count_problem
 
 
 def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
@@ -39,11 +39,18 @@ def _confidence(cross_entropy: Tensor, counts: Tensor, alpha: float) -> Tensor:
     return acceptance.flip(1).cumsum(1).flip(1)
 
 
+def _problem(config: Config) -> str | None:
+    if config["gamma"] <= 0:
+        return f"gamma is {config['gamma']:g}: it must be above 0"
+    return count_problem("num_anchors", config["num_anchors"])
+
+
 DFLASH = Loss(
     dflash,
     required=(),
     optional={"weights": lambda inputs, config: 1.0},
     config={"gamma": 7.0, "alpha": 0.5, "num_anchors": 512, "seed": 0},
+    problem=_problem,
     choices={"objective": ("ce", "dpace")},
     counted_by="weights",
     scores="losses",

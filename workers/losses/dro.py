@@ -9,9 +9,9 @@ from .ratio import RATIO_INPUTS, mask_uncounted
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = mask_uncounted(logprobs, inputs)
-    penalty = 0.5 * config["beta"] * sampled.log_ratio.square()
-    return LossOutput(penalty - sampled.logprobs * sampled.advantages, {"kl": sampled.kl()})
+    counted = mask_uncounted(logprobs, inputs)
+    penalty = 0.5 * config["beta"] * counted.log_ratio.square()
+    return LossOutput(penalty - counted.policy_logprobs * counted.advantages, {"kl": counted.kl()})
 
 
 DRO = Loss(dro, required=RATIO_INPUTS, config={"beta": 0.05})

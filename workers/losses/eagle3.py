@@ -14,10 +14,13 @@ from torch import Tensor
 
 from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
-from .loss import Config, Loss, LossOutput
+from .loss import Config, Loss, LossOutput, count_problem
 
 # Replaces an acceptance of 0, which has no logarithm.
 _MIN_ACCEPTANCE = 1e-12
+
+# Draft tokens are computed one after the other, each with all earlier ones in memory.
+_MOST_DRAFT_TOKENS = 32
 
 
 def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
@@ -40,11 +43,21 @@ def _token_losses(scores: DraftScores, config: Config) -> Tensor:
             return scores.cross_entropy
 
 
+def _problem(config: Config) -> str | None:
+    length, decay = config["ttt_length"], config["decay"]
+    if length > _MOST_DRAFT_TOKENS:
+        return f"ttt_length is {length:g}: a draft predicts at most {_MOST_DRAFT_TOKENS} tokens ahead"
+    if not 0 <= decay <= 1:
+        return f"decay is {decay:g}: it must be between 0 and 1"
+    return count_problem("ttt_length", length)
+
+
 EAGLE3 = Loss(
     eagle3,
     required=(),
     optional={"weights": lambda inputs, config: 1.0},
     config={"ttt_length": 7, "decay": 0.8, "lk_scale": 1.0, "lk_decay": 3.0},
+    problem=_problem,
     choices={"objective": ("kl", "lk_alpha", "lk_lambda")},
     counted_by="weights",
     scores="losses",

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, is_clipped, mask_uncounted
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clip_problem, is_clipped, mask_uncounted
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = mask_uncounted(logprobs, inputs)
+    counted = mask_uncounted(logprobs, inputs)
     in_ratio = inputs["sequence_ratio_mask"] != 0
     log_ratio = torch.where(in_ratio, logprobs.detach() - inputs["logprobs"], 0.0)
     sequence_ratio = (log_ratio.sum() / in_ratio.sum().clamp(min=1)).exp()
-    ratio = sequence_ratio * (sampled.logprobs - sampled.logprobs.detach()).exp()
-    objective = torch.minimum(ratio * sampled.advantages, clip(ratio, inputs) * sampled.advantages)
-    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": is_clipped(ratio, inputs)})
+    ratio = sequence_ratio * (counted.policy_logprobs - counted.policy_logprobs.detach()).exp()
+    objective = torch.minimum(ratio * counted.advantages, clip(ratio, inputs) * counted.advantages)
+    return LossOutput(-objective, {"kl": counted.kl(), "clip_fraction": is_clipped(ratio, inputs)})
 
 
 GSPO = Loss(
@@ -27,5 +27,6 @@ GSPO = Loss(
     required=RATIO_INPUTS,
     optional=clip_inputs() | {"sequence_ratio_mask": lambda inputs, config: inputs["advantages"] != 0},
     config=clip_config(1 - 3e-4, 1 + 4e-4),
+    problem=clip_problem,
     sequence_wise=True,
 )

@@ -9,8 +9,8 @@ from .ratio import RATIO_INPUTS, mask_uncounted
 
 
 def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = mask_uncounted(logprobs, inputs)
-    return LossOutput(-sampled.log_ratio.exp() * sampled.advantages, {"kl": sampled.kl()})
+    counted = mask_uncounted(logprobs, inputs)
+    return LossOutput(-counted.log_ratio.exp() * counted.advantages, {"kl": counted.kl()})
 
 
 IMPORTANCE_SAMPLING = Loss(importance_sampling, required=RATIO_INPUTS)

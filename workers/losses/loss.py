@@ -25,9 +25,11 @@ class LossOutput:
 
     losses: float32, in the shape of the scores; their sum is the loss.
     metrics: by name, one number per position, in the same shape and without a gradient. `name:mean` is their sum
-    divided by the number of counted positions of the operation.
-    ratios: by name, a numerator and a denominator, which are summed over the operation before the division.
-    denominator: what "mean" divides gradients by if it depends on the scores; also summed over the operation.
+    divided by the number of counted positions of the operation. A client that splits a batch over several operations
+    weights their means by the number of datums.
+    ratios: of drafts only; by name, a numerator and a denominator, which are summed over the operation before the
+    division.
+    denominator: of drafts only; what "mean" divides gradients by, also summed over the operation.
     """
 
     losses: Tensor
@@ -44,6 +46,7 @@ class Loss:
     DraftScores and the weights of the predicted tokens, all [m, depth]; or "features", which only stores features.
     required, optional: names of inputs in addition to target_tokens. An absent optional one is filled in.
     config: numeric options and their defaults. choices: options that are words; the first is the default.
+    problem: returns what is wrong with the options, beginning with the option's name, or None.
     counted_by: the input whose zeros mark positions that do not count.
     sequence_wise: the function needs one whole sequence at a time and nothing else. Other functions get positions of
     any sequences, possibly of several operations, and must keep them independent: a wrong value at one position must
@@ -56,6 +59,7 @@ class Loss:
     optional: Mapping[str, Fill] = field(default_factory=dict)
     config: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    problem: Callable[[Config], str | None] = lambda config: None
     counted_by: Literal["weights", "advantages"] = "advantages"
     sequence_wise: bool = False
     allows_top_k_targets: bool = False
@@ -67,3 +71,10 @@ class Loss:
         if self.scores == "losses":
             return 0.0
         return float(counts.sum(dtype=np.float64)) if self.counted_by == "weights" else float(np.count_nonzero(counts))
+
+
+def count_problem(name: str, value: float) -> str | None:
+    """Returns what is wrong with an option that counts something, or None."""
+    if value >= 1 and value == int(value):
+        return None
+    return f"{name} is {value:g}: it must be a whole number, at least 1"

@@ -1,4 +1,8 @@
-"""Parts shared by policy-gradient losses: the counted positions, and the bounds on the probability ratio."""
+"""Parts shared by policy-gradient losses: the counted positions, and the bounds on the probability ratio.
+
+In the formulas of these losses, l and q are the log-probabilities of a token by the policy in training and by the one
+that sampled it, r = exp(l - q), A is the advantage, and sg passes no gradient.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,30 +17,27 @@ RATIO_INPUTS = ("logprobs", "advantages")
 
 
 @dataclass(frozen=True, eq=False)
-class SampledLogprobs:
-    """Log-probabilities of sampled tokens, 0 where A = 0.
+class CountedLogprobs:
+    """Log-probabilities of sampled tokens, 0 where A = 0: by the policy in training, and by the one that sampled."""
 
-    logprobs: of the policy in training. sampler_logprobs: of the policy that sampled.
-    """
-
-    logprobs: Tensor
+    policy_logprobs: Tensor
     sampler_logprobs: Tensor
     advantages: Tensor
 
     @property
     def log_ratio(self) -> Tensor:
-        return self.logprobs - self.sampler_logprobs
+        return self.policy_logprobs - self.sampler_logprobs
 
     def kl(self) -> Tensor:
         """Estimates the divergence of the policy in training from the sampler's, E_q[q - l], per position."""
         return -self.log_ratio.detach()
 
 
-def mask_uncounted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> SampledLogprobs:
+def mask_uncounted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> CountedLogprobs:
     """Sets log-probabilities at positions with A = 0 to 0, so that a non-finite one is never multiplied by 0."""
     advantages = inputs["advantages"]
     is_counted = advantages != 0
-    return SampledLogprobs(
+    return CountedLogprobs(
         torch.where(is_counted, logprobs, 0.0), torch.where(is_counted, inputs["logprobs"], 0.0), advantages
     )
 
@@ -56,8 +57,21 @@ def clip_config(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": low, "clip_high_threshold": high}
 
 
+def clip_problem(config: Config) -> str | None:
+    low, high = config["clip_low_threshold"], config["clip_high_threshold"]
+    if low <= high:
+        return None
+    return (
+        f"clip_low_threshold {low} exceeds clip_high_threshold {high}: they are bounds on the ratio itself, such as 0.8"
+        " and 1.2"
+    )
+
+
 def clip_inputs() -> dict[str, Fill]:
-    """Returns the bounds as optional inputs, for clients that set them token by token."""
+    """Returns the bounds as optional inputs, for clients that set them token by token.
+
+    Absent ones are filled in from the config, so that losses read the bounds from their inputs only.
+    """
     return {name: _config_value(name) for name in clip_config(0, 0)}
 
 

@@ -18,10 +18,10 @@ _RATIO_CAP = 2.0
 
 
 def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    sampled = mask_uncounted(logprobs, inputs)
-    log_ratio = torch.where(inputs["sampled_mask"] != 0, sampled.log_ratio, 0.0)
+    counted = mask_uncounted(logprobs, inputs)
+    log_ratio = torch.where(inputs["sampled_mask"] != 0, counted.log_ratio, 0.0)
     ratio = log_ratio.detach().exp()
-    losses = -ratio.clamp(max=_RATIO_CAP) * sampled.logprobs * sampled.advantages
+    losses = -ratio.clamp(max=_RATIO_CAP) * counted.policy_logprobs * counted.advantages
     losses = losses + 0.5 * config["kl_coeff"] * log_ratio.square()
     return LossOutput(losses, {"kl": -log_ratio.detach(), "clip_fraction": ratio > _RATIO_CAP})
 

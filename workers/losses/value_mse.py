@@ -17,7 +17,7 @@ def value_mse(values: Tensor, inputs: Mapping[str, Tensor], config: Config) -> L
     weights, returns, old = inputs["weights"], inputs["returns"], inputs["old_values"]
     values = torch.where(weights != 0, values, 0.0)
     error, clip = (values - returns).square(), config["clip"]
-    # Absent old values are NaN, so that no value is far from them.
+    # Absent old values are NaN, and comparisons with NaN are false.
     is_far = (values - old).abs() > clip
     near = torch.where(is_far, old + torch.clamp(values - old, -clip, clip), values)
     clipped_error = (near - returns).square()
@@ -29,11 +29,17 @@ def _none(inputs: Arrays, config: Config) -> float:
     return np.nan
 
 
+def _problem(config: Config) -> str | None:
+    clip = config["clip"]
+    return f"clip is {clip}: it is a distance and must not be negative, try 0.2" if clip < 0 else None
+
+
 VALUE_MSE = Loss(
     value_mse,
     required=("returns",),
     optional={"weights": lambda inputs, config: 1.0, "old_values": _none},
     config={"clip": 0.2},
+    problem=_problem,
     counted_by="weights",
     scores="values",
 )

@@ -30,7 +30,7 @@ Heads = Mapping[str, Head]
 class ScoredRows:
     """The result for n rows, in host memory: each array is float32 in the shape of the targets, [n] or [n, K].
 
-    scores: a head's. losses, metrics: see LossOutput. ratios, denominator: over all n rows, see LossOutput.
+    scores: a head's. losses, metrics: see LossOutput. ratios, denominator: of drafts, over all n rows.
     """
 
     scores: np.ndarray

@@ -1,4 +1,4 @@
-"""Each loss against its formula (shared reference: losses.md), written out in a few lines."""
+"""Each loss against its formula (docs/losses.md), written out in a few lines."""
 
 from collections.abc import Callable, Mapping
 
@@ -140,6 +140,14 @@ def test_config_changes_the_loss_as_the_formula_says(name: str) -> None:
     with pytest.raises(AssertionError):
         default = ours(loss, some_inputs(loss), loss.config, logprobs)
         torch.testing.assert_close(gradient, default[1], rtol=1e-5, atol=1e-6)
+
+
+@every_loss
+def test_ratios_are_left_to_losses_of_drafts(name: str) -> None:
+    """Other heads drop them: see LossOutput."""
+    loss = EVERY[name]
+    output = loss.function(some_logprobs(), some_inputs(loss), loss.config)
+    assert not output.ratios and output.denominator is None
 
 
 @every_loss

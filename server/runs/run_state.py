@@ -10,12 +10,10 @@ from ..journal.journal import Header
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation
 from ..store import RunRecord
-from ..store.database_errors import driver_message
+from ..store.database_errors import OUTAGE_RETRY_SECONDS, driver_message
 from .replay_log import ReplayLog
 
 logger = logging.getLogger(__name__)
-
-_OUTAGE_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -66,4 +64,4 @@ class RunState:
         if reason != self.outage:
             logger.error("%s waits: %s", self.record.run_id, reason)
         self.outage = reason
-        await asyncio.sleep(_OUTAGE_SECONDS)
+        await asyncio.sleep(OUTAGE_RETRY_SECONDS)

@@ -1,23 +1,26 @@
 """Loads the weights of samplers into the workers: at the first request, and again after a worker crash."""
 
 import asyncio
+import logging
 from typing import Protocol
 
-from ...schemas.errors import OperationError, RequestError
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..journal.quarantine import Strikes
+from ..store.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, driver_message
 from ..tenants.auth import Tenant
 from .ephemeral_weights import EphemeralWeights
 from .sampler import Sampler
+
+logger = logging.getLogger(__name__)
 
 
 class LiveWeights(Protocol):
     """The training runs, as far as their samplers need them."""
 
     async def share(self, run_id: str, adapter_id: str) -> bool:
-        """Copies the run's live weights to the adapter; False if that run does not share them.
+        """Gives the sampler the run's live weights; False if that run does not share them.
 
         Raises:
             OperationError: the copy failed; WorkerLost if the workers lost the run.
@@ -37,7 +40,9 @@ class WeightLoader:
         self._live = live
 
     async def load(self, sampler: Sampler) -> "asyncio.Future[None] | None":
-        """Loads the sampler's weights; concurrent callers share one load. Retries when the worker crashes.
+        """Loads the sampler's weights; concurrent callers share one load.
+
+        Retries when the worker crashes, and while the database is away.
 
         Returns:
             The completed load, which a caller passes to `invalidate`; None for a bare base model.
@@ -54,7 +59,11 @@ class WeightLoader:
             except WorkerLost as lost:
                 self.invalidate(sampler, loading)
                 await strikes.add(lost)
-            except (OperationError, RequestError):
+            except OUTAGE_ERRORS as error:
+                self.invalidate(sampler, loading)
+                logger.error("sampler %s waits for the database: %s", sampler.record.sampler_id, driver_message(error))
+                await asyncio.sleep(OUTAGE_RETRY_SECONDS)
+            except Exception:
                 self.invalidate(sampler, loading)
                 raise
             else:

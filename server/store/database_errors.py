@@ -16,6 +16,9 @@ class LeaseLost(SQLAlchemyError):
 OUTAGE_ERRORS = (OperationalError, DatabaseUnreachable)
 """Raised for example for a full disk, a lock held for too long, or an unreachable server."""
 
+OUTAGE_RETRY_SECONDS = 2.0
+"""Interval at which accepted work tries again to use the database."""
+
 
 def driver_message(error: SQLAlchemyError) -> str:
     """Returns the driver's message, without the SQL statement."""

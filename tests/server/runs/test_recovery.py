@@ -215,7 +215,7 @@ async def test_a_run_can_end_just_before_its_rebuild(make_bench: MakeBench) -> N
 async def test_an_operation_waits_until_the_database_is_available_again(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.runs.run_state._OUTAGE_SECONDS", 0.2)
+    monkeypatch.setattr("trainhouse.server.runs.run_state.OUTAGE_RETRY_SECONDS", 0.2)
     bench = await make_bench(hold=True)
     bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
     bench.operations.may_proceed.set()

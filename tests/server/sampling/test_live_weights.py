@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy.exc import OperationalError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -89,3 +91,30 @@ async def test_many_requests_rebuild_the_run_once(tiny_models: dict[str, Path], 
         for each in found:
             np.testing.assert_allclose(each, live, atol=1e-4)
         assert (await dispatch.memory())[MODEL]["num_full_models_on_device"] == 1
+
+
+@pytest.mark.parametrize("error", [OperationalError("select", {}, Exception("the database is away")), OSError("disk")])
+async def test_a_sample_waits_for_the_database_and_no_failed_load_is_kept(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr("trainhouse.server.sampling.weight_loader.OUTAGE_RETRY_SECONDS", 0.05)
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        run = await server.create_run()
+        path = (await run.do("save_weights_for_sampler", path="a"))["path"]
+        session = {"session_id": run.session_id, "sampling_session_seq_id": 7, "model_path": path}
+        sampler_id = (await server.post("create_sampling_session", session))["sampling_session_id"]
+        resolve, errors = server.services.checkpoints.resolve, [error, error]
+
+        async def find(*arguments: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return await resolve(*arguments)
+
+        monkeypatch.setattr(server.services.checkpoints, "resolve", find)
+        if isinstance(error, OSError):  # nothing to wait for
+            for seq_id in range(2):
+                posted = await server.post("asample", sample_body(sampler_id, seq_id))
+                assert "internal error" in (await server.result(posted["request_id"]))["error"]
+        assert (await sample(server, sample_body(sampler_id, 5))).sequences
+        assert not errors

@@ -41,11 +41,11 @@ class PermissionDeniedError(APIStatusError):
 
 
 class NotFoundError(APIStatusError):
-    """404: the model, run, checkpoint or endpoint does not exist for this API key."""
+    """404: the model, run, checkpoint or endpoint does not exist for this API key, or the result has expired."""
 
 
 class GoneError(APIStatusError):
-    """410: the session has ended, or the result has expired."""
+    """410: the session has ended, the run can no longer be used, or a sampler's weights are lost."""
 
 
 class RateLimitError(APIStatusError):

@@ -22,7 +22,7 @@ class OperationError(Exception):
 
 
 class RequestError(Exception):
-    """A request is refused at once with an HTTP status (400, 401, 403, 404, 409, 410, 413, 422, 429)."""
+    """A request is refused at once with an HTTP status (4xx, or 503 if it may succeed later)."""
 
     def __init__(self, message: str, status: int = 400, retry_after_seconds: float | None = None) -> None:
         super().__init__(message, status, retry_after_seconds)

@@ -21,7 +21,7 @@ _EPOCH_BITS, _NUMBER_BITS = 20, 32
 
 
 class Completions:
-    """Holds one log per sampler and clone, created when a client first requests it; `ended` adds to the logs."""
+    """Holds one log per sampler and clone, created when a client first requests it; `record` adds to the logs."""
 
     def __init__(self, futures: Futures) -> None:
         self._futures = futures

@@ -1,7 +1,7 @@
 """Journal: every accepted operation as received, and every refusal, on disk before the submit is answered.
 
-A segment is deleted when none of its entries is held any more. `earlier` lists, and holds, the entries that earlier
-processes left.
+A segment is deleted when none of its entries is held any more. `list_earlier` lists, and holds, the entries that
+earlier processes left.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Creates, finds and ends samplers (sampling sessions); sampling.py handles the requests to them.
+"""Creates, finds and ends samplers (sampling sessions); sampling_service.py handles the requests to them.
 
 A sampler has the weights of the bare base model, of a checkpoint, or of a run. The last kind is ephemeral: either a
 copy of the run's weights at one moment ("snapshot"), or weights that each later "inflight" save of the run replaces.
@@ -236,7 +236,7 @@ class Samplers:
         """Returns the sampler that a sampling request addresses.
 
         Raises:
-            RequestError: see `named`; 400 if the request names neither a sampler nor weights.
+            RequestError: see `get`; 400 if the request names neither a sampler nor weights.
         """
         sampler_id = request.sampling_session_id
         if not sampler_id:

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face causal LM and runs packed rows through it; holds every private hook of transformers."""
+"""Loads a Hugging Face causal LM and runs packed rows through it."""
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +113,8 @@ class BaseModel:
         if self._fused is None:
             check_modules(self.source, self.model)
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
-        # Multiplied into the hidden states, so that it reaches all logits, those of adapters of the head included.
+        # Only of models that run by transformers' modules. Multiplied into the hidden states, so that it reaches all
+        # logits, those of adapters of the head included.
         self._logit_scale = logit_scale_of(self.config)
         if self._fused is None and mesh.has_forward_collectives:
             raise ValueError(

@@ -97,7 +97,7 @@ SavedContents = Literal["weights", "state", "all"]
 
 
 class WorkerLost(OperationError):
-    """The worker died before it answered the operation: the effect is unknown, and state that only it held is gone.
+    """The worker died before it answered the operation, or before it got it: the effect is unknown, and state that only it held is gone.
 
     alone: true if nothing else, neither another operation nor a sampling slice, ran at the time.
     """
@@ -210,8 +210,8 @@ class SampleJob:
     stop_token_ids, stop_strings: what ends a sample (strings match across token boundaries); if both are empty, only
         max_tokens does.
     streams: true if each slice reports the tokens that it added.
-    tenant_id: the tenant; prompt_cache_hit_tokens never reveals what other owners have sent.
-    draft_id: a draft model (see Worker.load_adapter) that proposes num_draft_tokens at a time; None means its default
+    tenant_id: the tenant; prompt_cache_hit_tokens never reveals what other tenants have sent.
+    draft_id: a draft model (see Worker.load_draft) that proposes num_draft_tokens at a time; None means its default
         number.
     """
 

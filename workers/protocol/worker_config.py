@@ -76,8 +76,7 @@ class WorkerConfig:
         for each product.
     threads: intra-operation CPU threads; 0 means cores / ranks.
     micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means
-    DEFAULT_MICRO_BATCH_TOKENS,
-        or fewer if memory does not suffice (see `choice.micro_batch_tokens`).
+        DEFAULT_MICRO_BATCH_TOKENS, or fewer if memory does not suffice (see workers/planner/layout_search.py).
     prefill_chunk_tokens: most prompt tokens that are run between two decode steps.
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the KV cache; None means, on CUDA, a third of what the loaded model leaves free, and 1 GiB
@@ -159,10 +158,10 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Selects the sampler: the training workers, `workers` sampler replicas of each base model, or vLLM.
+    """Selects the sampler: the training workers, `workers` sampler workers of each base model, or vLLM.
 
-    parallel: layout of each sampler replica.
-    devices: one for all replicas or one for each, as in WorkerConfig.device; () means the training device. With vLLM:
+    parallel: layout of each sampler worker.
+    devices: one for all sampler workers or one for each, as in WorkerConfig.device; () means the training device. With vLLM:
         all devices that it may use.
     directory: for copies of adapters and vLLM's log; None means a temporary one.
     """

@@ -1,1 +1,1 @@
-"""The shapes of models as read from config.json, and how ranks divide their weights. Imports no torch."""
+"""The shapes of models as read from config.json, and how ranks divide their weights."""

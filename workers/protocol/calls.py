@@ -97,7 +97,7 @@ SavedContents = Literal["weights", "state", "all"]
 
 
 class WorkerLost(OperationError):
-    """The worker died before it answered the operation, or before it got it: the effect is unknown, and state that only it held is gone.
+    """The worker died before it got or answered the operation: the effect is unknown, and what only it held is gone.
 
     alone: true if nothing else, neither another operation nor a sampling slice, ran at the time.
     """

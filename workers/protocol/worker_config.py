@@ -161,8 +161,8 @@ class SamplingConfig:
     """Selects the sampler: the training workers, `workers` sampler workers of each base model, or vLLM.
 
     parallel: layout of each sampler worker.
-    devices: one for all sampler workers or one for each, as in WorkerConfig.device; () means the training device. With vLLM:
-        all devices that it may use.
+    devices: one for all sampler workers or one for each, as in WorkerConfig.device; () means the training device. With
+        vLLM: all devices that it may use.
     directory: for copies of adapters and vLLM's log; None means a temporary one.
     """
 

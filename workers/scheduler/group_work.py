@@ -82,8 +82,7 @@ class GroupWork:
         consequences = self._accuse(in_call)
         for key in self._live:
             self._lost[key] = (
-                f"{key} was lost when the worker of {group} died ({death}): it must be rebuilt, or "
-                "loaded again"
+                f"{key} was lost when the worker of {group} died ({death}): it must be rebuilt, or loaded again"
             )
         self._live.clear()
         self.incomplete.clear()

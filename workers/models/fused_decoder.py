@@ -204,7 +204,7 @@ class _Layer:
 
     def merge(self, merge: Merge) -> None:
         attention, mlp = self._attention, self._mlp
-        if self._family.is_fused:
+        if self._family.has_fused_projections:
             return
         if self._joint_norms is None:
             self._merged_qkv = merge([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -259,7 +259,7 @@ class _Layer:
 
     def _projected(self, x: Tensor) -> Sequence[Tensor]:
         attention = self._attention
-        if not self._family.is_fused:
+        if not self._family.has_fused_projections:
             return [linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
         query, key, value = attention.qkv_proj(x).split(self._qkv_features, dim=-1)
         # Cloned, since the view of the values that backward keeps would hold the queries and keys too.
@@ -278,7 +278,7 @@ class _Layer:
 
     def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
         mlp = self._mlp
-        if self._family.is_fused:
+        if self._family.has_fused_projections:
             return mlp.gate_up_proj(x).chunk(2, dim=-1)
         if self._merges(self._merged_gate_up, x):
             return self._merged_gate_up(x).split(self._merged_gate_up.out_features, dim=-1)
@@ -337,7 +337,7 @@ def _is_layer(layer: Any, family: Family) -> bool:
         _is(layer, family, "DecoderLayer")
         and _is(attention, family, "Attention")
         and hasattr(attention, "q_norm") == (family.norms_heads is not None)
-        and hasattr(attention, "qkv_proj") == family.is_fused
+        and hasattr(attention, "qkv_proj") == family.has_fused_projections
         and all(_is(norm, family, "RMSNorm") for norm in norms)
         and (_is(mlp, family, "SparseMoeBlock") or _is(mlp, family, "MLP"))
     )

@@ -232,7 +232,7 @@ class BaseModel:
         return tuple(ids) if isinstance(ids, list) else (ids,)
 
     @property
-    def is_fused(self) -> bool:
+    def runs_own_layers(self) -> bool:
         """True if the layers run by our own forward."""
         return self._fused is not None
 

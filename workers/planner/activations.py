@@ -126,12 +126,12 @@ class _BytesPerToken:
         if self._split.ulysses > 1:
             queries += own.queries  # the output of attention again, by tokens
         sums = _FLOAT32 * own.heads  # of the scores' exponentials
-        inputs = self._inputs(2 if self._shape.family.is_fused else 4)
+        inputs = self._inputs(2 if self._shape.family.has_fused_projections else 4)
         return self._norms + inputs + self._number * (queries + keys) + norms + sums
 
     def _kept_by_dense(self) -> float:
         """Returns the bytes of gate, up, the gate's activation, and the product of the two."""
-        inputs = self._inputs(2 if self._shape.family.is_fused else 3)
+        inputs = self._inputs(2 if self._shape.family.has_fused_projections else 3)
         return self._norms + inputs + self._number * 4 * self._own.features
 
     def _kept_by_experts(self, experts: Experts) -> float:

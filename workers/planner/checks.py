@@ -116,7 +116,7 @@ def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
             f"{wanted[0]}: {model.name} has {model.rope}, with which a token's rotation depends on the batch: use "
             f"{any_model} only; all axes are for RoPE scaling {', '.join(sorted(FIXED_ROTATIONS))}"
         )
-    if not model.uses_fused_layers:
+    if not model.runs_own_layers:
         raise ValueError(
             f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates only a part "
             f"of each head; such models support only {any_model}"
@@ -124,7 +124,7 @@ def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
 
 
 def _check_activations(activations: str, model: ModelDescription) -> None:
-    is_own = isinstance(model, ModelShape) and model.uses_fused_layers and _has_fixed_rotations(model)
+    is_own = isinstance(model, ModelShape) and model.runs_own_layers and _has_fixed_rotations(model)
     if activations != "keep" and not is_own:
         raise ValueError(activations_refusal(model.name, model.model_type, activations))
 

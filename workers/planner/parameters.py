@@ -80,7 +80,7 @@ def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Par
     hidden, attention = shape.hidden, "model.layers.*.self_attn"
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     apart = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-    for name, size in (("qkv_proj", queries + 2 * keys),) if shape.family.is_fused else apart:
+    for name, size in (("qkv_proj", queries + 2 * keys),) if shape.family.has_fused_projections else apart:
         yield _shared(f"{attention}.{name}.weight", (size, hidden), spec, shape.num_layers)
         if shape.attention_bias:
             yield _shared(f"{attention}.{name}.bias", (size,), spec, shape.num_layers)
@@ -96,7 +96,7 @@ def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Par
 def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
     hidden, features, count = shape.hidden, shape.intermediate, shape.num_dense_layers
     apart = (("gate_proj", features), ("up_proj", features))
-    for name, size in (("gate_up_proj", 2 * features),) if shape.family.is_fused else apart:
+    for name, size in (("gate_up_proj", 2 * features),) if shape.family.has_fused_projections else apart:
         yield _shared(f"model.layers.*.mlp.{name}.weight", (size, hidden), spec, count)
         if shape.mlp_bias:
             yield _shared(f"model.layers.*.mlp.{name}.bias", (size,), spec, count)
@@ -157,7 +157,7 @@ def _aligned(size: int) -> int:
 
 def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
     """Yields a rank's numbers of inputs and outputs of each adapted linear layer; those of its experts are summed."""
-    own, is_fused = OwnFeatures.of(shape, spec), shape.family.is_fused
+    own, is_fused = OwnFeatures.of(shape, spec), shape.family.has_fused_projections
     for _ in range(shape.num_layers):
         of_heads = own.queries, own.keys, own.keys
         yield from ((shape.hidden, size) for size in ((sum(of_heads),) if is_fused else of_heads))

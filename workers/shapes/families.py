@@ -35,9 +35,10 @@ class Family:
     norms_heads: whether queries and keys have a norm, over each head or over all heads together.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
     biases: config settings that add biases to all projections of attention, or to those of the feed-forward part.
-    query_bias: whether the projections to queries, keys and values always have a bias, independent of the config.
-    is_fused: whether one projection computes queries, keys and values, and another one gate and up.
-    windows: which layers use the config's sliding window: every layer, or those that the config lists.
+    qkv_bias: whether the projections to queries, keys and values always have a bias, independent of the config.
+    has_fused_projections: whether one projection computes queries, keys and values, and another one gate and up.
+    windows: which layers use the config's sliding window: every layer, or those that its `layer_types`,
+    `max_window_layers` or `sliding_window_pattern` name.
     has_local_rope: whether layers with and without a window have different rotations.
     activation, activation_key: the activation of gates, and the config's field for it.
     sparsity: which layers have experts.
@@ -54,8 +55,8 @@ class Family:
     norms_heads: Literal["each", "together"] | None = None
     norm_weight_plus_one: bool = False
     biases: tuple[str, ...] = ()
-    query_bias: bool = False
-    is_fused: bool = False
+    qkv_bias: bool = False
+    has_fused_projections: bool = False
     windows: Literal["every", "by_layer"] | None = None
     has_local_rope: bool = False
     activation: str = "silu"
@@ -115,8 +116,10 @@ FAMILIES: Mapping[str, Family] = {
         sparse_block="block_sparse_moe",
         expert_linears=("w1", "w3", "w2"),
     ),
-    "phi3": Family("Phi3", "phi3", {**_OF_ALL, "max_position_embeddings": 4096}, is_fused=True, windows="every"),
-    "qwen2": Family("Qwen2", "qwen2", {**_OF_QWEN, **_BY_LAYER}, query_bias=True, windows="by_layer"),
+    "phi3": Family(
+        "Phi3", "phi3", {**_OF_ALL, "max_position_embeddings": 4096}, has_fused_projections=True, windows="every"
+    ),
+    "qwen2": Family("Qwen2", "qwen2", {**_OF_QWEN, **_BY_LAYER}, qkv_bias=True, windows="by_layer"),
     "qwen3": Family(
         "Qwen3",
         "qwen3",
@@ -202,7 +205,7 @@ BY_TRANSFORMERS = frozenset({
 TEXT_PARTS: Mapping[str, str] = {"gemma3": "gemma3_text"}
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
-OTHER_ARITHMETIC = (
+REFUSED_SETTINGS = (
     "final_logit_softcapping",
     "attn_logit_softcapping",
     "logit_scale",
@@ -236,7 +239,7 @@ def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | 
     """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
     setting."""
     known = LOGIT_SCALES.get(model_type), LOGIT_DIVISORS.get(model_type)
-    for setting in OTHER_ARITHMETIC:
+    for setting in REFUSED_SETTINGS:
         value = config.get(setting)
         if value and setting not in known and not (setting in _SCALES and value == 1):
             return setting

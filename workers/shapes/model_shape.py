@@ -71,7 +71,7 @@ class ModelShape(ModelDescription):
     attention_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the projection after
     attention, and those of the feed-forward part have biases.
     window: tokens that a layer with a sliding window sees.
-    uses_fused_layers: whether its layers are exactly those of the family, so that our own forward pass can run them.
+    runs_own_layers: whether its layers are exactly those of the family, so that our own forward pass can run them.
     """
 
     family: Family
@@ -88,7 +88,7 @@ class ModelShape(ModelDescription):
     mlp_bias: bool
     window: int | None
     experts: Experts | None
-    uses_fused_layers: bool
+    runs_own_layers: bool
 
     @property
     def num_dense_layers(self) -> int:
@@ -202,12 +202,12 @@ class _ConfigReader:
             head_dim=self._number("head_dim", hidden // heads),
             vocab=self._number("vocab_size"),
             tied_embeddings=self._is("tie_word_embeddings"),
-            attention_bias=biased or self._family.query_bias,
+            attention_bias=biased or self._family.qkv_bias,
             output_bias=biased,
             mlp_bias=self._has_bias("mlp_bias"),
             window=self._window(num_layers),
             experts=self._experts(num_layers),
-            uses_fused_layers=self._is_regular(),
+            runs_own_layers=self._is_regular(),
         )
 
     def _is_regular(self) -> bool:

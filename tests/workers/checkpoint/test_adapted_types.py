@@ -125,7 +125,7 @@ def test_peft_adapts_no_more_than_was_trained(model_type: str, part: str, tmp_pa
 @pytest.mark.parametrize("model_type", ["olmoe", "phimoe", "qwen2_moe", "starcoder2"])
 def test_gradients_of_transformers_layers_equal_peft(model_type: str, tmp_path: Path) -> None:
     adapted = adapted_tiny(model_type, tmp_path)
-    assert not adapted.base.is_fused
+    assert not adapted.base.runs_own_layers
     adapter = adapted.create("run")
     tuned = load_in_peft(adapted.directory, adapter)
     data = sequences(vocab_size=adapted.base.vocab_size)

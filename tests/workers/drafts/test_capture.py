@@ -91,7 +91,7 @@ def _gradients(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_kinds_cover_the_fused_and_the_plain_forward(targets: dict[str, Target]) -> None:
-    assert {kind for kind, target in targets.items() if target.base.is_fused} == set(FUSED_KINDS)
+    assert {kind for kind, target in targets.items() if target.base.runs_own_layers} == set(FUSED_KINDS)
 
 
 @pytest.mark.usefixtures("_gradients")

@@ -1,4 +1,7 @@
-"""A segment: a file of checksummed records, whose readers detect torn ends and damage."""
+"""Defines the format of a segment, a file of checksummed records, and reads it.
+
+Readers ignore a torn end (an incomplete last record) and report damage.
+"""
 
 import json
 import logging
@@ -18,7 +21,7 @@ TAG_BYTES = 8
 """A random tag per segment, stored after the magic and before each record, so that no body that a client sent can pass
 for a record. Format 1 had none."""
 HEAD_BYTES = len(MAGIC) + TAG_BYTES
-FRAME = struct.Struct("<III")
+_FRAME = struct.Struct("<III")
 """Follows the tag: bytes of the header, bytes of the body, crc32 of both."""
 
 SUFFIX = ".segment"
@@ -40,10 +43,10 @@ class LogRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class DamagedRange:
-    """A damaged stretch of a segment that is followed by a complete record.
+class Damage:
+    """Damage of a segment from `offset` up to the next complete record, or to its end if none can be found.
 
-    header: as far as it can be read; unverified.
+    header: of the first damaged record, as far as it can be read; unverified.
     """
 
     offset: int
@@ -55,15 +58,15 @@ def read_segment(path: Path) -> Iterator[LogRecord]:
     return (found for found in scan_segment(path) if isinstance(found, LogRecord))
 
 
-def scan_segment(path: Path) -> Iterator[LogRecord | DamagedRange]:
-    """Like `read_segment`, but also yields damage between complete records. A torn end, which a crash leaves, is not
+def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
+    """Like `read_segment`, but also yields damage. A torn end, which a crash leaves, is not
     yielded: its appends were never acknowledged.
     """
     with path.open("rb") as file:
         if (tag := tag_of(file)) is None:
             if path.stat().st_size > HEAD_BYTES:
                 logger.error("%s is not a segment of this version, or its head is damaged: it is skipped", path)
-                yield DamagedRange(0, None)
+                yield Damage(0, None)
             return
         while True:
             while (record := read_record(file, tag)) is not None:
@@ -77,12 +80,21 @@ def scan_segment(path: Path) -> Iterator[LogRecord | DamagedRange]:
         logger.warning("%s is torn: its last %d bytes are not a complete record", path, torn_bytes)
 
 
+def pack_record(tag: bytes, header: bytes, body: bytes) -> Iterator[bytes]:
+    """Yields the pieces of a record, without a copy of its body."""
+    yield tag + _FRAME.pack(len(header), len(body), zlib.crc32(body, zlib.crc32(header)))
+    yield header
+    yield body
+
+
 def complete_bytes(segment: Path) -> int | None:
     """Returns the offset after the last complete record, or None if the file is not a segment."""
     with segment.open("rb") as file:
         if (tag := tag_of(file)) is None:
             file.seek(0)
-            return 0 if MAGIC.startswith(file.read(HEAD_BYTES)) else None
+            head = file.read(HEAD_BYTES)
+            is_torn = len(head) < HEAD_BYTES and MAGIC.startswith(head[: len(MAGIC)])
+            return 0 if is_torn else None
         end = file.tell()
         for found in scan_segment(segment):
             if isinstance(found, LogRecord):
@@ -116,7 +128,7 @@ def tag_of(file: BinaryIO) -> bytes | None:
     return at_first_record if is_damaged else tag
 
 
-def _damage(file: BinaryIO, tag: bytes) -> DamagedRange | None:
+def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
     """Returns the damage at the file's position and moves the file to the next complete record.
 
     None if no record follows; then the file stays where it is.
@@ -124,13 +136,13 @@ def _damage(file: BinaryIO, tag: bytes) -> DamagedRange | None:
     offset = file.tell()
     rest = file.read()
     if rest and not tag:  # without a tag, in format 1, the next record cannot be found
-        return DamagedRange(offset, _header_in(rest) if len(rest) > FRAME.size else None)
+        return Damage(offset, _header_in(rest) if len(rest) > _FRAME.size else None)
     at = rest.find(tag, 1)
     while at >= 0:
         file.seek(offset + at)
         if _whole_record(file, tag, offset + at) is not None:
             file.seek(offset + at)
-            return DamagedRange(offset, _header_in(rest[len(tag) :]))
+            return Damage(offset, _header_in(rest[len(tag) :]))
         at = rest.find(tag, at + 1)
     file.seek(offset)
     return None
@@ -138,9 +150,9 @@ def _damage(file: BinaryIO, tag: bytes) -> DamagedRange | None:
 
 def _header_in(damaged: bytes) -> Mapping[str, object] | None:
     """Returns the header of a record with a wrong checksum, if only the body seems to be damaged."""
-    header_bytes, _, _ = FRAME.unpack(damaged[: FRAME.size])
+    header_bytes, _, _ = _FRAME.unpack(damaged[: _FRAME.size])
     try:
-        header = json.loads(damaged[FRAME.size : FRAME.size + header_bytes])
+        header = json.loads(damaged[_FRAME.size : _FRAME.size + header_bytes])
     except ValueError:
         return None
     return header if isinstance(header, dict) else None
@@ -156,9 +168,9 @@ def read_record(file: BinaryIO, tag: bytes) -> LogRecord | None:
 
 
 def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> LogRecord | None:
-    if file.read(len(tag)) != tag or len(frame := file.read(FRAME.size)) < FRAME.size:
+    if file.read(len(tag)) != tag or len(frame := file.read(_FRAME.size)) < _FRAME.size:
         return None
-    header_bytes, body_bytes, checksum = FRAME.unpack(frame)
+    header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
     # A crash can leave zeros at the end of a file, and they have the checksum of an empty record.
     if header_bytes == 0 or header_bytes + body_bytes > os.fstat(file.fileno()).st_size - file.tell():
         return None

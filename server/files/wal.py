@@ -13,7 +13,6 @@ import secrets
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from io import BufferedWriter
 from pathlib import Path
 
 from .directories import make_directory, sync_directory
-from .segment import FRAME, HEAD_BYTES, MAGIC, MOST_BODY_BYTES, SUFFIX, TAG_BYTES, LogRecord, read_record, tag_of
+from .segment import HEAD_BYTES, MAGIC, MOST_BODY_BYTES, SUFFIX, TAG_BYTES, LogRecord, pack_record, read_record, tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +201,9 @@ class SegmentLog:
 
     def _write_one(self, file: BufferedWriter, append: _PendingAppend) -> RecordPosition:
         place = RecordPosition(self.current, self._file_bytes)
-        checksum = zlib.crc32(append.body, zlib.crc32(append.header))
-        file.write(self._tag + FRAME.pack(len(append.header), len(append.body), checksum))
-        file.write(append.header)
-        file.write(append.body)
-        self._file_bytes += TAG_BYTES + FRAME.size + len(append.header) + len(append.body)
+        for piece in pack_record(self._tag, append.header, append.body):
+            file.write(piece)
+            self._file_bytes += len(piece)
         return place
 
     def _writable(self) -> BufferedWriter:

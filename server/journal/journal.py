@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import RequestError
-from ..files.segment import DamagedRange, LogRecord, read_segment, scan_segment
+from ..files.segment import Damage, LogRecord, read_segment, scan_segment
 from ..files.wal import Guard, RecordPosition, RecordTooLarge, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 
@@ -162,7 +162,7 @@ class Journal:
     def _earlier_in(self, segment: int) -> Iterator[EntryLocation]:
         path = self._segments.path(segment)
         for found in scan_segment(path):
-            if isinstance(found, DamagedRange):
+            if isinstance(found, Damage):
                 self.unreadable.add(segment)
             if (header := _header(found)) is not None:
                 yield EntryLocation(RecordPosition(segment, found.offset), header)
@@ -211,7 +211,7 @@ def _named(error: OSError) -> OSError:
     return OSError(error.strerror) if error.strerror else error
 
 
-def _header(found: LogRecord | DamagedRange) -> Header | None:
+def _header(found: LogRecord | Damage) -> Header | None:
     """Returns None if the record has another format version, or its header cannot be read."""
     if found.header is None or found.header.get("version") != FORMAT_VERSION:
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, delete
 
-from ...files.segment import DamagedRange, complete_bytes, scan_segment, truncate_segment
+from ...files.segment import Damage, complete_bytes, scan_segment, truncate_segment
 from ...files.wal import RecordPosition
 from ...store.tables import results
 from .problem import UNTIL_ITS_END, Problem, Repair
@@ -40,7 +40,7 @@ async def check_segments(state: VerifiedState) -> AsyncIterator[Problem]:
 def _segment_problems(path: Path) -> Iterator[Problem]:
     try:
         num_bytes, size = complete_bytes(path), path.stat().st_size
-        damages = [] if num_bytes is None else [one for one in scan_segment(path) if isinstance(one, DamagedRange)]
+        damages = [] if num_bytes is None else [one for one in scan_segment(path) if isinstance(one, Damage)]
     except FileNotFoundError:  # the server has deleted it meanwhile
         return
     if num_bytes is None:
@@ -81,9 +81,7 @@ def _request_ids(segment: Path) -> Mapping[int, object]:
     """Returns the request ids of the segment's whole records by their offsets."""
     if not segment.exists():
         return {}
-    return {
-        one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, DamagedRange)
-    }
+    return {one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, Damage)}
 
 
 async def _drop_results(state: VerifiedState, request_ids: Collection[str]) -> str:

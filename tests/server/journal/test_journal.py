@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.files import wal as segments_module
-from trainhouse.server.files.segment import MOST_BODY_BYTES, DamagedRange, read_segment, scan_segment
+from trainhouse.server.files.segment import (
+    HEAD_BYTES,
+    MAGIC,
+    MOST_BODY_BYTES,
+    Damage,
+    complete_bytes,
+    read_segment,
+    scan_segment,
+)
 from trainhouse.server.files.wal import RecordPosition, RecordTooLarge, SegmentLog
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 
@@ -86,7 +94,7 @@ async def test_a_damaged_byte_is_found_and_costs_one_record(tmp_path: Path) -> N
     damaged[places[1].offset + 40] ^= 1
     segment.write_bytes(damaged)
     assert [record.header["number"] for record in read_segment(segment)] == [0, 2]
-    assert DamagedRange(places[1].offset, {"number": 1}) in list(scan_segment(segment))
+    assert Damage(places[1].offset, {"number": 1}) in list(scan_segment(segment))
 
 
 @pytest.mark.parametrize("damaged_byte", [0, 8, 12, 16, 22])
@@ -104,6 +112,22 @@ async def test_a_record_with_a_damaged_head_does_not_hide_later_ones(tmp_path: P
 
 def record_of_format_1(header: bytes, body: bytes) -> bytes:
     return struct.pack("<III", len(header), len(body), zlib.crc32(body, zlib.crc32(header))) + header + body
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", 0),
+        (MAGIC[:5], 0),
+        (MAGIC + b"tag", 0),
+        (MAGIC + b"8 bytes.", HEAD_BYTES),
+        (b"something", None),
+        (b"X" + MAGIC[1:] + b"tag", None),
+    ],
+)
+def test_a_torn_head_belongs_to_a_segment(tmp_path: Path, content: bytes, expected: int | None) -> None:
+    (tmp_path / "0.segment").write_bytes(content)
+    assert complete_bytes(tmp_path / "0.segment") == expected
 
 
 async def test_a_forged_record_in_a_torn_body_is_ignored(tmp_path: Path) -> None:
@@ -409,4 +433,4 @@ async def test_running_out_of_memory_within_a_record_keeps_the_journal_usable(
     await journal.close()
     found = [one for path in segment_files(tmp_path) for one in scan_segment(path)]
     assert [one.header["seq_id"] for one in found if one.header] == [1, 3, 4]
-    assert not any(isinstance(one, DamagedRange) for one in found)
+    assert not any(isinstance(one, Damage) for one in found)

@@ -10,6 +10,9 @@ VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 TRL := .venv-trl
 TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 
+# Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)

@@ -13,7 +13,7 @@ TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup demo check unit test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -41,6 +41,14 @@ $(TRL)/.ready: $(READY)
 ifeq ($(origin TRL_PYTHON), file)
 TRL_READY := $(TRL)/.ready
 endif
+
+# What to run after each change: lint, types and the tests that start no process (tests/unit.py finds their files), at
+# the same time.
+check: setup
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint types unit
+
+unit: setup
+	$(BIN)/python -m pytest -q -m 'not full' --deselect tests/test_dead_code.py $$($(BIN)/python -m trainhouse.tests.unit) $(ARGS)
 
 # Tests mostly wait, for processes to start above all: so many of their files run side by side. Those for test-full
 # measure, or bring their own load, and have the machine for themselves.

@@ -1,66 +1,32 @@
-"""Captured features of draft models' targets: who owns them, how much space they use, and how long they are kept.
+"""Captured features of draft models' targets: how long they are kept, and which operations use them.
 
-The workers write and read the features. Content is stored once and counted by reference; a reference ends when it
-expires, when its uses are spent, when its run ends, or when it is released. Features are held while an operation whose
-optimizer step has not finished needs them, and deleted only after that.
+The workers write and read the features. A reference ends when it expires, when its uses are spent, when its run ends,
+or when it is released. An operation holds its features until its optimizer step has finished, regardless of that.
 """
 
 import asyncio
 import hashlib
-import logging
-import re
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from ...schemas.drafts import CaptureResponse
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.models import FeatureStock, draft_of
+from ...schemas.models import FeatureStock
 from ...schemas.training import FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from ..config.server_config import ServerConfig
 from ..store import RunRecord
-from .feature_files import FeatureFiles, FeatureRecord, FeatureReference, as_text
+from .feature_cache import FeatureCache, FeatureHold, FeatureReference
 from .space import FeatureSpace
-
-logger = logging.getLogger(__name__)
 
 FEATURES = "features"
 """Output of workers with the address of a datum's features and their size in bytes."""
 
-_REF = re.compile(r"features-([0-9a-f]{32})-([0-9a-z]{1,40})")
-_MOST_REMEMBERED = 10_000
 _OVER = "the run that captured it has ended"
-
-
-@dataclass(eq=False)
-class _Hold:
-    """The features that one operation holds.
-
-    uses: see `FeatureStore.hold`. reason: why the operation must be refused.
-    """
-
-    kept: list[FeatureRecord]
-    uses: Counter[str]
-    reason: str | None = None
-
-
-@dataclass(eq=False)
-class _TenantFeatures:
-    """A tenant's bookkeeping.
-
-    num_capturing: captures in progress. writing: held while existing files are changed. changed: features whose
-    references are not yet written to files. maybe_unneeded: features that may be unneeded now.
-    has_unrecorded_files: a capture failed and may have left files that are not recorded.
-    """
-
-    num_capturing: int = 0
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    changed: set[FeatureRecord] = field(default_factory=set)
-    maybe_unneeded: set[FeatureRecord] = field(default_factory=set)
-    has_unrecorded_files: bool = False
 
 
 class FeatureStore:
@@ -71,40 +37,33 @@ class FeatureStore:
 
     def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         self.room = FeatureSpace(config, self.expire)
-        self._files = FeatureFiles(root)
+        self._root = root.absolute()
         self._ttl_seconds = config.features.feature_ttl_seconds
         self._clock = clock
-        self._kept: dict[tuple[str, str], FeatureRecord] = {}
-        # By run and seq_id. Those in _leaving have ended, but the files may not reflect it yet.
-        self._holds: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
-        self._leaving: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
-        self._usages: dict[str, _TenantFeatures] = {}
-        self._end_reasons: OrderedDict[str, str] = OrderedDict()  # references that have ended, and why
-        self._is_swept = False  # until then runs may still be resumed that hold features without references
+        self._caches: dict[str, FeatureCache] = {}
+        self._holds: defaultdict[str, dict[int, FeatureHold]] = defaultdict(dict)  # by run and seq_id
+        self._is_swept = False
 
     async def open(self) -> None:
         """Loads what an earlier process left."""
-        for kept in await asyncio.to_thread(self._files.read):
-            self._kept[kept.tenant_id, kept.address] = kept
-            self.room.fill(kept.tenant_id, kept.num_bytes)
-            self._usage(kept.tenant_id).maybe_unneeded.add(kept)
-        for tenant_id in await asyncio.to_thread(self._files.tenants):
-            self._usage(tenant_id)  # it may have unrecorded files
+        for tenant_id in await asyncio.to_thread(_tenants_in, self._root):
+            await self._cache(tenant_id).open()
 
     async def sweep(self, live: Collection[str]) -> None:
         """Ends the references of runs that are not live; called at start, after resumed runs hold what they need."""
         self._is_swept = True
-        for kept, reference in self._references():
-            if reference.run_id not in live:
-                self._end(kept, reference, _OVER)
+        for cache in self._caches.values():
+            cache.may_delete = True
+            cache.end_references(_OVER, lambda reference: reference.run_id not in live)
         await self.delete_unneeded()
 
     def stock(self) -> FeatureStock:
+        entries = [entry for cache in self._caches.values() for entry in cache.entries.values()]
         return FeatureStock(
-            num_bytes=self.room.num_bytes,
-            num_sequences=len(self._kept),
-            num_references=sum(len(kept.references) for kept in self._kept.values()),
-            num_held=sum(bool(kept.holders) for kept in self._kept.values()),
+            num_bytes=sum(entry.num_bytes for entry in entries),
+            num_sequences=len(entries),
+            num_references=sum(len(entry.references) for entry in entries),
+            num_held=sum(bool(entry.holds) for entry in entries),
             num_waiting=self.room.num_waiting,
             num_put_off=self.room.num_put_off,
         )
@@ -121,24 +80,9 @@ class FeatureStore:
 
     # Capturing
 
-    @asynccontextmanager
-    async def capturing(self, tenant_id: str) -> AsyncIterator[FeatureLocation]:
-        """Enters a capture, during which no file of the tenant is deleted, since the pass may be reusing it."""
-        usage, directory = self._usage(tenant_id), self._files.of(tenant_id)
-        usage.num_capturing += 1
-        try:
-            async with usage.writing:  # after a cleanup that began before this capture was counted
-                await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
-            yield FeatureLocation(str(directory), captures=True)
-        except BaseException:
-            usage.has_unrecorded_files = True
-            raise
-        finally:
-            usage.num_capturing -= 1
-            if usage.maybe_unneeded:
-                await self._settle(tenant_id)
-            if usage.has_unrecorded_files:
-                await self._delete_unknown(tenant_id)
+    def capturing(self, tenant_id: str) -> AbstractAsyncContextManager[FeatureLocation]:
+        """Enters a capture, during which no file of the tenant is deleted. Raises OSError if there can be no files."""
+        return self._cache(tenant_id).capturing()
 
     async def keep(
         self,
@@ -154,54 +98,45 @@ class FeatureStore:
         Raises OSError if the disk cannot be read.
         """
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
-        usage, most = self._usage(run.tenant_id), self._ttl_seconds
+        sizes = {address: int(size) for address, size in found}
+        most = self._ttl_seconds
         expires_at = self._clock() + min(most, ttl_seconds or most)  # it may have been accepted under a longer limit
-        addresses = Counter(address for address, _ in found)
-        async with usage.writing:
-            if not await asyncio.to_thread(self._files.exist, run.tenant_id, addresses):
-                return None
-            for address, count in addresses.items():
-                kept = self._kept.get((run.tenant_id, address))
-                if kept is None:
-                    size = next(int(size) for each, size in found if each == address)
-                    kept = self._kept[run.tenant_id, address] = FeatureRecord(run.tenant_id, address, size)
-                    self.room.fill(run.tenant_id, size)
-                name = f"features-{address}-{_handle(request_id)}"
-                of_all = None if uses is None else count * uses
-                kept.references.setdefault(name, FeatureReference(name, run.run_id, expires_at, of_all))
-                usage.changed.add(kept)
-        num_bytes = sum(self._kept[run.tenant_id, address].num_bytes for address in addresses)
-        await self._settle(run.tenant_id)
-        refs = [f"features-{address}-{_handle(request_id)}" for address, _ in found]
-        return CaptureResponse(feature_refs=refs, num_bytes=num_bytes, expires_at=expires_at)
+        references = {
+            address: FeatureReference(
+                f"features-{address}-{_handle(request_id)}",
+                run.run_id,
+                expires_at,
+                None if uses is None else count * uses,
+            )
+            for address, count in Counter(address for address, _ in found).items()
+        }
+        if not await self._cache(run.tenant_id).refer(sizes, references):
+            return None
+        refs = [references[address].name for address, _ in found]
+        return CaptureResponse(feature_refs=refs, num_bytes=sum(sizes.values()), expires_at=expires_at)
 
     async def release(self, run: RunRecord, names: Sequence[str] | None) -> int:
         """Ends these references of the run, or all if `names` is None. Returns how many existed."""
-        wanted = None if names is None else set(names)
-        found = [
-            (kept, reference)
-            for kept, reference in self._references()
-            if reference.run_id == run.run_id and (wanted is None or reference.name in wanted)
-        ]
-        for kept, reference in found:
-            self._end(kept, reference, "it was released")
-        await self._settle(run.tenant_id)
-        return len(found)
+        cache, wanted = self._cache(run.tenant_id), None if names is None else set(names)
+        num_released = cache.end_references(
+            "it was released",
+            lambda reference: reference.run_id == run.run_id and (wanted is None or reference.name in wanted),
+        )
+        await cache.settle()
+        return num_released
 
     async def expire(self) -> None:
         """Deletes expired references and the features that are no longer needed."""
         now = self._clock()
-        for kept, reference in self._references():
-            if reference.expires_at <= now:
-                self._end(kept, reference, "it has expired")
-        for tenant_id in list(self._usages):
-            await self._settle(tenant_id)
+        for cache in list(self._caches.values()):
+            cache.end_references("it has expired", lambda reference: reference.expires_at <= now)
+            await cache.settle()
 
     async def delete_unneeded(self) -> None:
         """Deletes expired features, and files that are not recorded."""
         await self.expire()
-        for tenant_id in list(self._usages):
-            await self._delete_unknown(tenant_id)
+        for cache in list(self._caches.values()):
+            await cache.delete_unknown_files()
 
     # Using
 
@@ -213,13 +148,13 @@ class FeatureStore:
         """
         if not uses:
             return
-        hold = _Hold([], uses)
+        cache, hold = self._cache(run.tenant_id), FeatureHold(uses)
         for name, count in uses.items():
-            kept, reason = self._find(run.tenant_id, name, count)
-            if kept is not None:
-                hold.kept.append(kept)
-            else:
-                hold.reason = hold.reason or reason
+            reason = self._refusal(cache, name, count)
+            if reason is not None:
+                hold.refusal = hold.refusal or f"feature_ref {name} cannot be used: {reason}"
+            elif (entry := cache.find(name)) is not None:
+                hold.entries.append(entry)
         self._add(run, seq_id, hold)
 
     def restore_hold(self, run: RunRecord, seq_id: int, uses: Mapping[str, int]) -> None:
@@ -229,23 +164,19 @@ class FeatureStore:
         References that ended since are held too. Features that are gone do not cause a refusal: the target is run
         again.
         """
-        found = {name: kept for name in uses if (kept := self._kept.get((run.tenant_id, _address(name)))) is not None}
-        taken = {name for name, kept in found.items() if _has_taken_uses(kept.references.get(name), run, seq_id)}
-        left = Counter({name: count for name, count in uses.items() if name not in taken})
-        if uses:
-            self._add(run, seq_id, _Hold(list(found.values()), left))
+        if not uses:
+            return
+        cache = self._cache(run.tenant_id)
+        left = {name: count for name, count in uses.items() if not _has_taken_uses(cache.reference(name), run, seq_id)}
+        entries = [entry for name in uses if (entry := cache.find(name)) is not None]
+        self._add(run, seq_id, FeatureHold(Counter(left), entries))
 
     def pending_uses(self, run: RunRecord, seq_id: int) -> Mapping[int, Mapping[str, int]]:
         """Returns the uses of ended operations up to this seq_id whose step has not finished, by seq_id, for
         `restore_hold`.
         """
-        holds = self._leaving[run.run_id] | self._holds[run.run_id]
+        holds = self._holds[run.run_id]
         return {number: dict(+hold.uses) for number, hold in holds.items() if number <= seq_id and +hold.uses}
-
-    def _add(self, run: RunRecord, seq_id: int, hold: _Hold) -> None:
-        for kept in hold.kept:
-            kept.holders.add((run.run_id, seq_id))
-        self._holds[run.run_id][seq_id] = hold
 
     def with_feature_place(self, run: RunRecord, operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
         """Returns the operation with the place of the features that its data refer to.
@@ -258,171 +189,84 @@ class FeatureStore:
         if run.role != "draft":
             raise OperationError(f"feature_ref is only for draft models, and this is a {run.role}: leave it out")
         hold = self._holds[run.run_id].get(operation.seq_id)
-        if hold is not None and hold.reason is not None:
-            raise OperationError(hold.reason)
-        return replace(operation, features=FeatureLocation(str(self._files.of(run.tenant_id))))
+        if hold is not None and hold.refusal is not None:
+            raise OperationError(hold.refusal)
+        return replace(operation, features=self._cache(run.tenant_id).location())
 
     async def release_hold(self, run: RunRecord, seq_id: int) -> None:
         """Ends the hold of an operation that was never accepted, or contributes nothing to a step."""
-        await self._release_holds(run, [seq_id])
+        await self._release_holds(run, range(seq_id, seq_id + 1))
 
     async def release_holds_before(self, run: RunRecord, seq_id: int, *, were_used: bool) -> None:
         """Ends the holds before a finished optimizer step, or before gradients were cleared (not were_used)."""
-        before = [number for number in self._holds[run.run_id] if number < seq_id]
-        await self._release_holds(run, before, seq_id if were_used else None)
+        await self._release_holds(run, range(seq_id), seq_id if were_used else None)
 
     async def end_run(self, run: RunRecord) -> None:
         """Ends the run's holds and the references to what it captured."""
-        await self._release_holds(run, list(self._holds[run.run_id]))
-        for of_runs in (self._holds, self._leaving):
-            of_runs.pop(run.run_id, None)
-        for kept, reference in self._references():
-            if reference.run_id == run.run_id:
-                self._end(kept, reference, _OVER)
-        await self._settle(run.tenant_id)
+        cache = self._cache(run.tenant_id)
+        for hold in self._holds.pop(run.run_id, {}).values():
+            hold.end()
+        cache.end_references(_OVER, lambda reference: reference.run_id == run.run_id)
+        await cache.settle()
 
-    async def _release_holds(self, run: RunRecord, seq_ids: Sequence[int], step: int | None = None) -> None:
+    def _add(self, run: RunRecord, seq_id: int, hold: FeatureHold) -> None:
+        holds = self._holds[run.run_id]
+        if seq_id in holds:
+            holds[seq_id].end()
+        holds[seq_id] = hold
+        hold.begin()
+
+    async def _release_holds(self, run: RunRecord, seq_ids: range, step: int | None = None) -> None:
         """Ends holds and returns as soon as the files reflect it.
 
         Args:
             step: seq_id of the optimizer step that used them, if one did.
         """
         holds = self._holds[run.run_id]
-        popped = {seq_id: holds.pop(seq_id) for seq_id in seq_ids if seq_id in holds}
-        if not popped:
+        ended = {number: hold for number, hold in holds.items() if number in seq_ids and not hold.has_ended}
+        if not ended:
             return
-        for seq_id, hold in popped.items():
-            for kept in hold.kept:
-                kept.holders.discard((run.run_id, seq_id))
-                self._usage(run.tenant_id).maybe_unneeded.add(kept)
+        cache = self._cache(run.tenant_id)
+        for hold in ended.values():
+            hold.end()
             if step is not None:
-                self._use(run, hold.uses, step)
-        self._leaving[run.run_id] |= popped
-        await self._settle(run.tenant_id)
-        for seq_id in popped:
-            self._leaving[run.run_id].pop(seq_id, None)
+                for name, count in (+hold.uses).items():
+                    cache.take_uses(name, count, run.run_id, step)
+        await cache.settle()
+        for number, hold in ended.items():
+            if holds.get(number) is hold:  # else an operation with this seq_id was accepted meanwhile
+                del holds[number]
 
-    def _use(self, run: RunRecord, uses: Counter[str], step: int) -> None:
-        for name, count in (+uses).items():
-            kept = self._kept.get((run.tenant_id, _address(name)))
-            reference = None if kept is None else kept.references.get(name)
-            if kept is None or reference is None or reference.uses is None:
-                continue
-            reference.uses -= count
-            reference.taken[run.run_id] = step
-            self._usage(run.tenant_id).changed.add(kept)
-            if reference.uses <= 0:
-                self._end(kept, reference, "it was captured for a limited number of uses, and none is left")
-
-    def _find(self, tenant_id: str, name: str, count: int) -> tuple[FeatureRecord | None, str]:
-        """Returns the features behind this reference, to be used `count` times, or None and the reason why they cannot
-        be.
-        """
-        kept = self._kept.get((tenant_id, _address(name)))
-        reference = None if kept is None else kept.references.get(name)
-        if kept is None or reference is None:
-            why = self._end_reasons.get(
-                f"{tenant_id} {name}", "it does not exist, or is not yours: it may have expired"
-            )
-            return None, f"feature_ref {name} cannot be used: {why}; capture it again"
+    def _refusal(self, cache: FeatureCache, name: str, count: int) -> str | None:
+        """Returns why a reference cannot be used `count` times, and what to do; None if it can."""
+        entry, reference = cache.find(name), cache.reference(name)
+        if entry is None or reference is None:
+            gone = "it does not exist, or is not yours: it may have expired"
+            return f"{cache.end_reasons.get(name, gone)}; capture it again"
         if reference.expires_at <= self._clock():
-            return None, f"feature_ref {name} cannot be used: it has expired; capture it again"
-        if reference.uses is not None:
-            promised = sum(self._holds[run_id][seq_id].uses[name] for run_id, seq_id in kept.holders)
-            if reference.uses < promised + count:
-                return None, (
-                    f"feature_ref {name} cannot be used: it has {reference.uses} uses left, {promised} of them for"
-                    " operations before this one; capture it again, for more uses"
-                )
-        return kept, ""
+            return "it has expired; capture it again"
+        promised = sum(hold.uses[name] for hold in entry.holds)
+        if reference.uses is not None and reference.uses < promised + count:
+            return (
+                f"it has {reference.uses} uses left, {promised} of them for operations before this one; capture it"
+                " again, for more uses"
+            )
+        return None
 
-    def _end(self, kept: FeatureRecord, reference: FeatureReference, why: str) -> None:
-        del kept.references[reference.name]
-        usage = self._usage(kept.tenant_id)
-        usage.changed.add(kept)
-        usage.maybe_unneeded.add(kept)
-        self._end_reasons[f"{kept.tenant_id} {reference.name}"] = why
-        if len(self._end_reasons) > _MOST_REMEMBERED:
-            self._end_reasons.popitem(last=False)
+    def _cache(self, tenant_id: str) -> FeatureCache:
+        if tenant_id not in self._caches:
+            directory = self._root / quote(tenant_id, safe="")
+            self._caches[tenant_id] = FeatureCache(tenant_id, directory, self.room, may_delete=self._is_swept)
+        return self._caches[tenant_id]
 
-    def _references(self) -> list[tuple[FeatureRecord, FeatureReference]]:
-        return [(kept, reference) for kept in self._kept.values() for reference in kept.references.values()]
 
-    def _usage(self, tenant_id: str) -> _TenantFeatures:
-        return self._usages.setdefault(tenant_id, _TenantFeatures())
-
-    # Files
-
-    async def _settle(self, tenant_id: str) -> None:
-        """Writes changed references to files, and deletes features without references or holds unless captures are in
-        progress.
-        """
-        usage = self._usage(tenant_id)
-        async with usage.writing:
-            dropped = self._drop_unneeded(usage)
-            changed, usage.changed = usage.changed, set()
-            told = [(kept.address, as_text(kept)) for kept in changed]
-            try:
-                if told or dropped:
-                    await asyncio.to_thread(self._files.write, tenant_id, told, dropped)
-            except OSError as error:
-                usage.changed |= changed
-                usage.has_unrecorded_files = True
-                logger.error("references to features of %s cannot be written: %s", tenant_id, error)
-
-    def _drop_unneeded(self, usage: _TenantFeatures) -> Sequence[str]:
-        """Forgets features that are not needed any more, and returns their addresses."""
-        if usage.num_capturing or not self._is_swept:
-            return ()
-        let_go, usage.maybe_unneeded = usage.maybe_unneeded, set()
-        unneeded = [kept for kept in let_go if not (kept.references or kept.holders)]
-        for kept in unneeded:
-            del self._kept[kept.tenant_id, kept.address]
-            usage.changed.discard(kept)
-            self.room.free(kept.tenant_id, kept.num_bytes)
-        return [kept.address for kept in unneeded]
-
-    async def _delete_unknown(self, tenant_id: str) -> None:
-        """Deletes files that are not recorded, unless captures are in progress, whose files are not recorded yet."""
-        usage = self._usage(tenant_id)
-        async with usage.writing:
-            if usage.num_capturing:
-                return
-            known = {address for of_tenant, address in self._kept if of_tenant == tenant_id}
-            try:
-                await asyncio.to_thread(self._files.delete_others, tenant_id, known)
-                usage.has_unrecorded_files = False
-            except OSError as error:
-                logger.error("unrecorded files in %s cannot be deleted: %s", self._files.of(tenant_id), error)
+def _tenants_in(root: Path) -> list[str]:
+    return [unquote(path.name) for path in root.glob("*") if path.is_dir()]
 
 
 def _has_taken_uses(reference: FeatureReference | None, run: RunRecord, seq_id: int) -> bool:
     """True if a step after the operation with this seq_id has taken its uses."""
     return reference is not None and reference.taken.get(run.run_id, -1) > seq_id
-
-
-def _address(name: str) -> str:
-    found = _REF.fullmatch(name)
-    return found[1] if found else ""
-
-
-def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
-    """Raises OperationError if this run's passes cannot be captured for that draft."""
-    if draft is None or draft.tenant_id != run.tenant_id:
-        raise OperationError(f"there is no draft {draft_id} to capture for: create one, and name its model_id")
-    if draft.role != "draft":
-        raise OperationError(f"capture_for {draft_id} is a {draft.role}: name a draft")
-    if draft.base_model != run.base_model:
-        raise OperationError(f"capture_for {draft_id} is a draft of {draft.base_model}, and this is {run.base_model}")
-    if run.role != "policy":
-        raise OperationError(f"capture_for is only for policies, and this is a {run.role}: leave it out")
-
-
-def with_capture_layers(place: FeatureLocation, draft: RunRecord) -> FeatureLocation:
-    """Returns the place with what a policy's pass must capture for the draft while it trains."""
-    config = draft_of(draft.training)
-    assert config is not None and config.capture_layers is not None
-    return replace(place, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
 
 
 def _handle(request_id: str) -> str:

@@ -14,7 +14,7 @@ from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from ...schemas.errors import OperationError
 from ...schemas.models import draft_of
 from ...schemas.training import Datum, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
-from ..features.feature_store import FEATURES, check_captures, with_capture_layers
+from ..features.feature_store import FEATURES
 from ..journal.futures import Result
 from ..journal.journal import Header
 from ..store import RunRecord
@@ -143,7 +143,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
         self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
         draft = await context.store.runs.get(self.draft_id)
-        check_captures(run, draft, self.draft_id)
+        _check_draft(run, draft, self.draft_id)
         assert draft is not None
         if not context.sessions.is_open(draft.session_id):
             raise OperationError(
@@ -154,7 +154,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
             return await _run_without_capture(context, request)
         async with AsyncExitStack() as held:
             try:
-                location = with_capture_layers(await _open_capture(context, run, held), draft)
+                location = _with_layers(await _open_capture(context, run, held), draft)
             except OperationError as error:
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft.run_id, error)
                 return await _run_without_capture(context, request)
@@ -184,6 +184,25 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
 
 class ForwardWithCapture(ForwardBackwardWithCapture, Forward):
     """A policy's forward pass that captures features."""
+
+
+def _check_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
+    """Raises OperationError if this run's passes cannot be captured for that draft."""
+    if draft is None or draft.tenant_id != run.tenant_id:
+        raise OperationError(f"there is no draft {draft_id} to capture for: create one, and name its model_id")
+    if draft.role != "draft":
+        raise OperationError(f"capture_for {draft_id} is a {draft.role}: name a draft")
+    if draft.base_model != run.base_model:
+        raise OperationError(f"capture_for {draft_id} is a draft of {draft.base_model}, and this is {run.base_model}")
+    if run.role != "policy":
+        raise OperationError(f"capture_for is only for policies, and this is a {run.role}: leave it out")
+
+
+def _with_layers(place: FeatureLocation, draft: RunRecord) -> FeatureLocation:
+    """Returns the place with what a policy's pass must capture for the draft while it trains."""
+    config = draft_of(draft.training)
+    assert config is not None and config.capture_layers is not None
+    return replace(place, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
 
 
 async def _run_without_capture(context: OperationContext, request: ForwardBackwardRequest) -> ForwardBackwardOutput:

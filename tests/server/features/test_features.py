@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.features.feature_files import FeatureFiles
+from trainhouse.server.features.feature_cache import FeatureFiles
 from trainhouse.server.runs import run as server_run
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunInfo

@@ -38,28 +38,28 @@ def store_features(
     kind: FeatureKind,
     operation: RankOperation,
     part: MicroBatchSegment,
-    inside: TargetFeatures | None,
+    target_features: TargetFeatures | None,
 ) -> OSError | None:
     """Stores the features of the segment's rows that have none yet.
 
     Args:
-        inside: the target's hidden states of the micro-batch; None if another rank stores the features.
+        target_features: those of the micro-batch; None if another rank stores them.
     Returns:
         The error of the last row that could not be stored.
     """
-    trouble: OSError | None = None
-    if inside is None:
+    if target_features is None:
         return None
+    failure: OSError | None = None
     for row, tokens in _rows_of(part):
         features = operation.stored.get(row)
         try:
             if features is None:
                 address = kind.address(operation.batch.rows[row].tokens)
-                features = CapturedFeatures.store(directory, address, kind, inside.stored(tokens, kind))
+                features = CapturedFeatures.store(directory, address, kind, target_features.stored(tokens, kind))
             operation.record_features(row, features)
         except OSError as error:
-            trouble = error
-    return trouble
+            failure = error
+    return failure
 
 
 def write_failure_message(directory: Path, error: OSError) -> str:
@@ -128,14 +128,14 @@ class CapturingPassRunner:
             return self._base.shared_hidden_states(micro_batch, share)
         captured = dict.fromkeys(layers, torch.empty(0))
         hidden = self._base.shared_hidden_states(micro_batch, share, captured)
-        told = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
-        tells_last = any(place is not None and _target_repr(place) is not None for place in places)
-        last = _gather_on_first(hidden, share) if tells_last else None
-        here = {layer: each for layer, each in told.items() if each is not None}
+        gathered = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
+        needs_last = any(place is not None and _target_repr(place) is not None for place in places)
+        last = _gather_on_first(hidden, share) if needs_last else None
+        of_layers = {layer: each for layer, each in gathered.items() if each is not None}
         for part, place in zip(micro_batch.segments, places, strict=True):
-            if place is not None and here:
+            if place is not None and of_layers:
                 operation = operations[part.operation]
-                self._store(operation, place, part, versions[operation.run_id], here, last)
+                self._store(operation, place, part, versions[operation.run_id], of_layers, last)
         return hidden
 
     def _store(
@@ -144,22 +144,23 @@ class CapturingPassRunner:
         place: FeatureLocation,
         part: MicroBatchSegment,
         version: str,
-        told: Mapping[int, Tensor],
+        of_layers: Mapping[int, Tensor],
         last: Tensor | None,
     ) -> None:
         """Stores the features of one segment.
 
-        `told` has the hidden states of all tokens by layer, `last` the final ones if the draft's algorithm reads them.
+        `of_layers` has the hidden states of all tokens by layer, `last` the final ones if the draft's algorithm reads
+        them.
         """
-        of_layers, directory = torch.cat([told[layer] for layer in place.layers], dim=-1), Path(place.directory)
+        captured, directory = torch.cat([of_layers[layer] for layer in place.layers], dim=-1), Path(place.directory)
         # Embeddings are not stored: the draft looks them up in its target.
-        inside = TargetFeatures(of_layers, of_layers, last)
-        hidden = of_layers.shape[1] // len(place.layers)
+        target_features = TargetFeatures(captured, captured, last)
+        hidden = captured.shape[1] // len(place.layers)
         kind = FeatureKind(version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
-        trouble = store_features(directory, kind, operation, part, inside)
-        if trouble is not None and not operation.has_warned:
+        failure = store_features(directory, kind, operation, part, target_features)
+        if failure is not None and not operation.has_warned:
             operation.has_warned = True
-            message = write_failure_message(directory, trouble)
+            message = write_failure_message(directory, failure)
             logger.warning(
                 "run %s continues without the features it should have captured: %s", operation.run_id, message
             )

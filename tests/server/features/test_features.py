@@ -5,6 +5,7 @@ The workers are real: stored features must give the results that running the tar
 
 import asyncio
 import errno
+import json
 import resource
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +17,7 @@ import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.features.feature_cache import FeatureFiles
+from trainhouse.server.features.feature_store import FeatureStore
 from trainhouse.server.runs import run as server_run
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunInfo
@@ -29,6 +31,10 @@ pytestmark = pytest.mark.anyio
 LOSS = {"loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3}}
 NO_CAPTURE = {"capture_for": None}
 LENGTH = 12
+SEQUENCE_BYTES = 3 * 64 * 4 * LENGTH + 1024
+"""Charged for the features of a sequence: two layers and the last hidden states of 64 floats, and the file's header."""
+BATCH_BYTES = 3 * SEQUENCE_BYTES
+ADDRESS = "1" * 32
 
 
 @pytest.fixture
@@ -82,13 +88,6 @@ async def feature_stats(server: Server) -> dict[str, int]:
 
 def feature_files(server: Server) -> list[str]:
     return sorted(path.name for path in (server.services.config.store.state_dir / "features").glob("*/*"))
-
-
-async def charged_bytes(server: Server, number: int = 1) -> int:
-    """Returns the bytes charged for the features of `number` sequences."""
-    draft = await create_draft(server)
-    info = server.services.runs._services.context.infos[draft.model_id]
-    return number * (info.feature_bytes * LENGTH + 1024)
 
 
 # Training
@@ -321,8 +320,6 @@ async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
 async def test_room_released_during_a_capture_is_freed_after_it(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await charged_bytes(any_server, 3)
     forward_backward, may_end = dispatch.forward_backward, asyncio.Event()
 
     async def held_up(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
@@ -330,8 +327,8 @@ async def test_room_released_during_a_capture_is_freed_after_it(
         await may_end.wait()
         return output
 
-    options = {"tenant_feature_bytes": 2 * size + 100, "feature_wait_seconds": 30}
-    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+    options = {"tenant_feature_bytes": 2 * BATCH_BYTES + 100, "feature_wait_seconds": 30}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         draft, other = [await create_draft(server) for _ in range(2)]
         await capture(draft, some_data(1))
         monkeypatch.setattr(dispatch, "forward_backward", held_up)
@@ -346,43 +343,57 @@ async def test_room_released_during_a_capture_is_freed_after_it(
         assert (await feature_stats(server))["num_sequences"] == 6
 
 
-async def test_a_capture_waits_for_room_and_is_then_throttled(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await charged_bytes(any_server, 3)
-    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 0.3}
-    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
-        draft = await create_draft(server)
-        too_many = await draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1)
-        assert f"more than the limit of {size + 100} (the server's --tenant-feature-bytes)" in too_many["detail"]
-        next(draft.numbers)
-        data = await capture(draft, some_data(1))
-        answer = await server.clients[ALICE].post("capture", json={"model_id": draft.model_id, "data": some_data(2)})
-        assert answer.status_code == 429 and float(answer.headers["Retry-After"]) > 0
-        assert "captured features of yours have" in answer.json()["detail"]
-        assert (await feature_stats(server))["num_put_off"] == 1
-        repeated = await draft.submit("capture", data=some_data(1), seq_id=2)
-        refs = [datum["feature_ref"] for datum in data]
-        assert (await server.result(repeated["request_id"]))["feature_refs"] == refs, "its room is already reserved"
-        of_bob = await create_draft(server, BOB)
-        await capture(of_bob, some_data(2))
-        limits = (await server.clients[ALICE].get("limits")).json()
-        assert limits["feature_bytes"]["limit"] == size + 100 and limits["feature_bytes"]["used"] <= size
-        assert limits["server_feature_bytes"]["used"] > limits["feature_bytes"]["used"]
-        waiting = asyncio.create_task(draft.submit("capture", data=some_data(2)))
-        await until(lambda: server.services.features.stock().num_waiting == 1)
-        await server.post("release_features", {"model_id": draft.model_id})
-        assert "error" not in await server.result((await waiting)["request_id"])
-        assert "it was released" in await refusal_of(draft, data)
+@pytest.fixture
+async def tight_server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
+    """A server with room for one batch of each tenant."""
+    options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 0.3}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as running:
+        yield running
+
+
+async def test_a_capture_beyond_the_limit_is_refused(tight_server: Server) -> None:
+    draft = await create_draft(tight_server)
+    refused = await draft.submit("capture", status=413, data=some_data(1, 4))
+    assert f"more than the limit of {BATCH_BYTES + 100} (the server's --tenant-feature-bytes)" in refused["detail"]
+    assert await capture(draft, some_data(1)), "it counts as done"
+
+
+async def test_a_capture_that_finds_no_room_in_time_is_throttled(tight_server: Server) -> None:
+    draft = await create_draft(tight_server)
+    data = await capture(draft, some_data(1))
+    body = {"model_id": draft.model_id, "data": some_data(2)}
+    answer = await tight_server.clients[ALICE].post("capture", json=body)
+    assert answer.status_code == 429 and float(answer.headers["Retry-After"]) > 0
+    assert "captured features of yours have" in answer.json()["detail"]
+    assert (await feature_stats(tight_server))["num_put_off"] == 1
+    repeated = await draft.submit("capture", data=some_data(1), seq_id=1)
+    refs = [datum["feature_ref"] for datum in data]
+    assert (await tight_server.result(repeated["request_id"]))["feature_refs"] == refs, "its room is already reserved"
+
+
+async def test_a_capture_waits_for_room_that_is_released(tight_server: Server) -> None:
+    draft = await create_draft(tight_server)
+    data = await capture(draft, some_data(1))
+    waiting = asyncio.create_task(draft.submit("capture", data=some_data(2)))
+    await until(lambda: tight_server.services.features.stock().num_waiting == 1)
+    await tight_server.post("release_features", {"model_id": draft.model_id})
+    assert "error" not in await tight_server.result((await waiting)["request_id"])
+    assert "it was released" in await refusal_of(draft, data)
+
+
+async def test_limits_show_the_bytes_of_a_tenant_and_of_all(tight_server: Server) -> None:
+    for key in (ALICE, BOB):
+        await capture(await create_draft(tight_server, key), some_data(2))
+    limits = (await tight_server.clients[ALICE].get("limits")).json()
+    assert limits["feature_bytes"]["limit"] == BATCH_BYTES + 100
+    assert 0 < limits["feature_bytes"]["used"] <= BATCH_BYTES
+    assert limits["server_feature_bytes"]["used"] == 2 * limits["feature_bytes"]["used"]
 
 
 async def test_all_tenants_together_have_a_limit(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await charged_bytes(any_server, 3)
-    async with serving(dispatch, tiny_models, tmp_path / "b", feature_bytes=size) as server:
+    async with serving(dispatch, tiny_models, tmp_path, feature_bytes=BATCH_BYTES) as server:
         draft, of_bob = await create_draft(server), await create_draft(server, BOB)
         await capture(draft, some_data(1))
         throttled = await of_bob.submit("capture", status=429, data=some_data(1))
@@ -395,8 +406,6 @@ async def test_all_tenants_together_have_a_limit(
 async def test_a_capture_waits_for_the_creation_of_its_draft(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await charged_bytes(any_server, 3)
     may_create, create_run = asyncio.Event(), dispatch.create_run
 
     async def creating(*arguments: Any) -> RunInfo:
@@ -404,8 +413,8 @@ async def test_a_capture_waits_for_the_creation_of_its_draft(
         return await create_run(*arguments)
 
     monkeypatch.setattr(dispatch, "create_run", creating)
-    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 2}
-    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+    options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 2}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         session_id = await server.create_session()
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
         draft = Run(server, (await server.post("create_model", body))["request_id"].rpartition(":")[0], session_id)
@@ -426,7 +435,6 @@ async def test_accepted_captures_keep_their_room_after_a_restart(
     config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_server(config, dispatch) as server:
-        size = await charged_bytes(server, 3)
         draft, policy = await create_draft(server), await create_policy(server, 3)
         with monkeypatch.context() as patch:
             patch.setattr(server_run.Run, "_may_begin", lambda run, operation: False)
@@ -438,23 +446,21 @@ async def test_accepted_captures_keep_their_room_after_a_restart(
     monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, operation: False)
     async with running_server(config, dispatch) as server:
         limits = (await server.clients[ALICE].get("limits")).json()
-        assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * size
+        assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * BATCH_BYTES
     monkeypatch.undo()
     async with running_server(config, dispatch) as server:
         for each in accepted:
             assert "error" not in await server.result(each["request_id"])
         await until(lambda: not server.services.runs.is_busy)
         limits = (await server.clients[ALICE].get("limits")).json()
-        assert limits["feature_bytes"]["used"] == (await feature_stats(server))["num_bytes"] < 2 * size
+        assert limits["feature_bytes"]["used"] == (await feature_stats(server))["num_bytes"] < 2 * BATCH_BYTES
 
 
 async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await charged_bytes(any_server, 3)
-    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 1}
-    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+    options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 1}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         policy, twin = [await create_policy(server, 3) for _ in range(2)]
         draft = await create_draft(server)
         asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
@@ -479,9 +485,7 @@ async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """The released features would leave room by then."""
-    async with serving(dispatch, tiny_models, tmp_path) as server:
-        size = await charged_bytes(server, 3)
-    options = {"tenant_feature_bytes": size + 100}
+    options = {"tenant_feature_bytes": BATCH_BYTES + 100}
     async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         await capture(draft, some_data(1))
@@ -501,10 +505,8 @@ async def test_a_capture_waits_for_the_step_that_frees_room(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Each batch is captured for one use, with room for a single batch."""
-    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
-        size = await charged_bytes(any_server, 3)
-    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 30}
-    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+    options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 30}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         draft = await create_draft(server)
         for seed in range(4):
             data = await capture(draft, some_data(seed), uses=1)
@@ -577,12 +579,30 @@ async def test_accepted_operations_run_after_a_restart_without_their_features(
         assert await server.result(accepted["request_id"]) == wanted
 
 
+async def test_references_written_by_earlier_versions_are_read(config: ServerConfig, tmp_path: Path) -> None:
+    directory = tmp_path / "features" / "tml-alice%2Fa"
+    directory.mkdir(parents=True)
+    (directory / f"{ADDRESS}.safetensors").write_bytes(b"features")
+    fields = {"run_id": "s:train:0", "expires_at": 2e9, "taken": {"s:train:1": 7}}
+    named = [f"features-{ADDRESS}-{number}" for number in (1, 2)]
+    written = [{"name": name, "uses": uses} | fields for name, uses in zip(named, (2, None), strict=True)]
+    (directory / f"{ADDRESS}.json").write_text(json.dumps(written))
+    features = FeatureStore(tmp_path / "features", config)
+    await features.open()
+    assert features.room.limits("tml-alice/a")["feature_bytes"].used == len("features")
+    assert (features.stock().num_sequences, features.stock().num_references) == (1, 2)
+    await features.sweep({"s:train:0"})
+    assert json.loads((directory / f"{ADDRESS}.json").read_text()) == written, "nothing is rewritten"
+    await features.sweep(set())
+    assert not list(directory.iterdir())
+
+
 async def test_files_without_an_answered_capture_are_swept(config: ServerConfig, dispatch: WorkerDispatch) -> None:
     async with running_server(config, dispatch) as server:
         draft = await create_draft(server)
         data = await capture(draft, some_data(1))
         (directory,) = (config.store.state_dir / "features").iterdir()
-        (directory / f"{'1' * 32}.safetensors").write_bytes(b"a capture that a death ended")
+        (directory / f"{ADDRESS}.safetensors").write_bytes(b"a capture that a death ended")
         (directory / ".staging-1").write_bytes(b"a write that a death ended")
         of_another = directory.parent / "another-tenant"
         of_another.mkdir()
@@ -616,7 +636,7 @@ async def test_unknown_files_are_swept_after_failures_and_periodically(server: S
     draft = await create_draft(server)
     await capture(draft, some_data(1))
     (directory,) = (server.services.config.store.state_dir / "features").iterdir()
-    unknown = directory / f"{'1' * 32}.safetensors"
+    unknown = directory / f"{ADDRESS}.safetensors"
     unknown.write_bytes(b"")
     data = await capture(draft, some_data(2), uses=1)
     assert "error" not in await train_draft(draft, data) and "error" not in await draft.optim_step()
@@ -696,7 +716,7 @@ async def test_a_policy_trains_although_the_disk_is_full(server: Server) -> None
         data[number]["loss_fn_inputs"]["weights"] = [1.0] * 3
     body = {"data": data, "loss_fn": "cross_entropy"}
     wanted = await twin.do("forward_backward", **body)
-    with full_disk(server, await charged_bytes(server) // 2):
+    with full_disk(server, SEQUENCE_BYTES // 2):
         output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
         failed = await draft.do("capture", data=some_data(2))
     refs = output.pop("feature_refs")

@@ -119,9 +119,9 @@ class WorkerDispatch:
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """Creates the run on the workers; `tenant_id` decides whose share of the base model's passes it uses."""
         # Registered before it exists, so that a caller that stops waiting can still drop it.
-        is_apart = not isinstance(spec.training, LoraConfig)
+        has_own_weights = not isinstance(spec.training, LoraConfig)
         group = self._group(base_model, spec.role)
-        self._locations[spec.run_id] = _RunLocation(group, tenant_id, base_model, is_apart)
+        self._locations[spec.run_id] = _RunLocation(group, tenant_id, base_model, has_own_weights)
         spec = replace(spec, base_name=self._alias(base_model))
         return await self._call_worker(spec.run_id, "create_run", spec, creates=spec.run_id)
 

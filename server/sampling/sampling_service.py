@@ -314,29 +314,29 @@ class SamplingService:
         """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
         sampler = job.sampler
         sampler.running_jobs.add(job.request_id)
-        telling = _ProgressForwarder(on_progress)
+        progress = _ProgressForwarder(on_progress)
         work = job.for_worker(streams=on_progress is not None)
         try:
             while True:
                 job.strikes.check()
                 try:
-                    return await self._attempt(job, work, telling)
+                    return await self._attempt(job, work, progress)
                 except WorkerLost as lost:
-                    if telling.has_streamed:
+                    if progress.has_streamed:
                         raise
                     job.was_begun = True
                     await job.strikes.add(lost)
         finally:
             sampler.running_jobs.discard(job.request_id)
 
-    async def _attempt(self, job: SamplingJob, work: SampleJob, telling: "_ProgressForwarder") -> SampleResponse:
+    async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
         sampler = job.sampler
         async with self._draft(job) as draft_id:
             # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
             loading = await self._loader.load(sampler)
             try:
-                guessed = replace(work, draft_id=draft_id)
-                return await self._dispatch.sample(sampler.record.base_model, guessed, telling.forward)
+                with_draft = replace(work, draft_id=draft_id)
+                return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
             except OperationError as error:
                 if error.category == "server":
                     self._loader.invalidate(sampler, loading)
@@ -369,9 +369,9 @@ class _ProgressForwarder:
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
         self.has_streamed = False
-        self.forward = None if on_progress is None else self._tell
+        self.forward = None if on_progress is None else self._forward
 
-    def _tell(self, parts: tuple[SampledPart, ...]) -> None:
+    def _forward(self, parts: tuple[SampledPart, ...]) -> None:
         assert self._on_progress is not None
         self.has_streamed = True
         self._on_progress(parts)

@@ -517,5 +517,5 @@ def test_result_that_is_not_ready_is_waited_for(make_training) -> None:
     try:
         future.result(0.0)
     except (FutureTimeout, TimeoutError):
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
     assert loss_of(future.result(60)) > 0

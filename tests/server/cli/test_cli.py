@@ -28,7 +28,7 @@ from trainhouse.server.serving.server_process import FORCED_STATUS
 from ...letters import save_letter_tokenizer
 from ...live import LiveServer, live_server
 
-SOON_SECONDS = 15
+SOON_SECONDS = 30
 
 
 def trainhouse(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

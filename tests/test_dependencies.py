@@ -50,8 +50,13 @@ USED_BY = {
 }
 
 
-def imports(package: str) -> Iterator[tuple[str, str]]:
-    """Yields files with the third-party top-level modules that they import."""
+@cache
+def imports(package: str) -> list[tuple[str, str]]:
+    """Returns files with the third-party top-level modules that they import."""
+    return list(_imports(package))
+
+
+def _imports(package: str) -> Iterator[tuple[str, str]]:
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

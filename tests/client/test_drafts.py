@@ -88,28 +88,45 @@ def test_a_draft_is_created_and_described_with_the_resolved_defaults(service: Se
     assert draft_metric(draft, "target_seed") == 3
     run = service.create_rest_client().get_training_run(draft.model_id).result(60)
     assert (run.is_lora, run.lora_rank, run.model_role, run.user_metadata) == (False, None, "draft", {"for": "a test"})
+
+
+def test_a_draft_created_without_options_has_the_defaults(service: ServiceClient) -> None:
     left_open = service.create_draft_client_async(MODEL, "eagle3").result(60).get_info()
     assert left_open.draft is not None and left_open.target_path is None
     assert RESOLVED.items() <= left_open.draft.model_dump().items() and left_open.draft.seed is not None
 
 
-def test_a_draft_can_be_retargeted_saved_and_resumed(service: ServiceClient) -> None:
-    draft, path = service.create_draft_client(MODEL, "eagle3", draft_vocab_size=3), saved_policy(service, 4)
+def test_a_vocabulary_is_counted_from_sequences_or_given_counts(service: ServiceClient) -> None:
+    draft = service.create_draft_client(MODEL, "eagle3", draft_vocab_size=3)
     counted = draft.build_vocab_map([[9, 9, 7], [4, 8]], [[1, 1, 1], [0, 1]]).result(60)
     assert (counted.num_tokens, counted.covered, counted.size, len(counted.hash)) == (4, 1.0, 3, 16)
     assert draft.build_vocab_map(counts={9: 2, 7: 1, 8: 1}).result(60) == counted
     as_arrays = [np.array([9, 9, 7]), np.array([4, 8])], [np.ones(3), np.array([0, 1])]
     assert draft.build_vocab_map(*as_arrays).result(60) == counted
-    assert draft.set_target(path).result(60).target_path == path
-    assert (draft_metric(draft, "target_seed"), draft_metric(draft, "first_token")) == (4, 7)
+    assert draft_metric(draft, "first_token") == 7
+
+
+def test_losses_of_a_draft_have_options(service: ServiceClient) -> None:
+    draft = service.create_draft_client(MODEL, "eagle3")
     assert draft_metric(draft, "objective_letters", objective="lk_lambda", ttt_length=7) == 9
+
+
+def test_a_draft_can_be_retargeted(service: ServiceClient) -> None:
+    draft, path = service.create_draft_client(MODEL, "eagle3"), saved_policy(service, 4)
+    assert draft.set_target(path).result(60).target_path == path
+    assert draft_metric(draft, "target_seed") == 4
+    assert draft.set_target(None).result(60).target_path is None
+    assert draft_metric(draft, "target_seed") == -1
+
+
+def test_a_saved_draft_is_resumed_with_its_target(service: ServiceClient) -> None:
+    path = saved_policy(service, 4)
+    draft = service.create_draft_client(MODEL, "eagle3", target_path=path)
     for saved in (draft.save_state("a"), draft.save_weights_for_sampler("a"), draft.save_weights_external("a")):
         assert saved.result(60).path
     path_of_state = draft.save_state("b").result(60).path
     again = service.create_training_client_from_state_with_optimizer(path_of_state)
     assert (again.get_info().target_path, draft_metric(again, "target_seed")) == (path, 4)
-    assert draft.set_target(None).result(60).target_path is None
-    assert draft_metric(draft, "target_seed") == -1
     assert draft.load_state_with_optimizer(path_of_state).result(60).path == path_of_state
 
 

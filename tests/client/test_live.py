@@ -219,23 +219,33 @@ def test_the_tokenizer_is_fetched_from_the_server(client: TrainingClient) -> Non
     assert tokenizer.eos_token_id == 2
 
 
-def test_runs_and_checkpoints_can_be_listed_changed_and_deleted(
-    service: ServiceClient, client: TrainingClient, tmp_path: Path
-) -> None:
+def test_runs_and_sessions_are_listed(service: ServiceClient, client: TrainingClient) -> None:
     rest = service.create_rest_client()
-    path = client.save_state("kept").result(60).path
     run = rest.get_training_run(client.model_id).result(60)
     assert (run.base_model, run.lora_rank) == (MODEL, 4)
     assert client.model_id in [one.training_run_id for one in rest.list_training_runs().result(60).training_runs]
     session = rest.get_session(client.model_id.partition(":")[0]).result(60)
     assert client.model_id in session.training_run_ids
     assert client.model_id.partition(":")[0] in rest.list_sessions(1000).result(60).sessions
+
+
+def test_checkpoints_can_expire_and_be_published(service: ServiceClient, client: TrainingClient) -> None:
+    rest = service.create_rest_client()
+    path = client.save_state("kept").result(60).path
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(60)
     rest.publish_checkpoint_from_tinker_path(path).result(60)
     (listed,) = rest.list_checkpoints(client.model_id).result(60).checkpoints
     assert (listed.tinker_path, listed.public, listed.expires_at is not None) == (path, True, True)
     rest.unpublish_checkpoint_from_tinker_path(path).result(60)
-    assert rest.get_weights_info_by_tinker_path(path).result(60).lora_rank == 4
+    (listed,) = rest.list_checkpoints(client.model_id).result(60).checkpoints
+    assert not listed.public
+
+
+def test_checkpoints_can_be_downloaded_copied_and_deleted(
+    service: ServiceClient, client: TrainingClient, tmp_path: Path
+) -> None:
+    rest = service.create_rest_client()
+    path = client.save_state("kept").result(60).path
     export = client.save_weights_external("export").result(60).path
     names = {one.name for one in rest.download_checkpoint(export, tmp_path / "export").result(60)}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names

@@ -36,7 +36,12 @@ async def upload(
     return await server.clients[key].post("import_weights", content=body, params=params, headers=headers)
 
 
-async def test_an_imported_adapter_is_listed_loaded_trained_on_and_sampled(server: Server) -> None:
+async def imported(server: Server) -> str:
+    """Imports an adapter; returns its path."""
+    return (await upload(server)).json()["tinker_path"]
+
+
+async def test_an_imported_adapter_is_listed_with_its_configuration(server: Server) -> None:
     answer = (await upload(server, name="mine")).json()
     path = answer["tinker_path"]
     assert path.endswith("/weights/mine") and answer["base_model"] == MODEL
@@ -46,7 +51,9 @@ async def test_an_imported_adapter_is_listed_loaded_trained_on_and_sampled(serve
     assert (await server.post("weights_info", {"tinker_path": path}))["lora_rank"] == 4
     assert path in (await server.clients[ALICE].get("checkpoints")).text
 
-    session_id = await server.create_session()
+
+async def test_a_run_of_an_imported_adapter_has_its_alpha_and_learns(server: Server) -> None:
+    session_id, path = await server.create_session(), await imported(server)
     new = {"session_id": session_id, "model_seq_id": 0, "path": path, "optimizer": False}
     created = await server.result((await server.post("load_weights", new))["request_id"])
     model = {"model_id": created["model_id"]}
@@ -61,13 +68,20 @@ async def test_an_imported_adapter_is_listed_loaded_trained_on_and_sampled(serve
         assert "error" not in await server.result((await server.post("optim_step", step))["request_id"])
     assert losses[2] < losses[1] < losses[0]
 
+
+async def test_an_imported_adapter_is_not_loaded_into_a_run_that_it_does_not_fit(server: Server) -> None:
+    path = await imported(server)
     bare = await server.create_run(train_mlp=False, train_unembed=False)
     assert "alpha" in (await bare.do("load_weights", path=path, optimizer=False))["error"], "its alpha is 32"
     assert "has no optimizer state" in (await bare.do("load_weights", path=path, optimizer=True))["error"]
+    assert (await bare.forward_backward(batch(1))).metrics["loss:sum"] > 0, "the run continues"
+
+
+async def test_an_imported_adapter_can_be_sampled(server: Server) -> None:
+    session_id, path = await server.create_session(), await imported(server)
     create = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
     sampler_id = (await server.post("create_sampling_session", create))["sampling_session_id"]
     assert len((await sample(server, sample_body(sampler_id))).sequences[0].tokens) == 4
-    assert (await bare.forward_backward(batch(1))).metrics["loss:sum"] > 0
 
 
 async def test_an_import_is_private_and_idempotent_by_key(server: Server) -> None:

@@ -104,7 +104,7 @@ def test_features_of_any_rank_serve_all_ranks(
                 found = learned(many, replace(offline, data=data))
                 assert close(found, learned(many, replace(online, data=data)))
         assert not close(wanted, [1.001 * each for each in wanted])
-        if case.spec == "fsdp=2":
+        if case.spec == "fsdp=2" and case.draft is None:
             assert num_exchanged(many, offline) == num_exchanged(many, online) - 2, "the two layers are not gathered"
 
 

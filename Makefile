@@ -42,8 +42,8 @@ ifeq ($(origin TRL_PYTHON), file)
 TRL_READY := $(TRL)/.ready
 endif
 
-# What to run after each change: lint, types and the tests that start no process (tests/unit.py finds their files), at
-# the same time.
+# What to run after each change: lint, types, and the tests that start no process and build no model (tests/unit.py
+# finds their files), at the same time.
 check: setup
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint types unit
 

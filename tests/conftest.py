@@ -21,7 +21,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import trainhouse
 
 from .live import EACH_LAYOUT, MANNERS, RUNNING, LiveServer, live_server, save_byte_tokenizer
-from .tiny import tiny_model
 
 if TYPE_CHECKING:  # a machine with a GPU may have no SQLAlchemy
     from .postgres import Databases
@@ -40,6 +39,8 @@ class TinyModels(dict[str, Path]):
         self._root = root
 
     def __missing__(self, kind: str) -> Path:
+        from .tiny import tiny_model
+
         self[kind] = tiny_model(kind, self._root / kind)
         return self[kind]
 
@@ -63,6 +64,8 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture(scope="session", params=EACH_LAYOUT)
 def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Serves "tiny/chat" (a random Llama with a byte-level tokenizer); clients chunk their batches by five datums."""
+    from .tiny import tiny_model
+
     model = tiny_model("llama", tmp_path_factory.mktemp("chat"))
     save_byte_tokenizer(model)
     options = {"sdk_max_chunk_datums": 5} | MANNERS[request.param]

@@ -1,4 +1,4 @@
-"""`make check` runs files that start no process, and only those."""
+"""`make check` runs the files that start no process and build no model."""
 
 import pytest
 
@@ -14,7 +14,8 @@ from .unit import ROOT, unit_test_files
         ("workers/pools/test_pool.py", False),  # starts workers
         ("workers/scheduler/test_roles_apart.py", False),  # by helpers of another test file
         ("server/serving/test_connections.py", False),  # has a fixture that listens
+        ("workers/training/test_policy.py", False),  # builds a model
     ],
 )
-def test_unit_test_files_start_no_process(file: str, is_unit_test: bool) -> None:
+def test_unit_test_files_are_found(file: str, is_unit_test: bool) -> None:
     assert (ROOT / "tests" / file in unit_test_files()) == is_unit_test

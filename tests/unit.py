@@ -1,7 +1,7 @@
-"""Prints the test files of `make check`: those that start no process and no server.
+"""Prints the test files of `make check`: those that start no process and no server, and build no model.
 
-Such a file imports, directly or through other modules of tests, nothing of STARTERS, and uses none of the FIXTURES that
-start something. Files found so need no list and no mark: a test that starts a process belongs into another file.
+Such a file imports, directly or through other modules of tests, nothing of HEAVY, and uses none of the FIXTURES that
+start or build something. So there is no list to maintain and no mark to set.
 """
 
 import ast
@@ -10,27 +10,31 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STARTERS = {
+HEAVY = {
     *("subprocess", "multiprocessing", "ray", "uvicorn", "trainhouse.tests.live", "trainhouse.tests.server.s3"),
     *("trainhouse.workers.dispatch.WorkerDispatch", "trainhouse.workers.engines"),
     *(f"trainhouse.workers.pools.{name}" for name in ("children", "local", "ray", "remote")),
+    *("transformers", "trainhouse.tests.tiny", "trainhouse.workers.models.model", "trainhouse.workers.worker.worker"),
 }
 # Helpers that never start the dispatch that they make.
 HARMLESS = {"trainhouse.tests.server.api"}
-FIXTURES = {"dispatch", "server", "limited", "s3", "postgres", "postgres_url", "shared_server", "vllm_python"}
+FIXTURES = {
+    *("dispatch", "server", "limited", "s3", "postgres", "postgres_url", "shared_server", "vllm_python"),
+    *("tiny_models", "model", "worker"),
+}
 
 
 def unit_test_files() -> Iterator[Path]:
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if not starts_something(path) and not arguments(path) & FIXTURES:
+        if not is_heavy(path) and FIXTURES.isdisjoint(fixtures(path)):
             yield path
 
 
 @cache
-def starts_something(path: Path) -> bool:
+def is_heavy(path: Path) -> bool:
     names = {prefix for name in imports(path) for prefix in prefixes(name)}
     helpers = (module_file(name) for name in names - HARMLESS if name.startswith("trainhouse.tests."))
-    return bool(names & STARTERS) or any(starts_something(each) for each in helpers if each not in (None, path))
+    return bool(names & HEAVY) or any(is_heavy(each) for each in helpers if each not in (None, path))
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -55,14 +59,14 @@ def module_file(name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def arguments(path: Path) -> set[str]:
-    """Returns the names of all parameters of the file's functions; those of tests are fixtures."""
-    functions = (
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
-    return {argument.arg for function in functions for argument in function.args.args}
+def fixtures(path: Path) -> Iterator[str]:
+    """Yields the names of all parameters of the file's functions, and of fixtures that they ask for by name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield from (argument.arg for argument in node.args.args)
+            case ast.Call(func=ast.Attribute(attr="getfixturevalue"), args=[ast.Constant(value=str(name))]):
+                yield name
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from ...schemas.codec import (
     JSON,
@@ -47,19 +47,26 @@ JsonSchema = dict[str, object]
 
 
 @dataclass(frozen=True)
+class BodyLimits:
+    received_bytes: int
+    decompressed_bytes: int
+
+
+UNLIMITED = BodyLimits(1 << 62, 1 << 62)
+
+
+@dataclass(frozen=True)
 class ReceivedBody:
-    """A body as received. too_large: it exceeded the limit, and `body` is only its beginning."""
+    """A body as received.
+
+    too_large: it exceeded the limit, and `body` is only its beginning. limits: those that its decompression must keep.
+    """
 
     body: bytes
     content_type: str = JSON
     content_encoding: str | None = None
     too_large: bool = False
-
-
-@dataclass(frozen=True)
-class BodyLimits:
-    received_bytes: int
-    decompressed_bytes: int
+    limits: BodyLimits = UNLIMITED
 
 
 def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
@@ -140,8 +147,9 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
     Args:
         check: called with the beginning before more is kept; if it raises RequestError, the rest is read and dropped.
     """
-    limit_bytes = limits_of(request).received_bytes
-    most_kept = _PREFIX_BYTES if (declared_size(request) or 0) > limit_bytes else limit_bytes
+    limits = limits_of(request)
+    is_too_large = (declared_size(request) or 0) > limits.received_bytes
+    most_kept = _PREFIX_BYTES if is_too_large else limits.received_bytes
     pieces: list[bytes] = []
     num_kept, too_large = 0, False
     try:
@@ -157,7 +165,18 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
         too_large = True
         pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
     encoding = request.headers.get("content-encoding")
-    return ReceivedBody(b"".join(pieces), content_type(request), encoding, too_large)
+    return ReceivedBody(b"".join(pieces), content_type(request), encoding, too_large, limits)
+
+
+async def receive_json(request: Request, model: type[Model]) -> Model:
+    """Receives and decodes a JSON body. Raises RequestError."""
+    return await decode_body(await receive_body(request), json_decoder(model))
+
+
+def has_body(scope: Scope) -> bool:
+    """True if a body follows the head of the request."""
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 def content_type(request: Request) -> str:
@@ -186,12 +205,13 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
     return beginning
 
 
-async def decode_body(received: ReceivedBody, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:
+async def decode_body(received: ReceivedBody, decode: Callable[[bytes], Decoded]) -> Decoded:
     """Returns the body decompressed and decoded.
 
     Raises:
         RequestError: 413 if it is too large, or the error of decompression or `decode`.
     """
+    limits = received.limits
     if received.too_large:
         refusal = BodyTooLarge(limits.received_bytes)
         raise RequestError(refusal.detail, refusal.status_code)
@@ -200,7 +220,7 @@ async def decode_body(received: ReceivedBody, limits: BodyLimits, decode: Callab
         decode, process_bytes = decode.decode, decode.process_bytes
     if received.content_encoding is None and len(received.body) < LARGE_BYTES:
         return decode(received.body)
-    if await size_of(received, limits) >= process_bytes:
+    if await size_of(received) >= process_bytes:
         return await decode_in_process(decode, received.body, received.content_encoding, limits.decompressed_bytes)
 
     def decompress_and_decode() -> Decoded:
@@ -209,14 +229,14 @@ async def decode_body(received: ReceivedBody, limits: BodyLimits, decode: Callab
     return await asyncio.to_thread(decompress_and_decode)
 
 
-async def size_of(received: ReceivedBody, limits: BodyLimits) -> int:
+async def size_of(received: ReceivedBody) -> int:
     """Returns the decompressed size in bytes without allocating it, or the received size if the body was cut off.
 
     Raises RequestError if the body cannot be decompressed within the limit.
     """
     if received.too_large or received.content_encoding is None:
         return len(received.body)
-    most = limits.decompressed_bytes
+    most = received.limits.decompressed_bytes
     return await asyncio.to_thread(decompressed_size, received.body, received.content_encoding, most)
 
 
@@ -239,7 +259,7 @@ def json_parameter(model: type[BaseModel]) -> Any:
     """Returns a route parameter for the request's body, read and decoded after the gate has admitted the request."""
 
     async def read(request: Request) -> BaseModel:
-        return await decode_body(await receive_body(request), limits_of(request), json_decoder(model))
+        return await receive_json(request, model)
 
     return Depends(read)
 

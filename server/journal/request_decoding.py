@@ -1,4 +1,4 @@
-"""Decodes journaled entries back into operations."""
+"""Decodes requests by their kind: operations as they arrive, and journaled entries."""
 
 import asyncio
 import json
@@ -19,12 +19,11 @@ from ...schemas.errors import RequestError
 from ...schemas.models import CreateModelRequest
 from ...schemas.sampling import SampleRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
-from ..http.bodies import BodyLimits, ReceivedBody, decode_body, forward_backward_decoder
+from ..http.bodies import UNLIMITED, ReceivedBody, decode_body, forward_backward_decoder, json_decoder
 from .journal import JournalEntry
 
-Request = (
-    ForwardBackwardRequest
-    | OptimStepRequest
+JsonRequest = (
+    OptimStepRequest
     | SaveWeightsRequest
     | SaveWeightsForSamplerRequest
     | SaveWeightsExternalRequest
@@ -32,9 +31,10 @@ Request = (
     | BuildVocabMapRequest
     | CaptureRequest
 )
+Request = ForwardBackwardRequest | JsonRequest
 """Operations of a live run that are performed as the client sent them."""
 
-_JSON: dict[str, type[BaseModel]] = {
+_OPERATIONS: dict[str, type[JsonRequest]] = {
     "optim_step": OptimStepRequest,
     "save_weights": SaveWeightsRequest,
     "save_weights_for_sampler": SaveWeightsForSamplerRequest,
@@ -42,6 +42,9 @@ _JSON: dict[str, type[BaseModel]] = {
     "set_target": SetTargetRequest,
     "build_vocab_map": BuildVocabMapRequest,
     "capture": CaptureRequest,
+}
+_JSON: dict[str, type[BaseModel]] = {
+    **_OPERATIONS,
     "load_weights": LoadWeightsRequest,
     "create_model": CreateModelRequest,
     "create_model_from_checkpoint": LoadWeightsRequest,
@@ -51,16 +54,22 @@ _JSON: dict[str, type[BaseModel]] = {
 Decoded = Request | LoadWeightsRequest | CreateModelRequest | SampleRequest
 
 
-_ANY_SIZE = BodyLimits(1 << 62, 1 << 62)
-"""No limits: the entry was within the limits in force when it was accepted."""
+def operation_decoder(kind: str, content_type: str) -> Callable[[bytes], Request]:
+    """Returns the decoder of an operation that a client sends, see json_decoder and forward_backward_decoder."""
+    if (model := _OPERATIONS.get(kind)) is not None:
+        return json_decoder(model)
+    return forward_backward_decoder(content_type, forward_only=kind == "forward")
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:
-    """Returns the request as it was accepted. Raises RequestError if this version would not accept it."""
+    """Returns the request as it was accepted, without limits of its size: it was within those in force then.
+
+    Raises RequestError if this version would not accept it.
+    """
     header, decode = entry.header, _decoder(entry.header.kind, entry.header.content_type)
     received = ReceivedBody(entry.body, header.content_type, header.content_encoding)
     try:
-        return await decode_body(received, _ANY_SIZE, decode)
+        return await decode_body(received, decode)
     except RequestError as error:
         if error.status not in (413, 503):
             raise
@@ -69,14 +78,11 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
 
 
 def _decode_here(decode: Callable[[bytes], Decoded], received: ReceivedBody) -> Decoded:
-    return decode(decompress(received.body, received.content_encoding, _ANY_SIZE.decompressed_bytes))
+    return decode(decompress(received.body, received.content_encoding, UNLIMITED.decompressed_bytes))
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
-    if kind in _JSON:
-        return partial(_from_json, _JSON[kind])
-
-    return forward_backward_decoder(content_type, forward_only=kind == "forward")
+    return partial(_from_json, _JSON[kind]) if kind in _JSON else operation_decoder(kind, content_type)
 
 
 def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
@@ -84,7 +90,7 @@ def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
 
     Earlier versions accepted metadata of any size; rebuilding a run does not need it.
     """
-    decode = partial(decode_model, model, most_bytes=_ANY_SIZE.decompressed_bytes)
+    decode = partial(decode_model, model, most_bytes=UNLIMITED.decompressed_bytes)
     try:
         return decode(body)  # pyright: ignore[reportReturnType]
     except RequestError as refusal:

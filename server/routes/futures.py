@@ -11,11 +11,11 @@ from ...schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from ..http.bodies import json_body, json_decoder
+from ..http.bodies import json_body, receive_json
 from ..tenants.auth import TenantDependency
 from .examples import MODEL_ID, SAMPLER_ID
 from .services import ServicesDependency
-from .submission import pending_response, receive_submit, result_response
+from .submission import pending_response, result_response
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
@@ -35,11 +35,11 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     A failed operation answers 200 with `error` and `category`. Results of forward_backward and sample are protobuf if
     `Accept` names application/x-protobuf, else JSON.
     """
-    submit = await receive_submit(request, json_decoder(RetrieveFutureRequest))
+    asked = await receive_json(request, RetrieveFutureRequest)
     seconds = services.config.network.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
-    answered = await result_response(request, services, tenant, submit.content.request_id, seconds)
+    answered = await result_response(request, services, tenant, asked.request_id, seconds)
     # A poll counts as a sign of life, for clients that send no heartbeats; a request id begins with its session's id.
-    services.sessions.touch(submit.content.request_id.partition(":")[0])
+    services.sessions.touch(asked.request_id.partition(":")[0])
     return pending_response(answered) if isinstance(answered, Pending) else answered
 
 
@@ -58,10 +58,10 @@ async def retrieve_futures(
 
     Results are kept until they expire, regardless of `retrieved_request_ids`.
     """
-    submit = await receive_submit(request, json_decoder(RetrieveFuturesRequest))
-    seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
+    asked = await receive_json(request, RetrieveFuturesRequest)
+    seconds = _MULTI_POLL_SECONDS if asked.timeout is None else asked.timeout
     seconds = min(seconds, services.config.network.long_poll_seconds)
-    return await services.sampling.retrieve_completed(tenant, submit.content, seconds)
+    return await services.sampling.retrieve_completed(tenant, asked, seconds)
 
 
 @router.post(
@@ -71,6 +71,6 @@ async def retrieve_futures(
 )
 async def cancel_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
     """Cancels a running sampling request. Operations of a training run are never cancelled, to keep their order."""
-    submit = await receive_submit(request, json_decoder(CancelFutureRequest))
-    await services.futures.require(submit.content.request_id, tenant.id)
-    services.sampling.cancel(submit.content.request_id)
+    asked = await receive_json(request, CancelFutureRequest)
+    await services.futures.require(asked.request_id, tenant.id)
+    services.sampling.cancel(asked.request_id)

@@ -10,12 +10,12 @@ from ...schemas.sampling import (
     SampleRequest,
     SamplerInfo,
 )
-from ..http.bodies import json_body, json_decoder
+from ..http.bodies import json_body, json_decoder, receive_json
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
 from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
 from .services import ServicesDependency
-from .submission import SUBMIT_RESPONSES, receive_submit, receive_unordered, submit_response
+from .submission import SUBMIT_RESPONSES, receive_unordered, submit_response
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
@@ -40,8 +40,8 @@ async def create_sampling_session(
 
     `draft_path` names a draft of the same base model for speculative sampling.
     """
-    submit = await receive_submit(request, json_decoder(CreateSamplingSessionRequest))
-    return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, submit.content))
+    asked = await receive_json(request, CreateSamplingSessionRequest)
+    return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, asked))
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
@@ -64,8 +64,8 @@ async def join_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> JoinSamplingSessionResponse:
     """Returns a number for another client of a sampling session, unique within the session."""
-    submit = await receive_submit(request, json_decoder(JoinSamplingSessionRequest))
-    sampler = await services.samplers.get(tenant, submit.content.sampling_session_id)
+    asked = await receive_json(request, JoinSamplingSessionRequest)
+    sampler = await services.samplers.get(tenant, asked.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=sampler.join())
 
 

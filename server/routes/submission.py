@@ -40,6 +40,7 @@ from ..http.bodies import (
 )
 from ..journal.futures import Result
 from ..journal.request_decoding import Request as AsAsked
+from ..journal.request_decoding import operation_decoder
 from ..operations.drafts import FeatureCapture
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import operation_of
@@ -58,7 +59,6 @@ _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
 """Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
 
-AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
 AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
@@ -76,12 +76,6 @@ class ReceivedRequest(Generic[Decoded]):
     content: Decoded
 
 
-async def receive_submit(request: Request, decode: Callable[[bytes], Decoded]) -> ReceivedRequest[Decoded]:
-    """Receives and decodes a request that has no order and needs no reservation. Raises RequestError."""
-    received = await receive_body(request)
-    return ReceivedRequest(received, await decode_body(received, limits_of(request), decode))
-
-
 async def receive_unordered(
     request: Request, admission: Reservation, decode: Callable[[bytes], Decoded]
 ) -> ReceivedRequest[Decoded]:
@@ -89,8 +83,8 @@ async def receive_unordered(
     if not admission.try_claim(num_bytes := _num_bytes(request)):
         admission.claim(num_bytes, UNORDERED)
     received = await receive_body(request)
-    admission.grow(await size_of(received, limits_of(request)), UNORDERED)
-    return ReceivedRequest(received, await decode_body(received, limits_of(request), decode))
+    admission.grow(await size_of(received), UNORDERED)
+    return ReceivedRequest(received, await decode_body(received, decode))
 
 
 async def receive_operation(
@@ -117,20 +111,17 @@ async def receive_operation(
     check = None if admission.try_claim(num_bytes) else claim
     received = await receive_body(request, check)
     try:
-        if (num_bytes := await size_of(received, limits_of(request))) > admission.num_bytes:
+        if (num_bytes := await size_of(received)) > admission.num_bytes:
             admission.grow(num_bytes, await _queue_position(services, tenant, received.body, received.content_type))
-        return ReceivedRequest(received, await decode_body(received, limits_of(request), decode))
+        return ReceivedRequest(received, await decode_body(received, decode))
     except RequestError as error:
-        if error.status in (429, 503):
-            raise
         await _count_as_refused(services, tenant, kind, received, error)
         raise
 
 
-async def run_operation(
-    request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
-) -> Response:
+async def run_operation(request: Request, services: Services, tenant: Tenant, kind: str) -> Response:
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
+    decode = operation_decoder(kind, content_type(request))
     with Reservation(services.quotas, tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
         operation = operation_of(submit.content)
@@ -143,7 +134,7 @@ async def run_operation(
 async def _reserve_features(
     services: Services,
     tenant: Tenant,
-    submit: ReceivedRequest[AnyOperation],
+    submit: ReceivedRequest[AsAsked],
     operation: FeatureCapture,
     admission: Reservation,
 ) -> None:
@@ -163,8 +154,7 @@ async def _reserve_features(
             logger.warning("run %s captures nothing for %s: %s", run_id, operation.draft_id, error.message)
             operation.has_room = False
             return
-        if error.status not in (429, 503):
-            await _count_as_refused(services, tenant, operation.kind, submit.received, error)
+        await _count_as_refused(services, tenant, operation.kind, submit.received, error)
         raise
 
 
@@ -191,7 +181,7 @@ async def _feature_bytes(services: Services, draft: Run) -> int:
         return (await draft.info()).feature_bytes
     except RequestError:
         record, seconds = draft.record, services.config.features.feature_wait_seconds
-    created = await services.futures.wait(draft.request_id(0), record.tenant_id, seconds)
+    created = await services.futures.wait(record.request_id(0), record.tenant_id, seconds)
     if isinstance(created, Pending):
         message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
         raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)
@@ -229,6 +219,9 @@ async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, 
 async def _count_as_refused(
     services: Services, tenant: Tenant, kind: str, received: ReceivedBody, error: RequestError
 ) -> None:
+    """Uses up the operation's seq_id, unless it is throttled."""
+    if error.status in (429, 503):
+        return
     operation = peek_operation(received.body, received.content_type)
     if operation.model_id is None or not operation.seq_id:
         return

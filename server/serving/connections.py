@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from ..http.bodies import STALLED_SECONDS
+from ..http.bodies import STALLED_SECONDS, has_body
 
 ARRIVAL_SECONDS = 30.0
 BYTES_PER_SECOND = 500
@@ -227,8 +227,7 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        headers = dict(scope["headers"])
-        self._is_arriving = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        self._is_arriving = has_body(scope)
         self._loop = asyncio.get_running_loop()
         self._num_bytes, self._seconds_waited = 0, 0.0
         self._connection: HttpConnection = scope["state"][_CONNECTION]

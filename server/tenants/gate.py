@@ -6,7 +6,7 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config.server_config import ServerConfig
-from ..http.bodies import body_limits, limited
+from ..http.bodies import body_limits, has_body, limited
 from .scopes import LARGE_BODIES, find_route
 
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
@@ -47,12 +47,7 @@ class Gate:
         except tuple(self._error_handlers) as error:
             handlers = (handle for kind, handle in self._error_handlers.items() if isinstance(error, kind))
             refusal = await next(handlers)(request, error)
-            if has_body(request):
+            if has_body(request.scope):
                 refusal.headers["Connection"] = "close"
             return refusal
         return None
-
-
-def has_body(request: Request) -> bool:
-    headers = request.headers
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"

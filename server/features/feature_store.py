@@ -146,8 +146,6 @@ class FeatureStore:
         Args:
             uses: by reference; 0 for passes that read features without consuming a use.
         """
-        if not uses:
-            return
         cache, hold = self._cache(run.tenant_id), FeatureHold(uses)
         for name, count in uses.items():
             reason = self._refusal(cache, name, count)
@@ -184,8 +182,6 @@ class FeatureStore:
         Raises:
             OperationError: the run is no draft, or a reference cannot be used.
         """
-        if all(datum.feature_ref is None for datum in operation.data):
-            return operation
         if run.role != "draft":
             raise OperationError(f"feature_ref is only for draft models, and this is a {run.role}: leave it out")
         hold = self._holds[run.run_id].get(operation.seq_id)

@@ -64,7 +64,7 @@ class Result:
 
     @property
     def is_json(self) -> bool:
-        return self.encoding == "json" or self.is_error
+        return self.encoding in ("json", *_ERRORS)
 
 
 def failure(message: str, category: Category) -> Result:

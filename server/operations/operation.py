@@ -62,10 +62,6 @@ class ReplayEntry:
     is_covered: bool = False
     added_at: float = 0.0
 
-    @property
-    def is_needed(self) -> bool:
-        return not (self.is_answered and self.is_covered)
-
 
 @dataclass(eq=False)
 class Operation(ABC):

@@ -62,7 +62,9 @@ class ForwardBackward(Operation):
         request = replace(self.request, seq_id=self.seq_id)
         if request.loss_fn == STABLE_REINFORCE:
             request = await context.recordings.fill_in(run.tenant_id, request)
-        output = await self._run_pass(context, run, context.features.with_feature_place(run, request))
+        if self.feature_uses:
+            request = context.features.with_feature_place(run, request)
+        output = await self._run_pass(context, run, request)
         arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
         if sum(array.nbytes for array in arrays) < LARGE_BYTES:
             return Result(encode_forward_backward_output(output), "forward_backward")

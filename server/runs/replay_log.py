@@ -115,7 +115,7 @@ class ReplayLog:
 
     def _release_unneeded(self, entries: list[ReplayEntry]) -> None:
         for entry in entries:
-            if not entry.is_needed and entry in self._entries:
+            if entry.is_answered and entry.is_covered and entry in self._entries:
                 del self._entries[entry]
                 assert entry.place is not None
                 self._release(entry.place)

@@ -115,7 +115,7 @@ class Run:
             self._awaits_first_operation = False
             self._services.restore_marker.mark_continued(self.record.run_id)
         queue.check_not_refused(seq_id)
-        return Submitted(self.request_id(seq_id), seq_id)
+        return Submitted(self.record.request_id(seq_id), seq_id)
 
     async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
@@ -170,9 +170,6 @@ class Run:
     def priority_of(self, seq_id: int) -> QueuePosition:
         """Returns the position of an operation that will be submitted with this seq_id."""
         return self._queue.priority_of(seq_id)
-
-    def request_id(self, seq_id: int) -> str:
-        return self.record.request_id(seq_id)
 
     async def settle(self, held_seconds: float) -> None:
         """Takes snapshots until the journal holds nothing of the run that is older than that.
@@ -252,7 +249,8 @@ class Run:
     # Accepting
 
     def _accept(self, seq_id: int, operation: Operation, received: ReceivedBody, admission: Reservation) -> None:
-        self._services.features.hold(self.record, seq_id, operation.feature_uses)
+        if uses := operation.feature_uses:
+            self._services.features.hold(self.record, seq_id, uses)
         operation.admission = admission
         self._add(seq_id, operation, received)
         admission.keep(operation.size(received), operation.num_tokens)
@@ -308,7 +306,8 @@ class Run:
     def _new_future(self, operation: Operation) -> Future:
         entry = operation.entry
         pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_answered, entry)
-        return self._services.futures.create(self.request_id(entry.seq_id), self.record.tenant_id, pending, answered)
+        record = self.record
+        return self._services.futures.create(record.request_id(entry.seq_id), record.tenant_id, pending, answered)
 
     # Executing
 

@@ -23,6 +23,8 @@ class Reservation:
         self._is_claimed = False
         self._is_kept = False
         self._num_bytes_sending = 0
+        # Of the tenant and of all tenants together, from the first claim on; Quotas keeps them as long as one is held.
+        self._usages: tuple[QueueUsage, ...] = ()
         self._release_features: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
@@ -55,6 +57,7 @@ class Reservation:
         if num_bytes >= LARGE_BYTES:
             self._quotas.check_sending(self._tenant_id, num_bytes)
             self._num_bytes_sending += num_bytes
+            self._usages = self._quotas.usage(self._tenant_id), self._quotas.server_usage
             for usage in self._usages:
                 usage.num_bytes_sending += num_bytes
 
@@ -91,15 +94,11 @@ class Reservation:
                 usage.num_bytes_sending -= self._num_bytes_sending
             self._num_bytes_sending = 0
 
-    @property
-    def _usages(self) -> tuple[QueueUsage, QueueUsage]:
-        """Returns the usage of the tenant and of all tenants together."""
-        return self._quotas.usage(self._tenant_id), self._quotas.server_usage
-
     def _claim(self, num_bytes: int) -> None:
         assert not self._is_claimed
         self._is_claimed = True
         self.num_bytes = num_bytes
+        self._usages = self._quotas.usage(self._tenant_id), self._quotas.server_usage
         for usage in self._usages:
             usage.num_operations += 1
             usage.num_bytes += num_bytes

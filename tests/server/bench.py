@@ -143,7 +143,7 @@ class Bench:
 
     async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> RecordPosition:
         """Appends a journal record as an earlier process would have."""
-        header = Header(kind, "alice", RUN_ID, seq_id, self.run.request_id(seq_id))
+        header = Header(kind, "alice", RUN_ID, seq_id, self.run.record.request_id(seq_id))
         return await self.services.journal.append(header, body)
 
     async def restart(self) -> None:
@@ -168,7 +168,7 @@ class Bench:
                 await asyncio.sleep(0.01)
 
     async def result(self, seq_id: int, seconds: float = 10) -> dict:
-        result = await self.futures.wait(self.run.request_id(seq_id), "alice", seconds)
+        result = await self.futures.wait(self.run.record.request_id(seq_id), "alice", seconds)
         assert isinstance(result, Result), result
         return json.loads(result.body)
 

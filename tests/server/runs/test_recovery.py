@@ -220,7 +220,7 @@ async def test_an_operation_waits_until_the_database_is_available_again(
     bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
     bench.operations.may_proceed.set()
     await wait_until(bench, lambda: bench.operations.performed == [0])
-    pending = await bench.futures.wait(bench.run.request_id(0), "alice", 0)
+    pending = await bench.futures.wait(bench.run.record.request_id(0), "alice", 0)
     assert isinstance(pending, Pending) and "database or disk is full" in (pending.queue_state_reason or "")
     await bench.forward_backward(1)
     del bench.operations.failing[0]
@@ -256,7 +256,7 @@ async def test_a_run_that_cannot_be_recovered_leaves_no_futures(make_bench: Make
         async with resumed(bench, found):
             pass
     with pytest.raises(RequestError, match="is unknown"):
-        await bench.futures.wait(bench.run.request_id(1), "alice", 0)
+        await bench.futures.wait(bench.run.record.request_id(1), "alice", 0)
 
 
 async def test_a_run_is_not_rebuilt_from_its_beginning_across_a_hole(make_bench: MakeBench) -> None:

@@ -264,7 +264,9 @@ class WorkerDispatch:
         self, run_id: str, method: str, *arguments: object, creates: str | None = None, drops: str | None = None
     ) -> Any:
         location = self._location(run_id)
-        return await location.group.submit(WorkerCall(run_id, location.tenant_id, method, arguments, creates, drops))
+        return await location.group.submit(
+            WorkerCall(run_id, location.tenant_id, method, arguments, creates=creates, drops=drops)
+        )
 
     async def _write_snapshot(self, run_id: str, directory: Path, contents: SavedContents) -> None:
         location = self._location(run_id)

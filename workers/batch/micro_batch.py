@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, groupby, pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from .validated import Example, ValidatedBatch
 
 # Lanes with fewer tokens lose more to small matrix products than they gain by running in parallel.
 _LEAST_LANE_TOKENS = 128
+
+Values = TypeVar("Values", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ def split_by_datum(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Splits values [n] or [n, K] of a segment by datum; yields its index and its values in the targets' shape."""
     for datum, start, stop in zip(segment.rows, segment.bounds, segment.bounds[1:], strict=False):
-        yield datum, _in_shape_of(operation.rows[datum].targets, values[start:stop])
+        yield datum, in_shape_of(operation.rows[datum].targets, values[start:stop])
 
 
 def _micro_batch(
@@ -270,19 +273,15 @@ def _equal_runs(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
 
 def _tensor(arrays: list[np.ndarray], device: torch.device) -> Tensor:
     """Concatenates arrays [T] and [T, K] to [n], or to [n, largest K] with zeros where one has fewer columns."""
-    return torch.from_numpy(_join(arrays)).to(device, non_blocking=True)
+    if any(array.ndim == 2 for array in arrays):
+        arrays = [array.reshape(len(array), -1) for array in arrays]
+        widest = max(array.shape[1] for array in arrays)
+        arrays = [np.pad(array, ((0, 0), (0, widest - array.shape[1]))) for array in arrays]
+    return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
 
 
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
-    if all(array.ndim == 1 for array in arrays):
-        return np.concatenate(arrays)
-    columns = [array.reshape(len(array), -1) for array in arrays]
-    widest = max(array.shape[1] for array in columns)
-    return np.concatenate([np.pad(array, ((0, 0), (0, widest - array.shape[1]))) for array in columns])
-
-
-def _in_shape_of(targets: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns the part of joined values that belongs to one row with these targets."""
+def in_shape_of(targets: Values, values: Values) -> Values:
+    """Returns the view of joined values, [n] or [n, largest K], that belongs to rows with these targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

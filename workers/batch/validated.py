@@ -95,7 +95,7 @@ def validate_request(
         loss_name=request.loss_fn,
         loss=loss,
         config=config,
-        weight=_loss_weight(request),
+        weight=float(request.loss_weight),
         rows=rows,
         num_tokens=sum(map(_num_counted, counts)),
         denominator=loss.denominator(_joined(counts)),
@@ -121,12 +121,6 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
     if problem := loss.problem(config):
         raise OperationError(f"{request.loss_fn} config {problem}")
     return config
-
-
-def _loss_weight(request: ForwardBackwardRequest) -> float:
-    if not np.isfinite(request.loss_weight):
-        raise OperationError(f"loss_weight is {request.loss_weight}: it must be a finite number")
-    return float(request.loss_weight)
 
 
 def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:

@@ -70,7 +70,12 @@ def planned_bytes(model: WorkerConfig) -> int:
 def available_bytes() -> int | None:
     """Returns how much memory this process may still use, of the machine's or the container's limit; None if
     unknown."""
-    return min(_available(), default=None)
+    limits = list(available_to(Path("/sys/fs/cgroup")))
+    machine = Path("/proc/meminfo")
+    if machine.exists():
+        fields = dict(line.split(":", 1) for line in machine.read_text().splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    return min(limits, default=None)
 
 
 def runs_on_cpu(model: WorkerConfig) -> bool:
@@ -90,14 +95,6 @@ def _num_elements(file: Path) -> int:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
     return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-
-
-def _available() -> Iterator[int]:
-    machine = Path("/proc/meminfo")
-    if machine.exists():
-        fields = dict(line.split(":", 1) for line in machine.read_text().splitlines())
-        yield int(fields["MemAvailable"].split()[0]) * 1024
-    yield from available_to(Path("/sys/fs/cgroup"))
 
 
 def available_to(container: Path) -> Iterator[int]:

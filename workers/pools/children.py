@@ -54,12 +54,13 @@ class ChildrenPool(Pool):
         for rank, message in enumerate(messages):
             self._send(rank, message, expected[rank])
         with self._killed_after(hang_seconds, method):
-            await self._all_or_none(expected, method)
+            if len(expected) > 1:
+                await self._all_or_none(expected, method)
             return [await answer for answer in expected]
 
     async def _all_or_none(self, expected: "list[asyncio.Future[RankAnswer]]", method: str) -> None:
         """Kills the ranks if one failed and others do not answer soon: they may wait forever for it in a collective."""
-        pending = set(expected) if len(expected) > 1 else set()
+        pending = set(expected)
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             error = next((error for answer in done if (error := answer.result().error) is not None), None)

@@ -46,11 +46,6 @@ def encode(value: object) -> list[Buffer]:
     return pieces
 
 
-def frame_size(head: memoryview) -> int:
-    """Returns the size in bytes of the frame that starts with this head."""
-    return _HEAD.unpack_from(head)[0]
-
-
 def decode(frame: memoryview) -> object:
     """Decodes a whole frame; arrays in the value are views of the frame's memory."""
     _, num_pickled, num_buffers = _HEAD.unpack_from(frame)
@@ -132,6 +127,7 @@ class FrameReader:
 
     def _make_room(self) -> None:
         head = self._frame
-        self._frame = np.empty(frame_size(head), np.uint8).data
+        num_bytes, _, _ = _HEAD.unpack_from(head)
+        self._frame = np.empty(num_bytes, np.uint8).data
         self._frame[: _HEAD.size] = head
         self._missing = self._frame[_HEAD.size :]

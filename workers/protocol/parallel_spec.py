@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -68,12 +69,12 @@ class ParallelSpec:
             sizes[axis] = int(size)
         return ParallelSpec(**sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Returns the size of each axis, in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return prod(self.sizes)
 

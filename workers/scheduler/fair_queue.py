@@ -8,6 +8,7 @@ turns.
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .work import PassWork, RunQueue
 
@@ -50,15 +51,15 @@ class PassLimits:
         """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
         return taken + short.tokens <= self._short_tokens
 
-    @property
+    @cached_property
     def half(self) -> float:
         return self.max_tokens / 2
 
-    @property
+    @cached_property
     def quarter(self) -> float:
         return self.max_tokens / _TURNS_PER_PASS
 
-    @property
+    @cached_property
     def _short_tokens(self) -> float:
         return self.max_tokens / _SHORT_PER_PASS
 

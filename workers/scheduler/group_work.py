@@ -97,7 +97,7 @@ class GroupWork:
         self._clear()
         for work in waiting:
             # A drop succeeds: the worker's death dropped everything.
-            is_drop = isinstance(work, WorkItem) and work.dropped_id is not None
+            is_drop = isinstance(work, WorkItem) and work.drops is not None
             work.settle(None if is_drop else error_of(work))
 
     def _accuse(self, in_call: Iterable[AnyWork]) -> str:

@@ -20,9 +20,11 @@ class RankCall(ABC):
 
     kind: the ranks' time is shared between kinds of calls.
     works: the work in the call, including large operations of which more passes will follow.
+    uses_device: false if the call needs nothing on the devices.
     """
 
     kind: ClassVar[str]
+    uses_device = True
 
     def __init__(self, works: Sequence[AnyWork] = ()) -> None:
         self.works = works
@@ -31,11 +33,6 @@ class RankCall(ABC):
     def num_taken(self) -> int:
         """Returns how much of the work is no longer in the queue."""
         return len(self.works)
-
-    @property
-    def uses_device(self) -> bool:
-        """False if the call needs nothing on the devices."""
-        return True
 
     @abstractmethod
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Any]:
@@ -116,10 +113,7 @@ class MethodCall(RankCall):
     def __init__(self, work: WorkerCall) -> None:
         super().__init__([work])
         self._work = work
-
-    @property
-    def uses_device(self) -> bool:
-        return self._work.needs_device
+        self.uses_device = work.needs_device
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Any]:
         method = self._work.method
@@ -163,10 +157,7 @@ class PollSnapshotsCall(RankCall):
     """Asks which snapshots are written."""
 
     kind = "snapshots"
-
-    @property
-    def uses_device(self) -> bool:
-        return False
+    uses_device = False
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Any]:
         return ranks.call("ended_snapshots", hang_seconds=timeouts.for_method("ended_snapshots"))

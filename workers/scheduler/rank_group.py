@@ -129,7 +129,7 @@ class RankGroup:
     async def submit(self, work: WorkItem) -> Any:
         """Returns the work's answer. Work with the same key (a run or adapter) runs in the order of submission."""
         self._check_open()
-        if work.created_id != work.key:
+        if work.creates != work.key:
             self.work.check_available(work.key)
         work.answer = asyncio.get_running_loop().create_future()
         self.work.queue.add(work)

@@ -41,7 +41,8 @@ class Scheduler:
 
     def wanted(self) -> list[str]:
         """Returns the kinds of calls for which there is work."""
-        queue, snapshots = self._work.queue, self._snapshots_due or self._can_begin_snapshot
+        queue = self._work.queue
+        snapshots = self._snapshots_due or (queue.wants_snapshot and self._work.snapshots.has_room)
         wants = (queue.wants_training, queue.wants_call, snapshots, self._work.cohorts.wants_slice)
         return [kind for kind, is_wanted in zip(self._next, wants, strict=True) if is_wanted]
 
@@ -70,10 +71,6 @@ class Scheduler:
     @property
     def _snapshots_due(self) -> bool:
         return self._clock() >= self._work.snapshots.due_at
-
-    @property
-    def _can_begin_snapshot(self) -> bool:
-        return self._work.queue.wants_snapshot and self._work.snapshots.has_room
 
     def _runs_anywhere(self, kind: str) -> bool:
         if kind == "snapshots":

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...schemas.errors import OperationError
-from ...schemas.sampling import SampleResponse
 from ...schemas.training import ForwardBackwardRequest
 from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart, SampleJob, SavedContents
 from ..protocol.timeouts import cost_of
@@ -19,19 +18,39 @@ _ANYWHERE = ("memory", "drop_run", "drop_adapter")
 
 
 @dataclass(eq=False)
-class WorkItem:
-    """Work that waits for the ranks, with the future of its answer, which the group sets.
+class AwaitedWork:
+    """Work with the future of its answer, which the group sets."""
+
+    answer: "asyncio.Future[Any]" = field(init=False)
+
+    def settle(self, answer: object) -> None:
+        """Sets the answer: a result, a Failure, or an OperationError. Does nothing if no caller waits any more."""
+        if self.answer.done():
+            return
+        if isinstance(answer, Failure):
+            self.answer.set_exception(OperationError(answer.message, answer.category))
+        elif isinstance(answer, OperationError):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
+
+
+@dataclass(eq=False)
+class WorkItem(AwaitedWork):
+    """Work that waits for the ranks.
 
     key: the run (or adapter), whose work runs in the order of arrival.
     number: never reused in a group, whose queue sets it.
     tokens: of the data left in a forward or forward_backward, at least 1, because one without tokens is still work.
+    creates, drops: the run or adapter that the ranks hold, or no longer hold, after it.
     """
 
     key: str
     tenant_id: str
-    answer: "asyncio.Future[Any]" = field(init=False)
     number: int = field(init=False, default=0)
     tokens: int = field(init=False, default=0)
+    creates: str | None = field(kw_only=True, default=None)
+    drops: str | None = field(kw_only=True, default=None)
 
     @property
     def has_begun(self) -> bool:
@@ -42,20 +61,6 @@ class WorkItem:
     def suspect_position(self) -> int | None:
         """Returns the seq_id up to which its run is suspect if the ranks die with this work; None if it is not."""
         return None
-
-    @property
-    def created_id(self) -> str | None:
-        """Returns the id of the run or adapter that the ranks hold after it and did not hold before."""
-        return None
-
-    @property
-    def dropped_id(self) -> str | None:
-        """Returns the id of the run or adapter that the ranks no longer hold after it."""
-        return None
-
-    def settle(self, answer: object) -> None:
-        """Sets the answer: a result, a Failure, or an OperationError. Does nothing if no caller waits any more."""
-        settle(self.answer, answer)
 
 
 @dataclass(eq=False)
@@ -89,13 +94,9 @@ class PassWork(WorkItem):
         return self.num_taken == len(self.lengths)
 
     @property
-    def chunk_lengths(self) -> tuple[int, ...]:
-        return self.lengths[self.chunk_start : self.num_taken]
-
-    @property
     def cost(self) -> float:
         """Returns the cost of its chunk in the current pass, as `cost_of`."""
-        return cost_of(self.chunk_lengths, self.request.forward_only)
+        return cost_of(self.lengths[self.chunk_start : self.num_taken], self.request.forward_only)
 
     @property
     def part(self) -> OperationPart:
@@ -136,23 +137,10 @@ class StepWork(WorkItem):
 
 @dataclass(eq=False)
 class WorkerCall(WorkItem):
-    """A call of a worker's method for one run or adapter.
-
-    creates, drops: the id that the ranks hold, or no longer hold, after it.
-    """
+    """A call of a worker's method for one run or adapter."""
 
     method: str
     arguments: tuple[object, ...] = ()
-    creates: str | None = None
-    drops: str | None = None
-
-    @property
-    def created_id(self) -> str | None:
-        return self.creates
-
-    @property
-    def dropped_id(self) -> str | None:
-        return self.drops
 
     @property
     def needs_device(self) -> bool:
@@ -168,8 +156,8 @@ class SnapshotWork(WorkItem):
 
 
 @dataclass(eq=False)
-class SamplingWork:
-    """A sampling job, with the future of its answer, which the group sets.
+class SamplingWork(AwaitedWork):
+    """A sampling job.
 
     num_slices: slices that it has completed.
     """
@@ -177,7 +165,6 @@ class SamplingWork:
     job: SampleJob
     on_progress: OnProgress | None = None
     num_slices: int = 0
-    answer: "asyncio.Future[SampleResponse]" = field(init=False)
 
     @property
     def safe_position(self) -> int:
@@ -186,9 +173,6 @@ class SamplingWork:
         Slices of a retry may do half as much; and the slice in progress and the two short ones after a pause count.
         """
         return 2 * self.num_slices + 3
-
-    def settle(self, answer: object) -> None:
-        settle(self.answer, answer)
 
 
 @dataclass(eq=False)
@@ -214,14 +198,3 @@ class RunQueue:
     def operation(self) -> PassWork:
         assert isinstance(self.head, PassWork)
         return self.head
-
-
-def settle(future: "asyncio.Future[Any]", answer: object) -> None:
-    if future.done():
-        return
-    if isinstance(answer, Failure):
-        future.set_exception(OperationError(answer.message, answer.category))
-    elif isinstance(answer, OperationError):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)

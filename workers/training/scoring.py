@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..batch.micro_batch import Objective, join_outputs
+from ..batch.micro_batch import Objective, in_shape_of, join_outputs
 from ..heads import Head, HeadPass
 from ..heads.head import chunks
 from ..lora import Segment
@@ -94,8 +94,8 @@ def score_with_gradient(
         of_scores = torch.zeros_like(parts[-1])
         for scoring, taken, of_objective in _overlapping(scorings, share.places(own)):
             targets = scoring.objective.targets
-            found = scoring.gradient(_view_like(targets, parts[-1][taken]), of_objective)
-            _view_like(targets, of_scores[taken]).copy_(found)
+            found = scoring.gradient(in_shape_of(targets, parts[-1][taken]), of_objective)
+            in_shape_of(targets, of_scores[taken]).copy_(found)
         head.backward(of_scores, gradient[own])
     if share.is_all:
         return [scoring.output() for scoring in scorings]
@@ -203,7 +203,7 @@ def _overlapping(
 
 
 def _own_rows(objective: Objective, scores: Tensor) -> Tensor:
-    return _view_like(objective.targets, scores[objective.start : objective.stop])
+    return in_shape_of(objective.targets, scores[objective.start : objective.stop])
 
 
 def _evaluated(objective: Objective, scores: Tensor) -> ScoredRows:
@@ -227,10 +227,3 @@ def _concatenate_targets(targets: list[Tensor]) -> Tensor:
     columns = [each.reshape(len(each), -1) for each in targets]
     widest = max(each.shape[1] for each in columns)
     return torch.cat([pad(each, (0, widest - each.shape[1])) for each in columns])
-
-
-def _view_like(targets: Tensor, values: Tensor) -> Tensor:
-    """Returns the view of rows of a `_concatenate_targets` tensor that belongs to these targets."""
-    if values.ndim == 1:
-        return values
-    return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

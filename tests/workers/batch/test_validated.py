@@ -66,7 +66,6 @@ REFUSED = {
         {"loss_fn": "ppo", "config": {"clip_high_threshold": 0.2}},
         ["0.8 exceeds", "0.2", "0.8 and 1.2"],
     ),
-    "infinite loss_weight": ((supervised(4),), {"weight": float("inf")}, ["loss_weight is inf"]),
     "missing advantages": (
         (sampled(4), without(sampled(4), "advantages")),
         {"loss_fn": "ppo"},

@@ -26,9 +26,9 @@ http logs config files store text
 """
 WORKERS = """
 engines/vllm engines/groups engines scheduler pools/ray pools
-worker training sampler sampler/decoding sampler/cache sampler/requests sampler/logits checkpoint registry heads
-drafts/training drafts drafts/algorithms drafts/sequences full lora programs models batch state losses parallel ops
-planner shapes protocol
+worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
+checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models batch
+state losses parallel ops planner shapes protocol
 """
 FOLDERS = [
     "server",

@@ -14,11 +14,8 @@ from ..protocol.calls import Failure, SampleJob, SamplingSlice, SliceResult
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from ..state.vectors import FORWARD_VECTORS
-from .cache.cache import KVCache
-from .cache.draft_caches import DraftCaches
-from .cache.weight_versions import WeightVersions
 from .native_sampler import NativeSampler
-from .requests.lazy_tokenizer import LazyTokenizer
+from .shared_state import SharedState
 
 
 @dataclass
@@ -34,23 +31,6 @@ class PendingChanges:
         work = SamplingSlice(joining, tuple(self.cancel), milliseconds)
         self.join, self.cancel = [], []
         return work
-
-
-@dataclass(frozen=True)
-class SharedState:
-    """The parts that all samplers of a rank share."""
-
-    cache: KVCache
-    draft_caches: DraftCaches
-    namespaces: WeightVersions
-    text: LazyTokenizer
-
-    @classmethod
-    def of(cls, base: BaseModel, models: ModelRegistry, config: WorkerConfig) -> "SharedState":
-        cache = KVCache.of(base, config)
-        return cls(
-            cache, DraftCaches(base, cache.budget), WeightVersions(models), LazyTokenizer(config.model.source, base)
-        )
 
 
 class MultiModelSampler:
@@ -71,7 +51,7 @@ class MultiModelSampler:
         self._base, self._models, self._limits, self._config = base, models, limits, config
         self._mesh = mesh or Mesh()
         self._shared = shared or SharedState.of(base, models, config)
-        self._cache, self._draft_caches = self._shared.cache, self._shared.draft_caches
+        self._cache = self._shared.cache
         # Samplers of cohorts other than the first.
         self._other_cohorts: dict[int, MultiModelSampler] = {}
         self._of_base = self._new_sampler()
@@ -108,7 +88,7 @@ class MultiModelSampler:
     @property
     def has_jobs(self) -> bool:
         """True if the first cohort has jobs."""
-        return self._of_base.has_jobs or bool(self._of_models)
+        return bool(self._of_base.num_jobs or self._of_models)
 
     def _slice(self, work: SamplingSlice) -> SliceResult:
         self._take_in(work)
@@ -134,7 +114,7 @@ class MultiModelSampler:
                 found = self._slice_of(model_id, self._waiting[model_id].take(part))
             result = _joined(result, found)
         for model_id in turns:
-            if model_id is not None and not self._of_models[model_id].has_jobs:
+            if model_id is not None and not self._of_models[model_id].num_jobs:
                 del self._of_models[model_id], self._waiting[model_id]
         others = [model_id for model_id in self._of_models if model_id not in turns]
         num_waiting = sum(self._of_models[each].num_jobs + len(self._waiting[each].join) for each in others)
@@ -203,7 +183,7 @@ class MultiModelSampler:
         if not (self._models.has_full or self._had_turns):
             return [None]
         joining = any(request.adapter_id not in self._of_models for request in work.join)
-        told = self._mesh.all_gather_object((self._of_base.has_jobs or joining, list(self._of_models)))
+        told = self._mesh.all_gather_object((bool(self._of_base.num_jobs) or joining, list(self._of_models)))
         wanted = {model_id for _, of_rank in told for model_id in of_rank}
         self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]
         turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._config.full_slots]
@@ -218,17 +198,7 @@ class MultiModelSampler:
         return self._of_models[model_id]
 
     def _new_sampler(self) -> NativeSampler:
-        return NativeSampler(
-            self._base,
-            self._models,
-            self._limits,
-            self._config,
-            self._mesh,
-            self._cache,
-            self._shared.namespaces,
-            self._shared.text,
-            self._draft_caches,
-        )
+        return NativeSampler(self._base, self._models, self._limits, self._config, self._mesh, self._shared)
 
 
 def _joined(one: SliceResult, other: SliceResult) -> SliceResult:

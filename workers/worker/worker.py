@@ -3,37 +3,26 @@
 All ranks of a base model receive the same calls in the same order.
 """
 
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, LoraConfig
-from ..batch.validated import ModelLimits
-from ..checkpoint import TrainedState, is_snapshot, read_draft, read_new_model, read_saved, save, target_directory
+from ..checkpoint import read_draft, read_new_model
 from ..checkpoint.peft_import import import_adapter
 from ..drafts.draft_model import DraftModel
 from ..drafts.groups import DraftGroups
-from ..drafts.version import version_of_parts
 from ..lora import Adapter, LoraLayers
-from ..models.model import BaseModel, resolve_device, unique_name
+from ..models.model import resolve_device, unique_name
 from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
 from ..ops.allocator import tune_allocator
-from ..ops.memory import available_bytes, reporting_out_of_memory
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
-from ..planner.footprint import gigabytes
-from ..planner.layout_search import micro_batch_tokens
-from ..planner.workload import Workload
 from ..protocol.calls import (
     AdapterWeights,
     Failure,
@@ -48,32 +37,29 @@ from ..protocol.calls import (
     SliceResult,
 )
 from ..protocol.shared_fs import SharedFileProbe
-from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, WorkerConfig
-from ..registry.model_registry import KINDS, ModelRegistry, target_id
+from ..protocol.worker_config import WorkerConfig
+from ..registry.model_registry import KINDS, ModelRegistry
 from ..registry.programs import program_of
 from ..sampler import SAMPLERS
-from ..shapes.model_shape import ModelShape, read_model
-from ..state.optim import all_reduce_gradients, apply_steps, keep_on_first_rank, refuse_window
 from ..state.residency import Residency
-from ..state.trainable import Trainable
-from ..state.vectors import FORWARD_VECTORS, STEP_VECTORS
+from ..state.vectors import FORWARD_VECTORS
 from ..training.pass_runner import PassRunner
+from .agreement import RankAgreement
+from .loading import fitting_micro_batch_tokens, limits_of, load_base, sized_for_device
 from .rank_memory import RankMemory
+from .rank_models import RankModels
+from .run_loader import RunLoader
+from .run_snapshots import RunSnapshots
 from .snapshot_writer import SnapshotWriter
-
-logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-
-# Memory that a loaded model leaves free on a GPU is split in three: KV cache, adapters, passes.
-_MEMORY_SHARES = 3
-_USUAL_RANK = 32
+from .step_runner import StepRunner
+from .transferred_weights import exported_weights, import_weights, overwrite_weights
 
 
 class Worker:
     """Holds the models of runs and samplers, which share one base model or replace its weights by full weights.
 
-    Failures of items are returned; a method for one run raises OperationError.
+    Failures of items are returned; a method for one run raises OperationError. The class is long because pools call
+    each verb by its name on one object; what a verb does is elsewhere.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -117,7 +103,6 @@ class Worker:
         for model_id in self._models:
             self.drop_run(model_id)
         self._snapshots.wait()
-        self._ended_snapshots.clear()
 
     def check_shared(self, landmark: SharedFileProbe) -> str | None:
         """Returns why this rank does not share the landmark's directory; None if it does."""
@@ -126,12 +111,11 @@ class Worker:
     def _load(self, mesh: Mesh) -> None:
         config = self._config
         self._mesh = mesh
-        self._base = _load(config, mesh)
-        self._limits = _limits(self._base, config)
+        self._base = load_base(config, mesh)
+        self._limits = limits_of(self._base, config)
         lora = LoraLayers(self._base, config.max_lora_rank)
-        config = replace(config, micro_batch_tokens=_micro_batch_tokens(config, self._base, mesh))
-        config = _sized_for_device(config, self._base, lora, mesh)
-        self._adapter_slots = config.adapter_slots
+        config = replace(config, micro_batch_tokens=fitting_micro_batch_tokens(config, self._base, mesh))
+        config = sized_for_device(config, self._base, lora, mesh)
         slots = dict.fromkeys(KINDS, config.full_slots) | {Adapter.kind: config.adapter_slots}
         residency = Residency(self._base.device, slots, config.host_adapter_bytes, config.page_directory)
         groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
@@ -141,11 +125,14 @@ class Worker:
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
-        self._snapshots = SnapshotWriter(self._base.device, self._name)
-        # Snapshot -> outcomes of the ranks that have ended it.
-        self._ended_snapshots: dict[int, list[Failure | None]] = {}
+        self._steps = StepRunner(self._models, mesh, config.adapter_slots)
         self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
-        self._memory = RankMemory(self._base, residency, self._sampler, self._on_all, config.page_directory)
+        agreement = self._agreement = RankAgreement(mesh)
+        self._memory = RankMemory(self._base, residency, self._sampler, agreement.on_all, config.page_directory)
+        self._rank_models = RankModels(self._models, self._memory, agreement)
+        writer = SnapshotWriter(self._base.device, self._name)
+        self._loader = RunLoader(self._models, self._rank_models, self._passes, mesh, agreement)
+        self._snapshots = RunSnapshots(self._rank_models, writer, mesh, agreement, self._name)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -170,7 +157,7 @@ class Worker:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
         if spec.is_new and isinstance(spec.training, LoraConfig):
             self._models.lora.check_groups(spec.training)
-        model = self._put(
+        model = self._rank_models.put(
             spec.run_id, partial(self._models.build_initialized, spec.training, program_of(spec.role, spec.training))
         )
         model.base_name = spec.base_name
@@ -198,46 +185,27 @@ class Worker:
         for step in steps:
             if step.refusal_reason is not None:
                 self._passes.forget(step.run_id)
-        chunks = _chunks(steps, self._adapter_slots, self._models.is_exclusive)
-        return tuple(answer for chunk in chunks for answer in self._apply_chunk(chunk))
+        return self._steps.apply(steps)
 
     def clear_gradients(self, run_id: str) -> None:
         self._passes.forget(run_id)
-        with self._resident(run_id, FORWARD_VECTORS) as model:
+        with self._rank_models.resident(run_id, FORWARD_VECTORS) as model:
             model.gradients.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory; pending gradients stay."""
-        with self._resident(run_id, STEP_VECTORS if optimizer else FORWARD_VECTORS) as model:
-            learned = TrainedState.without_gradients(model, self._mesh, optimizer=optimizer)
-            self._on_all(partial(save, learned, Path(directory), base_name=self._name))
+        self._snapshots.save(run_id, Path(directory), optimizer)
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: SavedContents = "all") -> None:
         """Begins to write the run as it is now into an existing empty directory; see `ended_snapshots`.
 
         Contents other than "all" are as of the last optimizer step. Pending gradients stay.
         """
-        with self._resident(run_id, FORWARD_VECTORS if contents == "weights" else STEP_VECTORS) as model:
-            if contents == "all" and model.gradients.window.num_operations:
-                all_reduce_gradients([model], self._mesh)
-            try:
-                learned = _contents(model, contents, self._mesh)
-                self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
-            except Exception:
-                self._snapshots.forget(snapshot_id)
-                raise
-            finally:
-                if contents == "all":
-                    # Keeps the sum over ranks unchanged.
-                    keep_on_first_rank(model, self._mesh)
+        self._snapshots.begin(snapshot_id, run_id, Path(directory), contents)
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Returns the snapshots that have ended on all ranks since the last call: None if the files are written."""
-        for of_rank in self._mesh.all_gather_object(self._snapshots.take_ended()):
-            for snapshot_id, failure in of_rank.items():
-                self._ended_snapshots.setdefault(snapshot_id, []).append(failure)
-        ended = [one for one, of_ranks in self._ended_snapshots.items() if len(of_ranks) == self._mesh.spec.num_ranks]
-        return {one: next((each for each in self._ended_snapshots.pop(one) if each is not None), None) for one in ended}
+        return self._snapshots.take_ended()
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Replaces the run's state by the checkpoint's; pending gradients are those of a snapshot, or none.
@@ -246,63 +214,38 @@ class Worker:
             OperationError: the checkpoint does not fit; the run is unchanged. A run that is not trained takes on a
                 saved model of any shape.
         """
-        self._check_run(run_id)
-        before = self._models.get(run_id)
-        if not (program := before.program).trains:
-            is_copy = not self._models.is_exclusive(run_id)
-            model = self._put(run_id, partial(read_new_model, self._models, Path(directory), program), is_copy)
-            model.base_name = before.base_name
-            self._passes.forget(run_id)
-            return
-        with self._resident(run_id) as model:
-            saved = self._on_all(partial(read_saved, model, Path(directory), optimizer=optimizer))
-            self._passes.forget(run_id)
-            try:
-                self._on_all(reporting_out_of_memory("the checkpoint", "try again")(partial(saved.load_into, model)))
-            except Exception:
-                model.gradients.window.refused = "its checkpoint was loaded only in part: load it again"
-                raise
-            keep_on_first_rank(model, self._mesh)
-        if self._models.is_draft(run_id):
-            if is_snapshot(Path(directory)):
-                self.set_target(run_id, target_directory(Path(directory)))
-            else:
-                self._models.draft(run_id).has_loaded_weights = True
+        self._loader.load(run_id, Path(directory), optimizer)
 
-    def set_target(self, run_id: str, directory: str | Path | None) -> None:
+    def set_target(self, run_id: str, directory: str | None) -> None:
         """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
-        self._check_draft(run_id)
-        target = None if directory is None else self._build_on_all(partial(self._target_of, run_id, Path(directory)))
-        versions = self._mesh.all_gather_object(self._models.version_of(target))
-        self._models.set_target(run_id, target, version_of_parts(versions))
-        self._passes.forget(run_id)
+        self._loader.set_target(run_id, None if directory is None else Path(directory))
 
     def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
         """Sets the tokens that a draft can propose, int64 ascending. Raises OperationError after its training has
         begun.
         """
-        self._check_draft(run_id)
+        self._rank_models.check_draft(run_id)
         self._passes.forget(run_id)
-        with self._resident(run_id, FORWARD_VECTORS):
+        with self._rank_models.resident(run_id, FORWARD_VECTORS):
             self._models.draft(run_id).set_vocabulary(token_ids)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
-        self._check_samples(run_id)
+        self._rank_models.check_samples(run_id)
         if self._config.full_sampling == "inflight" and self._models.is_exclusive(run_id):
             self._models.share(run_id, adapter_id)
             return
-        self._put(adapter_id, partial(self._models.copy_weights, run_id), is_copy=True)
+        self._rank_models.put(adapter_id, partial(self._models.copy_weights, run_id), is_copy=True)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """Loads the weights of a checkpoint for a sampler. A sampler that shares a run's live weights keeps these."""
         if self._models.is_shared(adapter_id):
             return
-        self._put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
+        self._rank_models.put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
     def load_draft(self, draft_id: str, directory: str) -> None:
         """Loads the weights of a draft checkpoint for speculative decoding; `drop_adapter` drops it."""
-        self._put(draft_id, partial(read_draft, self._models, Path(directory)))
+        self._rank_models.put(draft_id, partial(read_draft, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Drops the adapter or draft; ignores unknown ones."""
@@ -313,13 +256,14 @@ class Worker:
 
         Full weights are gathered on the first rank only; the other ranks return None.
         """
-        self._check_samples(run_id)
-        with self._resident(run_id, FORWARD_VECTORS) as model:
-            return self._export(model)
+        self._rank_models.check_samples(run_id)
+        with self._rank_models.resident(run_id, FORWARD_VECTORS) as model:
+            return exported_weights(model, self._mesh)
 
     def read_adapter(self, directory: str) -> AdapterWeights | None:
         """Returns a checkpoint's weights like `export_adapter`, without keeping them."""
-        return self._export(self._build_on_all(partial(read_new_model, self._models, Path(directory))))
+        model = self._rank_models.build(partial(read_new_model, self._models, Path(directory)))
+        return exported_weights(model, self._mesh)
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """Stores exported weights; the same id and shape is overwritten in place, and its samples continue with the new
@@ -329,10 +273,10 @@ class Worker:
         """
         is_full = isinstance(exported.training, FullConfig)
         if is_full and self._models.is_overwritten(adapter_id, exported.training):
-            with self._resident(adapter_id, FORWARD_VECTORS) as model:
-                _overwrite(model, exported)
+            with self._rank_models.resident(adapter_id, FORWARD_VECTORS) as model:
+                overwrite_weights(model, exported)
             return
-        self._put(adapter_id, partial(self._import, exported), is_copy=True)
+        self._rank_models.put(adapter_id, partial(import_weights, self._models, exported), is_copy=True)
 
     def convert_adapter(
         self, source: str, lora: LoraConfig, directory: str, base_name: str | None = None
@@ -349,7 +293,7 @@ class Worker:
         def write() -> None:
             wanted.append(import_adapter(self._models.lora, lora, Path(source), Path(directory), base_name))
 
-        self._by_first(write)
+        self._agreement.on_first(write)
         return wanted[0] if wanted else lora
 
     def sample_slice(self, work: SamplingSlice) -> SliceResult:
@@ -377,189 +321,3 @@ class Worker:
     def device_name(self) -> str:
         """Returns a name of this rank's device that is unique over all machines."""
         return unique_name(self._base.device)
-
-    def _apply_chunk(self, steps: list[OptimizerStep]) -> list[dict[str, float] | Failure]:
-        known = [step for step in steps if step.run_id in self._models]
-        answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))
-        return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
-
-    def _apply_known(self, steps: list[OptimizerStep]) -> list[dict[str, float] | Failure]:
-        with ExitStack() as held:
-            failures = self._mesh.first_values([self._reload(step, held) for step in steps])
-            for step, failure in zip(steps, failures, strict=True):
-                if failure is not None:
-                    refuse_window(self._models.get(step.run_id), step)
-            coming = [step for step, failure in zip(steps, failures, strict=True) if failure is None]
-            models = [self._models.get(step.run_id) for step in coming]
-            applied = iter(apply_steps(models, coming, self._mesh))
-            return [failure or next(applied) for failure in failures]
-
-    def _reload(self, step: OptimizerStep, held: ExitStack) -> Failure | None:
-        try:
-            held.enter_context(self._models.resident([step.run_id]))
-        except OperationError as error:
-            return Failure.of(error)
-
-    def _by_first(self, write: Callable[[], None]) -> None:
-        self._on_all(write if self._mesh.is_first else _nothing)
-
-    def _on_all(self, act: Callable[[], Result]) -> Result:
-        """Runs `act` on this rank; if it fails on one rank, it fails on all.
-
-        No rank continues to wait for one that failed, and none seems to have done what others have not.
-        """
-        done: list[Result] = []
-        trouble: Exception | None = None
-        try:
-            done.append(act())
-        except Exception as error:
-            trouble = error
-        [failure] = self._mesh.first_values([None if trouble is None else Failure.of(trouble)])
-        if trouble is not None:
-            raise trouble
-        if failure is not None:
-            raise failure.error()
-        return done[0]
-
-    def _put(self, model_id: str, make: Callable[[], Trainable], is_copy: bool = False) -> Trainable:
-        """Stores a new model; see ModelRegistry.put. If a rank cannot build it, all keep what they had."""
-
-        def make_with_room() -> Trainable:
-            model = make()
-            self._models.make_room(model_id, model, is_copy)
-            return model
-
-        return self._models.put(model_id, self._build_on_all(make_with_room))
-
-    def _build_on_all(self, make: Callable[[], Trainable]) -> Trainable:
-        """Builds the model on all ranks or on none."""
-        self._memory.ensure_base()
-        remedy = "try again when other runs have ended, or with a lower rank if it is an adapter"
-        return self._on_all(reporting_out_of_memory("the model's weights", remedy)(make))
-
-    def _import(self, exported: AdapterWeights) -> Trainable:
-        model = self._models.build(exported.training)
-        _overwrite(model, exported)
-        return model
-
-    def _export(self, model: Trainable) -> AdapterWeights | None:
-        layout, is_adapter = model.layout, isinstance(model, Adapter)
-        put_together = layout.whole_vector if is_adapter else layout.whole_on_first
-        whole = put_together(model.weights, self._mesh)
-        return None if whole is None else AdapterWeights(model.training, whole.cpu().numpy())
-
-    @contextmanager
-    def _resident(self, run_id: str, wanted: frozenset[str] = STEP_VECTORS) -> Iterator[Trainable]:
-        self._check_run(run_id)
-        with ExitStack() as held:
-            (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id], wanted)))
-            yield model
-
-    def _target_of(self, run_id: str, directory: Path) -> Trainable:
-        target = read_new_model(self._models, directory)
-        self._models.make_room(target_id(run_id), target, is_copy=True)
-        return target
-
-    def _check_draft(self, run_id: str) -> None:
-        self._check_run(run_id)
-        if not self._models.is_draft(run_id):
-            role = self._models.get(run_id).program.role
-            raise OperationError(f"run {run_id} is a {role}: only drafts have a target and their own vocabulary")
-
-    def _check_samples(self, run_id: str) -> None:
-        self._check_run(run_id)
-        program = self._models.get(run_id).program
-        if not program.samples:
-            raise OperationError(f"a {program.role} cannot be sampled: sample from a policy")
-
-    def _check_run(self, run_id: str) -> None:
-        if run_id not in self._models:
-            raise OperationError(_unknown(run_id), "server")
-
-
-def _contents(model: Trainable, contents: SavedContents, mesh: Mesh) -> TrainedState:
-    if contents == "all":
-        return TrainedState.with_window(model, mesh)
-    return TrainedState.without_gradients(model, mesh, optimizer=contents == "state")
-
-
-def _overwrite(model: Trainable, exported: AdapterWeights) -> None:
-    whole = model.layout.unsharded.named_views(torch.from_numpy(exported.weights))
-    model.layout.copy_parts(model.weights, whole)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _unknown(run_id: str) -> str:
-    return f"run {run_id} is not on this worker: create it or load its checkpoint"
-
-
-def _chunks(
-    steps: Sequence[OptimizerStep], most: int, is_alone: Callable[[str], bool]
-) -> Iterator[list[OptimizerStep]]:
-    """Yields chunks in order, none longer than `most` and none with a run twice; runs for which `is_alone` holds go
-    alone.
-    """
-    chunk: dict[str, OptimizerStep] = {}
-    for step in steps:
-        if len(chunk) == most or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
-            yield list(chunk.values())
-            chunk = {}
-        chunk[step.run_id] = step
-    if chunk:
-        yield list(chunk.values())
-
-
-def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
-    source = config.model.source
-    if source.startswith(("/", ".")) and not Path(source).is_dir():
-        raise ValueError(f"{source} is not a directory: give the model's directory or its hub id")
-    try:
-        return BaseModel(config, mesh)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{source} is not readable: {error}") from error
-
-
-def _sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, mesh: Mesh) -> WorkerConfig:
-    """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks."""
-    if base.device.type != "cuda":
-        return replace(config, kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
-    free, _ = torch.cuda.mem_get_info(base.device)
-    share = min(mesh.all_gather_object(free)) // _MEMORY_SHARES
-    slots = min(config.adapter_slots, share // max(lora.bytes_at_rank(_USUAL_RANK), 1))
-    return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
-
-
-def _micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
-    """Returns the configured size or one that fits the rank with the least free memory; the same on all ranks."""
-    shape = read_model(config.model)
-    free = [each for each in mesh.all_gather_object(available_bytes(base.device)) if each is not None]
-    if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
-        return config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-    # Ranks on the CPU share one memory.
-    share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
-    load = Workload.of(
-        config, DEFAULT_MICRO_BATCH_TOKENS, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True
-    )
-    tokens = micro_batch_tokens(shape, config.parallel, load, share)
-    if tokens < DEFAULT_MICRO_BATCH_TOKENS and config.rank == 0:
-        logger.warning(
-            "%s: micro-batches have at most %d tokens instead of %d: no more fit into a third of the %s that a rank has"
-            " free (--micro-batch-tokens, --activations recompute)",
-            *(config.model.name, tokens, DEFAULT_MICRO_BATCH_TOKENS, gigabytes(share)),
-        )
-    return tokens
-
-
-def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
-    longest, wanted = base.num_positions, config.max_context_length
-    if longest is not None and wanted is not None and wanted > longest:
-        raise ValueError(
-            f"max_context_length {wanted} exceeds the {longest} positions of {config.model.name}: lower it"
-        )
-    length = wanted or longest
-    if length is None:
-        raise ValueError(f"the config of {config.model.name} gives no maximum context length: set --max-context-length")
-    return ModelLimits(base.vocab_size, length)

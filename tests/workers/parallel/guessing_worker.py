@@ -10,8 +10,9 @@ from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import SamplingSlice, SliceResult
-from trainhouse.workers.sampler.rank_sync import RankSync, VerifyResult
-from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecoder
+from trainhouse.workers.sampler.decoding.rank_sync import RankSync, VerifyResult
+from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
+from trainhouse.workers.sampler.speculation.verification import DraftTokens
 from trainhouse.workers.state.vectors import FORWARD_VECTORS
 
 from .watched_worker import ERRORS, WatchedWorker
@@ -25,7 +26,7 @@ class GuessingWorker(WatchedWorker):
         self._sampled: dict[str, list[list[int]]] = {}
         self._num_overruled = 0
         self._of_base = self._sampler._of_base
-        self._together = self._of_base._together
+        self._together = self._of_base._ranks
         same, verified = self._together.from_leader, self._together.agree_on_verified
 
         def counted_same(integers: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class GuessingWorker(WatchedWorker):
 
     def sample_slice(self, work: SamplingSlice) -> SliceResult:
         result = super().sample_slice(work)
-        for job_id, answer in self._of_base._finished.items():
+        for job_id, answer in self._of_base._jobs.finished.items():
             if isinstance(answer, SampleResponse):
                 self._sampled[job_id] = [each.tokens.tolist() for each in answer.sequences]
         return result

@@ -13,12 +13,12 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler import native_sampler as native
-from trainhouse.workers.sampler import speculation
+from trainhouse.workers.sampler import draft_verifier
 from trainhouse.workers.sampler.cache.cache import KVCache
-from trainhouse.workers.sampler.rank_sync import VerifyResult
+from trainhouse.workers.sampler.decoding.rank_sync import VerifyResult
 from trainhouse.workers.sampler.scheduler import SequenceScheduler
-from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecoder
+from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
+from trainhouse.workers.sampler.speculation.verification import DraftTokens, verify
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -250,7 +250,7 @@ def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Targe
 
 
 def draft_caches(worker: Worker) -> list[KVCache]:
-    return list(worker._sampler._draft_caches._caches.values())
+    return list(worker._sampler._shared.draft_caches._caches.values())
 
 
 def longer_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJob]:
@@ -449,7 +449,7 @@ def test_an_unused_draft_frees_its_slot(target: Target) -> None:
     first = job("first", prompt, temperature=0.0, max_tokens=100, draft_id="random")
     second = job("second", prompt, temperature=0.0, max_tokens=100, draft_id="small vocabulary", logit_bias={"5": 1.0})
     worker.sample_slice(SamplingSlice((first, second), (), 0))
-    (row,) = worker._sampler._of_base._jobs["first"].sequences
+    (row,) = next(iter(worker._sampler._of_base._jobs)).sequences
     for _ in range(50):
         if row.without_draft:
             break
@@ -464,7 +464,7 @@ def test_tokens_of_a_diverged_draft_are_rejected() -> None:
     target = torch.zeros(3, 8)
     target[:, 0] = 1
     broken = DraftTokens(np.array([5, 6]), torch.full((2, 8), float("nan")))
-    found = speculation.verify(broken, target, torch.arange(8), np.uint64(3), 10)
+    found = verify(broken, target, torch.arange(8), np.uint64(3), 10)
     assert (found.num_accepted, found.token) == (0, 0)
 
 
@@ -528,6 +528,5 @@ def test_a_wrong_acceptance_rule_is_detected(
         without = DraftTokens(guesses.tokens[: right.num_accepted], guesses.probabilities)
         return verify(without, target[: right.num_accepted + 1], vocabulary, *rest)
 
-    verify = speculation.verify
-    monkeypatch.setattr(native, "verify", wrong)
+    monkeypatch.setattr(draft_verifier, "verify", wrong)
     assert p_value(draw(drafting_worker, "unfiltered"), model.exact({})) < LEAST_P_VALUE / 100

@@ -14,7 +14,9 @@ from trainhouse.workers.protocol.calls import RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.sampler.cache import draft_caches
 from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
-from trainhouse.workers.sampler.speculation import DraftTokens, SpeculativeDecoder
+from trainhouse.workers.sampler.speculation.payoff import DraftPayoff
+from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
+from trainhouse.workers.sampler.speculation.verification import DraftTokens
 from trainhouse.workers.worker.worker import Worker
 
 from ..jobs import job
@@ -126,7 +128,7 @@ def test_the_next_turn_of_a_conversation_reuses_the_last(
 ) -> None:
     """The draft's prefix reaches up to the last drafted token, whether drafting paid or not."""
     if pays:
-        monkeypatch.setattr(SpeculativeDecoder, "pays", lambda *_: True)
+        monkeypatch.setattr(DraftPayoff, "pays", lambda *_: True)
     turns, found, prompt = [], [], text(24)
     for turn in range(3):
         turns.append(drafting_job(draft_id, prompt, seed=turn, temperature=0.0, max_tokens=60))
@@ -236,7 +238,7 @@ def test_draft_prefixes_are_counted_evicted_and_dropped_with_the_draft(worker: W
     for number in range(30):
         answer(small, drafting_job(DRAFTS[number % 2], text(60 + number, number), max_tokens=12))
         memory = small.memory()
-        kept = [cache.prefixes.num_bytes for cache in small._sampler._draft_caches._caches.values()]
+        kept = [cache.prefixes.num_bytes for cache in small._sampler._shared.draft_caches._caches.values()]
         assert memory["kv_cache"] <= small._config.kv_cache_bytes and budget.held_bytes() == 0
         assert memory["kv_cache_of_drafts"] == sum(kept) > 0
         on_device = sum(each.nbytes for each in budget.tensors())

@@ -18,7 +18,8 @@ from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training import pass_runner as runner
-from trainhouse.workers.worker.worker import Worker, _sized_for_device
+from trainhouse.workers.worker.loading import sized_for_device
+from trainhouse.workers.worker.worker import Worker
 
 from ..jobs import answers, job
 
@@ -270,8 +271,8 @@ def test_the_cache_and_adapter_slots_are_sized_by_free_memory(
     sized = {}
     for free in (one, 9 * one, 1000 * one):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2 * free))
-        sized[free // one] = _sized_for_device(worker._config, on_gpu, lora, Mesh())
+        sized[free // one] = sized_for_device(worker._config, on_gpu, lora, Mesh())
     assert [config.adapter_slots for config in sized.values()] == [1, 3, 64]
     given = replace(worker._config, kv_cache_bytes=None)
-    assert _sized_for_device(given, on_gpu, lora, Mesh()).kv_cache_bytes == 1000 * one // 3
+    assert sized_for_device(given, on_gpu, lora, Mesh()).kv_cache_bytes == 1000 * one // 3
     assert sized[9].kv_cache_bytes == worker._config.kv_cache_bytes, "a configured size is kept"

@@ -93,6 +93,12 @@ class DraftTokensPart:
     tokens: np.ndarray
     cached: bool = True
 
+    @classmethod
+    def of(cls, row: SequenceState, proposed: np.ndarray, table: SequenceTable) -> "DraftTokensPart":
+        """Returns the part for the proposed tokens, int64, [draft tokens]."""
+        tokens = np.concatenate([[table.newest[row.table_row]], proposed])
+        return cls(row, int(table.length[row.table_row]) - 1, tokens)
+
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)

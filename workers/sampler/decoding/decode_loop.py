@@ -18,29 +18,28 @@ _STEPS = 16
 
 
 class DecodeLoop:
-    """Consecutive decode steps while no sequence joins, leaves or moves. `close` writes the tokens to the table.
+    """Consecutive decode steps while no sequence joins, leaves or moves. `write_back` writes the tokens to the table.
 
     tokens, positions: the input of the next step, int64, [n].
-    most_steps: steps before a sequence reaches its token limit or outgrows its slot.
     """
 
     def __init__(
-        self, decoding: DecodeBatch, drawing: SamplingBatch, table: SequenceTable, device: torch.device
+        self, decoding: DecodeBatch, sampling: SamplingBatch, table: SequenceTable, device: torch.device
     ) -> None:
+        self.sampling = sampling
         self._table, self._device = table, device
-        self._lines = drawing.lines
-        self._stops = drawing.stops
+        self._lines = sampling.lines
         self._steps: Sequence[DecodeStep] = decoding.steps(table)
         self._lengths = table.length[self._lines]
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._noise = torch.empty(0)
-        self.most_steps = decoding.steps_until_end(table)
+        self._most_steps = decoding.steps_until_end(table) if sampling.is_plain else 0
         self.tokens = torch.from_numpy(table.newest[self._lines]).to(device)
         self.positions = torch.from_numpy(self._lengths - 1).to(device)
 
     @property
-    def num_steps(self) -> int:
+    def _num_steps(self) -> int:
         return len(self._tokens)
 
     def packing(self) -> CachedRow:
@@ -48,16 +47,22 @@ class DecodeLoop:
 
     def noise(self) -> Tensor:
         """Returns the noise for the next token, float32 in [0, 1), [n]."""
-        number = self.num_steps % _STEPS
+        number = self._num_steps % _STEPS
         if number == 0:
-            positions = self._lengths[:, None] + self.num_steps + np.arange(_STEPS)
+            positions = self._lengths[:, None] + self._num_steps + np.arange(_STEPS)
             drawn = uniforms(self._table.noise_key[self._lines, None], positions)
             self._noise = torch.from_numpy(np.ascontiguousarray(drawn.T)).to(self._device, torch.float32)
         return self._noise[number]
 
     def accept(self, chosen: ChosenTokens) -> bool:
-        """Takes the tokens if no sequence ends with them. Returns False if they were not taken."""
-        if self._stops is not None and bool((chosen.tokens[:, None] == self._stops).any()):
+        """Takes the tokens if another step may follow. Returns False if they were not taken.
+
+        None may follow if a sequence ends, outgrows its slot or needs more than tokens and log-probabilities.
+        """
+        if self._num_steps >= self._most_steps:
+            return False
+        stops = self.sampling.stops
+        if stops is not None and bool((chosen.tokens[:, None] == stops).any()):
             return False
         if not chosen.are_finite:
             return False

@@ -1,11 +1,14 @@
 """The sequences that sample their next token together, with tensors that are reused while the set stays the same."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..logits.token_choice import SamplingTensors
+from ..logits.noise import uniforms
+from ..logits.token_choice import ChosenTokens, SamplingTensors
 from ..requests.jobs import SequenceState
 from ..requests.sequence_table import SequenceTable
 from .batch import runs_of
@@ -16,9 +19,8 @@ class SamplingBatch:
     """rows: at least one; those of the same adapter are adjacent.
     lines: their rows in the table, int64, [n].
     runs: of their adapters.
-    processors: None if no sequence needs processed logits.
     watched: the indices of the sequences that need a look at each token.
-    most_top: the largest topk_sample_logprobs.
+    is_plain: whether all sequences need only tokens and their log-probabilities.
     stops: stop tokens, padded with -1, int64, [n, k]; None if there are none.
     """
 
@@ -29,13 +31,28 @@ class SamplingBatch:
         self.lines = np.array([row.table_row for row in rows], dtype=np.int64)
         self.runs = runs_of((row.job.adapter_id, 1) for row in rows)
         self.choice = SamplingTensors.of(table.settings(self.lines), vocab_size, device)
-        self.processors = LogitsProcessors(rows, vocab_size, device) if table.is_adjusted[self.lines].any() else None
         self.watched = np.flatnonzero(table.is_watched[self.lines]).tolist()
-        self.most_top = max((rows[number].job.request.topk_sample_logprobs for number in self.watched), default=0)
         stops = table.stops[self.lines]
         self.stops = torch.from_numpy(stops).to(device) if (stops >= 0).any() else None
+        is_adjusted = table.is_adjusted[self.lines].any()
+        self._processors = LogitsProcessors(rows, vocab_size, device) if is_adjusted else None
+        self.is_plain = not (is_adjusted or self.watched)
+        self._table, self._device = table, device
 
-    @property
-    def is_plain(self) -> bool:
-        """True if all sequences need only tokens and their log-probabilities."""
-        return self.processors is None and not self.watched
+    def noise(self) -> Tensor:
+        """Returns the noise for the next token, in [0, 1), [n]."""
+        noise = uniforms(self._table.noise_key[self.lines], self._table.length[self.lines])
+        return torch.from_numpy(noise).to(self._device)
+
+    def processed(self, logits: Tensor) -> Tensor | None:
+        """Returns the logits after the logits processors; None if no sequence has any."""
+        return None if self._processors is None else self._processors.apply(logits, self._table)
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """Holds the next token of each sequence of a sampling batch. logits: the model's, float32, [rows, vocab]."""
+
+    sampling: SamplingBatch
+    logits: Tensor
+    chosen: ChosenTokens

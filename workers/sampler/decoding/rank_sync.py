@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..parallel.mesh import Mesh
-from ..protocol.calls import Failure
-from .logits.token_choice import ChosenTokens
+from ...parallel.mesh import Mesh
+from ...protocol.calls import Failure
+from ..logits.token_choice import ChosenTokens
 
 
 @dataclass(frozen=True)

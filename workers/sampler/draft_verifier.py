@@ -1,0 +1,91 @@
+"""Verifies draft tokens by the logits of the pass that they ran in."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from .decoding.batch import Batch, DraftTokensPart, runs_of
+from .decoding.rank_sync import RankSync, VerifyResult
+from .logits.token_choice import SamplingTensors, probabilities
+from .model_runner import ModelRunner, PassOutput
+from .requests.jobs import NOWHERE, SequenceState
+from .scheduler import SequenceScheduler
+from .speculation.speculative_decoder import SpeculativeDecoder
+from .speculation.verification import DraftTokens, verify
+from .token_recorder import AcceptedTokens, TokenRecorder
+
+
+class DraftVerifier:
+    """Accepts draft tokens, and one token of the model after them."""
+
+    def __init__(
+        self,
+        schedule: SequenceScheduler,
+        speculation: SpeculativeDecoder,
+        runner: ModelRunner,
+        recorder: TokenRecorder,
+        ranks: RankSync,
+    ) -> None:
+        self._schedule, self._speculation, self._ranks = schedule, speculation, ranks
+        self._runner, self._recorder = runner, recorder
+
+    def verify(self, batch: Batch, proposed: Mapping[SequenceState, DraftTokens], output: PassOutput) -> None:
+        """Verifies the draft tokens of the batch and records the accepted ones.
+
+        Sequences whose draft does not pay continue without it.
+        """
+        placed = [(start, part) for start, part in zip(batch.starts(), batch.parts, strict=True)]
+        # Other sequences of this pass may have ended their jobs.
+        placed = [
+            (start, part)
+            for start, part in placed
+            if isinstance(part, DraftTokensPart) and part.row.table_row != NOWHERE
+        ]
+        if not placed:
+            return
+        parts = [part for _, part in placed]
+        rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])
+        logits = self._runner.logits(
+            output.hidden[self._runner.tensor(rows)],
+            runs_of((part.row.job.adapter_id, part.length) for part in parts),
+        )
+        stops = np.cumsum([part.length for part in parts]).tolist()
+        places = [slice(stop - part.length, stop) for stop, part in zip(stops, parts, strict=True)]
+        verified = self._verified(parts, places, proposed, logits)
+        accepted = [
+            self._accept(part, start, logits[here], result, output)
+            for (start, part), here, result in zip(placed, places, verified, strict=True)
+        ]
+        self._recorder.append_accepted(accepted)
+        for row in self._schedule.with_drafts():
+            if row.without_draft:
+                self._schedule.stop_drafting(row)
+
+    def _verified(
+        self,
+        parts: Sequence[DraftTokensPart],
+        places: Sequence[slice],
+        proposed: Mapping[SequenceState, DraftTokens],
+        logits: Tensor,
+    ) -> list[VerifyResult]:
+        """Returns the result of each part, the same on all ranks. places: the part's rows of the logits."""
+        table = self._schedule.table
+        lines = np.repeat([part.row.table_row for part in parts], [part.length for part in parts])
+        choice = SamplingTensors.of(table.settings(lines), logits.shape[-1], logits.device)
+        target = probabilities(logits, choice)
+        own = []
+        for part, here in zip(parts, places, strict=True):
+            key, length = table.noise_key[part.row.table_row], int(table.length[part.row.table_row])
+            vocabulary = self._speculation.vocabulary(part.row)
+            own.append(verify(proposed[part.row], target[here], vocabulary, key, length))
+        return self._ranks.agree_on_verified(own)
+
+    def _accept(
+        self, part: DraftTokensPart, start: int, logits: Tensor, verified: VerifyResult, output: PassOutput
+    ) -> AcceptedTokens:
+        row, num = part.row, verified.num_accepted
+        self._speculation.accept(row, slice(start, start + part.length), output.captured, num)
+        row.draft_stats.add(part.length - 1, num)
+        row.without_draft = not self._speculation.payoff.pays(row, self._schedule.num_sampled)
+        return AcceptedTokens(row, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])

@@ -1,0 +1,28 @@
+"""The parts of a sampler that outlive it, or that several share: caches and the tokenizer."""
+
+from dataclasses import dataclass
+
+from ..models.model import BaseModel
+from ..protocol.worker_config import WorkerConfig
+from ..registry.model_registry import ModelRegistry
+from .cache.cache import KVCache
+from .cache.draft_caches import DraftCaches
+from .cache.weight_versions import WeightVersions
+from .requests.lazy_tokenizer import LazyTokenizer
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """The parts that all samplers of a rank share. The draft caches use the cache's budget."""
+
+    cache: KVCache
+    draft_caches: DraftCaches
+    namespaces: WeightVersions
+    text: LazyTokenizer
+
+    @classmethod
+    def of(cls, base: BaseModel, models: ModelRegistry, config: WorkerConfig) -> "SharedState":
+        cache = KVCache.of(base, config)
+        return cls(
+            cache, DraftCaches(base, cache.budget), WeightVersions(models), LazyTokenizer(config.model.source, base)
+        )

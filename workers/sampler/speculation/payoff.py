@@ -1,0 +1,81 @@
+"""Decides for which sequences drafting pays: by the share of their draft tokens that is accepted, and its cost."""
+
+from weakref import WeakKeyDictionary
+
+from ...drafts.draft_model import DraftModel
+from ...models.model import BaseModel
+from ...registry.model_registry import ModelRegistry
+from ..requests.jobs import AcceptanceStats, SequenceState
+
+# Passes before statistics count; and before the statistics of a draft start over.
+_PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
+# One of this many jobs uses its draft even if that has not paid off lately, since it may by now.
+_JOBS_FOR_A_TRIAL = 8
+_MOST_REMEMBERED = 1000
+
+# Number of tokens at which a pass takes about as long to compute as to read the weights, by device type.
+_TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
+
+
+def may_use_draft(row: SequenceState) -> bool:
+    """True if the sequence's parameters allow a draft, and draft tokens pay off."""
+    return not (row.needs_processors or row.without_draft)
+
+
+def draft_of(row: SequenceState, models: ModelRegistry) -> DraftModel:
+    """Returns the draft that the sequence's request names, which must exist."""
+    draft_id = row.job.request.draft_id
+    assert draft_id is not None
+    return models.draft(draft_id)
+
+
+class DraftPayoff:
+    """Remembers how recent draft tokens of each draft fared."""
+
+    def __init__(self, base: BaseModel, models: ModelRegistry) -> None:
+        self._base, self._models = base, models
+        self._fared: WeakKeyDictionary[DraftModel, dict[int, AcceptanceStats]] = WeakKeyDictionary()
+
+    def pays(self, row: SequenceState, num_sampled: int) -> bool:
+        """True if enough draft tokens are accepted for the cost of verifying them.
+
+        If the client gave the seed, only the sequence's own draft tokens count, as if it were sampled alone. So a seed
+        gives the same tokens regardless of other requests and of the speed of the machine.
+
+        Args:
+            num_sampled: sequences in a pass. The more there are, the less compute is spare.
+        """
+        if not row.job.request.seed_is_drawn:
+            return row.draft_stats.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(row, row.draft_stats, 1)
+        is_seen = row.draft_stats.num_passes >= _PASSES_TO_JUDGE_BY
+        stats = row.draft_stats if is_seen else self.recent_stats(draft_of(row, self._models), row.namespace)
+        return self._seems_to_pay(row, stats, num_sampled)
+
+    def may_pay(self, row: SequenceState, namespace: int, num_sampled: int) -> bool:
+        """Like `pays`, for a sequence that has no draft tokens yet. Always true if nothing else is sampled.
+
+        Args:
+            namespace: of the sampled weights.
+        """
+        if num_sampled == 1 or not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
+            return True
+        return self._seems_to_pay(row, self.recent_stats(draft_of(row, self._models), namespace), num_sampled)
+
+    def _seems_to_pay(self, row: SequenceState, stats: AcceptanceStats, num_sampled: int) -> bool:
+        """Judges by the statistics. True if they have too few passes."""
+        if stats.num_passes < _PASSES_TO_JUDGE_BY:
+            return True
+        draft = draft_of(row, self._models)
+        num = stats.num_draft_tokens / stats.num_passes
+        of_draft = draft.draft_lengths.num_passes(num) * draft.layout.num_weights / self._base.num_parameters
+        to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
+        return stats.acceptance_length >= 1 + of_draft + num * to_check
+
+    def recent_stats(self, draft: DraftModel, namespace: int) -> AcceptanceStats:
+        """Returns the draft's recent statistics, kept per namespace so that tenants learn nothing of each other."""
+        fared = self._fared.setdefault(draft, {})
+        if namespace not in fared or fared[namespace].num_passes >= _PASSES_TO_REMEMBER:
+            if len(fared) > _MOST_REMEMBERED:
+                fared.clear()
+            fared[namespace] = AcceptanceStats()
+        return fared[namespace]

@@ -1,0 +1,54 @@
+"""Accepts or rejects draft tokens by rejection sampling."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..decoding.rank_sync import VerifyResult
+from ..logits.noise import ACCEPT_STREAM, derive_keys, uniforms
+from ..logits.token_choice import invert_cdf
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTokens:
+    """Draft tokens.
+
+    tokens: int64, [k].
+    probabilities: the draft's probability of each token of its vocabulary, float32, [k, V]; None if there are no
+    tokens.
+    """
+
+    tokens: np.ndarray
+    probabilities: Tensor | None
+
+
+def verify(guesses: DraftTokens, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> VerifyResult:
+    """Accepts or rejects draft tokens by rejection sampling.
+
+    Args:
+        target: the target model's probabilities at each draft token and after the last, float32, [k + 1, V].
+        vocabulary: the tokens that the draft can propose, int64.
+        length: of the sequence before the draft tokens.
+    """
+    num = len(guesses.tokens)
+    positions = length + np.arange(num + 1)
+    accept = uniforms(derive_keys(np.array([key]), ACCEPT_STREAM), positions[:num])
+    tokens = torch.from_numpy(guesses.tokens).to(target.device)
+    number = 0
+    if num:
+        assert guesses.probabilities is not None
+        target_version = target[torch.arange(num, device=target.device), tokens]
+        of_draft = guesses.probabilities.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
+        # The negation rejects NaN as well.
+        wrong = np.flatnonzero(~(accept * of_draft.cpu().numpy() < target_version.cpu().numpy()))
+        number = int(wrong[0]) if len(wrong) else num
+    left = target[number]
+    if number < num:
+        assert guesses.probabilities is not None
+        left = left.index_add(0, vocabulary, guesses.probabilities[number].to(left.dtype), alpha=-1).clamp_(min=0)
+        left = left if float(left.sum()) > 0 else target[number]
+    noise = uniforms(np.array([key]), positions[number : number + 1])
+    token = invert_cdf(left[None], torch.from_numpy(noise).to(left)[:, None])
+    return VerifyResult(number, int(token))

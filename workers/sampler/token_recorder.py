@@ -1,0 +1,85 @@
+"""Appends sampled tokens to their sequences, and ends those that are complete."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from .active_jobs import ActiveJobs
+from .decoding.sampling_batch import SampledBatch
+from .logits.token_choice import logprobs_of
+from .requests.jobs import NOWHERE, SequenceState
+from .requests.prompt_scores import top_logprobs
+from .requests.sequence_table import EndReason
+from .scheduler import SequenceScheduler
+
+
+@dataclass(frozen=True)
+class AcceptedTokens:
+    """The next tokens of a sequence after verifying draft tokens.
+
+    tokens: int64, [n].
+    logits: the model's, by which they were sampled, float32, [n, vocab].
+    """
+
+    row: SequenceState
+    tokens: np.ndarray
+    logits: Tensor
+
+
+class TokenRecorder:
+    """Writes tokens to the schedule's table. Sequences that end with them leave the schedule."""
+
+    def __init__(self, schedule: SequenceScheduler, jobs: ActiveJobs) -> None:
+        self._schedule, self._jobs = schedule, jobs
+
+    def append(self, sampled: SampledBatch) -> None:
+        """Appends one token to each sequence of the batch."""
+        batch, tokens = sampled.sampling, sampled.chosen.tokens.cpu().numpy()
+        ends = self._schedule.table.append(batch.lines, tokens, sampled.chosen.logprobs.cpu().numpy())
+        self._watch(batch.rows, batch.watched, sampled.logits, tokens, ends)
+        self._end_all(batch.rows, ends)
+
+    def append_accepted(self, accepted: Sequence[AcceptedTokens]) -> None:
+        """Appends each sequence's tokens one by one until it ends."""
+        table = self._schedule.table
+        for number in range(max(len(each.tokens) for each in accepted)):
+            going = [each for each in accepted if number < len(each.tokens) and each.row.table_row != NOWHERE]
+            if not going:
+                return
+            rows, tokens = [each.row for each in going], np.array([each.tokens[number] for each in going])
+            logits = torch.stack([each.logits[number] for each in going])
+            chosen = torch.from_numpy(tokens).to(logits.device)
+            lines = np.array([row.table_row for row in rows], dtype=np.int64)
+            ends = table.append(lines, tokens, logprobs_of(chosen, logits).cpu().numpy())
+            self._watch(rows, np.flatnonzero(table.is_watched[lines]).tolist(), logits, tokens, ends)
+            self._end_all(rows, ends)
+
+    def _watch(
+        self, rows: Sequence[SequenceState], watched: list[int], logits: Tensor, tokens: np.ndarray, ends: np.ndarray
+    ) -> None:
+        """Handles the sequences that need a look at each token. Sets `ends` if a stop sequence is complete."""
+        with_top = [number for number in watched if rows[number].job.request.topk_sample_logprobs]
+        if with_top:
+            most = max(rows[number].job.request.topk_sample_logprobs for number in with_top)
+            top = top_logprobs(torch.log_softmax(logits[with_top], dim=-1), most)
+            for number, ids, values in zip(with_top, top.token_ids, top.logprobs, strict=True):
+                rows[number].append_top(ids, values)
+        for number in watched:
+            if ends[number] != EndReason.NOT_FINITE and self._stops_after(rows[number], int(tokens[number])):
+                ends[number] = EndReason.STOP
+
+    def _stops_after(self, row: SequenceState, token: int) -> bool:
+        try:
+            return row.stops_after(token, self._schedule.table.count[row.table_row])
+        except OperationError as error:
+            self._jobs.fail(row.job.request.job_id, error.message, error.category)
+            return False
+
+    def _end_all(self, rows: Sequence[SequenceState], ends: np.ndarray) -> None:
+        ended = {rows[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        for row in self._schedule.slots.cache.in_removal_order(ended):
+            self._jobs.end(row, ended[row])

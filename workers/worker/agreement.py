@@ -1,0 +1,42 @@
+"""Runs a step on all ranks, or fails it on all of them."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..parallel.mesh import Mesh
+from ..protocol.calls import Failure
+
+Result = TypeVar("Result")
+
+
+class RankAgreement:
+    """All ranks call a method together.
+
+    No rank continues to wait for one that failed, and none seems to have done what others have not.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def on_all(self, act: Callable[[], Result]) -> Result:
+        """Runs `act` on this rank; if it fails on one rank, it fails on all."""
+        done: list[Result] = []
+        trouble: Exception | None = None
+        try:
+            done.append(act())
+        except Exception as error:
+            trouble = error
+        [failure] = self._mesh.first_values([None if trouble is None else Failure.of(trouble)])
+        if trouble is not None:
+            raise trouble
+        if failure is not None:
+            raise failure.error()
+        return done[0]
+
+    def on_first(self, act: Callable[[], None]) -> None:
+        """Runs `act` on the first rank only; if it fails there, it fails on all."""
+        self.on_all(act if self._mesh.is_first else _nothing)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,78 @@
+"""Loads a rank's base model, and sizes what shares the device with it."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from ..batch.validated import ModelLimits
+from ..lora import LoraLayers
+from ..models.model import BaseModel
+from ..ops.memory import available_bytes
+from ..parallel.mesh import Mesh
+from ..planner.footprint import gigabytes
+from ..planner.layout_search import micro_batch_tokens
+from ..planner.workload import Workload
+from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, WorkerConfig
+from ..shapes.model_shape import ModelShape, read_model
+
+logger = logging.getLogger(__name__)
+
+# Memory that a loaded model leaves free on a GPU is split in three: KV cache, adapters, passes.
+_MEMORY_SHARES = 3
+_USUAL_RANK = 32
+
+
+def load_base(config: WorkerConfig, mesh: Mesh) -> BaseModel:
+    source = config.model.source
+    if source.startswith(("/", ".")) and not Path(source).is_dir():
+        raise ValueError(f"{source} is not a directory: give the model's directory or its hub id")
+    try:
+        return BaseModel(config, mesh)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{source} is not readable: {error}") from error
+
+
+def sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, mesh: Mesh) -> WorkerConfig:
+    """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks."""
+    if base.device.type != "cuda":
+        return replace(config, kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
+    free, _ = torch.cuda.mem_get_info(base.device)
+    share = min(mesh.all_gather_object(free)) // _MEMORY_SHARES
+    slots = min(config.adapter_slots, share // max(lora.bytes_at_rank(_USUAL_RANK), 1))
+    return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
+
+
+def fitting_micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
+    """Returns the configured size or one that fits the rank with the least free memory; the same on all ranks."""
+    shape = read_model(config.model)
+    free = [each for each in mesh.all_gather_object(available_bytes(base.device)) if each is not None]
+    if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
+        return config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+    # Ranks on the CPU share one memory.
+    share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
+    load = Workload.of(
+        config, DEFAULT_MICRO_BATCH_TOKENS, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True
+    )
+    tokens = micro_batch_tokens(shape, config.parallel, load, share)
+    if tokens < DEFAULT_MICRO_BATCH_TOKENS and config.rank == 0:
+        logger.warning(
+            "%s: micro-batches have at most %d tokens instead of %d: no more fit into a third of the %s that a rank has"
+            " free (--micro-batch-tokens, --activations recompute)",
+            *(config.model.name, tokens, DEFAULT_MICRO_BATCH_TOKENS, gigabytes(share)),
+        )
+    return tokens
+
+
+def limits_of(base: BaseModel, config: WorkerConfig) -> ModelLimits:
+    longest, wanted = base.num_positions, config.max_context_length
+    if longest is not None and wanted is not None and wanted > longest:
+        raise ValueError(
+            f"max_context_length {wanted} exceeds the {longest} positions of {config.model.name}: lower it"
+        )
+    length = wanted or longest
+    if length is None:
+        raise ValueError(f"the config of {config.model.name} gives no maximum context length: set --max-context-length")
+    return ModelLimits(base.vocab_size, length)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,8 @@ from ..files.wal import Guard, RecordPosition, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import ResultRecord, Store
 from .journal import Header
+from .kept_bytes import KeptBytes
+from .long_polls import LongPolls
 from .quarantine import STRIKES
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,6 @@ _BYTES_BESIDE_BODY = 2048
 """Approximate memory of a future without its body: lookup entries and the objects that wait for it."""
 _MOST_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
-_SUM_SHARE = 0.02
-"""Maximum share of time that summing up kept results may occupy the database."""
-
-_RECORD_BYTES = 512
-"""Approximate disk space of a kept result without its body: its header, and its row in the store."""
 _LINGER_SECONDS = 0.25
 """Results that arrive within this time of the first one go to the store in the same batch."""
 
@@ -116,11 +113,7 @@ class Future:
 
 
 class Futures:
-    """Holds the futures by request id. Call `open` before anything else; `close` writes what is still unwritten.
-
-    The class is long because a result moves through three places (memory, file, store), each of which must know what
-    the others still lack.
-    """
+    """Holds the futures by request id. Call `open` before anything else; `close` writes what is still unwritten."""
 
     def __init__(
         self,
@@ -141,11 +134,9 @@ class Futures:
         self._appending: set[Future] = set()  # being written to the file
         self._unstored: list[Future] = []  # in the file, in file order, but not in the store yet
         self._has_unstored = asyncio.Event()
-        self._deadlines: set[asyncio.Timeout] = set()
+        self.long_polls, self.kept_bytes = LongPolls(), KeptBytes(store)
         # Held while a large result is encoded or decoded, since each step of that blocks the event loop for a moment.
         self.large_result_lock = asyncio.Lock()
-        self._kept_bytes: Counter[str] = Counter()
-        self._sum_again_at = 0.0
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._writing = RepeatedErrorLog(logger, f"writing results to {directory}")
@@ -153,7 +144,7 @@ class Futures:
 
     async def open(self) -> None:
         await self._store_results_after(await self._store.results.newest())
-        await self._recount_bytes()
+        await self.kept_bytes.recount(self._sizes_not_stored)
         self._writer = asyncio.create_task(self._write_behind())
 
     async def fail_lost(self, headers: Iterable[Header]) -> None:
@@ -207,7 +198,7 @@ class Futures:
             )
             result = failure(words, "user")
         future.result, future.num_bytes, future.resolved_at = result, len(result.body), time.time()
-        self._kept_bytes[future.tenant_id] += future.num_bytes + _RECORD_BYTES
+        self.kept_bytes.add(future.tenant_id, future.num_bytes)
         self._append(future)
 
     def fail(self, future: Future, message: str, category: Category) -> None:
@@ -239,47 +230,11 @@ class Futures:
             return await self._load(request_id, tenant_id, claim)
         if future.tenant_id != tenant_id:
             raise _unknown(request_id)
-        if not await self.long_poll(future.done, seconds):
+        if not await self.long_polls.wait(future.done, seconds):
             return future.pending()
         assert future.result is not None
         claim(future.num_bytes)
         return future.result
-
-    async def long_poll(self, event: asyncio.Event, seconds: float) -> bool:
-        """True if the event was set within `seconds`; a server that stops ends the wait early."""
-        deadline = asyncio.timeout(seconds)
-        try:
-            async with deadline:
-                self._deadlines.add(deadline)
-                await event.wait()
-        except TimeoutError:
-            return False
-        finally:
-            self._deadlines.discard(deadline)
-        return True
-
-    def stop_waiting(self) -> None:
-        """Ends all waits as if they had timed out."""
-        now = asyncio.get_running_loop().time()
-        for deadline in self._deadlines:
-            if not deadline.expired():
-                deadline.reschedule(now)
-
-    def kept_bytes(self, tenant_id: str) -> int:
-        """Returns about how many bytes the tenant's results take on disk."""
-        return self._kept_bytes[tenant_id]
-
-    async def _recount_bytes(self) -> None:
-        """Recounts the bytes kept per tenant: results in the store, and those not stored yet."""
-        began_at = time.monotonic()
-        if began_at < self._sum_again_at:
-            return
-        sums = await self._store.results.sum_by_tenant()
-        kept = Counter({tenant_id: num * _RECORD_BYTES + size for tenant_id, (num, size) in sums.items()})
-        for future in (*self._unstored, *self._appending):
-            kept[future.tenant_id] += future.num_bytes + _RECORD_BYTES
-        self._kept_bytes, now = kept, time.monotonic()
-        self._sum_again_at = now + (now - began_at) / _SUM_SHARE
 
     async def expire(self) -> None:
         """Deletes results that are older than the TTL."""
@@ -288,7 +243,10 @@ class Futures:
         await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
         while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
             self._evict_oldest()
-        await self._recount_bytes()
+        await self.kept_bytes.recount(self._sizes_not_stored)
+
+    def _sizes_not_stored(self) -> list[tuple[str, int]]:
+        return [(future.tenant_id, future.num_bytes) for future in (*self._unstored, *self._appending)]
 
     async def close(self) -> None:
         self._closing.set()

@@ -61,7 +61,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
     A request over a limit is refused with 429 and `Retry-After`. Send it again after that time; clients do so
     automatically.
     """
-    kept_bytes = services.futures.kept_bytes(tenant.id)
+    kept_bytes = services.futures.kept_bytes.of(tenant.id)
     num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
     limits = services.quotas.limits(tenant, num_runs, num_sessions, kept_bytes)
     limits = limits.model_copy(update=services.features.room.limits(tenant.id))

@@ -151,7 +151,7 @@ class SamplingService:
         """Reserves room for the result before the work begins. Raises RequestError 400, 429."""
         check_alternatives(job.request, self._quotas.max_logprobs)
         tenant_id = job.sampler.record.tenant_id
-        self._quotas.check_results(tenant_id, self._futures.kept_bytes(tenant_id), job.result_bytes)
+        self._quotas.check_results(tenant_id, self._futures.kept_bytes.of(tenant_id), job.result_bytes)
         num_bytes = max(len(received.body) + job.result_bytes, job.num_bytes)
         admission.grow(num_bytes, UNORDERED)
         admission.keep(num_bytes, len(job.prompt))
@@ -203,7 +203,7 @@ class SamplingService:
         self._sessions.touch(sampler.record.session_id)
         log = await self._completions.log(sampler.record.sampler_id, request.target.cloned_sampler_id)
         log.acknowledge(request.prev_cursor)
-        await self._futures.long_poll(log.has_unseen, seconds)
+        await self._futures.long_polls.wait(log.has_unseen, seconds)
         return RetrieveFuturesResponse(completions=log.unseen(), cursor=log.cursor)
 
     def cancel(self, request_id: str) -> None:

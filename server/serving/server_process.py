@@ -308,7 +308,7 @@ class _LeasedServer:
                 self._announce(self._greet())
                 await asyncio.shield(keeping)
                 self._switch.target, self._services = self._standby, None
-                app.state.services.futures.stop_waiting()
+                app.state.services.futures.long_polls.stop()
                 app.state.services.sampling.stop_sample_now()
         finally:
             self._services = None
@@ -501,7 +501,7 @@ class _HttpServer(uvicorn.Server):
             await super().shutdown(sockets)
             return
         # uvicorn closes the listeners and idle connections before its first await, so no client polls again.
-        asyncio.get_running_loop().call_soon(services.futures.stop_waiting)
+        asyncio.get_running_loop().call_soon(services.futures.long_polls.stop)
         # uvicorn cuts connections at its timeout; samples are stopped before, so that their clients are answered.
         stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.sampling.stop_sample_now)
         try:

@@ -71,6 +71,9 @@ def resolve_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
 class BaseModel:
     """Holds the frozen base weights, and runs packed rows to hidden states and the unembedding.
 
+    The class is long because it is the same to its callers whether layers run by our own forward or by transformers'
+    modules, and whether they are whole, sharded or quantized.
+
     trunk: everything below the unembedding; `lora` wraps its linear layers. product: multiplies with the frozen
     weights. weights_per_product: weights of a linear layer, on average. experts: by name, those of sparse layers that
     run by our own forward. is_sparse: whether some layers have experts, run by us or by transformers. num_parameters:

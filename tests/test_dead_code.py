@@ -37,7 +37,7 @@ PRODUCT_USED_ELSEWHERE = {
     # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch and tokenizers.
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",
-    "server/store/tables.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",
+    "server/store/database/schema.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",
     "workers/drafts/draft_model.py": "grad_dtype",
     "workers/models/gguf.py": "pre_tokenizer",
     "workers/models/model.py": "grad_dtype sparse",

@@ -23,8 +23,8 @@ from ..files.storage_config import CheckpointStorageConfig
 from ..replication.leases import LIVE_STATE, live_directory
 from ..replication.state_lock import StartError, check_database_exists, check_database_kind, locked_state_directory
 from ..store import Store, open_store
+from ..store.database.schema import checkpoint_copies, checkpoints, results
 from ..store.sqlite import DAMAGE_REMEDY
-from ..store.tables import checkpoint_copies, checkpoints, results
 from .knob_flags import FAILED, Commands, add_place, given
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url

@@ -9,7 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import OperationError
 from ..store import LeaseLost
-from ..store.database_errors import OUTAGE_ERRORS, driver_message
+from ..store.database.database_errors import OUTAGE_ERRORS, driver_message
 
 EXPECTED_ERRORS = (OSError, LeaseLost, *OUTAGE_ERRORS)
 """A full disk, an unreachable database, a lost lease: a traceback would add nothing."""

@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ..files.directories import sync_directory
 from ..files.wal import fence_off_writer
 from ..store import LeaseLost, LeaseRecord, Store
-from ..store.database_errors import driver_message
+from ..store.database.database_errors import driver_message
 
 logger = logging.getLogger(__name__)
 

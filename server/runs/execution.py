@@ -9,7 +9,7 @@ from ..journal.futures import Result
 from ..journal.quarantine import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome
-from ..store.database_errors import OUTAGE_ERRORS
+from ..store.database.database_errors import OUTAGE_ERRORS
 from .rebuilder import Rebuilder
 from .run_services import RunServices
 from .run_state import OperationWindow, RunState

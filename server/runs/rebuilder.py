@@ -11,7 +11,7 @@ from ..journal.quarantine import REBUILD_STRIKE, Strikes
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome, ReplayEntry
 from ..operations.registry import read_operation
-from ..store.database_errors import OUTAGE_ERRORS
+from ..store.database.database_errors import OUTAGE_ERRORS
 from .replay_log import ReplayAction
 from .run_services import RunServices
 from .run_state import RunState

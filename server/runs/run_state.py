@@ -10,7 +10,7 @@ from ..journal.journal import Header
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation
 from ..store import RunRecord
-from ..store.database_errors import OUTAGE_RETRY_SECONDS, driver_message
+from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, driver_message
 from .replay_log import ReplayLog
 
 logger = logging.getLogger(__name__)

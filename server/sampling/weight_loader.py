@@ -8,7 +8,7 @@ from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..journal.quarantine import Strikes
-from ..store.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, driver_message
+from ..store.database.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, driver_message
 from ..tenants.auth import Tenant
 from .ephemeral_weights import EphemeralWeights
 from .sampler import Sampler

@@ -48,7 +48,7 @@ from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
-from ..store.database_errors import OUTAGE_ERRORS, driver_message
+from ..store.database.database_errors import OUTAGE_ERRORS, driver_message
 from ..tenants.auth import Auth
 from ..tenants.gate import Gate
 from ..tenants.quotas import Quotas

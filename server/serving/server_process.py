@@ -46,7 +46,7 @@ from ..replication.state_lock import (
 )
 from ..routes.services import Services
 from ..store import DatabaseUnreachable, LeaseLost, Store, open_store
-from ..store.database_errors import OUTAGE_ERRORS
+from ..store.database.database_errors import OUTAGE_ERRORS
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
 from .app import LiveState, create_app

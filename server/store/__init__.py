@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from .database import PageInfo
-from .database_errors import DatabaseUnreachable, LeaseLost
-from .postgres import PostgresStore
-from .records import (
+from .database.database import PageInfo
+from .database.database_errors import DatabaseUnreachable, LeaseLost
+from .database.records import (
     ApiKeyRecord,
     CheckpointCopyRecord,
     CheckpointKind,
@@ -21,6 +20,7 @@ from .records import (
     TenantRecord,
     string_metadata,
 )
+from .postgres import PostgresStore
 from .sqlite import DATABASE_NAME, SqliteStore
 from .store import Store
 from .store_config import StoreConfig

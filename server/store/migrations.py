@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, inspect, select, text, update
 
-from .tables import format_table, metadata
+from .database.schema import format_table, metadata
 
 MIGRATIONS: Mapping[int, Sequence[str]] = {
     2: (

@@ -13,8 +13,8 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, 
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
-from .database import NUM_READERS, PendingWrite
-from .database_errors import DatabaseUnreachable
+from .database.database import NUM_READERS, PendingWrite
+from .database.database_errors import DatabaseUnreachable
 from .migrations import create_or_migrate
 from .store import Store
 from .store_config import StoreConfig

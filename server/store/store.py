@@ -2,16 +2,16 @@
 
 from sqlalchemy import Engine
 
-from .checkpoint_table import CheckpointTable
-from .copy_table import CopyTable
-from .database import Database
-from .key_table import KeyTable
-from .lease_table import LeaseTable
-from .result_table import ResultTable
-from .run_table import RunTable
-from .sampler_table import SamplerTable
-from .session_table import SessionTable
-from .tenant_table import TenantTable
+from .database.database import Database
+from .tables.checkpoint_table import CheckpointTable
+from .tables.copy_table import CopyTable
+from .tables.key_table import KeyTable
+from .tables.lease_table import LeaseTable
+from .tables.result_table import ResultTable
+from .tables.run_table import RunTable
+from .tables.sampler_table import SamplerTable
+from .tables.session_table import SessionTable
+from .tables.tenant_table import TenantTable
 
 
 class Store(Database):

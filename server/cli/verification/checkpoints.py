@@ -9,7 +9,7 @@ from ...config.knob_values import is_url
 from ...files.manifest import ManifestMismatch, check_directory, read_manifest
 from ...files.object_store import ObjectStoreError
 from ...store import CheckpointCopyRecord
-from ...store.tables import checkpoint_copies, checkpoints
+from ...store.database.schema import checkpoint_copies, checkpoints
 from .problem import Problem, Repair
 from .state import VerifiedState
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete
 
 from ...files.segment import Damage, complete_bytes, scan_segment, truncate_segment
 from ...files.wal import RecordPosition
-from ...store.tables import results
+from ...store.database.schema import results
 from .problem import UNTIL_ITS_END, Problem, Repair
 from .state import VerifiedState
 

@@ -14,7 +14,7 @@ import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Journal
-from trainhouse.server.store.tables import runs
+from trainhouse.server.store.database.schema import runs
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..noting import with_noting_worker

@@ -12,7 +12,7 @@ from trainhouse.server.cli.commands import main
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.serving.server_process import allow_many_connections
 from trainhouse.server.store import DATABASE_NAME, DatabaseUnreachable, StoreConfig, open_store
-from trainhouse.server.store.database_errors import OUTAGE_ERRORS
+from trainhouse.server.store.database.database_errors import OUTAGE_ERRORS
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import server_config

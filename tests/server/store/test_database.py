@@ -12,8 +12,8 @@ from sqlalchemy import Connection, event, insert, make_url, text
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.store import DatabaseUnreachable, PostgresStore, ResultRecord, TenantRecord, open_store
 from trainhouse.server.store import postgres as postgres_module
+from trainhouse.server.store.database.schema import results, tenants
 from trainhouse.server.store.store_config import StoreConfig
-from trainhouse.server.store.tables import results, tenants
 
 from ...postgres import Databases, PostgresServer
 from ..api import session_record

@@ -28,9 +28,9 @@ from trainhouse.server.store import (
     tables,
 )
 from trainhouse.server.store import open_store as open_configured
-from trainhouse.server.store.database import PendingWrite
+from trainhouse.server.store.database.database import PendingWrite
+from trainhouse.server.store.database.schema import format_table
 from trainhouse.server.store.migrations import FORMAT_VERSION, MIGRATIONS, for_dialect
-from trainhouse.server.store.tables import format_table
 
 from ..api import LORA, session_record
 

@@ -15,9 +15,9 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.knob_values import TenantWeight, parse_weights
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
-from trainhouse.server.store.database import Database
-from trainhouse.server.store.key_table import KeyTable
-from trainhouse.server.store.tenant_table import TenantTable
+from trainhouse.server.store.database.database import Database
+from trainhouse.server.store.tables.key_table import KeyTable
+from trainhouse.server.store.tables.tenant_table import TenantTable
 from trainhouse.server.tenants.auth import (
     CACHE_SECONDS,
     Auth,

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 from sqlalchemy import Connection, insert, select, update
 
-from .database import Database
-from .records import LeaseRecord
-from .rows import record_of
-from .tables import leases
+from ..database.database import Database
+from ..database.records import LeaseRecord
+from ..database.rows import record_of
+from ..database.schema import leases
 
 
 class LeaseTable:

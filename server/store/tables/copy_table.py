@@ -5,10 +5,10 @@ from collections.abc import Collection
 from sqlalchemy import Connection, delete, insert, select
 from sqlalchemy.sql import ColumnElement
 
-from .database import Database
-from .records import CheckpointCopyRecord
-from .rows import row_values
-from .tables import checkpoint_copies
+from ..database.database import Database
+from ..database.records import CheckpointCopyRecord
+from ..database.rows import row_values
+from ..database.schema import checkpoint_copies
 
 
 class CopyTable:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import Connection, String, cast, delete, func, insert, select, update
 from sqlalchemy.sql import ColumnElement
 
-from .database import Database
-from .records import SessionEnd, SessionRecord
-from .rows import record_of, row_values
-from .tables import checkpoints, runs, samplers, sessions
+from ..database.database import Database
+from ..database.records import SessionEnd, SessionRecord
+from ..database.rows import record_of, row_values
+from ..database.schema import checkpoints, runs, samplers, sessions
 
 
 class SessionTable:

@@ -4,10 +4,10 @@ import dataclasses
 
 from sqlalchemy import Connection, func, insert, select
 
-from .database import Database
-from .records import ApiKeyRecord, KeyCounts
-from .rows import row_values
-from .tables import api_keys
+from ..database.database import Database
+from ..database.records import ApiKeyRecord, KeyCounts
+from ..database.rows import row_values
+from ..database.schema import api_keys
 
 
 class KeyTable:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from .database import Database
-from .records import ResultRecord
-from .rows import row_values
-from .tables import results
+from ..database.database import Database
+from ..database.records import ResultRecord
+from ..database.rows import row_values
+from ..database.schema import results
 
 _MOST_NAMED = 500
 

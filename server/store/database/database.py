@@ -15,7 +15,7 @@ from sqlalchemy.sql import ColumnElement, Select
 from .database_errors import LeaseLost
 from .records import LeaseRecord
 from .rows import Record, record_of, row_values
-from .tables import leases
+from .schema import leases
 
 T = TypeVar("T")
 

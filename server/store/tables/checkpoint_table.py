@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping
 from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.sql import ColumnElement
 
-from .database import Database, PageInfo
-from .records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
-from .rows import record_of, row_values
+from ..database.database import Database, PageInfo
+from ..database.records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
+from ..database.rows import record_of, row_values
+from ..database.schema import checkpoints, runs, sessions
 from .session_table import same_request
-from .tables import checkpoints, runs, sessions
 
 
 class CheckpointTable:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from ...schemas.models import Role, TrainingConfig
+from ....schemas.models import Role, TrainingConfig
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CopyState = Literal["waiting", "copied", "failed"]

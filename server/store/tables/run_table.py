@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from sqlalchemy import Connection, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
+from ..database.database import Database, PageInfo
+from ..database.records import RunRecord
+from ..database.schema import checkpoints, runs, sessions
 from .checkpoint_table import unexpired
-from .database import Database, PageInfo
-from .records import RunRecord
-from .tables import checkpoints, runs, sessions
 
 
 class RunTable:

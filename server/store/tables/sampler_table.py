@@ -2,9 +2,9 @@
 
 from sqlalchemy import select
 
-from .database import Database
-from .records import SamplerRecord
-from .tables import samplers, sessions
+from ..database.database import Database
+from ..database.records import SamplerRecord
+from ..database.schema import samplers, sessions
 
 
 class SamplerTable:

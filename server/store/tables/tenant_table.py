@@ -2,10 +2,10 @@
 
 from sqlalchemy import Connection, insert, select
 
-from .database import Database
-from .records import TenantRecord
-from .rows import row_values
-from .tables import tenants
+from ..database.database import Database
+from ..database.records import TenantRecord
+from ..database.rows import row_values
+from ..database.schema import tenants
 
 
 class TenantTable:

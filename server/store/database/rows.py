@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from sqlalchemy import Row
 
-from ...schemas.models import TrainingConfig, training_of
+from ....schemas.models import TrainingConfig, training_of
 
 Record = TypeVar("Record")
 

@@ -1,0 +1,1 @@
+"""The tables of the store: one class with the queries of each."""

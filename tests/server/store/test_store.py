@@ -25,11 +25,10 @@ from trainhouse.server.store import (
     StoreConfig,
     TenantRecord,
     string_metadata,
-    tables,
 )
 from trainhouse.server.store import open_store as open_configured
 from trainhouse.server.store.database.database import PendingWrite
-from trainhouse.server.store.database.schema import format_table
+from trainhouse.server.store.database.schema import format_table, tenants
 from trainhouse.server.store.migrations import FORMAT_VERSION, MIGRATIONS, for_dialect
 
 from ..api import LORA, session_record
@@ -529,11 +528,11 @@ async def test_a_commit_on_a_full_disk_fails_all_of_its_writes(tmp_path: Path) -
         for number in range(200):
             names = [f"{number}-{one}" for one in range(50)]
             rows = [{"tenant_id": name * 20, "name": name, "created_at": 0.0} for name in names]
-            connection.execute(insert(tables.tenants), rows)
+            connection.execute(insert(tenants), rows)
 
     def insert_tenant(name: str) -> PendingWrite:
         values = {"tenant_id": name, "name": name, "created_at": 0.0}
-        return PendingWrite(lambda connection: connection.execute(insert(tables.tenants).values(values)) and None)
+        return PendingWrite(lambda connection: connection.execute(insert(tenants).values(values)) and None)
 
     group = [insert_tenant("before"), PendingWrite(fill), insert_tenant("behind")]
     store._commit_and_resolve(group)

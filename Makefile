@@ -52,9 +52,10 @@ unit: setup
 
 # Tests mostly wait, for processes to start above all: so many of their files run side by side. Those for test-full
 # measure, or bring their own load, and have the machine for themselves.
+# In the order of folders, so that the longest files, of acceptance/ and examples/, begin first.
 WORKERS ?= 3
 test: setup
-	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-full: test $(TRL_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest -m full $(ARGS)

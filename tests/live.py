@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 READY_SECONDS = 120
-STOP_SECONDS = 20
+STOP_SECONDS = 60
 # Server options: pool and layout of the ranks of a base model.
 MANNERS: dict[str, dict[str, Any]] = {
     "local": {},

@@ -49,7 +49,7 @@ from .loading import fitting_micro_batch_tokens, limits_of, load_base, sized_for
 from .rank_memory import RankMemory
 from .rank_models import RankModels
 from .run_loader import RunLoader
-from .run_snapshots import RunSnapshots
+from .run_saver import RunSaver
 from .snapshot_writer import SnapshotWriter
 from .step_runner import StepRunner
 from .transferred_weights import exported_weights, import_weights, overwrite_weights
@@ -132,7 +132,7 @@ class Worker:
         self._rank_models = RankModels(self._models, self._memory, agreement)
         writer = SnapshotWriter(self._base.device, self._name)
         self._loader = RunLoader(self._models, self._rank_models, self._passes, mesh, agreement)
-        self._snapshots = RunSnapshots(self._rank_models, writer, mesh, agreement, self._name)
+        self._snapshots = RunSaver(self._rank_models, writer, mesh, agreement, self._name)
 
     def info(self) -> ModelInfo:
         return ModelInfo(

@@ -14,7 +14,7 @@ from .rank_models import RankModels
 from .snapshot_writer import SnapshotWriter
 
 
-class RunSnapshots:
+class RunSaver:
     """Makes the ranks write their parts of a run together; a snapshot has ended when all of them have."""
 
     def __init__(

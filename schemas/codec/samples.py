@@ -84,7 +84,7 @@ def _rows(response: SampleResponse) -> JsonObject:
             "logprobs": tensor_rows(response.prompt_alt_logprobs),
         }
     if response.guesses is not None:
-        answer["guesses"] = _guesses_to_json(response.guesses)
+        answer["guesses"] = {**asdict(response.guesses), "acceptance_length": response.guesses.acceptance_length}
     return {**answer, "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens, "type": "sample"}
 
 
@@ -159,10 +159,6 @@ def _sequence_to_json(sequence: SampledSequence) -> JsonObject:
     if sequence.topk_logprobs is not None:
         answer["topk_logprobs"] = _topk_rows(sequence.topk_logprobs)
     return answer
-
-
-def _guesses_to_json(guesses: GuessCounts) -> JsonObject:
-    return {**asdict(guesses), "acceptance_length": guesses.acceptance_length}
 
 
 def _topk_rows(topk: TopkLogprobs) -> JsonRows:

@@ -165,7 +165,7 @@ class Checkpoints:
         """Like `resolve`, for a caller that may read the checkpoints of the tenants with these ids."""
         record = await self._find(*parse_path(path))
         if record is None or not (record.public or record.tenant_id in readers):
-            raise _not_found_error(path)
+            raise RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
         return record
 
     async def find(self, path: str) -> CheckpointRecord | None:
@@ -377,10 +377,6 @@ class Checkpoints:
 
     def _expiry(self, ttl_seconds: int | None) -> float | None:
         return None if ttl_seconds is None else self._clock() + ttl_seconds
-
-
-def _not_found_error(path: str) -> RequestError:
-    return RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
 
 
 @contextmanager

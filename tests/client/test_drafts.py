@@ -42,7 +42,9 @@ def real_service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPath
     """A client of a server whose workers compute."""
     directory = tmp_path_factory.mktemp("real")
     with (
-        live_server({MODEL: tiny_models["qwen3"]}, directory, tenant_feature_bytes=200_000) as server,
+        live_server(
+            {MODEL: tiny_models["qwen3"]}, directory, tenant_feature_bytes=200_000, sdk_max_chunk_datums=2
+        ) as server,
         ServiceClient(server.url, "tml-draft") as client,
     ):
         yield client
@@ -234,7 +236,6 @@ def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -
     policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
     draft = real_service.create_draft_client(MODEL, "eagle3")
     draft.set_target(policy.save_weights_for_sampler("a").result(60).path)
-    policy._limits = policy._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})
     tokens = [[number, 5, 6, 7] for number in range(5)]
     data = [Datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * 3}) for each in tokens]
     refs = policy.forward_backward(data, "cross_entropy", capture_for=draft).result(60).feature_refs
@@ -259,7 +260,6 @@ def test_a_step_sent_after_a_captured_pass_runs_after_it(real_service: ServiceCl
 
 def test_a_capture_split_into_several_requests_acts_as_one(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "dflash")
-    draft._limits = draft._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})
     data = [Datum([number, 5, 6], {}) for number in range(5)]
     captured = draft.capture(data).result(60)
     assert [each.tokens[0] for each in captured] == [0, 1, 2, 3, 4]

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from sqlalchemy import Connection
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
 from trainhouse.server.files.object_store import _RemoteDirectory
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
@@ -120,16 +121,21 @@ class Steps:
         os.fsync = self._stepping(os.fsync)
         for name in ("put", "write", "copy", "remove"):
             setattr(_RemoteDirectory, name, self._stepping(getattr(_RemoteDirectory, name)))
-        SqliteStore._commit = self._stepping(SqliteStore._commit, behind=True)
+        write = SqliteStore.write
 
-    def _stepping(self, call: Callable[P, T], behind: bool = False) -> Callable[P, T]:
+        async def stepping(store: SqliteStore, statements: Callable[[Connection], T]) -> T:
+            self.step()
+            answer = await write(store, statements)
+            self.step()
+            return answer
+
+        SqliteStore.write = stepping
+
+    def _stepping(self, call: Callable[P, T]) -> Callable[P, T]:
         @wraps(call)
         def stepping(*arguments: P.args, **named: P.kwargs) -> T:
             self.step()
-            answer = call(*arguments, **named)
-            if behind:
-                self.step()
-            return answer
+            return call(*arguments, **named)
 
         return stepping
 

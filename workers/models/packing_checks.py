@@ -71,7 +71,7 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
     _refuse_distance(source, model, distance, "log-probabilities", "by transformers", _remedy(model, longest))
 
 
-class _RecordingPacking:
+class RecordingPacking:
     """A packing that records the keys and values that layers pass to attention.
 
     A cache needs one key and one value of the same shape for each token and layer.
@@ -135,7 +135,7 @@ def _refuse_distance(source: str, model: PreTrainedModel, distance: float, what:
 def _distance(model: PreTrainedModel, logits: Logits) -> float:
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
-    seen = _RecordingPacking(whole.packing)
+    seen = RecordingPacking(whole.packing)
     ours = _centered(logits(whole.tokens, whole.positions, seen))
     seen.check(model.config.num_hidden_layers)
     with _attention_of_transformers(model):

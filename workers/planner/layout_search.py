@@ -70,7 +70,8 @@ def smallest_layout(
     for choices in _by_ranks(shape, load, num_devices):
         fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
         if fitting:
-            return replace(min(fitting, key=lambda choice: _preference(choice.spec)), smaller=best)
+            most_preferred = min(fitting, key=lambda choice: (choice.spec.fsdp, choice.spec.sp, choice.spec.ep))
+            return replace(most_preferred, smaller=best)
         best = min([*choices, *([best] if best else [])], key=_need)
     return None
 
@@ -219,8 +220,3 @@ def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
             rest = num_ranks // tp // ep
             for sp in divisors(rest):
                 yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
-
-
-def _preference(spec: ParallelSpec) -> tuple[int, ...]:
-    """Returns a sort key, lower is better."""
-    return spec.fsdp, spec.sp, spec.ep

@@ -7,8 +7,10 @@ import asyncio
 import errno
 import json
 import resource
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, Forwa
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.features.feature_cache import FeatureFiles
 from trainhouse.server.features.feature_store import FeatureStore
-from trainhouse.server.runs import run as server_run
+from trainhouse.server.serving import app
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunInfo
 
@@ -46,8 +48,25 @@ def config_of(tiny_models: dict[str, Path], state_dir: Path, **options: Any) -> 
     return server_config(tiny_models["qwen3"], state_dir, **({"feature_wait_seconds": 0.2} | options))
 
 
+class Clock:
+    """Seconds since 1970, of which `passed` have passed since a moment ago."""
+
+    passed = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.passed
+
+
 @pytest.fixture
-async def server(config: ServerConfig, dispatch: WorkerDispatch) -> AsyncIterator[Server]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Returns the clock by which features expire."""
+    clock = Clock()
+    monkeypatch.setattr(app, "FeatureStore", partial(FeatureStore, clock=clock))
+    return clock
+
+
+@pytest.fixture
+async def server(config: ServerConfig, dispatch: WorkerDispatch, clock: Clock) -> AsyncIterator[Server]:
     async with running_server(config, dispatch) as running:
         yield running
 
@@ -80,6 +99,20 @@ async def refusal_of(run: Run, data: Sequence[dict[str, Any]], verb: str = "forw
     failed = await train_draft(run, data, verb)
     assert failed["category"] == "user", failed
     return failed["error"]
+
+
+async def hold(run: Run, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Makes the run's later operations wait behind a save of its weights, which waits for the event."""
+    dispatch, may_save = run.server.services.dispatch, asyncio.Event()
+    save_run = dispatch.save_run
+
+    async def saving(*arguments: Any) -> None:
+        await may_save.wait()
+        await save_run(*arguments)
+
+    monkeypatch.setattr(dispatch, "save_run", saving)
+    await run.submit("save_weights", path="held")
+    return may_save
 
 
 async def feature_stats(server: Server) -> dict[str, int]:
@@ -172,11 +205,10 @@ async def test_only_drafts_can_capture_and_use_references(server: Server) -> Non
     await draft.submit("capture", status=400, data=[], seq_id=99)
 
 
-async def test_references_expire(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_references_expire(server: Server, clock: Clock) -> None:
     draft = await create_draft(server)
     soon, later = await capture(draft, some_data(1), ttl_seconds=60), await capture(draft, some_data(2))
-    now = server.services.features._clock()
-    monkeypatch.setattr(server.services.features, "_clock", lambda: now + 61)
+    clock.passed = 61
     assert "cannot be used: it has expired; capture it again" in await refusal_of(draft, soon)
     assert (await feature_stats(server))["num_sequences"] == 6
     await server.services.features.expire()
@@ -186,7 +218,8 @@ async def test_references_expire(server: Server, monkeypatch: pytest.MonkeyPatch
     )
     assert "error" not in await train_draft(draft, later)
     answer = await draft.do("capture", data=some_data(1))
-    assert answer["expires_at"] == pytest.approx(now + 61 + server.services.config.features.feature_ttl_seconds, abs=1)
+    expires_at = clock() + server.services.config.features.feature_ttl_seconds
+    assert answer["expires_at"] == pytest.approx(expires_at, abs=30)
 
 
 async def test_ttl_is_limited_by_the_server_except_for_accepted_captures(
@@ -246,9 +279,7 @@ async def test_a_datum_captured_twice_in_a_batch_has_two_uses(server: Server) ->
     assert (await feature_stats(server))["num_bytes"] == 0
 
 
-async def test_features_of_an_unfinished_step_are_held_despite_release_and_expiry(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_features_of_an_unfinished_step_are_held_despite_release_and_expiry(server: Server, clock: Clock) -> None:
     draft = await create_draft(server)
     one, other, third = [await capture(draft, some_data(seed)) for seed in (1, 2, 3)]
     for data in (one, other):
@@ -256,8 +287,7 @@ async def test_features_of_an_unfinished_step_are_held_despite_release_and_expir
     body = {"model_id": draft.model_id, "feature_refs": [each["feature_ref"] for each in one]}
     assert (await server.post("release_features", body))["num_released"] == 3
     assert (await server.post("release_features", body))["num_released"] == 0
-    now = server.services.features._clock()
-    monkeypatch.setattr(server.services.features, "_clock", lambda: now + 1e6)
+    clock.passed = 1e6
     await server.services.features.expire()
     found = await feature_stats(server)
     assert (found["num_sequences"], found["num_held"], found["num_references"]) == (6, 6, 0)
@@ -283,13 +313,12 @@ async def test_released_features_stay_while_another_reference_exists(server: Ser
 
 @pytest.mark.parametrize("meanwhile", ["released", "expired", "used up"])
 async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
-    server: Server, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+    server: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """Features that no other reference needs are deleted after the answer, unless they were captured again."""
     draft, other = [await create_draft(server) for _ in range(2)]
     data = await capture(draft, some_data(1, 5), uses=1)
     forward_backward, deleted = server.services.dispatch.forward_backward, []
-    now = server.services.features._clock()
 
     async def ending(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         output = await forward_backward(request)
@@ -299,7 +328,7 @@ async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
         if meanwhile == "released":
             await server.post("release_features", {"model_id": draft.model_id})
         elif meanwhile == "expired":
-            monkeypatch.setattr(server.services.features, "_clock", lambda: now + 1e6)
+            clock.passed = 1e6
             await server.services.features.expire()
         else:
             assert "error" not in await train_draft(draft, data) and "error" not in await draft.optim_step()
@@ -436,14 +465,13 @@ async def test_accepted_captures_keep_their_room_after_a_restart(
 ) -> None:
     async with running_server(config, dispatch) as server:
         draft, policy = await create_draft(server), await create_policy(server, 3)
-        with monkeypatch.context() as patch:
-            patch.setattr(server_run.Run, "_may_begin", lambda run, operation: False)
-            of_pass: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
-            accepted = [
-                await draft.submit("capture", data=some_data(1)),
-                await policy.submit("forward", data=with_targets(some_data(2)), **of_pass),
-            ]
-    monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, operation: False)
+        for run in (draft, policy):
+            await hold(run, monkeypatch)
+        of_pass: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+        accepted = [
+            await draft.submit("capture", data=some_data(1)),
+            await policy.submit("forward", data=with_targets(some_data(2)), **of_pass),
+        ]
     async with running_server(config, dispatch) as server:
         limits = (await server.clients[ALICE].get("limits")).json()
         assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * BATCH_BYTES
@@ -482,17 +510,18 @@ async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
 
 
 async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The released features would leave room by then."""
     options = {"tenant_feature_bytes": BATCH_BYTES + 100}
     async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         await capture(draft, some_data(1))
-        server.services.runs._runs[policy.model_id]._may_begin = lambda operation: False
+        await hold(policy, monkeypatch)
         asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
         accepted = await policy.submit("forward_backward", data=with_targets(some_data(2)), **asked)
         await server.post("release_features", {"model_id": draft.model_id})
+    monkeypatch.undo()
     async with serving(dispatch, tiny_models, tmp_path, **options) as server:
         assert (await server.result(accepted["request_id"]))["feature_refs"] == [None] * 3
         assert (await feature_stats(server))["num_references"] == 0 and feature_files(server) == []
@@ -565,14 +594,15 @@ async def test_references_survive_crashes_of_workers_and_servers(
 
 
 async def test_accepted_operations_run_after_a_restart_without_their_features(
-    config: ServerConfig, dispatch: WorkerDispatch
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_server(config, dispatch) as server:
         draft, unharmed = [await create_draft(server) for _ in range(2)]
         data = await capture(draft, some_data(1))
         wanted = await train_draft(unharmed, some_data(1))
-        server.services.runs._runs[draft.model_id]._may_begin = lambda operation: False
+        await hold(draft, monkeypatch)
         accepted = await draft.submit("forward_backward", data=data, **LOSS)
+    monkeypatch.undo()
     for path in (config.store.state_dir / "features").glob("*/*"):
         path.unlink()
     async with running_server(config, dispatch) as server:
@@ -845,7 +875,7 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
             assert f"run {draft.model_id} is not live: its session has ended" in refusal["detail"]
             return
         if ends == "meanwhile":
-            server.services.runs._runs[policy.model_id]._may_begin = lambda operation: False
+            await hold(policy, monkeypatch)
         else:
             forward_backward = dispatch.forward_backward
 
@@ -899,27 +929,25 @@ async def test_a_repeated_pass_does_not_capture_again(config: ServerConfig, disp
 
 
 async def test_a_pass_whose_draft_ended_fails_again_after_a_restart(
-    config: ServerConfig, dispatch: WorkerDispatch
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer stays the same, and no step includes the gradients."""
     asked = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
-        run = server.services.runs._runs[policy.model_id]
-        run._may_begin = lambda operation: False
-        with unanswered(server, first := f"{policy.model_id}:1"):
+        may_save = await hold(policy, monkeypatch)
+        with unanswered(server, first := f"{policy.model_id}:2"):
             await policy.submit("forward_backward", **asked)
             second = await policy.submit("forward_backward", **asked, capture_for=draft.model_id)
             await server.post(f"sessions/{draft.session_id}/finish", {"reason": {"type": "success"}}, status=204)
             await until(lambda: not server.services.runs._ending)
-            del run._may_begin
-            run._one_ended.set()
+            may_save.set()
             failed = await server.result(second["request_id"])
         assert f"draft {draft.model_id}, named by capture_for, has ended" in failed["error"]
     async with running_server(config, dispatch) as server:
         policy.server = server
         assert "error" not in await server.result(first)
         assert await server.result(second["request_id"]) == failed
-        assert "forward_backward with seq_id 2 failed" in (await policy.optim_step())["error"]
+        assert "forward_backward with seq_id 3 failed" in (await policy.optim_step())["error"]
         assert "error" not in await policy.do("forward_backward", **asked)
         assert (await policy.optim_step())["metrics"]["window_tokens:sum"] == 3 * LENGTH

@@ -20,7 +20,17 @@ from trainhouse.workers.dispatch import WorkerDispatch
 from ..operations.test_pinned_checkpoints import until
 from ..real import Run, Server, running_server
 from ..runs.test_drafts import create_draft
-from .test_features import LOSS, capture, config_of, feature_files, feature_stats, refusal_of, some_data, train_draft
+from .test_features import (
+    LOSS,
+    capture,
+    config_of,
+    feature_files,
+    feature_stats,
+    hold,
+    refusal_of,
+    some_data,
+    train_draft,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -211,15 +221,16 @@ async def _breaks(_: object) -> object:
 
 
 async def test_features_of_a_forward_are_not_held_after_a_restart(
-    config: ServerConfig, dispatch: WorkerDispatch
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_server(config, dispatch) as server:
         draft = await create_draft(server)
         data = await capture(draft, some_data(1))
         assert "error" not in await train_draft(draft, data, "forward")
-        server.services.runs._runs[draft.model_id]._may_begin = lambda operation: False
+        await hold(draft, monkeypatch)
         accepted = await draft.submit("forward", data=data, loss_fn="eagle3", loss_fn_config={"ttt_length": 3})
         assert await num_held(server) == 3
+    monkeypatch.undo()
     async with running_server(config, dispatch) as server:
         assert "error" not in await server.result(accepted["request_id"])
         await until(lambda: server.services.features.stock().num_held == 0)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from trainhouse.server.replication import leases
 from trainhouse.server.replication.leases import Lease
 from trainhouse.server.serving.connections import HttpConnection, LimitedApp
 from trainhouse.server.serving.server_process import bound_socket
@@ -357,14 +359,14 @@ async def test_a_server_that_takes_over_answers_503_with_retry_after() -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_an_expired_holder_only_answers_503(lease: Lease) -> None:
+async def test_an_expired_holder_only_answers_503(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
     lease.seconds = 60.0
     holder, tenure = Holder(), await lease.acquire()
     async with serving(LeaseGuard(holder, tenure)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.post("/echo", content=b"x")).content == b"x"
         asking = [asyncio.create_task(client.get(path)) for path in ("/poll", "/two_pieces")]
         await wait_until(lambda: len(holder.scopes) == 3 and holder.heard.is_set())
-        tenure._valid_until = 0.0
+        monkeypatch.setattr(leases, "boottime_seconds", lambda: math.inf)
         holder.may_continue.set()
         answer = await asking[0]
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

@@ -1,10 +1,11 @@
 """Drafts trained on stored features learn bit for bit as from the target, and only from matching features."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraCo
 from trainhouse.schemas.training import Datum, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
 from trainhouse.workers.drafts.version import sums_of
+from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
 from trainhouse.workers.worker.worker import Worker
 
@@ -71,18 +73,17 @@ def same(one: tuple[ForwardBackwardOutput, Tensor], other: tuple[ForwardBackward
 
 
 @contextmanager
-def target_tokens(worker: Worker) -> Iterator[list[int]]:
+def target_tokens() -> Iterator[list[int]]:
     """Yields a list that collects the token count of each forward of the target."""
     found: list[int] = []
-    original: Callable[..., Any] = worker._base.hidden_states
+    original = BaseModel.hidden_states
 
-    def counted(tokens: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def counted(base: BaseModel, tokens: Tensor, *arguments: Any, **options: Any) -> Tensor:
         found.append(len(tokens))
-        return original(tokens, *arguments, **options)
+        return original(base, tokens, *arguments, **options)
 
-    worker._base.hidden_states = counted
-    yield found
-    worker._base.hidden_states = original
+    with mock.patch.object(BaseModel, "hidden_states", counted):
+        yield found
 
 
 @with_each_algorithm
@@ -101,7 +102,7 @@ def test_stored_features_train_like_the_target_bit_for_bit(
     online = learn(worker, requested)
     addresses = capture(worker, data, tmp_path / "features")
     referring = stored(request(with_features(data, addresses), loss_fn=algorithm), tmp_path / "features")
-    with target_tokens(worker) as runs:
+    with target_tokens() as runs:
         assert same(learn(worker, referring), online)
         assert not runs, "the target ran"
     worker._models.get("draft").weights.add_(1e-3)
@@ -121,7 +122,7 @@ def test_data_captured_in_other_batches_mix_in_any_order_with_others(
         addresses |= zip(numbers, found, strict=True)
     whole, gradient = learn(worker, request(data, loss_fn=algorithm))
     referring = with_features(data, [addresses.get(number) for number in range(len(data))])
-    with target_tokens(worker) as runs:
+    with target_tokens() as runs:
         output, found_gradient = learn(worker, stored(request(referring, loss_fn=algorithm), tmp_path / "features"))
         assert sum(runs) == 30 + 11, "only data without a reference run the target"
     torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-6)
@@ -137,7 +138,7 @@ def test_identical_data_are_stored_and_run_once(tiny_models: dict[str, Path], tm
     create_draft(worker, "other")
     first, second = some_data(1, (9, 30)), some_data(2, (8,))
     addresses = capture(worker, first, tmp_path)
-    with target_tokens(worker) as runs:
+    with target_tokens() as runs:
         assert capture(worker, first, tmp_path, "other") == addresses, "the target is the same"
         assert not runs
         again = capture(worker, (first[1], *second, first[0], *second), tmp_path)
@@ -270,7 +271,7 @@ def test_missing_or_damaged_features_are_recomputed_by_the_target(
     requested = stored(request(with_features(data, addresses)), tmp_path)
     assert same(learn(worker, requested), online)
     assert capture(worker, data, tmp_path) == addresses, "capturing again repairs the files"
-    with target_tokens(worker) as runs:
+    with target_tokens() as runs:
         assert same(learn(worker, requested), online) and not runs
 
 
@@ -410,7 +411,7 @@ def test_one_forward_of_a_policy_also_captures_for_its_draft(
         step(worker, "policy")
         step(worker, "other")
     online, gradient = learn(worker, pair.of_draft(data, None))
-    with target_tokens(worker) as runs:
+    with target_tokens() as runs:
         offline, found = learn(worker, pair.of_draft(data, output))
         assert not runs
     assert relative_error(found, gradient) < 1e-4
@@ -433,7 +434,7 @@ def test_policy_captures_what_its_draft_would_capture(
     data = some_data(1)
     (output,) = run_pass(pair.worker, pair.of_policy(data))
     addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
-    with target_tokens(pair.worker) as runs:
+    with target_tokens() as runs:
         assert capture(pair.worker, [Datum(each.tokens[:-1]) for each in data], pair.features) == addresses
         assert not runs
 

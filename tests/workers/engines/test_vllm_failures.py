@@ -195,7 +195,7 @@ async def dispatch_with_stand_in(directory: Path) -> AsyncIterator[tuple[WorkerD
     """Yields a dispatch that samples with its own stand-in, which restarts quickly."""
     async with running(config(VllmConfig(python=stand_in(directory)), directory)) as dispatch:
         engine: Any = dispatch._engines["tiny"]
-        engine._server._backoff.first = 0.05
+        engine._server.backoff.first = 0.05
         yield dispatch, engine._server
 
 
@@ -204,7 +204,7 @@ async def started(directory: Path, first: float = 0.05, device: str = "cuda:0") 
     """Yields a stand-in. first: its first delay before a restart."""
     model = WorkerConfig(ServedModel("tiny", "tiny"), device=device)
     server = VllmProcess(model, VllmConfig(python=stand_in(directory)), directory / "logs")
-    server._backoff = RestartBackoff(first, steady_after=0.2)
+    server.backoff = RestartBackoff(first, steady_after=0.2)
     await server.start(lambda _: None)
     try:
         yield server
@@ -289,7 +289,7 @@ async def test_restart_delay_grows_when_slow_starts_fail(tmp_path: Path) -> None
         (tmp_path / "refuses").touch()
         kill(server)
         await wait_for_starts(tmp_path, 5)
-        assert server._backoff.next_delay() == 0.3 * 2**3
+        assert server.backoff.next_delay() == 0.3 * 2**3
 
 
 async def test_log_keeps_the_output_of_earlier_vllms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -313,7 +313,7 @@ async def test_log_keeps_the_output_of_earlier_vllms(tmp_path: Path, caplog: pyt
 async def test_start_that_fails_because_of_files_is_retried(tmp_path: Path) -> None:
     """The log cannot be created here, and is missing, too, when the reason of the end is looked up."""
     async with started(tmp_path) as server:
-        server._backoff.limit = 0.1
+        server.backoff.limit = 0.1
         shutil.rmtree(tmp_path / "logs")
         (tmp_path / "logs").write_text("not a directory")
         kill(server)
@@ -326,7 +326,7 @@ async def test_start_that_fails_because_of_files_is_retried(tmp_path: Path) -> N
 
 async def test_crashed_supervisor_fails_waiting_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
-        monkeypatch.setattr(server, "_backoff", "a mistake of ours")
+        monkeypatch.setattr(server, "backoff", "a mistake of ours")
         sampling = asyncio.create_task(dispatch.sample("tiny", job("waits", 200)))
         await asyncio.sleep(0.2)
         kill(server)

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.lora import Segment
+from trainhouse.workers.ops import linear as linear_module
 from trainhouse.workers.ops.linear import mkldnn_linear, torch_linear
 
 from ...tiny import KINDS, tiny_model
@@ -35,11 +36,15 @@ def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path
     assert_equal_to_peft(Adapted(tiny_models[kind]))
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()), reason="torch without oneDNN"
+)
 def test_forward_and_gradients_equal_peft_with_onednn(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.workers.ops.linear._mkl_is_slow", lambda device, dtype: True)
+    monkeypatch.setattr(linear_module, "Path", lambda _: tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text("vendor_id : AuthenticAMD")
+    assert linear_module.frozen_product(torch.device("cpu"), torch.float32) is mkldnn_linear
     assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
 
 

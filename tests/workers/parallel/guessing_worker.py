@@ -79,17 +79,17 @@ class GuessingWorker(WatchedWorker):
     def know(self, texts: Mapping[str, Sequence[int]]) -> None:
         """Makes drafts propose these tokens, by job; they include the prompts. Empty: drafts propose their own."""
 
-        def perfect(draft: Any, rows: list[Any], num: int, table: Any) -> list[DraftTokens]:
-            found = as_drawn(draft, rows, num, table)
-            for each, row in zip(found, rows, strict=True):
-                first = int(table.length[row.table_row])
+        def perfect(rows: Any, table: Any) -> dict[Any, DraftTokens]:
+            found = as_drawn(rows, table)
+            for row, each in found.items():
+                first, num = int(table.length[row.table_row]), len(each.tokens)
                 each.tokens[:] = texts[row.job.request.job_id][first : first + num]
-                assert each.probabilities is not None
-                each.probabilities.zero_()[np.arange(num), each.tokens] = 1
+                if each.probabilities is not None:
+                    each.probabilities.zero_()[np.arange(num), each.tokens] = 1
             return found
 
-        as_drawn = SpeculativeDecoder._propose_group.__get__(self._of_base._speculation)
-        self._of_base._speculation._propose_group = perfect if texts else as_drawn
+        as_drawn = SpeculativeDecoder.propose.__get__(self._of_base._speculation)
+        self._of_base._speculation.propose = perfect if texts else as_drawn
 
 
 def _own(answers: Any) -> Any:

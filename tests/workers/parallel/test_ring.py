@@ -174,7 +174,8 @@ def test_chunked_attention_equals_the_whole(
     from trainhouse.workers.ops import partial_attention as attention_parts
 
     monkeypatch.setattr(attention_parts, "MAX_SCORES", most_scores)
-    monkeypatch.setattr(attention_parts, "_fits_cpu", lambda *_: False)
+    monkeypatch.setattr(attention_parts, "flash_on_cpu", attention_parts._chunked)
+    monkeypatch.setattr(attention_parts, "flash_gradients_on_cpu", attention_parts._chunked_gradients)
     case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window)
     *qkv, grad = case.tensors()
     whole = attend_part(*qkv, case.packing, case.kind)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from trainhouse.workers.state import optim
 from trainhouse.workers.state.optim import all_reduce_gradients
 from trainhouse.workers.state.page_file import FilePage
 from trainhouse.workers.state.vectors import STEP_VECTORS
+from trainhouse.workers.training.pass_runner import PassRunner
 from trainhouse.workers.worker import rank_memory
 
 from .counting_worker import CountingWorker
@@ -164,7 +166,8 @@ class WatchedWorker(CountingWorker):
 
     def cut_micro_batches(self, most_tokens: int) -> None:
         """Limits micro-batches to this many tokens, except for longer single sequences."""
-        self._passes._token_budget = most_tokens
+        config = replace(self._config, micro_batch_tokens=most_tokens)
+        self._passes = PassRunner(self._base, self._models, self._limits, config, self._mesh)
 
     def num_micro_batches(self) -> int:
         """Returns the number since the last call."""

@@ -321,17 +321,17 @@ def test_all_tokens_of_a_perfect_draft_are_accepted(target: Target, monkeypatch:
     with_random = [each.guesses for each in run(target.worker, *jobs).values()]
     assert all(each is not None and each.acceptance_length < 1.5 for each in with_random)
 
-    def perfect(self: SpeculativeDecoder, draft: Any, rows: list[Any], num: int, table: Any) -> list[DraftTokens]:
-        found = propose_group(self, draft, rows, num, table)
-        for each, row in zip(found, rows, strict=True):
-            first = int(table.length[row.table_row])
+    def perfect(self: SpeculativeDecoder, rows: Any, table: Any) -> dict[Any, DraftTokens]:
+        found = propose(self, rows, table)
+        for row, each in found.items():
+            first, num = int(table.length[row.table_row]), len(each.tokens)
             each.tokens[:] = target.rollouts[int(row.job.request.job_id)][first : first + num]
-            assert each.probabilities is not None
-            each.probabilities.zero_()[np.arange(num), each.tokens] = 1
+            if each.probabilities is not None:
+                each.probabilities.zero_()[np.arange(num), each.tokens] = 1
         return found
 
-    propose_group = SpeculativeDecoder._propose_group
-    monkeypatch.setattr(SpeculativeDecoder, "_propose_group", perfect)
+    propose = SpeculativeDecoder.propose
+    monkeypatch.setattr(SpeculativeDecoder, "propose", perfect)
     found = run(target.worker, *jobs)
     for job_id, response in found.items():
         np.testing.assert_array_equal(tokens(response), target.rollouts[int(job_id)][5:26])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.sampler.cache import draft_caches
 from trainhouse.workers.sampler.cache.cache import KVCache
@@ -45,15 +46,15 @@ def load_drafts(worker: Worker, target: Target) -> None:
 
 
 @pytest.fixture
-def pass_sizes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> PassSizes:
+def pass_sizes(monkeypatch: pytest.MonkeyPatch) -> PassSizes:
     sizes: PassSizes = []
-    forward = worker._base.hidden_states
+    forward = BaseModel.hidden_states
 
-    def counted(some: Tensor, *rest: Any, **more: Any) -> Tensor:
+    def counted(base: BaseModel, some: Tensor, *rest: Any, **more: Any) -> Tensor:
         sizes.append(len(some))
-        return forward(some, *rest, **more)
+        return forward(base, some, *rest, **more)
 
-    monkeypatch.setattr(worker._base, "hidden_states", counted)
+    monkeypatch.setattr(BaseModel, "hidden_states", counted)
     return sizes
 
 
@@ -61,13 +62,13 @@ def pass_sizes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> PassSizes:
 def probabilities(monkeypatch: pytest.MonkeyPatch) -> Probabilities:
     found: Probabilities = []
 
-    def recorded(*arguments: Any) -> list[DraftTokens]:
-        guesses = propose_group(*arguments)
-        found.extend(each.probabilities.clone() for each in guesses if each.probabilities is not None)
+    def recorded(*arguments: Any) -> dict[Any, DraftTokens]:
+        guesses = propose(*arguments)
+        found.extend(each.probabilities.clone() for each in guesses.values() if each.probabilities is not None)
         return guesses
 
-    propose_group = SpeculativeDecoder._propose_group
-    monkeypatch.setattr(SpeculativeDecoder, "_propose_group", recorded)
+    propose = SpeculativeDecoder.propose
+    monkeypatch.setattr(SpeculativeDecoder, "propose", recorded)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +15,15 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.lora import Segment
+from trainhouse.workers.lora.segment import clip_segments
 from trainhouse.workers.losses import LOSSES, LossOutput
+from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops import memory
 from trainhouse.workers.planner import footprint
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.state.trainable import Trainable
+from trainhouse.workers.state.vectors import STEP_VECTORS
 from trainhouse.workers.training import scoring_pass
 from trainhouse.workers.worker.worker import Worker
 
@@ -105,7 +108,7 @@ class TenantRuns:
 
     def __init__(self, directory: Path, **knobs: int) -> None:
         self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1, **knobs))
-        self.is_dense = "moe" not in directory.name
+        self.directory, self.is_dense = directory, "moe" not in directory.name
         for run_id, tenant in TENANTS.items():
             self.add(run_id, tenant.lora)
         self.add("bad", LoraConfig(rank=4))
@@ -130,7 +133,8 @@ class TenantRuns:
         weights.copy_(healthy)
 
     def accumulator(self, run_id: str) -> Tensor:
-        return self.worker._models.get(run_id).gradients.accumulator
+        with self.worker._models.resident([run_id], STEP_VECTORS) as (model,):
+            return model.gradients.accumulator
 
     def run(self, *requests: ForwardBackwardRequest) -> dict[str, Result | Failure]:
         """Runs all requests in one pass, then clears the gradients of all runs but "bad"."""
@@ -190,24 +194,19 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_each_operation_of_a_mixed_pass_equals_itself_alone(
     knobs: dict[str, int], tenant_runs: TenantRuns, alone: Results
 ) -> None:
-    program = tenant_runs.worker._passes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program, "_token_budget", knobs.get("micro_batch_tokens", 4096))
-        patch.setattr(program.scoring._heads["logprobs"], "chunk_rows", knobs.get("head_chunk_tokens", 512))
-        patch.setattr(program, "_most_runs", knobs.get("adapter_slots", 64))
-        assert_same(tenant_runs.run(*requests().values()), alone)
+    assert_same(TenantRuns(tenant_runs.directory, **knobs).run(*requests().values()), alone)
 
 
 def test_a_segment_off_by_one_token_is_detected(tenant_runs: TenantRuns, alone: Results) -> None:
     """The control of the comparison: the last token of one run gets its neighbour's adapter."""
-    segments_of = scoring_pass._segments
 
-    def shifted(*arguments: Any) -> list[Segment]:
-        first, second, *others = segments_of(*arguments)
-        return [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1), *others]
+    def shifted(segments: Sequence[Segment], *arguments: Any) -> list[Segment]:
+        first, second, *others = segments
+        moved = [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1), *others]
+        return clip_segments(moved, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring_pass, "_segments", shifted)
+        patch.setattr(scoring_pass, "clip_segments", shifted)
         mixed = tenant_runs.run(*(request for request in requests().values() if not request.forward_only))
     errors = {run_id: relative_error(gradient_of(mixed[run_id]), gradient_of(alone[run_id])) for run_id in mixed}
     assert sorted(errors.values())[-2] > 1e-3
@@ -407,17 +406,17 @@ def test_a_pass_that_runs_out_of_memory_is_split(tiny_models: dict[str, Path], m
         ForwardBackwardRequest(run_id, 1, tuple(some_datum("cross_entropy", n, random) for n in own), "hungry")
         for run_id, own in lengths.items()
     ]
-    hidden_states, sizes = tenant_runs.worker._base.hidden_states, []
+    hidden_states, sizes = BaseModel.hidden_states, []
 
-    def recorded(tokens: Tensor, *others: Any, **options: Any) -> Tensor:
+    def recorded(base: BaseModel, tokens: Tensor, *others: Any, **options: Any) -> Tensor:
         sizes.append(len(tokens))
-        return hidden_states(tokens, *others, **options)
+        return hidden_states(base, tokens, *others, **options)
 
-    monkeypatch.setattr(tenant_runs.worker._base, "hidden_states", recorded)
+    monkeypatch.setattr(BaseModel, "hidden_states", recorded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(footprint, "available_bytes", lambda: 800_000_000)
         # Earlier tests' freed memory is fragmented and would count as used.
-        patch.setattr(memory, "_trimmed_bytes", lambda: 0)
+        patch.setattr(memory, "free_bytes", lambda: 0)
         found = tenant_runs.run(*hungry)
     assert isinstance(found["a"], Result) and isinstance(found["b"], Result)
     failure = found["c"]

@@ -141,13 +141,14 @@ def test_a_failed_part_fails_the_whole_operation(bad_part: int, worker: Worker) 
 def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another operation of the pass fails after the part has run, so that the part is retried."""
     monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["ppo"], function=explodes))
-    request, adapter = some_request(), adapter_of(worker)
+    request = some_request()
     expected = expect_output(run(worker, OperationPart(0, request)))
-    gradient = adapter.gradients.accumulator.clone()
+    gradient = adapter_of(worker).gradients.accumulator.clone()
     worker.clear_gradients("run")
-    monkeypatch.setattr(
-        worker._passes, "_token_budget", 1
-    )  # longer sequences run first, so the part's run before the broken one
+    # Longer sequences run first, so the part's run before the broken one.
+    worker = Worker(replace(worker._config, micro_batch_tokens=1))
+    for run_id in ("run", "other"):
+        worker.create_run(RunSpec(run_id, LORA))
     inputs = {"target_tokens": np.zeros(1, np.int64), "logprobs": np.zeros(1), "advantages": np.ones(1)}
     broken = some_request("other", loss_fn="broken", data=(Datum(np.zeros(1, np.int32), inputs),))
     first, second, last = parts_of(request)
@@ -156,7 +157,7 @@ def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.
     assert answers[0] is None
     assert "ArithmeticError: boom" in expect_failure(answers[1]).message
     assert expect_output(run(worker, last)).metrics == pytest.approx(expected.metrics, rel=1e-6)
-    assert float((adapter.gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+    assert float((adapter_of(worker).gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
 
 
 DISCARDING: dict[str, Callable[[Worker, Path], None]] = {

@@ -179,17 +179,15 @@ def test_a_pass_that_runs_out_of_memory_is_split(new_worker: NewWorker, monkeypa
     new_run(worker, "run")
     data = rows(*[32] * 16)
     expected = logprobs(worker, "run", data)
-    compute, budgets = runner.PassRunner._compute, []
+    pack, budgets = runner.pack, []
 
-    def short_of_memory(
-        self: runner.PassRunner, operations: Any, models: Any, strategy: Any, token_budget: int, plans: Any = ()
-    ) -> None:
+    def short_of_memory(batches: Any, token_budget: int, *others: Any) -> Any:
         budgets.append(token_budget)
         if len(budgets) <= 2:
             torch.empty(1 << 50, dtype=torch.uint8, device=DEVICE)
-        compute(self, operations, models, strategy, token_budget, plans)
+        return pack(batches, token_budget, *others)
 
-    monkeypatch.setattr(runner.PassRunner, "_compute", short_of_memory)
+    monkeypatch.setattr(runner, "pack", short_of_memory)
     found = logprobs(worker, "run", data)
     assert len(budgets) == 3 and budgets[2] < budgets[1] < budgets[0]
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(expected), atol=BF16_NATS)

@@ -24,7 +24,7 @@ def test_an_interrupted_step_keeps_its_measurements(tmp_path: Path, monkeypatch:
     def cut_off(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu, "_planned_shape", cut_off)
+    monkeypatch.setattr(gpu, "read_model", cut_off)
     with pytest.raises(KeyboardInterrupt):
         gpu.main(["--model=tiny", "--rounds=1", "--steps=peak,train", f"--out={tmp_path}"])
     assert json.loads((tmp_path / "peak-tiny.json").read_text())["product"]["TFLOP/s"] > 0

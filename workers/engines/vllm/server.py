@@ -98,7 +98,7 @@ class VllmProcess(VllmServer):
         self._pid: int | None = None
         self._ready = asyncio.Event()
         self._crash: BaseException | None = None
-        self._backoff = RestartBackoff()
+        self.backoff = RestartBackoff()
         self._restart_task: asyncio.Task[None] | None = None
 
     @property
@@ -149,13 +149,13 @@ class VllmProcess(VllmServer):
             self._ready.set()
 
     async def _try_to_start(self) -> bool:
-        await asyncio.sleep(self._backoff.next_delay())
+        await asyncio.sleep(self.backoff.next_delay())
         try:
             await self._start()
         except (ValueError, OSError) as error:
             logger.error("%s does not restart: %s", self.name, error)
             # Count no uptime, however long the attempt took: the server has not served.
-            self._backoff.started()
+            self.backoff.started()
             return False
         logger.warning("%s has restarted at %s", self.name, self.url)
         return True
@@ -172,7 +172,7 @@ class VllmProcess(VllmServer):
         except TimeoutError:
             reason = f"{self.name} does not answer after {VLLM_START_SECONDS:.0f} s: see {self._log.file}"
             raise ValueError(reason) from None
-        self._backoff.started()
+        self.backoff.started()
         self._ready.set()
 
     async def _until_healthy(self) -> None:

@@ -39,7 +39,7 @@ from .scheduler.pool_factory import (
 )
 from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .scheduler.rank_group import RankGroup
-from .scheduler.work import OnProgress, PassWork, SnapshotWork, StepWork, WorkerCall
+from .scheduler.work import MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
 
 _MOST_WEIGHT_RATIO = 1000
 
@@ -212,7 +212,7 @@ class WorkerDispatch:
             OperationError: category "user", if the file does not fit this base model.
         """
         arguments = (str(source), lora, str(directory), *filter(None, [self._alias(base_model)]))
-        call = WorkerCall(str(directory), tenant_id, "convert_adapter", arguments)
+        call = MethodWork(str(directory), tenant_id, "convert_adapter", arguments)
         return await self._group(base_model).submit(call)
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -265,7 +265,7 @@ class WorkerDispatch:
     ) -> Any:
         location = self._location(run_id)
         return await location.group.submit(
-            WorkerCall(run_id, location.tenant_id, method, arguments, creates=creates, drops=drops)
+            MethodWork(run_id, location.tenant_id, method, arguments, creates=creates, drops=drops)
         )
 
     async def _write_snapshot(self, run_id: str, directory: Path, contents: SavedContents) -> None:

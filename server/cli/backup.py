@@ -23,7 +23,7 @@ from ..config.load import store_config_of
 from ..files.directories import STAGING
 from ..files.object_store import key_of
 from ..files.segment import complete_bytes, truncate_segment
-from ..files.wal import RecordPosition
+from ..files.segment_log import RecordPosition
 from ..journal.restore_marker import mark_copy
 from ..replication.leases import live_directory
 from ..replication.state_lock import STATE_PATTERNS, check_database_kind, keep_private

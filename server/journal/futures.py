@@ -20,13 +20,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
 from ..files.segment import MOST_BODY_BYTES, read_segment
-from ..files.wal import Guard, RecordPosition, SegmentLog
+from ..files.segment_log import Guard, RecordPosition, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import ResultRecord, Store
 from .journal import Header
 from .kept_bytes import KeptBytes
 from .long_polls import LongPolls
-from .quarantine import STRIKES
+from .strikes import STRIKES
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...schemas.errors import RequestError
 from ..files.segment import Damage, LogRecord, read_segment, scan_segment
-from ..files.wal import Guard, RecordPosition, RecordTooLarge, SegmentLog
+from ..files.segment_log import Guard, RecordPosition, RecordTooLarge, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 
 logger = logging.getLogger(__name__)

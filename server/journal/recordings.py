@@ -18,7 +18,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...schemas.training import Datum, ForwardBackwardRequest, ProvenanceSpan
 from ..files.segment import LogRecord, read_segment
-from ..files.wal import RecordPosition, SegmentLog
+from ..files.segment_log import RecordPosition, SegmentLog
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from ..checkpoints.checkpoint_paths import full_path
 from ..checkpoints.checkpoints import hiding_directory_as
 from ..journal.futures import Result
 from ..journal.journal import Header
-from ..journal.quarantine import PoisonOperation
+from ..journal.strikes import PoisonOperation
 from ..store import CheckpointRecord, RunRecord
 from .compatibility import check_loadable, check_target
 from .context import OperationContext

@@ -8,13 +8,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, auto
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel
 
 from ...schemas.errors import OperationError
-from ..files.wal import RecordPosition
+from ..files.segment_log import RecordPosition
 from ..http.bodies import ReceivedBody
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
@@ -37,10 +37,10 @@ class Outcome(Enum):
     POISONED one took them along with its worker.
     """
 
-    DONE = "done"
-    FAILED = "failed"
-    SERVER_FAILED = "broke"
-    POISONED = "struck"
+    DONE = auto()
+    FAILED = auto()
+    SERVER_FAILED = auto()
+    POISONED = auto()
 
 
 @dataclass(eq=False)
@@ -48,8 +48,9 @@ class ReplayEntry:
     """An operation's entry in the journal and in the run's replay log; the operation itself may be large.
 
     place: None until the entry is written. outcome: None until the operation has ended, or if it is no longer known.
-    taints: the next step would be wrong without it. is_answered: its result is durable, or it has none. is_covered: by
-    the two newest snapshots, or it changed no state. added_at: when it was added to the log, monotonic.
+    taints: the next step would be wrong without it. is_result_stored: the database has the place of its result, or it
+    has none. is_covered: by the two newest snapshots, or it changed no state.
+    added_at: when it was added to the log, monotonic.
     """
 
     seq_id: int
@@ -58,7 +59,7 @@ class ReplayEntry:
     num_bytes: int = 0
     outcome: Outcome | None = None
     taints: bool = False
-    is_answered: bool = False
+    is_result_stored: bool = False
     is_covered: bool = False
     added_at: float = 0.0
 
@@ -189,7 +190,7 @@ class RefusedOperation(Operation):
 
     def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
         super().queue(seq_id, journaled)
-        self.entry.outcome, self.entry.taints, self.entry.is_answered = Outcome.FAILED, self.taints, True
+        self.entry.outcome, self.entry.taints, self.entry.is_result_stored = Outcome.FAILED, self.taints, True
 
     def header(self, base: Header) -> Header:
         return replace(base, kind=self.refused_kind, refused=self.reason)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...schemas.training import ForwardBackwardRequest
-from ..files.wal import RecordPosition
+from ..files.segment_log import RecordPosition
 from ..journal.journal import Journal, draw_seed
 from ..journal.request_decoding import Request, decode_entry
 from .drafts import BuildVocabMap, Capture, ForwardBackwardWithCapture, ForwardWithCapture
@@ -24,6 +24,9 @@ OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in _ALL}
 
 STATE_KINDS = {each.kind for each in (*OPERATIONS.values(), RefusedOperation) if each.changes_state}
 """Kinds of operations without which a run's state cannot be rebuilt."""
+
+TAINTING_KINDS = {each.kind for each in OPERATIONS.values() if each.taints_if_failed}
+"""Kinds of operations without which the next optimizer step would be wrong."""
 
 CLEARING_KINDS = {each.kind for each in OPERATIONS.values() if each.clears_gradients}
 """Kinds of operations that clear pending gradients, so that failures before them do not taint the next step."""

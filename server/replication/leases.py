@@ -20,7 +20,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..files.directories import sync_directory
-from ..files.wal import fence_off_writer
+from ..files.segment_log import fence_off_writer
 from ..store import LeaseLost, LeaseRecord, Store
 from ..store.database.database_errors import driver_message
 

@@ -43,8 +43,7 @@ from ..journal.request_decoding import Request as AsAsked
 from ..journal.request_decoding import operation_decoder
 from ..operations.drafts import FeatureCapture
 from ..operations.operation import Operation, RefusedOperation
-from ..operations.registry import operation_of
-from ..operations.training import ForwardBackward
+from ..operations.registry import TAINTING_KINDS, operation_of
 from ..runs.run import Run
 from ..tenants.auth import Tenant
 from ..tenants.quotas import UNORDERED, QueuePosition
@@ -119,7 +118,7 @@ async def receive_operation(
         raise
 
 
-async def run_operation(request: Request, services: Services, tenant: Tenant, kind: str) -> Response:
+async def submit_request(request: Request, services: Services, tenant: Tenant, kind: str) -> Response:
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
     decode = operation_decoder(kind, content_type(request))
     with Reservation(services.quotas, tenant.id) as admission:
@@ -227,7 +226,7 @@ async def _count_as_refused(
         return
     with contextlib.suppress(RequestError):  # the model does not exist; the client receives `error` in any case
         run = await services.runs.get(tenant, operation.model_id)
-        await run.refuse(operation.seq_id, RefusedOperation(kind, error.message, taints=kind == ForwardBackward.kind))
+        await run.refuse(operation.seq_id, RefusedOperation(kind, error.message, taints=kind in TAINTING_KINDS))
 
 
 async def submit_response(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:

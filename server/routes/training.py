@@ -37,8 +37,8 @@ from .submission import (
     ReceivedRequest,
     receive_operation,
     receive_unordered,
-    run_operation,
     submit_operation,
+    submit_request,
     submit_response,
 )
 
@@ -128,14 +128,14 @@ async def forward_backward(request: Request, services: ServicesDependency, tenan
 
     The body is JSON, or protobuf as the Tinker SDK sends it.
     """
-    return await run_operation(request, services, tenant, "forward_backward")
+    return await submit_request(request, services, tenant, "forward_backward")
 
 
 @router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """Computes losses and log-probabilities (values for a critic) without gradients, like forward_backward with
     `forward_only`."""
-    return await run_operation(request, services, tenant, "forward")
+    return await submit_request(request, services, tenant, "forward")
 
 
 @router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": MODEL_ID, "adam_params": {}}))
@@ -144,7 +144,7 @@ async def optim_step(request: Request, services: ServicesDependency, tenant: Ten
 
     Fails, and clears them too, if a forward_backward since the last step failed or was refused.
     """
-    return await run_operation(request, services, tenant, "optim_step")
+    return await submit_request(request, services, tenant, "optim_step")
 
 
 _SAVE_BODY = json_body(SaveWeightsRequest, {"model_id": MODEL_ID, "path": NAME, "overwrite": True})
@@ -157,7 +157,7 @@ async def save_weights(request: Request, services: ServicesDependency, tenant: T
 
     Gradients accumulated since that step are not saved; the live model keeps them.
     """
-    return await run_operation(request, services, tenant, "save_weights")
+    return await submit_request(request, services, tenant, "save_weights")
 
 
 @router.post(
@@ -168,7 +168,7 @@ async def save_weights_for_sampler(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> Response:
     """Saves the weights alone: with `path` as a named checkpoint, without it as a sampling session."""
-    return await run_operation(request, services, tenant, "save_weights_for_sampler")
+    return await submit_request(request, services, tenant, "save_weights_for_sampler")
 
 
 @router.post(
@@ -177,7 +177,7 @@ async def save_weights_for_sampler(
 )
 async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """Saves an adapter in PEFT's format or a full model in Hugging Face's; external_weights_urls returns its URLs."""
-    return await run_operation(request, services, tenant, "save_weights_external")
+    return await submit_request(request, services, tenant, "save_weights_external")
 
 
 _LOAD_BODY = json_body(
@@ -214,7 +214,7 @@ async def set_target(request: Request, services: ServicesDependency, tenant: Ten
 
     The draft keeps its weights and the gradients accumulated since its last optimizer step.
     """
-    return await run_operation(request, services, tenant, "set_target")
+    return await submit_request(request, services, tenant, "set_target")
 
 
 @router.post(
@@ -227,7 +227,7 @@ async def build_vocab_map(request: Request, services: ServicesDependency, tenant
     A draft with a reduced vocabulary needs this before its first forward_backward. Frequencies are those of the
     `tokens` whose `weights` are not 0, or `counts` by token id.
     """
-    return await run_operation(request, services, tenant, "build_vocab_map")
+    return await submit_request(request, services, tenant, "build_vocab_map")
 
 
 @router.post(
@@ -240,7 +240,7 @@ async def capture(request: Request, services: ServicesDependency, tenant: Tenant
     Data of `forward_backward` and `forward` can refer to them by `feature_ref`; the target is not run again for those.
     If no room is free, or the draft is not created yet, the request waits and then answers 429. See docs/drafts.md.
     """
-    return await run_operation(request, services, tenant, "capture")
+    return await submit_request(request, services, tenant, "capture")
 
 
 @router.post("/release_features", openapi_extra=json_body(ReleaseFeaturesRequest, {"model_id": DRAFT_ID}))

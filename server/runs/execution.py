@@ -6,7 +6,7 @@ from functools import partial
 from ...schemas.errors import Category, OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
 from ..journal.futures import Result
-from ..journal.quarantine import STRIKE, PoisonOperation, Strikes
+from ..journal.strikes import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome
 from ..store.database.database_errors import OUTAGE_ERRORS
@@ -61,7 +61,7 @@ class Execution:
             if self._state.unusable is not None:
                 raise OperationError(self._state.unusable, "server")
             if self._state.is_lost:
-                await self._rebuilder.wait(operation.seq_id)
+                await self._rebuilder.ensure_rebuilt(operation.seq_id)
                 continue
             try:
                 if operation.failed_before or strikes.is_exhausted:

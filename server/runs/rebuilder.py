@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from ...schemas.errors import OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
 from ..journal.journal import EntryLocation
-from ..journal.quarantine import REBUILD_STRIKE, Strikes
+from ..journal.strikes import REBUILD_STRIKE, Strikes
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome, ReplayEntry
 from ..operations.registry import read_operation
@@ -42,8 +42,10 @@ class Rebuilder:
     def is_rebuilding(self) -> bool:
         return self._task is not None
 
-    async def wait(self, seq_id: int) -> None:
-        """Returns as soon as the state is rebuilt and all operations before this seq_id have been handed over again."""
+    async def ensure_rebuilt(self, seq_id: int = -1) -> None:
+        """Rebuilds the run, unless that is under way. Returns as soon as the state is rebuilt and all operations before
+        this seq_id have been handed over again.
+        """
         if self._task is None:
             self._task = asyncio.create_task(self._rebuild_or_give_up())
             # A task that is cancelled before its first step wakes no waiter by itself.
@@ -58,7 +60,7 @@ class Rebuilder:
             self._task.cancel()
         return self._task
 
-    def hold_strikes(self, strikes: Collection[EntryLocation]) -> None:
+    def restore_strikes(self, strikes: Collection[EntryLocation]) -> None:
         """Counts the journaled strikes of an earlier process against rebuilding the run."""
         for one in strikes:
             self._state.log.add_strike(REBUILD_STRIKE, one.header.seq_id, one.place)

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...workers.scheduler.quarantine import MAX_STRIKES
-from ..files.wal import RecordPosition
+from ..files.segment_log import RecordPosition
 from ..journal.futures import Encoding, Futures
 from ..journal.journal import EntryLocation, Journal
-from ..journal.quarantine import STRIKE, STRIKES
+from ..journal.strikes import STRIKE, STRIKES
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, REFUSED, Operation, Outcome, RefusedOperation, ReplayEntry
-from ..operations.registry import CLEARING_KINDS, read_operation
+from ..operations.registry import CLEARING_KINDS, TAINTING_KINDS, read_operation
 from ..operations.training import ForwardBackward, OptimStep
 from .rebuilder import Rebuilder
 from .run_services import RunServices
@@ -114,7 +114,7 @@ class RunRecovery:
             ValueError, OSError, RequestError: the run cannot continue; none of its operations has begun.
         """
         first = await self._snapshots.find(self._found)
-        self._rebuilder.hold_strikes([one for one in self._strikes if one.header.kind != STRIKE])
+        self._rebuilder.restore_strikes([one for one in self._strikes if one.header.kind != STRIKE])
         await self._begin()
         resumed = RecoveredState(first, self._snapshots.first_window(), dict(self._snapshots.held_features))
         for one in self._strikes:
@@ -154,7 +154,7 @@ class RunRecovery:
         if earlier.outcome is None and not covered:
             return False
         outcome = Outcome.POISONED if self._num_strikes[seq_id] >= MAX_STRIKES else earlier.outcome
-        entry = ReplayEntry(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
+        entry = ReplayEntry(seq_id, earlier.kind, earlier.place, outcome=outcome, is_result_stored=True)
         if self._state.record.role == "draft" and not covered:
             await self._follow_gradients(resumed, seq_id, replace(earlier, outcome=outcome))
         if earlier.refused is not None:
@@ -165,7 +165,7 @@ class RunRecovery:
             await self._services.futures.fail_lost([self._state.header(earlier.kind, seq_id)])
         elif earlier.kind == OptimStep.kind or (earlier.kind in CLEARING_KINDS and outcome is Outcome.DONE):
             resumed.window = OperationWindow()
-        elif earlier.kind == ForwardBackward.kind and outcome is not Outcome.DONE:
+        elif earlier.kind in TAINTING_KINDS and outcome is not Outcome.DONE:
             resumed.window.taint(f"forward_backward with seq_id {seq_id} failed")
         self._state.log.add(entry)
         return True
@@ -226,7 +226,7 @@ class RunRecovery:
 def _earlier(one: EntryLocation, answer: Encoding | None) -> EarlierOperation:
     header = one.header
     if header.refused is not None:
-        refused = RefusedOperation(header.kind, header.refused, taints=header.kind in (ForwardBackward.kind, MISSING))
+        refused = RefusedOperation(header.kind, header.refused, taints=header.kind in (*TAINTING_KINDS, MISSING))
         return EarlierOperation(header.kind, one.place, refused, Outcome.FAILED)
     outcome = None if answer is None else _OUTCOMES.get(answer, Outcome.DONE)
     return EarlierOperation(header.kind, one.place, outcome=outcome, feature_bytes=header.feature_bytes)

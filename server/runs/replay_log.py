@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 from ...schemas.errors import OperationError
-from ..files.wal import RecordPosition
-from ..journal.quarantine import REBUILD_STRIKE, STRIKES
+from ..files.segment_log import RecordPosition
+from ..journal.strikes import REBUILD_STRIKE, STRIKES
 from ..operations.loading import CreateRun, CreateRunFromCheckpoint
 from ..operations.operation import Outcome, RefusedOperation, ReplayEntry
-from ..operations.registry import CLEARING_KINDS, STATE_KINDS
-from ..operations.training import ForwardBackward, OptimStep
+from ..operations.registry import CLEARING_KINDS, STATE_KINDS, TAINTING_KINDS
+from ..operations.training import OptimStep
 
 _PAUSE_SECONDS = 0.05
 
@@ -50,11 +50,11 @@ class ReplayLog:
 
     def add_strike(self, kind: str, seq_id: int, place: RecordPosition) -> None:
         """Adds a journaled strike against the operation, or against a rebuild from the snapshot of this seq_id."""
-        self.add(ReplayEntry(seq_id, kind, place, outcome=Outcome.FAILED, is_answered=True))
+        self.add(ReplayEntry(seq_id, kind, place, outcome=Outcome.FAILED, is_result_stored=True))
 
-    def mark_answered(self, entry: ReplayEntry) -> None:
+    def mark_result_stored(self, entry: ReplayEntry) -> None:
         """Marks the operation's result as durable."""
-        entry.is_answered = True
+        entry.is_result_stored = True
         self._release_unneeded([entry])
 
     def is_due(self, most_steps: float, most_bytes: float) -> bool:
@@ -79,7 +79,7 @@ class ReplayLog:
 
     async def all_answered(self, seq_id: int) -> None:
         """Waits until the results of all operations up to this seq_id are durable."""
-        while any(not entry.is_answered for entry in self._entries if entry.seq_id <= seq_id):  # noqa: ASYNC110
+        while any(not entry.is_result_stored for entry in self._entries if entry.seq_id <= seq_id):  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def replay_actions(self, after: int, is_tainted: bool) -> Iterator[tuple[ReplayEntry, ReplayAction]]:
@@ -91,7 +91,7 @@ class ReplayLog:
             OperationError: the outcome of an operation is unknown.
         """
         for entry in sorted(self._entries, key=lambda entry: entry.seq_id):
-            if entry.seq_id <= after or (entry.outcome is None and not entry.is_answered):
+            if entry.seq_id <= after or (entry.outcome is None and not entry.is_result_stored):
                 continue
             if entry.outcome is None:
                 raise OperationError(f"the outcome of {entry.kind} with seq_id {entry.seq_id} is not known", "server")
@@ -105,7 +105,7 @@ class ReplayLog:
             elif entry.kind in _REPEATED_KINDS and is_done:
                 yield entry, ReplayAction.AGAIN
                 is_tainted &= entry.kind not in CLEARING_KINDS
-            is_tainted |= entry.taints or (entry.kind == ForwardBackward.kind and not is_done)
+            is_tainted |= entry.taints or (entry.kind in TAINTING_KINDS and not is_done)
 
     def close(self) -> None:
         """Releases everything, since the run is over."""
@@ -115,7 +115,7 @@ class ReplayLog:
 
     def _release_unneeded(self, entries: list[ReplayEntry]) -> None:
         for entry in entries:
-            if entry.is_answered and entry.is_covered and entry in self._entries:
+            if entry.is_result_stored and entry.is_covered and entry in self._entries:
                 del self._entries[entry]
                 assert entry.place is not None
                 self._release(entry.place)

@@ -36,9 +36,9 @@ from .snapshots import Boundary, RunSnapshots
 logger = logging.getLogger(__name__)
 
 _MOST_LOADABLE = 5
-_DOUBT = (
-    ", nor did anything else that follows the state with which the server started: if it was restored from an older "
-    "state, steps are missing: then do not continue this run, but create a new one from a checkpoint"
+_IF_RESTORED = (
+    ", nor did any other operation since the server started. If the server was restored from an older copy of its "
+    "state, steps are missing: create a new run from a checkpoint"
 )
 
 
@@ -80,7 +80,7 @@ class Run:
     async def info(self) -> RunInfo:
         """Raises RequestError 409 until the run has been created."""
         if self.is_lost:
-            await self._rebuilder.wait(-1)
+            await self._rebuilder.ensure_rebuilt()
         info = self._services.context.infos.get(self.record.run_id)
         if info is None:
             raise RequestError(f"run {self.record.run_id} is not created yet: wait for the result of that first", 409)
@@ -153,7 +153,7 @@ class Run:
             OperationError: the copy failed; WorkerLost if the workers lost the run meanwhile.
         """
         while self.is_lost and not self._has_stopped:
-            await self._rebuilder.wait(-1)
+            await self._rebuilder.ensure_rebuilt()
         if self._has_stopped or not (self.is_usable and self._state.is_live):
             return False
         try:
@@ -171,10 +171,10 @@ class Run:
         """Returns the position of an operation that will be submitted with this seq_id."""
         return self._queue.priority_of(seq_id)
 
-    async def settle(self, held_seconds: float) -> None:
+    async def snapshot_if_older_than(self, held_seconds: float) -> None:
         """Takes snapshots until the journal holds nothing of the run that is older than that.
 
-        A busy run takes its snapshot after its next operation instead.
+        A busy run takes its snapshot after its next chained operation instead.
         """
         if not self._state.log.is_older_than(held_seconds) or not self.is_usable:
             return
@@ -182,7 +182,7 @@ class Run:
             self._snapshots.make_due()
             return
         if self.is_lost:
-            await self._rebuilder.wait(-1)
+            await self._rebuilder.ensure_rebuilt()
         await self._snapshot_if_idle(with_copy=True)
 
     async def snapshot(self) -> None:
@@ -196,7 +196,10 @@ class Run:
             await self._snapshots.take_when_idle(boundary, with_copy=with_copy)
 
     async def end(self, reason: str) -> None:
-        """Fails queued operations, lets those in progress finish, and releases the run's state."""
+        """Ends the run and releases its state.
+
+        Queued operations fail. Those in progress are cancelled, but for the first, which may be running.
+        """
         self._state.unusable = reason
         self._rebuilder.cancel()
         self._refuse_missing(self._queue.all_missing, reason)
@@ -245,8 +248,6 @@ class Run:
     def is_lost(self) -> bool:
         """True if the workers lost this run and it must be rebuilt."""
         return self._state.is_lost
-
-    # Accepting
 
     def _accept(self, seq_id: int, operation: Operation, received: ReceivedBody, admission: Reservation) -> None:
         if uses := operation.feature_uses:
@@ -305,11 +306,9 @@ class Run:
 
     def _new_future(self, operation: Operation) -> Future:
         entry = operation.entry
-        pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_answered, entry)
+        pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_result_stored, entry)
         record = self.record
         return self._services.futures.create(record.request_id(entry.seq_id), record.tenant_id, pending, answered)
-
-    # Executing
 
     def _start_work(self) -> None:
         """Starts executing if the next operation has arrived; call it after every change of the queue."""
@@ -369,7 +368,7 @@ class Run:
                 self._services.sessions.touch(self.record.session_id)
         finally:
             if operation.future is None:
-                self._state.log.mark_answered(operation.entry)
+                self._state.log.mark_result_stored(operation.entry)
             self._end_turn(operation.seq_id)
 
     def _end_turn(self, seq_id: int) -> None:
@@ -382,8 +381,6 @@ class Run:
             self._services.futures.fail(operation.future, self._state.unusable, "user")
         operation.release()
         self._one_ended.set()
-
-    # Waiting
 
     def _pending(self, seq_id: int) -> Pending:
         if seq_id > self._queue.next_seq_id and (gap_since := self._queue.gap_since) is not None:
@@ -418,7 +415,7 @@ class Run:
             logger.error("seq_id %d did not arrive %s: %s", missing.start, within, self._state.unusable)
             self._refuse_missing(self._queue.all_missing, self._state.unusable)
             return
-        doubt = _DOUBT if self._awaits_first_operation else ""
+        doubt = _IF_RESTORED if self._awaits_first_operation else ""
         if len(missing) == 1:
             which, those = f"seq_id {missing.start}", "it"
         else:

@@ -1,4 +1,4 @@
-"""RunServices: the parts of the server that runs use."""
+"""Groups the services that every run uses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from ...schemas.models import (
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
-from ..files.wal import RecordPosition
+from ..files.segment_log import RecordPosition
 from ..http.bodies import ReceivedBody
 from ..journal.journal import EntryLocation, draw_seed
 from ..journal.request_decoding import decode_entry
@@ -186,7 +186,7 @@ class Runs:
         These runs then need no entries any more, nor the checkpoints and features that their operations refer to.
         """
         for run in list(self._runs.values()):
-            await run.settle(held_seconds)
+            await run.snapshot_if_older_than(held_seconds)
 
     @property
     def ending_session_ids(self) -> frozenset[str]:

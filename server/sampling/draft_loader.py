@@ -16,7 +16,7 @@ from ...schemas.sampling import SampleRequest
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
-from ..journal.quarantine import Strikes
+from ..journal.strikes import Strikes
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
 from .sampler import Sampler

@@ -9,7 +9,7 @@ from ...schemas.errors import RequestError
 from ...schemas.sampling import ALTERNATIVES, SampleRequest
 from ...workers.protocol.calls import ModelInfo, SampleJob
 from ..journal.journal import draw_seed
-from ..journal.quarantine import Strikes
+from ..journal.strikes import Strikes
 from ..store import CheckpointRecord
 from .sampler import Sampler
 

@@ -18,14 +18,14 @@ from ...schemas.sampling import SampleRequest, SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
 from ..config.base_model_lookup import require_served
-from ..files.wal import RecordPosition
+from ..files.segment_log import RecordPosition
 from ..http.bodies import LARGE_BYTES, ReceivedBody
 from ..journal.completion_log import Completions
 from ..journal.futures import Future, Futures, Result, ResultSummary
 from ..journal.journal import EntryLocation, Header, Journal
-from ..journal.quarantine import STRIKE, Strikes
 from ..journal.recordings import Recordings
 from ..journal.request_decoding import decode_entry
+from ..journal.strikes import STRIKE, Strikes
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
 from ..tenants.quotas import UNORDERED, Quotas

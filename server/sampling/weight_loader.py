@@ -7,7 +7,7 @@ from typing import Protocol
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
-from ..journal.quarantine import Strikes
+from ..journal.strikes import Strikes
 from ..store.database.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, driver_message
 from ..tenants.auth import Tenant
 from .ephemeral_weights import EphemeralWeights

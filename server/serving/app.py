@@ -25,7 +25,7 @@ from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
-from ..files.wal import Guard
+from ..files.segment_log import Guard
 from ..journal.completion_log import Completions
 from ..journal.futures import Futures
 from ..journal.journal import Journal

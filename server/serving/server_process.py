@@ -32,7 +32,7 @@ from ...workers.protocol.aliases import merge_identical_models
 from ...workers.protocol.worker_config import KeptWorkers
 from ..config.knob_values import is_url
 from ..config.server_config import ServerConfig
-from ..files.wal import Guard
+from ..files.segment_log import Guard
 from ..replication.kept_workers import kept_workers
 from ..replication.leases import Lease, LeaseExpired, Tenure
 from ..replication.state_lock import (

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from trainhouse import AdamParams, Datum, GoneError, RequestFailedError, ServiceClient
 from trainhouse.server.journal.journal import read_journal
-from trainhouse.server.journal.quarantine import STRIKE
+from trainhouse.server.journal.strikes import STRIKE
 
 from ..faults.damage import DAMAGES, TEARS, newest_segment, snapshots_of_runs
 from ..faults.disk import filled, small_disk

@@ -14,7 +14,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.features.feature_store import FeatureStore
-from trainhouse.server.files.wal import RecordPosition
+from trainhouse.server.files.segment_log import RecordPosition
 from trainhouse.server.http.bodies import ReceivedBody
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal

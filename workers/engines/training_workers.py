@@ -6,7 +6,7 @@ from pathlib import Path
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import SampleJob
 from ..scheduler.rank_group import RankGroup
-from ..scheduler.work import OnProgress, WorkerCall
+from ..scheduler.work import MethodWork, OnProgress
 from .weights import drop_weights, load_weights
 
 
@@ -30,7 +30,7 @@ class TrainingWorkersEngine:
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         await self._group.submit(
-            WorkerCall(run_id, tenant_id, "copy_adapter", (run_id, adapter_id), creates=adapter_id)
+            MethodWork(run_id, tenant_id, "copy_adapter", (run_id, adapter_id), creates=adapter_id)
         )
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 from .fair_queue import FairQueue, PassLimits, TenantShare
-from .work import PassWork, RunQueue, SnapshotWork, StepWork, WorkerCall, WorkItem
+from .work import MethodWork, PassWork, RunQueue, SnapshotWork, StepWork, WorkItem
 
 
 class GroupQueue:
@@ -28,7 +28,7 @@ class GroupQueue:
         # Each line is in one of these, by the type of its head.
         self._operations, self._suspect_operations = FairQueue(limits), _TenantRoundRobin()
         self._steps, self._calls, self._snapshots = _TenantRoundRobin(), _TenantRoundRobin(), _TenantRoundRobin()
-        self._by_head = {StepWork: self._steps, WorkerCall: self._calls, SnapshotWork: self._snapshots}
+        self._by_head = {StepWork: self._steps, MethodWork: self._calls, SnapshotWork: self._snapshots}
         self._waits_in: dict[str, FairQueue | _TenantRoundRobin] = {}
         self._steps_went_last = False
         self._suspect_stepped_last = self._suspect_passed_last = False
@@ -80,13 +80,13 @@ class GroupQueue:
             line.works.remove(work)
             self._forget(work)
 
-    def next_call(self) -> WorkerCall:
+    def next_call(self) -> MethodWork:
         """Returns the next call, which stays in the queue."""
         head = self._calls.next().head
-        assert isinstance(head, WorkerCall)
+        assert isinstance(head, MethodWork)
         return head
 
-    def take_call(self) -> WorkerCall:
+    def take_call(self) -> MethodWork:
         """Takes the next call: tenants take turns, and a tenant's runs take turns."""
         return self._pop(self._calls.next())
 

@@ -9,7 +9,7 @@ from ..protocol.timeouts import CallTimeouts
 from .cohorts import Cohort
 from .group_work import AnyWork, GroupWork
 from .ranks import Ranks
-from .work import PassWork, SnapshotWork, StepWork, WorkerCall
+from .work import MethodWork, PassWork, SnapshotWork, StepWork
 
 # Methods after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "set_vocabulary", "clear_gradients", "drop_run")
@@ -110,7 +110,7 @@ class MethodCall(RankCall):
 
     kind = "methods"
 
-    def __init__(self, work: WorkerCall) -> None:
+    def __init__(self, work: MethodWork) -> None:
         super().__init__([work])
         self._work = work
         self.uses_device = work.needs_device

@@ -23,7 +23,7 @@ from .quarantine import Suspects
 from .rank_calls import RankCall
 from .scheduler import Scheduler
 from .supervisor import Supervisor
-from .work import OnProgress, SamplingWork, WorkerCall, WorkItem
+from .work import MethodWork, OnProgress, SamplingWork, WorkItem
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class RankGroup:
         if self._loop is None:
             return None
         try:
-            return await self.submit(WorkerCall("memory", "", "memory"))
+            return await self.submit(MethodWork("memory", "", "memory"))
         except OperationError:
             return None
 

@@ -136,7 +136,7 @@ class StepWork(WorkItem):
 
 
 @dataclass(eq=False)
-class WorkerCall(WorkItem):
+class MethodWork(WorkItem):
     """A call of a worker's method for one run or adapter."""
 
     method: str

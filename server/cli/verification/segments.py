@@ -8,7 +8,7 @@ from pathlib import Path
 from sqlalchemy import Connection, delete
 
 from ...files.segment import Damage, complete_bytes, scan_segment, truncate_segment
-from ...files.wal import RecordPosition
+from ...files.segment_log import RecordPosition
 from ...store.database.schema import results
 from .problem import UNTIL_ITS_END, Problem, Repair
 from .state import VerifiedState

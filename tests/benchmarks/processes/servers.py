@@ -72,7 +72,7 @@ async def serve_nothing() -> None:
 def serve_volatile() -> None:
     # Here, because the other server stays light.
     from trainhouse.server.__main__ import main
-    from trainhouse.server.files.wal import RecordPosition, SegmentLog
+    from trainhouse.server.files.segment_log import RecordPosition, SegmentLog
     from trainhouse.server.runs.snapshots import RunSnapshots
 
     def append(self: SegmentLog, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[RecordPosition]":

@@ -13,8 +13,8 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 from trainhouse.server.cli.backup import Backup
 from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.verify import verify as verify_files
+from trainhouse.server.files.segment_log import SegmentLog
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
-from trainhouse.server.files.wal import SegmentLog
 from trainhouse.server.store import DATABASE_NAME, ResultRecord, SqliteStore
 from trainhouse.workers.dispatch import WorkerDispatch
 

@@ -22,7 +22,7 @@ from trainhouse.schemas.futures import Pending
 from trainhouse.server.files.segment import MOST_BODY_BYTES
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import Header
-from trainhouse.server.journal.quarantine import REBUILD_STRIKE, STRIKE
+from trainhouse.server.journal.strikes import REBUILD_STRIKE, STRIKE
 from trainhouse.server.store import DATABASE_NAME, SqliteStore, TenantRecord
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.files import wal as segments_module
+from trainhouse.server.files import segment_log as segments_module
 from trainhouse.server.files.segment import (
     HEAD_BYTES,
     MAGIC,
@@ -22,7 +22,7 @@ from trainhouse.server.files.segment import (
     read_segment,
     scan_segment,
 )
-from trainhouse.server.files.wal import RecordPosition, RecordTooLarge, SegmentLog
+from trainhouse.server.files.segment_log import RecordPosition, RecordTooLarge, SegmentLog
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 
 from ...faults.disk import filled, small_disk

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Connection, text
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.files.segment import read_segment
-from trainhouse.server.files.wal import SegmentLog, fence_off_writer
+from trainhouse.server.files.segment_log import SegmentLog, fence_off_writer
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import Header, Journal
 from trainhouse.server.replication.leases import (

@@ -352,10 +352,10 @@ async def test_a_settled_idle_run_needs_nothing_from_the_journal(make_bench: Mak
     await bench.forward_backward(1)
     await bench.run.refuse(2, RefusedOperation("forward_backward", "bad", taints=True))
     await bench.result(1)
-    await bench.run.settle(held_seconds=100)
+    await bench.run.snapshot_if_older_than(held_seconds=100)
     assert not bench.snapshots.exists(), "nothing is that old"
     await wait_until(bench, lambda: len(bench.run._state.log._entries) == 3)
-    await bench.run.settle(held_seconds=0)
+    await bench.run.snapshot_if_older_than(held_seconds=0)
     assert {path.name for path in bench.snapshots.iterdir()} == {"2", "2-copy"}
     assert not bench.run._state.log._entries
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
@@ -376,10 +376,10 @@ async def test_an_idle_run_is_settled_despite_strikes(make_bench: MakeBench, kin
     await bench.result(1)
     await bench.append_to_journal(kind, 1)
     await bench.wait_until_stored()
-    await bench.run.settle(held_seconds=0)
+    await bench.run.snapshot_if_older_than(held_seconds=0)
     await bench.restart()
     bench.operations.performed.clear()
-    await bench.run.settle(held_seconds=0)
+    await bench.run.snapshot_if_older_than(held_seconds=0)
     assert bench.operations.performed == []
     is_held = kind == "rebuild_strike"  # it counts until the next snapshot
     assert any(bench.services.journal._held.values()) == is_held
@@ -391,7 +391,7 @@ async def test_a_busy_run_is_settled_after_its_next_operation(make_bench: MakeBe
     bench.operations.may_proceed.clear()
     await bench.forward_backward(1)
     await wait_until(bench, lambda: bench.operations.begun == [0, 1])
-    await bench.run.settle(held_seconds=0)
+    await bench.run.snapshot_if_older_than(held_seconds=0)
     await bench.forward_backward(2)
     bench.operations.may_proceed.set()
     await wait_until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
@@ -404,7 +404,7 @@ async def test_an_idle_run_is_rebuilt_after_a_restart_to_be_settled(make_bench: 
         0: EarlierOperation("create_model", await bench.append_to_journal("create_model", 0), outcome=Outcome.DONE)
     }
     async with resumed(bench, found):
-        await bench.run.settle(held_seconds=0)
+        await bench.run.snapshot_if_older_than(held_seconds=0)
         assert (bench.snapshots / "0-copy" / "manifest.json").exists()
     assert bench.operations.performed == [0, "discard", "create", "snapshot"]
 
@@ -425,7 +425,7 @@ async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings
 
     bench.operations.snapshot = lost  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(2):
-        await bench.run.settle(held_seconds=0)
+        await bench.run.snapshot_if_older_than(held_seconds=0)
     assert bench.operations.performed == ["discard", "create", 1, "snapshot"]
     assert (bench.snapshots / "1-copy" / "manifest.json").exists()
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
@@ -674,7 +674,7 @@ async def test_without_a_restore_marker_the_error_mentions_an_older_state(
         await bench.forward_backward(first)
         await bench.optim_step(first + 1)
         error = (await bench.result(first + 1))["error"]
-        assert ("if it was restored from an older state, steps are missing" in error) == doubts
+        assert ("If the server was restored from an older copy of its state, steps are missing" in error) == doubts
         await bench.forward_backward(first + 2)
     assert "seq_id 1 to 2 given up: they did not arrive within 0.1 s, nor" in caplog.text
     assert "seq_id 6 given up: it did not arrive within 0.1 s\n" in caplog.text

@@ -2,8 +2,8 @@
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.files.wal import RecordPosition
-from trainhouse.server.journal.quarantine import STRIKE
+from trainhouse.server.files.segment_log import RecordPosition
+from trainhouse.server.journal.strikes import STRIKE
 from trainhouse.server.operations.operation import REFUSED, Outcome, ReplayEntry
 from trainhouse.server.runs.replay_log import ReplayAction, ReplayLog
 
@@ -17,7 +17,9 @@ def history(*ended: tuple[str, Outcome | None]) -> tuple[ReplayLog, list[int]]:
     released: list[int] = []
     made = ReplayLog(lambda place: released.append(place.offset))
     for seq_id, (kind, outcome) in enumerate(ended, 1):
-        made.add(ReplayEntry(seq_id, kind, RecordPosition(0, seq_id), outcome=outcome, is_answered=outcome is not None))
+        made.add(
+            ReplayEntry(seq_id, kind, RecordPosition(0, seq_id), outcome=outcome, is_result_stored=outcome is not None)
+        )
     return made, released
 
 
@@ -52,12 +54,12 @@ def test_a_failed_step_affects_the_gradients_as_it_did_before(
 
 def test_a_refused_part_taints_the_step_and_a_load_clears_the_taint() -> None:
     made, _ = history((FB, DONE))
-    made.add(ReplayEntry(2, REFUSED, RecordPosition(0, 2), outcome=FAILED, taints=True, is_answered=True))
-    made.add(ReplayEntry(3, STEP, RecordPosition(0, 3), outcome=FAILED, is_answered=True))
+    made.add(ReplayEntry(2, REFUSED, RecordPosition(0, 2), outcome=FAILED, taints=True, is_result_stored=True))
+    made.add(ReplayEntry(3, STEP, RecordPosition(0, 3), outcome=FAILED, is_result_stored=True))
     assert repeats(made) == [(1, AGAIN), (3, CLEAR)]
-    made.add(ReplayEntry(4, REFUSED, RecordPosition(0, 4), outcome=FAILED, taints=True, is_answered=True))
-    made.add(ReplayEntry(5, "load_weights", RecordPosition(0, 5), outcome=DONE, is_answered=True))
-    made.add(ReplayEntry(6, STEP, RecordPosition(0, 6), outcome=DONE, is_answered=True))
+    made.add(ReplayEntry(4, REFUSED, RecordPosition(0, 4), outcome=FAILED, taints=True, is_result_stored=True))
+    made.add(ReplayEntry(5, "load_weights", RecordPosition(0, 5), outcome=DONE, is_result_stored=True))
+    made.add(ReplayEntry(6, STEP, RecordPosition(0, 6), outcome=DONE, is_result_stored=True))
     assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
 
 
@@ -77,7 +79,7 @@ def test_passes_refused_for_a_missing_vocabulary_do_not_taint_the_next_step() ->
 
 def test_an_operation_of_unknown_outcome_cannot_be_repeated() -> None:
     made, _ = history((FB, DONE))
-    made.add(ReplayEntry(2, STEP, RecordPosition(0, 2), is_answered=True))
+    made.add(ReplayEntry(2, STEP, RecordPosition(0, 2), is_result_stored=True))
     assert repeats(made, after=2) == []
     with pytest.raises(OperationError, match="the outcome of optim_step with seq_id 2 is not known"):
         repeats(made)
@@ -88,8 +90,8 @@ def test_the_journal_releases_what_is_answered_and_covered() -> None:
     made.cover(4)
     assert released == [1, 2, 3]
     (waiting,) = [entry for entry in made._entries if entry.seq_id == 4]
-    made.mark_answered(waiting)
-    made.mark_answered(waiting)
+    made.mark_result_stored(waiting)
+    made.mark_result_stored(waiting)
     assert released == [1, 2, 3, 4]
     assert repeats(made) == [(5, AGAIN)]
     made.close()

@@ -17,7 +17,7 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardReques
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep
 from trainhouse.workers.scheduler.fair_queue import PassLimits
 from trainhouse.workers.scheduler.queue import GroupQueue
-from trainhouse.workers.scheduler.work import PassWork, StepWork, WorkerCall, WorkItem
+from trainhouse.workers.scheduler.work import MethodWork, PassWork, StepWork, WorkItem
 
 TOKENS = 1600
 """Tokens of a pass: turns are of 400, and operations of up to 100 are short."""
@@ -50,8 +50,8 @@ def step(run_id: str) -> StepWork:
     return StepWork(run_id, run_id[0], OptimizerStep(run_id, AdamParams()))
 
 
-def call(run_id: str) -> WorkerCall:
-    return WorkerCall(run_id, run_id[0], "save_run")
+def call(run_id: str) -> MethodWork:
+    return MethodWork(run_id, run_id[0], "save_run")
 
 
 def queue_of(*works: WorkItem, runs: int = 64, suspects: Container[str] = (), **weights: float) -> GroupQueue:

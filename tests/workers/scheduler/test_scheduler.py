@@ -15,7 +15,7 @@ from trainhouse.workers.scheduler.group_work import GroupWork
 from trainhouse.workers.scheduler.quarantine import Suspects
 from trainhouse.workers.scheduler.rank_calls import PassCall, RankCall, SliceCall
 from trainhouse.workers.scheduler.scheduler import Scheduler
-from trainhouse.workers.scheduler.work import PassWork, SamplingWork, SnapshotWork, StepWork, WorkerCall, WorkItem
+from trainhouse.workers.scheduler.work import MethodWork, PassWork, SamplingWork, SnapshotWork, StepWork, WorkItem
 
 
 class Group:
@@ -94,7 +94,7 @@ def test_a_step_is_refused_if_a_whole_pass_failed() -> None:
     group.do(Failure("the worker failed", "server"))
     assert group.work.with_refusal(step("a").step).refusal_reason == "the worker failed"
     assert group.work.with_refusal(step("b").step).refusal_reason is None
-    group.add(WorkerCall("a", "alice", "clear_gradients", ("a",)))
+    group.add(MethodWork("a", "alice", "clear_gradients", ("a",)))
     group.do(None)
     assert group.work.with_refusal(step("a").step).refusal_reason is None
 
@@ -140,21 +140,21 @@ def test_snapshots_are_polled_at_growing_intervals_and_few_are_written_at_once()
 def test_only_some_methods_run_while_the_group_is_offloaded() -> None:
     group = Group()
     group.add(operation("a", 10))
-    group.add(WorkerCall("b", "alice", "memory"))
+    group.add(MethodWork("b", "alice", "memory"))
     assert group.scheduler.wanted() == ["training", "methods"]
     assert group.scheduler.without_device(group.scheduler.wanted()) == ["methods"]
-    group.add(WorkerCall("c", "alice", "load_run"))
+    group.add(MethodWork("c", "alice", "load_run"))
     group.scheduler.finish(group.scheduler.next_call(["methods"]), {}, 0.0)
     assert group.scheduler.without_device(group.scheduler.wanted()) == []
 
 
 def test_a_death_fails_all_work_and_makes_what_was_in_the_call_suspect() -> None:
     group = Group()
-    create = group.add(WorkerCall("a", "alice", "create_run", creates="a"))
+    create = group.add(MethodWork("a", "alice", "create_run", creates="a"))
     group.do("info")
     assert create.answer.result() == "info" and group.work.holds("a")
     works = [group.add(operation("a", 10)), group.add(operation("b", 10))]
-    waiting, dropped = group.add(sampling("job")), group.add(WorkerCall("c", "alice", "drop_run", drops="c"))
+    waiting, dropped = group.add(sampling("job")), group.add(MethodWork("c", "alice", "drop_run", drops="c"))
     call = group.scheduler.next_call(["training"])
     consequences = group.work.worker_died("tiny", WorkerDied("killed by SIGKILL"), call.works)
     assert "2 runs were in the call" in consequences

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ....schemas.errors import OperationError
 from ....schemas.models import FullConfig
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import WorkerCall
+from ...scheduler.work import MethodWork
 from ..in_flight import cancel_and_wait
 from .adapter_copies import AdapterCopies, AdapterCopy
 
@@ -171,7 +171,7 @@ class GroupAdapter:
         version.number = _NONE
         weights, started = copy.read(), time.monotonic()
         worker_id = version.worker_id
-        call = WorkerCall(self._adapter_id, "", "import_adapter", (worker_id, weights), creates=worker_id)
+        call = MethodWork(self._adapter_id, "", "import_adapter", (worker_id, weights), creates=worker_id)
         await self._group.submit(call)
         version.number = copy.version
         if version.is_immutable:
@@ -204,7 +204,7 @@ class GroupAdapter:
 
     async def _drop(self, version: GroupAdapterVersion) -> None:
         worker_id = version.worker_id
-        await self._group.submit(WorkerCall(self._adapter_id, "", "drop_adapter", (worker_id,), drops=worker_id))
+        await self._group.submit(MethodWork(self._adapter_id, "", "drop_adapter", (worker_id,), drops=worker_id))
         if version in self._versions:
             self._versions.remove(version)
 

@@ -16,7 +16,7 @@ from ....schemas.sampling import SampleResponse
 from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
 from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import OnProgress, WorkerCall
+from ...scheduler.work import MethodWork, OnProgress
 from ..in_flight import InFlightRequests, StreamDeduplicator
 from ..weights import drop_weights, load_weights
 from .adapter_copies import AdapterCopies
@@ -47,12 +47,12 @@ class SamplerGroups:
         return [pid for replica in self._replicas for pid in replica.group.pids]
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        weights = await self._training.submit(WorkerCall(run_id, tenant_id, "export_adapter", (run_id,)))
+        weights = await self._training.submit(MethodWork(run_id, tenant_id, "export_adapter", (run_id,)))
         await self._keep(adapter_id, weights)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
         await self._keep(
-            adapter_id, await self._training.submit(WorkerCall(adapter_id, "", "read_adapter", (str(directory),)))
+            adapter_id, await self._training.submit(MethodWork(adapter_id, "", "read_adapter", (str(directory),)))
         )
 
     async def drop_adapter(self, adapter_id: str) -> None:

@@ -16,7 +16,7 @@ from ...protocol.calls import RunSpec, SampleJob
 from ...scheduler.backoff import backoff
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import OnProgress, WorkerCall
+from ...scheduler.work import MethodWork, OnProgress
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
 from .adapters import VllmAdapters, VllmAdapterVersion, link_files
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
@@ -93,7 +93,7 @@ class VllmEngine:
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         async def save(directory: Path) -> None:
-            await self._training.submit(WorkerCall(run_id, tenant_id, "save_run", (run_id, str(directory), False)))
+            await self._training.submit(MethodWork(run_id, tenant_id, "save_run", (run_id, str(directory), False)))
             _check_adapter(directory)
 
         await self._adapters.put(adapter_id, save)
@@ -229,9 +229,9 @@ class VllmEngine:
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
 
         async def save(directory: Path) -> None:
-            await self._training.submit(WorkerCall(_BARE, "", "create_run", (spec,), creates=_BARE))
-            await self._training.submit(WorkerCall(_BARE, "", "save_run", (_BARE, str(directory), False)))
-            await self._training.submit(WorkerCall(_BARE, "", "drop_run", (_BARE,), drops=_BARE))
+            await self._training.submit(MethodWork(_BARE, "", "create_run", (spec,), creates=_BARE))
+            await self._training.submit(MethodWork(_BARE, "", "save_run", (_BARE, str(directory), False)))
+            await self._training.submit(MethodWork(_BARE, "", "drop_run", (_BARE,), drops=_BARE))
 
         await self._adapters.put(_BARE, save)
         self._base_adapter_id = _BARE

@@ -25,7 +25,7 @@ cli cli/verification serving routes openai runs operations sampling checkpoints 
 http logs config files store store/tables store/database text
 """
 WORKERS = """
-engines/vllm engines/groups engines scheduler pools/ray pools
+engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models batch
 state losses parallel ops planner shapes protocol

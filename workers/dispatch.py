@@ -27,9 +27,11 @@ from .engines.vllm.engine import VllmEngine
 from .engines.vllm.server import VllmProcess, VllmServer
 from .protocol.calls import ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
 from .protocol.worker_config import DispatchConfig, WorkerConfig
-from .scheduler.device_sharing import DeviceScheduler
 from .scheduler.fair_queue import PassLimits
-from .scheduler.pool_factory import (
+from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
+from .scheduler.rank_group import RankGroup
+from .scheduler.supervision.device_sharing import DeviceScheduler
+from .scheduler.supervision.pool_factory import (
     PoolFactory,
     named_sampler_configs,
     policy_configs,
@@ -37,8 +39,6 @@ from .scheduler.pool_factory import (
     role_group_name,
     sampler_configs,
 )
-from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
-from .scheduler.rank_group import RankGroup
 from .scheduler.work import MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
 
 _MOST_WEIGHT_RATIO = 1000

@@ -19,7 +19,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import OperationError
-from ...workers.scheduler.backoff import backoff
+from ...workers.scheduler.supervision.backoff import backoff
 from ..files.manifest import read_manifest
 from ..files.object_store import ObjectStore, ObjectStoreError, key_of
 from ..files.storage_config import CheckpointStorageConfig

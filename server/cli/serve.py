@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from ...workers.scheduler.pool_factory import check_layouts
+from ...workers.scheduler.supervision.pool_factory import check_layouts
 from ...workers.shapes.model_shape import refuse_missing_weights
 from ..config.load import load_config
 from ..config.server_config import KNOBS, ServerConfig

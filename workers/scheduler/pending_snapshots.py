@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from ..protocol.calls import Failure
-from .backoff import backoff
+from .supervision.backoff import backoff
 from .work import SnapshotWork
 
 _MOST = 4

@@ -8,7 +8,7 @@ from ..protocol.calls import Failure, Pass, SliceResult
 from ..protocol.timeouts import CallTimeouts
 from .cohorts import Cohort
 from .group_work import AnyWork, GroupWork
-from .ranks import Ranks
+from .supervision.ranks import Ranks
 from .work import MethodWork, PassWork, SnapshotWork, StepWork
 
 # Methods after which a run has no gradients.

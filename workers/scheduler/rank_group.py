@@ -16,13 +16,13 @@ from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, ModelInfo, SampleJob
 from ..protocol.worker_config import WorkerConfig
-from .device_sharing import DeviceScheduler
 from .fair_queue import PassLimits
 from .group_work import GroupWork
 from .quarantine import Suspects
 from .rank_calls import RankCall
 from .scheduler import Scheduler
-from .supervisor import Supervisor
+from .supervision.device_sharing import DeviceScheduler
+from .supervision.supervisor import Supervisor
 from .work import MethodWork, OnProgress, SamplingWork, WorkItem
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.backoff import RestartBackoff
+from trainhouse.workers.scheduler.supervision.backoff import RestartBackoff
 
 LLAMA = Path(__file__).parents[1] / "configs" / "Llama-3.1-8B.json"
 pytestmark = pytest.mark.anyio

@@ -36,7 +36,7 @@ from trainhouse.workers.engines.vllm.server import VllmProcess, VllmServer
 from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.timeouts import GRACE_SECONDS
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from trainhouse.workers.scheduler.backoff import RestartBackoff
+from trainhouse.workers.scheduler.supervision.backoff import RestartBackoff
 from trainhouse.workers.scheduler.work import OnProgress
 
 from .test_sampler_groups import running

@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.worker_config import (
     VllmConfig,
     WorkerConfig,
 )
-from trainhouse.workers.scheduler.pool_factory import PoolFactory
+from trainhouse.workers.scheduler.supervision.pool_factory import PoolFactory
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 

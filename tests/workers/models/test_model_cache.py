@@ -27,7 +27,7 @@ from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
 from trainhouse.workers.worker.worker import Worker
 
 from ..credentialed_worker import CREDENTIALED, save_environment

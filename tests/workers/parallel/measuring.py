@@ -15,7 +15,7 @@ from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
 HANG_SECONDS = 600.0
 LORA = LoraConfig(rank=8, seed=0, train_unembed=False)

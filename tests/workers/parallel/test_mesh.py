@@ -9,7 +9,7 @@ from trainhouse.workers.parallel.mesh import LOOPBACK, Rendezvous, interface_of,
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
 SECONDS = 60.0
 SPEC = ParallelSpec(replicas=2)

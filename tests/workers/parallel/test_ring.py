@@ -20,7 +20,7 @@ from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
 HANG_SECONDS = 60.0

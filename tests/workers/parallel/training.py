@@ -27,7 +27,7 @@ from trainhouse.workers.protocol.calls import (
 )
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
 WORKER = "trainhouse.workers.worker.worker:Worker"
 RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}

@@ -21,8 +21,8 @@ from trainhouse.workers.protocol.worker_config import (
     ServedModel,
     WorkerConfig,
 )
-from trainhouse.workers.scheduler import pool_factory as sources
-from trainhouse.workers.scheduler.pool_factory import PoolFactory, groups_of
+from trainhouse.workers.scheduler.supervision import pool_factory as sources
+from trainhouse.workers.scheduler.supervision.pool_factory import PoolFactory, groups_of
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -21,7 +21,7 @@ from trainhouse.workers.pools.ray.cluster import RayCluster
 from trainhouse.workers.pools.ray.pool import RayPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import KeptWorkers
-from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 

@@ -15,7 +15,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunSpec, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import RoleGroup, SamplingConfig
-from trainhouse.workers.scheduler.pool_factory import with_threads
+from trainhouse.workers.scheduler.supervision.pool_factory import with_threads
 
 from ..jobs import job
 from ..moving_worker import MOVING, device_intervals
@@ -230,7 +230,7 @@ def test_the_status_names_the_group_that_has_the_device(tiny_models: dict[str, P
 
 
 def test_ranks_that_take_turns_have_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
+    monkeypatch.setattr("trainhouse.workers.scheduler.supervision.pool_factory.num_cores", lambda: 24)
     critics = RoleGroup(("critic",), ParallelSpec(tp=3))
     for shared_devices, threads in (("together", 24 // 8), ("turns", 24 // 3)):
         config = config_of(critics, shared_devices=shared_devices)

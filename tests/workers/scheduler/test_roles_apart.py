@@ -25,7 +25,7 @@ from trainhouse.workers.protocol.worker_config import (
     ServedModel,
     WorkerConfig,
 )
-from trainhouse.workers.scheduler.pool_factory import groups_of, with_threads
+from trainhouse.workers.scheduler.supervision.pool_factory import groups_of, with_threads
 
 from ..test_dispatch import operation, sample_job, write_header
 
@@ -264,7 +264,7 @@ def config_of(*role_groups: RoleGroup, sampling: SamplingConfig | None = None, *
 
 
 def test_each_base_model_has_its_groups_and_all_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
+    monkeypatch.setattr("trainhouse.workers.scheduler.supervision.pool_factory.num_cores", lambda: 24)
     references = RoleGroup(("reference",), SINGLE, ("cpu",))
     critics = RoleGroup(("critic",), ParallelSpec(tp=2), ("cuda:2", "cuda:4"))
     config = config_of(references, critics, sampling=SamplingConfig(1))
@@ -302,7 +302,7 @@ def test_missing_and_partly_overlapping_devices_are_refused(
     role_groups: tuple[RoleGroup, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.check_cuda", lambda device: None)
+    monkeypatch.setattr("trainhouse.workers.scheduler.supervision.pool_factory.check_cuda", lambda device: None)
     models = (WorkerConfig(ServedModel("a", "M"), device="cuda", parallel=ParallelSpec(tp=2)),)
     dispatch = WorkerDispatch(DispatchConfig(models, role_groups=role_groups))
     with pytest.raises(ValueError) as refused:

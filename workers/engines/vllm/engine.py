@@ -13,9 +13,9 @@ from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
-from ...scheduler.backoff import backoff
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
+from ...scheduler.supervision.backoff import backoff
 from ...scheduler.work import MethodWork, OnProgress
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
 from .adapters import VllmAdapters, VllmAdapterVersion, link_files

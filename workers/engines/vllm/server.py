@@ -20,7 +20,7 @@ from ....schemas.errors import OperationError
 from ...planner.footprint import runs_on_cpu
 from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START_SECONDS
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
-from ...scheduler.backoff import RestartBackoff
+from ...scheduler.supervision.backoff import RestartBackoff
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from trainhouse.workers.pools import children
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.protocol.calls import OperationPart, Pass
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.scheduler.ranks import Ranks, split_pass
+from trainhouse.workers.scheduler.supervision.ranks import Ranks, split_pass
 
 __all__ = ["new_pool", "ray_cluster"]
 

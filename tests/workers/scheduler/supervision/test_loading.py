@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trainhouse.tests.workers.killed_loader import KILLED_LOADER, KILLS
 
-from ..engines.test_sampler_groups import LLAMA
-from ..test_dispatch import write_header
+from ...engines.test_sampler_groups import LLAMA
+from ...test_dispatch import write_header
 
 SCRIPT = """
 import asyncio, sys

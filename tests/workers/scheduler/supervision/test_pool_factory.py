@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from trainhouse.workers.protocol.worker_config import DispatchConfig, ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.pool_factory import _fingerprint
+from trainhouse.workers.scheduler.supervision.pool_factory import _fingerprint
 
 CONFIG = DispatchConfig((WorkerConfig(ServedModel("tiny", "/models/tiny")),), pool="ray")
 
@@ -16,7 +16,7 @@ def with_model(**changes: object) -> DispatchConfig:
 def test_kept_workers_are_the_same_for_a_server_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of cores and the directory for live state may differ."""
     before = _fingerprint(CONFIG)
-    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
+    monkeypatch.setattr("trainhouse.workers.scheduler.supervision.pool_factory.num_cores", lambda: 24)
     assert _fingerprint(CONFIG) == before
     assert _fingerprint(with_model(shared_directories=("/state/live-7",))) == before
 

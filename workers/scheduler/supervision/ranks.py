@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...schemas.errors import OperationError
-from ...schemas.training import ForwardBackwardOutput
-from ..pools.base import PerRank, Pool, WorkerDied, WorkerError
-from ..protocol.calls import DataShare, Failure, OperationPart, Pass, RankOutput, SampleJob, SamplingSlice, SliceResult
-from ..protocol.parallel_spec import ParallelSpec
-from ..protocol.shared_fs import SharedFileProbe
+from ....schemas.errors import OperationError
+from ....schemas.training import ForwardBackwardOutput
+from ...pools.base import PerRank, Pool, WorkerDied, WorkerError
+from ...protocol.calls import DataShare, Failure, OperationPart, Pass, RankOutput, SampleJob, SamplingSlice, SliceResult
+from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.shared_fs import SharedFileProbe
 
 
 class Ranks:

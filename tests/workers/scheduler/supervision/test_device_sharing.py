@@ -5,8 +5,8 @@ import random
 from collections.abc import Coroutine
 
 import pytest
-from trainhouse.workers.scheduler import device_sharing
-from trainhouse.workers.scheduler.device_sharing import DeviceLease, DeviceScheduler
+from trainhouse.workers.scheduler.supervision import device_sharing
+from trainhouse.workers.scheduler.supervision.device_sharing import DeviceLease, DeviceScheduler
 
 
 def run(test: Coroutine[object, object, None]) -> None:

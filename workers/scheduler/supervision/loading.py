@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from ..planner.footprint import available_bytes, gigabytes, planned_bytes
-from ..pools.base import WorkerDied, WorkerError
-from ..protocol.worker_config import WorkerConfig
+from ...planner.footprint import available_bytes, gigabytes, planned_bytes
+from ...pools.base import WorkerDied, WorkerError
+from ...protocol.worker_config import WorkerConfig
 from .backoff import backoff
 
 MAX_TRIES = 4

@@ -6,12 +6,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ...schemas.errors import OperationError
-from ..planner.footprint import gigabytes, loaded_bytes
-from ..pools.base import PlacementError, Pool, WorkerDied, WorkerError
-from ..protocol.calls import Failure, ModelInfo
-from ..protocol.timeouts import CallTimeouts
-from ..protocol.worker_config import WorkerConfig
+from ....schemas.errors import OperationError
+from ...planner.footprint import gigabytes, loaded_bytes
+from ...pools.base import PlacementError, Pool, WorkerDied, WorkerError
+from ...protocol.calls import Failure, ModelInfo
+from ...protocol.timeouts import CallTimeouts
+from ...protocol.worker_config import WorkerConfig
 from .backoff import RestartBackoff
 from .device_sharing import DeviceLease
 from .loading import failure_reason, load

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..models.devices import check_cuda, check_devices, device_of, first_device
-from ..planner.checks import check_layout, cuda_devices
-from ..planner.footprint import check_fit, runs_on_cpu
-from ..pools.base import Pool, PoolSpec
-from ..pools.local import LocalPool
-from ..pools.ray.actors import KeptGroup
-from ..pools.ray.cluster import RayCluster
-from ..pools.ray.pool import RayPool
-from ..protocol.parallel_spec import SINGLE
-from ..protocol.timeouts import CallTimeouts
-from ..protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
-from ..shapes.draft_spec import check_drafts
-from ..shapes.model_shape import model_directory, read_model
+from ...models.devices import check_cuda, check_devices, device_of, first_device
+from ...planner.checks import check_layout, cuda_devices
+from ...planner.footprint import check_fit, runs_on_cpu
+from ...pools.base import Pool, PoolSpec
+from ...pools.local import LocalPool
+from ...pools.ray.actors import KeptGroup
+from ...pools.ray.cluster import RayCluster
+from ...pools.ray.pool import RayPool
+from ...protocol.parallel_spec import SINGLE
+from ...protocol.timeouts import CallTimeouts
+from ...protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
+from ...shapes.draft_spec import check_drafts
+from ...shapes.model_shape import model_directory, read_model
 
 logger = logging.getLogger(__name__)
 

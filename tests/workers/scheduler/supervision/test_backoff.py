@@ -2,7 +2,7 @@
 
 import time
 
-from trainhouse.workers.scheduler.backoff import RestartBackoff, backoff
+from trainhouse.workers.scheduler.supervision.backoff import RestartBackoff, backoff
 
 
 def test_delays_double_up_to_the_limit() -> None:

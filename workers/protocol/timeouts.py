@@ -8,6 +8,7 @@ memory.
 import math
 from collections.abc import Sequence
 
+from .methods import MOVES_DATA
 from .worker_config import WorkerConfig
 
 GRACE_SECONDS = 5.0
@@ -51,11 +52,7 @@ _UNSEEN_SECONDS = 0.2
 
 # Multiples of hang_seconds: for methods that read, write or move data of any size, or wait for that; for each run,
 # which may have to be reloaded from disk; and for loading a model.
-_FILES, _RUN, _LOADING = 10, 1 / 8, 120
-_OF_FILES = frozenset(
-    {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "reset", "offload"}
-    | {"begin_snapshot", "export_adapter", "import_adapter"}
-)
+_DATA, _RUN, _LOADING = 10, 1 / 8, 120
 
 
 class CallTimeouts:
@@ -86,7 +83,7 @@ class CallTimeouts:
         return self._moving_seconds + self._base + budget_milliseconds / 1000 + self.slices.limit(1.0)
 
     def for_method(self, method: str) -> float:
-        return self._moving_seconds + self._base * (_FILES if method in _OF_FILES else 1)
+        return self._moving_seconds + self._base * (_DATA if method in MOVES_DATA else 1)
 
     def record_move(self, seconds: float) -> None:
         """Records how long it took to move on and off the device; every call may have to wait for that."""

@@ -69,7 +69,7 @@ class TenantShare:
 
     credit: tokens that it may still take; negative if it owes some.
     advance: tokens that its short operations may take before its turn.
-    lines: its runs with an operation ready, the next one first.
+    runs: its runs with an operation ready, the next one first.
     short: those of them whose operation is short.
     """
 
@@ -79,7 +79,7 @@ class TenantShare:
         self._most_advance = limits.max_tokens
         self.credit = self._quantum
         self.advance: float = self._most_advance
-        self.lines: OrderedDict[str, RunQueue] = OrderedDict()
+        self.runs: OrderedDict[str, RunQueue] = OrderedDict()
         self.short: OrderedDict[str, RunQueue] = OrderedDict()
 
     def end_turn(self) -> None:
@@ -105,23 +105,23 @@ class FairQueue:
     def __bool__(self) -> bool:
         return self._num_lines > 0
 
-    def add(self, line: RunQueue) -> None:
-        """Adds a line whose head is an operation, behind the tenant's other lines."""
-        tenant = self._tenants.get(line.tenant_id)
+    def add(self, run: RunQueue) -> None:
+        """Adds a run whose head is an operation, behind the tenant's other runs."""
+        tenant = self._tenants.get(run.tenant_id)
         if tenant is None:
-            tenant = self._tenants[line.tenant_id] = TenantShare(line.tenant_id, self._limits)
-        tenant.lines[line.key] = line
+            tenant = self._tenants[run.tenant_id] = TenantShare(run.tenant_id, self._limits)
+        tenant.runs[run.key] = run
         self._num_lines += 1
-        if self._limits.is_short(line.operation):
-            tenant.short[line.key] = line
-            self._hurried[line.tenant_id] = tenant
+        if self._limits.is_short(run.operation):
+            tenant.short[run.key] = run
+            self._hurried[run.tenant_id] = tenant
 
-    def remove(self, line: RunQueue) -> None:
-        tenant = self._tenants[line.tenant_id]
-        del tenant.lines[line.key]
+    def remove(self, run: RunQueue) -> None:
+        tenant = self._tenants[run.tenant_id]
+        del tenant.runs[run.key]
         self._num_lines -= 1
-        if tenant.short.pop(line.key, None) is not None and not tenant.short:
-            del self._hurried[line.tenant_id]
+        if tenant.short.pop(run.key, None) is not None and not tenant.short:
+            del self._hurried[run.tenant_id]
 
     def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[TenantShare, RunQueue] | None:
         """Returns the tenant whose turn it is and its next run; None if no operation is ready.
@@ -134,8 +134,8 @@ class FairQueue:
             tenant = self._first()
             if tenant.credit <= 0:
                 self.end_turn()
-            elif tenant.lines:
-                return tenant, next(iter(tenant.lines.values()))
+            elif tenant.runs:
+                return tenant, next(iter(tenant.runs.values()))
             elif tenant.tenant_id not in awaited:
                 del self._tenants[tenant.tenant_id]
             elif pass_may_end:

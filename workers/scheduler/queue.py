@@ -24,8 +24,8 @@ class GroupQueue:
         self._limits = limits
         self._suspects = suspects
         self._numbers = numbers or count()
-        self._lines: dict[str, RunQueue] = {}
-        # Each line is in one of these, by the type of its head.
+        self._runs: dict[str, RunQueue] = {}
+        # Each run is in one of these, by the type of its head.
         self._operations, self._suspect_operations = FairQueue(limits), _TenantRoundRobin()
         self._steps, self._calls, self._snapshots = _TenantRoundRobin(), _TenantRoundRobin(), _TenantRoundRobin()
         self._by_head = {StepWork: self._steps, MethodWork: self._calls, SnapshotWork: self._snapshots}
@@ -34,7 +34,7 @@ class GroupQueue:
         self._suspect_stepped_last = self._suspect_passed_last = False
 
     def __contains__(self, key: str) -> bool:
-        return key in self._lines
+        return key in self._runs
 
     @property
     def wants_snapshot(self) -> bool:
@@ -53,45 +53,45 @@ class GroupQueue:
         return bool(self._operations or self._suspect_operations)
 
     def works(self) -> list[WorkItem]:
-        return [work for line in self._lines.values() for work in line.works]
+        return [work for run in self._runs.values() for work in run.works]
 
     def add(self, work: WorkItem) -> None:
         work.number = next(self._numbers)
-        line = self._lines.setdefault(work.key, RunQueue(work.key, work.tenant_id))
-        line.works.append(work)
+        run = self._runs.setdefault(work.key, RunQueue(work.key, work.tenant_id))
+        run.works.append(work)
         self.num_works += 1
         self.num_tokens += work.tokens
-        if len(line.works) == 1:
-            self._enqueue(line)
+        if len(run.works) == 1:
+            self._enqueue(run)
 
     def cancel(self, work: WorkItem) -> None:
         """Drops work that no caller waits for any more, unless the ranks have begun it."""
-        line = self._lines.get(work.key)
-        if line is not None and work in line.works and not work.has_begun:
+        run = self._runs.get(work.key)
+        if run is not None and work in run.works and not work.has_begun:
             self.drop(work)
 
     def drop(self, work: WorkItem) -> None:
         """Removes the rest of this work from the queue."""
-        line = self._lines[work.key]
-        if work is line.head:
-            self._dequeue(line)
-            self._end(line)
+        run = self._runs[work.key]
+        if work is run.head:
+            self._dequeue(run)
+            self._end(run)
         else:
-            line.works.remove(work)
+            run.works.remove(work)
             self._forget(work)
 
-    def next_call(self) -> MethodWork:
+    def next_method(self) -> MethodWork:
         """Returns the next call, which stays in the queue."""
         head = self._calls.next().head
         assert isinstance(head, MethodWork)
         return head
 
-    def take_call(self) -> MethodWork:
-        """Takes the next call: tenants take turns, and a tenant's runs take turns."""
+    def take_method(self) -> MethodWork:
+        """Takes the next method: tenants take turns, and a tenant's runs take turns."""
         return self._pop(self._calls.next())
 
     def take_snapshot(self) -> SnapshotWork:
-        """Takes the next snapshot, by the same turns as calls; until then only its run is blocked by it."""
+        """Takes the next snapshot, by the same turns as methods; until then only its run is blocked by it."""
         return self._pop(self._snapshots.next())
 
     def steps_are_next(self) -> bool:
@@ -103,21 +103,21 @@ class GroupQueue:
     def take_steps(self) -> list[StepWork]:
         """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate."""
         self._steps_went_last = True
-        suspects = [line for line in self._steps if line.key in self._suspects]
-        others = [line for line in self._steps if line.key not in self._suspects]
+        suspects = [run for run in self._steps if run.key in self._suspects]
+        others = [run for run in self._steps if run.key not in self._suspects]
         self._suspect_stepped_last = bool(suspects) and not (others and self._suspect_stepped_last)
-        return [self._pop(line) for line in (suspects[:1] if self._suspect_stepped_last else others)]
+        return [self._pop(run) for run in (suspects[:1] if self._suspect_stepped_last else others)]
 
     def take_pass(self) -> list[PassWork]:
-        """Takes a chunk of one suspect's operation, or a pass formed from all other runs; the two alternate."""
+        """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
         self._suspect_passed_last = bool(self._suspect_operations) and not (
             self._operations and self._suspect_passed_last
         )
         forming = _PassBuilder(self._limits)
         if self._suspect_passed_last:
-            line = self._suspect_operations.next()
-            self._take(line, forming, self._limits.quantum(line.tenant_id), self._limits.half)
+            run = self._suspect_operations.next()
+            self._take(run, forming, self._limits.quantum(run.tenant_id), self._limits.half)
         else:
             self._fill(forming)
         return list(forming.works.values())
@@ -149,56 +149,56 @@ class GroupQueue:
 
     def _move_short_ones_of(self, tenant: TenantShare, forming: "_PassBuilder", room: float) -> int:
         taken = 0
-        while (line := tenant.next_short()) and forming.admits(line.operation, room - taken):
-            if taken and not self._limits.allows_short(line.operation, taken):
+        while (run := tenant.next_short()) and forming.admits(run.operation, room - taken):
+            if taken and not self._limits.allows_short(run.operation, taken):
                 break
-            taken += self._move(tenant, line, forming, room)
+            taken += self._move(tenant, run, forming, room)
         tenant.advance -= taken
         return taken
 
-    def _move(self, tenant: TenantShare, line: RunQueue, forming: "_PassBuilder", room: float) -> int:
-        tokens = self._take(line, forming, tenant.credit, room)
+    def _move(self, tenant: TenantShare, run: RunQueue, forming: "_PassBuilder", room: float) -> int:
+        tokens = self._take(run, forming, tenant.credit, room)
         tenant.credit -= tokens
-        if line.awaits_step_only:
-            forming.awaited.add(line.tenant_id)
+        if run.awaits_step_only:
+            forming.awaited.add(run.tenant_id)
         return tokens
 
-    def _take(self, line: RunQueue, forming: "_PassBuilder", credit: float, room: float) -> int:
-        operation = line.operation
-        self._dequeue(line)
+    def _take(self, run: RunQueue, forming: "_PassBuilder", credit: float, room: float) -> int:
+        operation = run.operation
+        self._dequeue(run)
         tokens = forming.take(operation, credit, room)
         self.num_tokens -= tokens
         if operation.is_taken:
-            self._end(line)
+            self._end(run)
         else:
-            self._enqueue(line)
+            self._enqueue(run)
         return tokens
 
-    def _pop(self, line: RunQueue) -> Any:
-        work = line.head
-        self._dequeue(line)
-        self._end(line)
+    def _pop(self, run: RunQueue) -> Any:
+        work = run.head
+        self._dequeue(run)
+        self._end(run)
         return work
 
-    def _end(self, line: RunQueue) -> None:
-        """Removes the head of a line that is not filed, and files the line for its next head."""
-        self._forget(line.works.popleft())
-        if line.works:
-            self._enqueue(line)
+    def _end(self, run: RunQueue) -> None:
+        """Removes the head of a run that is not filed, and files the run for its next head."""
+        self._forget(run.works.popleft())
+        if run.works:
+            self._enqueue(run)
         else:
-            del self._lines[line.key]
+            del self._runs[run.key]
 
     def _forget(self, work: WorkItem) -> None:
         self.num_works -= 1
         self.num_tokens -= work.tokens
 
-    def _enqueue(self, line: RunQueue) -> None:
-        operations = self._suspect_operations if line.key in self._suspects else self._operations
-        waits_in = self._waits_in[line.key] = self._by_head.get(type(line.head), operations)
-        waits_in.add(line)
+    def _enqueue(self, run: RunQueue) -> None:
+        operations = self._suspect_operations if run.key in self._suspects else self._operations
+        waits_in = self._waits_in[run.key] = self._by_head.get(type(run.head), operations)
+        waits_in.add(run)
 
-    def _dequeue(self, line: RunQueue) -> None:
-        self._waits_in.pop(line.key).remove(line)
+    def _dequeue(self, run: RunQueue) -> None:
+        self._waits_in.pop(run.key).remove(run)
 
 
 class _PassBuilder:
@@ -241,7 +241,7 @@ class _PassBuilder:
 
 
 class _TenantRoundRobin:
-    """Lines ordered by turns of tenants, and inside a tenant by turns of its runs."""
+    """Runs ordered by turns of tenants, and inside a tenant by turns of its runs."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, OrderedDict[str, RunQueue]] = OrderedDict()
@@ -250,17 +250,17 @@ class _TenantRoundRobin:
         return bool(self._tenants)
 
     def __iter__(self) -> Iterator[RunQueue]:
-        return (line for lines in self._tenants.values() for line in lines.values())
+        return (run for runs in self._tenants.values() for run in runs.values())
 
-    def add(self, line: RunQueue) -> None:
-        self._tenants.setdefault(line.tenant_id, OrderedDict())[line.key] = line
+    def add(self, run: RunQueue) -> None:
+        self._tenants.setdefault(run.tenant_id, OrderedDict())[run.key] = run
 
     def next(self) -> RunQueue:
         return next(iter(next(iter(self._tenants.values())).values()))
 
-    def remove(self, line: RunQueue) -> None:
-        lines = self._tenants[line.tenant_id]
-        del lines[line.key]
-        self._tenants.move_to_end(line.tenant_id)
-        if not lines:
-            del self._tenants[line.tenant_id]
+    def remove(self, run: RunQueue) -> None:
+        runs = self._tenants[run.tenant_id]
+        del runs[run.key]
+        self._tenants.move_to_end(run.tenant_id)
+        if not runs:
+            del self._tenants[run.tenant_id]

@@ -5,14 +5,12 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
 from ..protocol.calls import Failure, Pass, SliceResult
+from ..protocol.methods import CLEARS_GRADIENTS
 from ..protocol.timeouts import CallTimeouts
 from .cohorts import Cohort
 from .group_work import AnyWork, GroupWork
 from .supervision.ranks import Ranks
 from .work import MethodWork, PassWork, SnapshotWork, StepWork
-
-# Methods after which a run has no gradients.
-_CLEARING = ("create_run", "load_run", "set_vocabulary", "clear_gradients", "drop_run")
 
 
 class RankCall(ABC):
@@ -125,7 +123,7 @@ class MethodCall(RankCall):
         if not isinstance(answer, Failure):
             if work.creates is not None:
                 group.record_created(work.creates)
-            if work.method in _CLEARING:
+            if work.method in CLEARS_GRADIENTS:
                 group.forget_incomplete([work.key])
             if work.drops is not None:
                 group.record_dropped(work.drops)

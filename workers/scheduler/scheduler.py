@@ -33,7 +33,7 @@ class Scheduler:
         self._slices_since_pause = 0
         self._next: dict[str, Callable[[], RankCall]] = {
             "training": self._next_training,
-            "methods": lambda: MethodCall(self._work.queue.take_call()),
+            "methods": lambda: MethodCall(self._work.queue.take_method()),
             "snapshots": self._next_snapshot,
             "sampling": self._next_slice,
         }
@@ -75,7 +75,7 @@ class Scheduler:
     def _runs_anywhere(self, kind: str) -> bool:
         if kind == "snapshots":
             return self._snapshots_due
-        return kind == "methods" and not self._work.queue.next_call().needs_device
+        return kind == "methods" and not self._work.queue.next_method().needs_device
 
     def _next_training(self) -> RankCall:
         if self._work.queue.steps_are_next():

@@ -9,12 +9,10 @@ from typing import Any
 from ...schemas.errors import OperationError
 from ...schemas.training import ForwardBackwardRequest
 from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart, SampleJob, SavedContents
+from ..protocol.methods import RUNS_OFFLOADED
 from ..protocol.timeouts import cost_of
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
-
-# Methods that can run while the group is offloaded.
-_ANYWHERE = ("memory", "drop_run", "drop_adapter")
 
 
 @dataclass(eq=False)
@@ -144,7 +142,7 @@ class MethodWork(WorkItem):
 
     @property
     def needs_device(self) -> bool:
-        return self.method not in _ANYWHERE
+        return self.method not in RUNS_OFFLOADED
 
 
 @dataclass(eq=False)

@@ -1,6 +1,7 @@
 """Tests that a worker which does not answer is found, killed and replaced, and that a slow one is left alone."""
 
 import asyncio
+import inspect
 import math
 import os
 import signal
@@ -30,8 +31,10 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.protocol.methods import CLEARS_GRADIENTS, MOVES_DATA, RUNS_OFFLOADED
 from trainhouse.workers.protocol.timeouts import CallTimeouts, ObservedDurations, cost_of
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.worker.worker import Worker
 
 __all__ = ["new_pool", "ray_cluster"]
 
@@ -221,3 +224,10 @@ def test_long_sequences_and_backward_passes_cost_more() -> None:
     assert cost_of([32_000], forward_only=True) > 5 * 32_000
     assert cost_of([100], forward_only=False) > 2 * cost_of([100], forward_only=True)
     assert cost_of([], forward_only=True) > 0
+
+
+def test_methods_with_special_treatment_exist_and_whatever_reads_a_directory_has_time_for_it() -> None:
+    verbs = {name: function for name, function in vars(Worker).items() if callable(function)}
+    assert verbs.keys() >= MOVES_DATA | CLEARS_GRADIENTS | RUNS_OFFLOADED
+    reading = {name for name, function in verbs.items() if "directory" in inspect.signature(function).parameters}
+    assert "load_draft" in reading and reading <= MOVES_DATA

@@ -99,7 +99,7 @@ class CheckedConsumer:
 
     def take(self) -> bool:
         if self.queue.wants_call:
-            self._finish([self.queue.take_call()])
+            self._finish([self.queue.take_method()])
         elif self.queue.wants_training and self.queue.steps_are_next():
             self._finish(self.queue.take_steps())
         elif self.queue.wants_training:
@@ -205,7 +205,7 @@ def test_tenants_take_turns_with_their_calls() -> None:
     queue = queue_of(*(call(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
     taken = []
     while queue.wants_call:
-        taken.append(queue.take_call().key)
+        taken.append(queue.take_method().key)
     assert taken == ["a0", "b0", "a1", "b1", "a2", "a0"]
 
 
@@ -436,7 +436,7 @@ class ListingQueue(GroupQueue):
 
 class OrderingQueue(GroupQueue):
     def take_pass(self) -> list[PassWork]:
-        self._lines = dict(sorted(self._lines.items(), key=lambda line: line[0]))
+        self._runs = dict(sorted(self._lines.items(), key=lambda line: line[0]))
         return super().take_pass()
 
 

@@ -436,7 +436,7 @@ class ListingQueue(GroupQueue):
 
 class OrderingQueue(GroupQueue):
     def take_pass(self) -> list[PassWork]:
-        self._runs = dict(sorted(self._lines.items(), key=lambda line: line[0]))
+        self._runs = dict(sorted(self._runs.items(), key=lambda run: run[0]))
         return super().take_pass()
 
 

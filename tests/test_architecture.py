@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -125,6 +126,26 @@ def test_folders_import_only_folders_below_them() -> None:
 def test_every_folder_is_in_the_order() -> None:
     found = {path.parent.relative_to(ROOT).as_posix() for name in MAY_IMPORT for path in sources(name)}
     assert found == set(FOLDERS)
+
+
+def long_classes(file: Path) -> Iterator[str]:
+    """Yields the classes of more than 250 lines whose docstrings do not say why they are long."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        is_long = isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 250
+        if is_long and "The class is long because" not in " ".join((ast.get_docstring(node) or "").split()):
+            yield f"{file}: {node.name}"
+
+
+def test_a_long_class_says_why(tmp_path: Path) -> None:
+    assert not [line for name in MAY_IMPORT for path in sources(name) for line in long_classes(path)]
+    planted = tmp_path / "planted.py"
+    planted.write_text('class Long:\n    """Does much."""\n' + "    x = 1\n" * 250)
+    assert list(long_classes(planted)) == [f"{planted}: Long"]
+
+
+def test_folders_stay_small() -> None:
+    folders = Counter(path.parent for name in MAY_IMPORT for path in sources(name) if path.name != "__init__.py")
+    assert max(folders.values()) <= 15, folders.most_common(3)
 
 
 def test_server_imports_only_torch_free_modules_of_workers() -> None:

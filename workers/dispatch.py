@@ -47,7 +47,8 @@ _MOST_WEIGHT_RATIO = 1000
 class WorkerDispatch:
     """Executes operations by run, adapter or base model.
 
-    Every method may raise OperationError; its subclass WorkerLost means that a worker died.
+    Every method may raise OperationError; its subclass WorkerLost means that a worker died. The class is long because
+    it has a method for each verb of runs and samplers.
     """
 
     models: Mapping[str, ModelInfo]

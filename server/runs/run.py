@@ -51,8 +51,7 @@ class Submitted:
 class Run:
     """Owns a run's queue of operations and executes it until `end` or `stop`; requests call `submit` and `refuse`.
 
-    It is the one place where an operation's order, journal entry, answer and snapshot meet, and longer than most
-    classes for that reason; the parts do the work.
+    The class is long because an operation's order, journal entry, answer and snapshot meet here; its parts do the work.
     """
 
     def __init__(self, record: RunRecord, services: RunServices) -> None:

@@ -45,7 +45,10 @@ _SEEDS = {LoraConfig: _LORA_SEED, FullConfig: _FULL_SEED, DraftConfig: _DRAFT_SE
 
 
 class Runs:
-    """Owns the live runs. A run lives from its creation until its session ends or the server stops."""
+    """Owns the live runs. A run lives from its creation until its session ends or the server stops.
+
+    The class is long because creating, resuming and ending runs change the same set of runs.
+    """
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
-"""Accepts each sampling request once, journals it, runs it in the workers, and retries it after a worker crash.
+"""Accepts each sampling request once, journals it, and answers it.
 
-Samplers are found by samplers.py; weights and drafts are loaded by weight_loader.py and draft_loader.py.
+Samplers are found by samplers.py; execution.py runs the jobs.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +15,6 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending, RetrieveFuturesRequest, RetrieveFuturesResponse, SubmitResponse
 from ...schemas.sampling import SampleRequest, SampleResponse
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import LARGE_BYTES, ReceivedBody
@@ -32,14 +30,13 @@ from ..tenants.quotas import UNORDERED, Quotas
 from ..tenants.reservation import Reservation
 from ..tenants.sessions import Sessions
 from .draft_loader import DraftLoader
+from .execution import OnProgress, SamplingExecution, log_draft_lost
 from .sampler import Sampler
 from .samplers import Samplers
 from .sampling_job import SamplingJob, Stops, check_alternatives
 from .weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
-
-OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class SamplingService:
     """Runs sampling requests.
 
     `submit` returns immediately and the result is retrieved through a future; `sample_now` waits for the samples and
-    keeps nothing.
+    keeps nothing. The class is long because accepting, resuming and answering a request share its journal records.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class SamplingService:
     ) -> None:
         self._dispatch = dispatch
         self._samplers = samplers
-        self._loader = loader
+        self._execution = SamplingExecution(dispatch, loader, drafts)
         self._drafts = drafts
         self._sessions = sessions
         self._futures = futures
@@ -175,7 +172,7 @@ class SamplingService:
             async with end:
                 with self._sessions.kept_open(job.sampler.record.session_id):
                     job.draft = await self._drafts.draft_for(job.sampler, job.request)
-                    return await self._sample(job, on_progress)
+                    return await self._execution.sample(job, on_progress)
         except TimeoutError:
             if not end.expired():
                 raise
@@ -226,7 +223,7 @@ class SamplingService:
         try:
             return await self._drafts.draft_for(job.sampler, job.request)
         except RequestError as error:
-            _log_draft_lost(job, error)
+            log_draft_lost(job, error)
             return None
 
     async def _accept(
@@ -287,7 +284,7 @@ class SamplingService:
 
     async def _resolve(self, job: SamplingJob, future: Future, admission: Reservation | None) -> None:
         try:
-            response = await self._sample(job)
+            response = await self._execution.sample(job)
             if admission is not None:
                 admission.charge(response.num_tokens)
             if job.request.record_stability_info:
@@ -310,68 +307,5 @@ class SamplingService:
         async with self._futures.large_result_lock:
             return await asyncio.to_thread(encode_sample_response, response, job.target_layout)
 
-    async def _sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
-        sampler = job.sampler
-        sampler.running_jobs.add(job.request_id)
-        progress = _ProgressForwarder(on_progress)
-        work = job.for_worker(streams=on_progress is not None)
-        try:
-            while True:
-                job.strikes.check()
-                try:
-                    return await self._attempt(job, work, progress)
-                except WorkerLost as lost:
-                    if progress.has_streamed:
-                        raise
-                    job.was_begun = True
-                    await job.strikes.add(lost)
-        finally:
-            sampler.running_jobs.discard(job.request_id)
-
-    async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
-        sampler = job.sampler
-        async with self._draft(job) as draft_id:
-            # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
-            loading = await self._loader.load(sampler)
-            try:
-                with_draft = replace(work, draft_id=draft_id)
-                return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
-            except OperationError as error:
-                if error.category == "server":
-                    self._loader.invalidate(sampler, loading)
-                raise
-
-    @asynccontextmanager
-    async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
-        """Loads the job's draft, see `DraftLoader.use`; if that fails, a job that was begun continues without it."""
-        async with AsyncExitStack() as stack:
-            try:
-                draft_id = await stack.enter_async_context(self._drafts.use(job.draft))
-            except OperationError as error:
-                if not job.was_begun:
-                    raise
-                _log_draft_lost(job, error)
-                job.draft = draft_id = None
-            yield draft_id
-
     async def _note_strike(self, held: _JournalRecords) -> None:
         held.places.append(await self._journal.append(replace(held.header, kind=STRIKE, drawn={})))
-
-
-def _log_draft_lost(job: SamplingJob, error: Exception) -> None:
-    logger.warning("%s continues without its draft: %s", job.request_id, error)
-
-
-class _ProgressForwarder:
-    """Forwards progress to the caller. has_streamed: True after the first increment; the job is not retried then."""
-
-    def __init__(self, on_progress: OnProgress | None) -> None:
-        self._on_progress = on_progress
-        self.has_streamed = False
-        self.forward = None if on_progress is None else self._forward
-
-    def _forward(self, parts: tuple[SampledPart, ...]) -> None:
-        assert self._on_progress is not None
-        self.has_streamed = True
-        self._on_progress(parts)

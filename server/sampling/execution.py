@@ -1,0 +1,90 @@
+"""Samples for a job: loads what it needs into the workers, and repeats it after their crashes."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+from ...schemas.errors import OperationError
+from ...schemas.sampling import SampleResponse
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
+from .draft_loader import DraftLoader
+from .sampling_job import SamplingJob
+from .weight_loader import WeightLoader
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[tuple[SampledPart, ...]], None]
+
+
+class SamplingExecution:
+    """Runs jobs in the workers."""
+
+    def __init__(self, dispatch: WorkerDispatch, loader: WeightLoader, drafts: DraftLoader) -> None:
+        self._dispatch = dispatch
+        self._loader = loader
+        self._drafts = drafts
+
+    async def sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
+        sampler = job.sampler
+        sampler.running_jobs.add(job.request_id)
+        progress = _ProgressForwarder(on_progress)
+        work = job.for_worker(streams=on_progress is not None)
+        try:
+            while True:
+                job.strikes.check()
+                try:
+                    return await self._attempt(job, work, progress)
+                except WorkerLost as lost:
+                    if progress.has_streamed:
+                        raise
+                    job.was_begun = True
+                    await job.strikes.add(lost)
+        finally:
+            sampler.running_jobs.discard(job.request_id)
+
+    async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
+        sampler = job.sampler
+        async with self._draft(job) as draft_id:
+            # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
+            loading = await self._loader.load(sampler)
+            try:
+                with_draft = replace(work, draft_id=draft_id)
+                return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
+            except OperationError as error:
+                if error.category == "server":
+                    self._loader.invalidate(sampler, loading)
+                raise
+
+    @asynccontextmanager
+    async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
+        """Loads the job's draft, see `DraftLoader.use`; if that fails, a job that was begun continues without it."""
+        async with AsyncExitStack() as stack:
+            try:
+                draft_id = await stack.enter_async_context(self._drafts.use(job.draft))
+            except OperationError as error:
+                if not job.was_begun:
+                    raise
+                log_draft_lost(job, error)
+                job.draft = draft_id = None
+            yield draft_id
+
+
+def log_draft_lost(job: SamplingJob, error: Exception) -> None:
+    logger.warning("%s continues without its draft: %s", job.request_id, error)
+
+
+class _ProgressForwarder:
+    """Forwards progress to the caller. has_streamed: True after the first increment; the job is not retried then."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self.has_streamed = False
+        self.forward = None if on_progress is None else self._forward
+
+    def _forward(self, parts: tuple[SampledPart, ...]) -> None:
+        assert self._on_progress is not None
+        self.has_streamed = True
+        self._on_progress(parts)

@@ -79,9 +79,9 @@ class ActiveJobs:
                     job.request.job_id, f"adapter {job.adapter_id} is gone: its sampler was closed or never saved"
                 )
 
-    def end(self, row: SequenceState, reason: EndReason) -> None:
+    def end(self, sequence: SequenceState, reason: EndReason) -> None:
         """Ends a sequence, and its job if it was the last one. Ignored if the job has ended."""
-        job, job_id = row.job, row.job.request.job_id
+        job, job_id = sequence.job, sequence.job.request.job_id
         if job_id not in self._jobs:
             return
         if reason is EndReason.NOT_FINITE:
@@ -89,8 +89,8 @@ class ActiveJobs:
                 job_id, f"the model's output is not finite: check that the weights of {job.weights_name} are finite"
             )
             return
-        row.stop_reason = "stop" if reason is EndReason.STOP else "length"
-        self._schedule.end(row)
+        sequence.stop_reason = "stop" if reason is EndReason.STOP else "length"
+        self._schedule.end(sequence)
         job.num_open -= 1
         if job.num_open == 0:
             self.finished[job_id] = self._jobs.pop(job_id).result()
@@ -99,9 +99,9 @@ class ActiveJobs:
         """Returns the tokens that the streaming jobs have sampled since the last call."""
         streaming = {job_id: job for job_id, job in self._jobs.items() if job.request.streams}
         for job in streaming.values():
-            for row in job.sequences:
-                if row.table_row != NOWHERE:
-                    self._schedule.table.copy_to(row)
+            for sequence in job.sequences:
+                if sequence.line != NOWHERE:
+                    self._schedule.table.copy_to(sequence)
         parts = {job_id: job.take_new_parts() for job_id, job in streaming.items()}
         return {job_id: new for job_id, new in parts.items() if new}
 

@@ -40,7 +40,7 @@ class DraftVerifier:
         placed = [
             (start, part)
             for start, part in placed
-            if isinstance(part, DraftTokensPart) and part.row.table_row != NOWHERE
+            if isinstance(part, DraftTokensPart) and part.sequence.line != NOWHERE
         ]
         if not placed:
             return
@@ -48,7 +48,7 @@ class DraftVerifier:
         rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])
         logits = self._runner.logits(
             output.hidden[self._runner.tensor(rows)],
-            runs_of((part.row.job.adapter_id, part.length) for part in parts),
+            runs_of((part.sequence.job.adapter_id, part.length) for part in parts),
         )
         stops = np.cumsum([part.length for part in parts]).tolist()
         places = [slice(stop - part.length, stop) for stop, part in zip(stops, parts, strict=True)]
@@ -58,9 +58,9 @@ class DraftVerifier:
             for (start, part), here, result in zip(placed, places, verified, strict=True)
         ]
         self._recorder.append_accepted(accepted)
-        for row in self._schedule.with_drafts():
-            if row.without_draft:
-                self._schedule.stop_drafting(row)
+        for sequence in self._schedule.with_drafts():
+            if sequence.without_draft:
+                self._schedule.stop_drafting(sequence)
 
     def _verified(
         self,
@@ -71,21 +71,21 @@ class DraftVerifier:
     ) -> list[VerifyResult]:
         """Returns the result of each part, the same on all ranks. places: the part's rows of the logits."""
         table = self._schedule.table
-        lines = np.repeat([part.row.table_row for part in parts], [part.length for part in parts])
+        lines = np.repeat([part.sequence.line for part in parts], [part.length for part in parts])
         choice = SamplingTensors.of(table.settings(lines), logits.shape[-1], logits.device)
         target = probabilities(logits, choice)
         own = []
         for part, here in zip(parts, places, strict=True):
-            key, length = table.noise_key[part.row.table_row], int(table.length[part.row.table_row])
-            vocabulary = self._speculation.vocabulary(part.row)
-            own.append(verify(proposed[part.row], target[here], vocabulary, key, length))
+            key, length = table.noise_key[part.sequence.line], int(table.length[part.sequence.line])
+            vocabulary = self._speculation.vocabulary(part.sequence)
+            own.append(verify(proposed[part.sequence], target[here], vocabulary, key, length))
         return self._ranks.agree_on_verified(own)
 
     def _accept(
         self, part: DraftTokensPart, start: int, logits: Tensor, verified: VerifyResult, output: PassOutput
     ) -> AcceptedTokens:
-        row, num = part.row, verified.num_accepted
-        self._speculation.accept(row, slice(start, start + part.length), output.captured, num)
-        row.draft_stats.add(part.length - 1, num)
-        row.without_draft = not self._speculation.payoff.pays(row, self._schedule.num_sampled)
-        return AcceptedTokens(row, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])
+        sequence, num = part.sequence, verified.num_accepted
+        self._speculation.accept(sequence, slice(start, start + part.length), output.captured, num)
+        sequence.draft_stats.add(part.length - 1, num)
+        sequence.without_draft = not self._speculation.payoff.pays(sequence, self._schedule.num_sampled)
+        return AcceptedTokens(sequence, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])

@@ -43,7 +43,7 @@ class ModelRunner:
         self._plan: BatchPlan | None = None
 
     def run(self, batch: Batch, table: SequenceTable, captured: dict[int, Tensor] | None) -> PassOutput:
-        """Runs the packed sequence.
+        """Runs the packed row.
 
         Args:
             captured: the layers to capture, see BaseModel.hidden_states.

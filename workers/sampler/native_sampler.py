@@ -1,6 +1,6 @@
 """The native engine: continuous batching of sampling requests on the base model that is also trained.
 
-Every iteration runs one packed sequence: the next token of every sequence that decodes, and a bounded number of prompt
+Every iteration runs one packed row: the next token of every sequence that decodes, and a bounded number of prompt
 tokens, so that long prompts do not delay decoding. The samples of a prompt share its prefill, and a sequence with a
 cached prefix starts after it. Noise is counter-based: a preempted sequence that is prefilled again gets the same
 tokens.
@@ -146,12 +146,12 @@ class NativeSampler:
             proposed = self._speculation.propose(self._schedule.with_drafts(), self._schedule.table)
             batch = self._schedule.next_batch(proposed)
         except KVCacheFull as error:
-            self._jobs.fail(error.row.job.request.job_id, error.message, error.category)
+            self._jobs.fail(error.sequence.job.request.job_id, error.message, error.category)
             return True
         if batch.decoding is not None and not batch.parts:
             self._decode(batch.decoding, deadline)
         elif batch.num_tokens:
-            captured = self._speculation.captured([part.row for part in batch.parts])
+            captured = self._speculation.captured([part.sequence for part in batch.parts])
             output = self._runner.run(batch, self._schedule.table, captured)
             self._extend(batch, output)
             self._verifier.verify(batch, proposed, output)
@@ -159,10 +159,10 @@ class NativeSampler:
 
     def _decode(self, decoding: DecodeBatch, deadline: float) -> None:
         """Runs decode steps until a sequence ends or may outgrow its slot."""
-        if self._sampling is None or self._sampling.rows is not decoding.rows:
-            self._sampling = self._sampling_batch(decoding.rows)
+        if self._sampling is None or self._sampling.sequences is not decoding.sequences:
+            self._sampling = self._sampling_batch(decoding.sequences)
         loop = DecodeLoop(decoding, self._sampling, self._schedule.table, self._base.device)
-        with self._runner.applied(self._sampling.runs, len(decoding.rows)):
+        with self._runner.applied(self._sampling.runs, len(decoding.sequences)):
             while True:
                 sampled = self._runner.decode_step(loop)
                 has_more = loop.accept(sampled.chosen)
@@ -174,17 +174,17 @@ class NativeSampler:
 
     def _extend(self, batch: Batch, output: PassOutput) -> None:
         """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
-        rows = list(batch.decoding.rows) if batch.decoding is not None else []
-        last = list(range(len(rows)))
+        sequences = list(batch.decoding.sequences) if batch.decoding is not None else []
+        last = list(range(len(sequences)))
         for start, part in zip(batch.starts(), batch.parts, strict=True):
             if isinstance(part, DraftTokensPart):
                 continue
             self._end_chunk(part, start, output)
             if part.is_last and part.prefill.samples_next:
-                rows += part.prefill.sequences
+                sequences += part.prefill.sequences
                 last += [start + part.length - 1] * len(part.prefill.sequences)
-        if rows:
-            sampling = self._sampling_batch(rows)
+        if sequences:
+            sampling = self._sampling_batch(sequences)
             hidden = output.hidden[self._runner.tensor(last)]
             self._recorder.append(self._runner.sample(sampling, hidden, sampling.noise()))
 
@@ -194,11 +194,11 @@ class NativeSampler:
         A prompt is scored once per job: later samples may be prefilled separately or again.
 
         Args:
-            start: the index of its first token in the packed sequence.
+            start: the index of its first token in the packed row.
         """
         rows, prefill = slice(start, start + part.length), part.prefill
-        if part.cached and part.row.needs_cache and self._speculation.uses_draft(part.row):
-            self._speculation.observe(part.row, part.start, rows, output.captured, prefill.sequence)
+        if part.cached and part.sequence.needs_cache and self._speculation.uses_draft(part.sequence):
+            self._speculation.observe(part.sequence, part.start, rows, output.captured, prefill.tokens)
         if (scores := prefill.job.scores) is not None:
             logits_of = self._runner.logits_with(prefill.job.adapter_id)
             scores.score(part.start, output.hidden[rows], logits_of, self._config.head_chunk_tokens)
@@ -206,8 +206,8 @@ class NativeSampler:
         if part.is_last:
             self._schedule.end_prefill(prefill)
 
-    def _sampling_batch(self, rows: Sequence[SequenceState]) -> SamplingBatch:
-        return SamplingBatch(rows, self._schedule.table, self._limits.vocab_size, self._base.device)
+    def _sampling_batch(self, sequences: Sequence[SequenceState]) -> SamplingBatch:
+        return SamplingBatch(sequences, self._schedule.table, self._limits.vocab_size, self._base.device)
 
     def _forget_tensors(self) -> None:
         self._runner.forget_plan()

@@ -22,13 +22,13 @@ from .speculation.verification import DraftTokens
 class KVCacheFull(OperationError):
     """The sequence does not fit into an empty cache. length: the tokens that it needs room for."""
 
-    def __init__(self, row: SequenceState, length: int, cache: KVCache) -> None:
+    def __init__(self, sequence: SequenceState, length: int, cache: KVCache) -> None:
         super().__init__(
             f"a sequence of {length} tokens needs {length * cache.bytes_per_token} bytes of key/value cache, more than"
             f" kv_cache_bytes {cache.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a"
             " larger --kv-cache-bytes"
         )
-        self.row = row
+        self.sequence = sequence
 
 
 class SequenceScheduler:
@@ -42,8 +42,8 @@ class SequenceScheduler:
         self._served: Collection[str] = ()
         self._waiting: deque[SequenceState] = deque()
         self._prefills: list[Prefill] = []
-        self._decoding_rows: dict[SequenceState, None] = {}
-        self._drafting_rows: dict[SequenceState, None] = {}
+        self._decoding_sequences: dict[SequenceState, None] = {}
+        self._drafting_sequences: dict[SequenceState, None] = {}
         self._decoding: DecodeBatch | None = None
 
     @property
@@ -52,44 +52,48 @@ class SequenceScheduler:
         return not self.table.num_lines and not (self._waiting and self._is_served(self._waiting[0]))
 
     def admitted(self) -> list[SequenceState]:
-        prefilled = (row for prefill in self._prefills for row in prefill.sequences)
-        return [*self._decoding_rows, *self._drafting_rows, *prefilled]
+        prefilled = (sequence for prefill in self._prefills for sequence in prefill.sequences)
+        return [*self._decoding_sequences, *self._drafting_sequences, *prefilled]
 
     def with_drafts(self) -> list[SequenceState]:
         """Returns the sequences that decode with draft tokens."""
-        return list(self._drafting_rows)
+        return list(self._drafting_sequences)
 
     @property
     def num_sampled(self) -> int:
         """The number of sequences that decode, with or without draft tokens."""
-        return len(self._decoding_rows) + len(self._drafting_rows)
+        return len(self._decoding_sequences) + len(self._drafting_sequences)
 
-    def is_pending(self, row: SequenceState) -> bool:
+    def is_pending(self, sequence: SequenceState) -> bool:
         """True if the sequence waits or is in prefill."""
-        return row.stop_reason is None and row not in self._decoding_rows and row not in self._drafting_rows
+        return (
+            sequence.stop_reason is None
+            and sequence not in self._decoding_sequences
+            and sequence not in self._drafting_sequences
+        )
 
-    def stop_drafting(self, row: SequenceState) -> None:
+    def stop_drafting(self, sequence: SequenceState) -> None:
         """Lets a sequence with draft tokens continue without them."""
-        del self._drafting_rows[row]
-        self.slots.stop_drafting(row, self.table)
-        self._decoding_rows[row] = None
+        del self._drafting_sequences[sequence]
+        self.slots.stop_drafting(sequence, self.table)
+        self._decoding_sequences[sequence] = None
         self._decoding = None
 
     def serve(self, adapter_ids: Collection[str]) -> None:
         """Admits from now on only sequences of these adapters and of the base model."""
         self._served = adapter_ids
 
-    def check(self, row: SequenceState) -> None:
+    def check(self, sequence: SequenceState) -> None:
         """Raises OperationError if the sequence can never fit into the cache."""
-        asked = row.job.request.params.max_tokens
+        asked = sequence.job.request.params.max_tokens
         # Without max_tokens a sample may end long before the context is full.
-        length = row.longest_cached if asked else row.length + 1
-        if row.needs_cache and not self.slots.cache.fits_alone(length):
-            raise KVCacheFull(row, length, self.slots.cache)
+        length = sequence.longest_cached if asked else sequence.length + 1
+        if sequence.needs_cache and not self.slots.cache.fits_alone(length):
+            raise KVCacheFull(sequence, length, self.slots.cache)
 
-    def enqueue(self, rows: Iterable[SequenceState]) -> None:
+    def enqueue(self, sequences: Iterable[SequenceState]) -> None:
         """Appends the sequences to the queue."""
-        self._waiting.extend(rows)
+        self._waiting.extend(sequences)
 
     def next_batch(self, proposed: Mapping[SequenceState, DraftTokens]) -> Batch:
         """Returns what runs next; empty if nothing can.
@@ -103,7 +107,7 @@ class SequenceScheduler:
         self._admit()
         budget = self._prefill_budget()
         parts: list[PrefillChunk | DraftTokensPart] = [
-            DraftTokensPart.of(row, proposed[row].tokens, self.table) for row in self._drafting_rows
+            DraftTokensPart.of(sequence, proposed[sequence].tokens, self.table) for sequence in self._drafting_sequences
         ]
         for prefill in self._prefills:
             length = min(prefill.remaining, budget) if prefill.cached else prefill.remaining
@@ -117,58 +121,58 @@ class SequenceScheduler:
         self._prefills.remove(prefill)
         leader, *others = prefill.sequences
         if prefill.cached:
-            self.slots.store_prefix(leader, prefill.namespace, prefill.sequence)
+            self.slots.store_prefix(leader, prefill.namespace, prefill.tokens)
         self.slots.fork(leader, others, prefill.cached)
-        for row in prefill.sequences:
-            row.namespace = prefill.namespace
-            rows = self._drafting_rows if self._speculation.is_ready(row) else self._decoding_rows
-            rows[row] = None
+        for sequence in prefill.sequences:
+            sequence.namespace = prefill.namespace
+            joined = self._drafting_sequences if self._speculation.is_ready(sequence) else self._decoding_sequences
+            joined[sequence] = None
         self._decoding = None
 
-    def end(self, row: SequenceState) -> None:
+    def end(self, sequence: SequenceState) -> None:
         """Removes an ended sequence. The prefix cache keeps its tokens, for the next turn of a conversation."""
-        if self.slots.cache.slot_of(row) is not None:
-            self.table.copy_to(row)
+        if self.slots.cache.slot_of(sequence) is not None:
+            self.table.copy_to(sequence)
             # The newest token is not in the cache yet.
-            self.slots.store_prefix(row, row.namespace, row.token_ids()[:-1])
-        self._release(row)
+            self.slots.store_prefix(sequence, sequence.namespace, sequence.token_ids()[:-1])
+        self._release(sequence)
 
     def remove(self, job: Job) -> None:
         """Removes the sequences of a job, except those that have ended."""
-        for row in job.sequences:
-            self._release(row)
-        self._waiting = deque(row for row in self._waiting if row.job is not job)
+        for sequence in job.sequences:
+            self._release(sequence)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.job is not job)
 
     def preempt_all(self) -> None:
         """Preempts all sequences. They keep their tokens."""
-        for row in sorted(self.admitted(), key=lambda row: row.order, reverse=True):
-            self._release(row)
-            self._waiting.appendleft(row)
+        for sequence in sorted(self.admitted(), key=lambda sequence: sequence.order, reverse=True):
+            self._release(sequence)
+            self._waiting.appendleft(sequence)
 
     def clear(self) -> None:
         self._waiting.clear()
         self._prefills.clear()
-        self._decoding_rows.clear()
-        self._drafting_rows.clear()
+        self._decoding_sequences.clear()
+        self._drafting_sequences.clear()
         self._decoding = None
         self.table = SequenceTable()
         self.slots.clear()
 
-    def _is_served(self, row: SequenceState) -> bool:
-        return row.job.adapter_id is None or row.job.adapter_id in self._served
+    def _is_served(self, sequence: SequenceState) -> bool:
+        return sequence.job.adapter_id is None or sequence.job.adapter_id in self._served
 
-    def _release(self, row: SequenceState) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         """Frees the line and the slots of a sequence. Ignored if it is not admitted."""
-        if row.table_row == NOWHERE:
+        if sequence.line == NOWHERE:
             return
-        self.table.remove(row)
-        self.slots.free(row)
-        self._decoding_rows.pop(row, None)
-        self._drafting_rows.pop(row, None)
+        self.table.remove(sequence)
+        self.slots.free(sequence)
+        self._decoding_sequences.pop(sequence, None)
+        self._drafting_sequences.pop(sequence, None)
         self._decoding = None
         for prefill in self._prefills:
-            if row in prefill.sequences:
-                prefill.sequences.remove(row)
+            if sequence in prefill.sequences:
+                prefill.sequences.remove(sequence)
         self._prefills = [prefill for prefill in self._prefills if prefill.sequences]
 
     # Room for decoding
@@ -180,29 +184,31 @@ class SequenceScheduler:
         A preempted sequence resumes at the same token and with its draft: else its tokens would depend on which other
         requests run.
         """
-        for row in sorted(self._drafting_rows, key=lambda row: row.order):
-            while row in self._drafting_rows and not self.slots.has_room_to_draft(row, self.table):
+        for sequence in sorted(self._drafting_sequences, key=lambda sequence: sequence.order):
+            while sequence in self._drafting_sequences and not self.slots.has_room_to_draft(sequence, self.table):
                 self._preempt_youngest()
 
     def _make_room(self) -> None:
         """Makes room for the next token of all decoding sequences, by preempting the youngest."""
         decoding = self._current_decoding()
-        for row in decoding.outgrown(self.table) if decoding is not None else ():
-            while row in self._decoding_rows and not self.slots.grow(row, int(self.table.length[row.table_row])):
+        for sequence in decoding.outgrown(self.table) if decoding is not None else ():
+            while sequence in self._decoding_sequences and not self.slots.grow(
+                sequence, int(self.table.length[sequence.line])
+            ):
                 self._preempt_youngest()
             self._decoding = None
 
     def _current_decoding(self) -> DecodeBatch | None:
-        if self._decoding_rows and (self._decoding is None or self._decoding.has_moved):
+        if self._decoding_sequences and (self._decoding is None or self._decoding.has_moved):
             device, num_threads = self._base.device, self._base.threads.most
-            self._decoding = DecodeBatch(list(self._decoding_rows), self.slots.cache, device, num_threads)
+            self._decoding = DecodeBatch(list(self._decoding_sequences), self.slots.cache, device, num_threads)
         return self._decoding
 
     def _preempt_youngest(self) -> None:
         """Preempts the youngest sequence. If it is alone, only its own slot is in the way of the longer one."""
         under_way = self.admitted()
-        youngest = max(under_way, key=lambda row: row.order)
-        length = int(self.table.length[youngest.table_row])
+        youngest = max(under_way, key=lambda sequence: sequence.order)
+        length = int(self.table.length[youngest.line])
         if len(under_way) == 1 and not self.slots.cache.fits_alone(length):
             raise KVCacheFull(youngest, length, self.slots.cache)
         self._release(youngest)
@@ -218,54 +224,56 @@ class SequenceScheduler:
         budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
         num_logits = sum(map(self._speculation.num_logits, self.admitted()))
         while self._waiting and num_logits < self._config.head_chunk_tokens:
-            row = self._waiting[0]
-            num_logits += self._speculation.num_logits(row)
-            if not self._is_served(row):
+            sequence = self._waiting[0]
+            num_logits += self._speculation.num_logits(sequence)
+            if not self._is_served(sequence):
                 return
-            if self._prefills and self._prefills[-1].matches(row):
-                admitted = self._join_prefill(self._prefills[-1], row)
+            if self._prefills and self._prefills[-1].matches(sequence):
+                admitted = self._join_prefill(self._prefills[-1], sequence)
             elif budget <= 0:
                 return
             else:
-                admitted = self._start_prefill(row)
+                admitted = self._start_prefill(sequence)
                 budget -= self._prefills[-1].remaining if admitted else 0
             if not admitted and not self._is_alone():
                 return
             if not admitted:
-                raise KVCacheFull(row, row.length + 1, self.slots.cache)
+                raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
 
     def _prefill_budget(self) -> int:
         """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
-        has_others = self._decoding_rows or self._drafting_rows
+        has_others = self._decoding_sequences or self._drafting_sequences
         return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
-    def _join_prefill(self, prefill: Prefill, row: SequenceState) -> bool:
-        row.without_draft |= prefill.sequences[0].without_draft
-        self.slots.decide_drafting(row, prefill.namespace, 1 + self.table.num_lines)
-        if row.needs_cache and not self.slots.place(row, is_alone=not self.table.num_lines):
+    def _join_prefill(self, prefill: Prefill, sequence: SequenceState) -> bool:
+        sequence.without_draft |= prefill.sequences[0].without_draft
+        self.slots.decide_drafting(sequence, prefill.namespace, 1 + self.table.num_lines)
+        if sequence.needs_cache and not self.slots.place(sequence, is_alone=not self.table.num_lines):
             return False
-        prefill.sequences.append(row)
-        self._enter(row)
+        prefill.sequences.append(sequence)
+        self._enter(sequence)
         return True
 
-    def _start_prefill(self, row: SequenceState) -> bool:
-        namespace = self.slots.namespace_of(row.job)
-        self.slots.decide_drafting(row, namespace, 1 + self.table.num_lines)
+    def _start_prefill(self, sequence: SequenceState) -> bool:
+        namespace = self.slots.namespace_of(sequence.job)
+        self.slots.decide_drafting(sequence, namespace, 1 + self.table.num_lines)
         # With a draft, the newest token runs together with the next draft tokens.
-        samples_next = not (len(row.tokens) and self.slots.uses_draft(row))
-        sequence = row.token_ids() if samples_next else row.token_ids()[:-1]
-        prefix = self.slots.find_prefix(row, namespace, sequence)
-        needs_slot = row.needs_cache or self._is_long(len(sequence) - prefix.num_tokens, len(sequence))
-        cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(row, is_alone=not self.table.num_lines)
+        samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))
+        tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
+        prefix = self.slots.find_prefix(sequence, namespace, tokens)
+        needs_slot = sequence.needs_cache or self._is_long(len(tokens) - prefix.num_tokens, len(tokens))
+        cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(
+            sequence, is_alone=not self.table.num_lines
+        )
         if needs_slot and not cached:
             return False
         if cached:
-            self.slots.load_prefix(row, prefix)
-        prefill = Prefill([row], sequence, cached, namespace, prefix.num_tokens if cached else 0, samples_next)
-        if row.job.num_cache_hits is None:
-            row.job.num_cache_hits = prefill.computed
+            self.slots.load_prefix(sequence, prefix)
+        prefill = Prefill([sequence], tokens, cached, namespace, prefix.num_tokens if cached else 0, samples_next)
+        if sequence.job.num_cache_hits is None:
+            sequence.job.num_cache_hits = prefill.computed
         self._prefills.append(prefill)
-        self._enter(row)
+        self._enter(sequence)
         return True
 
     def _is_long(self, num_tokens: int, length: int) -> bool:
@@ -276,6 +284,6 @@ class SequenceScheduler:
         """True if nothing is in flight, in other samplers neither."""
         return not self.table.num_lines and not self.slots.cache.budget.held_bytes()
 
-    def _enter(self, row: SequenceState) -> None:
+    def _enter(self, sequence: SequenceState) -> None:
         self._waiting.popleft()
-        self.table.add(row)
+        self.table.add(sequence)

@@ -36,113 +36,117 @@ class SequenceSlots:
         """Returns the number of the weights that the job samples, see WeightVersions."""
         return self._namespaces.of(job)
 
-    def uses_draft(self, row: SequenceState) -> bool:
+    def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the sequence uses a draft from its first sampled token on."""
-        return row.needs_cache and self._speculation.uses_draft(row)
+        return sequence.needs_cache and self._speculation.uses_draft(sequence)
 
-    def decide_drafting(self, row: SequenceState, namespace: int, num_sampled: int) -> None:
+    def decide_drafting(self, sequence: SequenceState, namespace: int, num_sampled: int) -> None:
         """Decides to decode without the draft if both exceed an empty cache or it has not paid off lately.
 
         Args:
             num_sampled: sequences in a pass, with this one.
         """
-        if self.uses_draft(row):
-            of_draft = self._speculation.num_bytes(row, _next_count(row))
-            is_too_large = self.cache.num_bytes_for(self._length_to_draft(row)) + of_draft > self.cache.budget_bytes
-            row.without_draft = is_too_large or not self._speculation.payoff.may_pay(row, namespace, num_sampled)
+        if self.uses_draft(sequence):
+            of_draft = self._speculation.num_bytes(sequence, _next_count(sequence))
+            is_too_large = (
+                self.cache.num_bytes_for(self._length_to_draft(sequence)) + of_draft > self.cache.budget_bytes
+            )
+            sequence.without_draft = is_too_large or not self._speculation.payoff.may_pay(
+                sequence, namespace, num_sampled
+            )
 
-    def place(self, row: SequenceState, is_alone: bool) -> bool:
+    def place(self, sequence: SequenceState, is_alone: bool) -> bool:
         """Gives the sequence its slots. Returns False if there is no room.
 
         Args:
             is_alone: no other sequence is admitted. Only then is a tight slot given: else it would soon be preempted
                 again.
         """
-        if self.uses_draft(row):
-            return self._place_with_draft(row, is_alone)
-        if self.cache.allocate(row, _with_headroom(row, row.length)):
+        if self.uses_draft(sequence):
+            return self._place_with_draft(sequence, is_alone)
+        if self.cache.allocate(sequence, _with_headroom(sequence, sequence.length)):
             return True
-        return is_alone and self.cache.allocate(row, row.length + 1)
+        return is_alone and self.cache.allocate(sequence, sequence.length + 1)
 
-    def grow(self, row: SequenceState, length: int) -> bool:
+    def grow(self, sequence: SequenceState, length: int) -> bool:
         """Moves the sequence to a slot for `length` tokens. Returns False if there is no room."""
-        return self.cache.grow(row, _with_headroom(row, length)) or self.cache.grow(row, length)
+        return self.cache.grow(sequence, _with_headroom(sequence, length)) or self.cache.grow(sequence, length)
 
-    def has_room_to_draft(self, row: SequenceState, table: SequenceTable) -> bool:
+    def has_room_to_draft(self, sequence: SequenceState, table: SequenceTable) -> bool:
         """True if both slots have room for the next draft tokens; grows them if necessary."""
-        slot = self.cache.slot_of(row)
+        slot = self.cache.slot_of(sequence)
         assert slot is not None
-        count = int(table.count[row.table_row])
-        length = int(table.length[row.table_row]) + self._speculation.num_next(row, count)
-        has_room = length <= slot.capacity or self.grow(row, length)
-        return has_room and self._speculation.has_room(row, count)
+        count = int(table.count[sequence.line])
+        length = int(table.length[sequence.line]) + self._speculation.num_next(sequence, count)
+        has_room = length <= slot.capacity or self.grow(sequence, length)
+        return has_room and self._speculation.has_room(sequence, count)
 
-    def find_prefix(self, row: SequenceState, namespace: int, sequence: np.ndarray) -> CachedPrefix:
-        """Returns the longest cached prefix of `sequence`, int64. The last token must always run."""
+    def find_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> CachedPrefix:
+        """Returns the longest cached prefix of `tokens`, int64. The last token must always run."""
         # A sequence that has sampled tokens has had its prompt scored.
-        most = min(len(sequence) - 1, row.job.num_reusable + len(row.tokens))
-        of_model = self.cache.prefixes.find(namespace, sequence, most)
-        if not self.uses_draft(row):
+        most = min(len(tokens) - 1, sequence.job.num_reusable + len(sequence.tokens))
+        of_model = self.cache.prefixes.find(namespace, tokens, most)
+        if not self.uses_draft(sequence):
             return CachedPrefix(of_model, ())
         # Both must start at the same token: the draft needs the target's hidden states of all later ones.
-        of_draft = self._speculation.find_prefix(row, namespace, sequence, num_tokens_of(of_model))
+        of_draft = self._speculation.find_prefix(sequence, namespace, tokens, num_tokens_of(of_model))
         return CachedPrefix(truncate(of_model, num_tokens_of(of_draft)), of_draft)
 
-    def load_prefix(self, row: SequenceState, prefix: CachedPrefix) -> None:
+    def load_prefix(self, sequence: SequenceState, prefix: CachedPrefix) -> None:
         """Fills the sequence's slots with the prefix."""
         if prefix.of_model:
-            self.cache.load_prefix(row, prefix.of_model)
+            self.cache.load_prefix(sequence, prefix.of_model)
         if prefix.of_draft:
-            self._speculation.restore(row, prefix.of_draft)
+            self._speculation.restore(sequence, prefix.of_draft)
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState], cached: bool) -> None:
         """Copies the leader's slots to others that continue from the same tokens. cached: whether they have slots."""
-        others = [row for row in others if row.needs_cache]
+        others = [sequence for sequence in others if sequence.needs_cache]
         if cached:
             self.cache.fork(leader, others)
         self._speculation.fork(leader, others)
 
-    def store_prefix(self, row: SequenceState, namespace: int, sequence: np.ndarray) -> None:
+    def store_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the prefix caches, unless the weights have changed since."""
-        if namespace == self.namespace_of(row.job):
-            self.cache.store_prefix(row, namespace, sequence)
-            self._speculation.keep(row, namespace, sequence)
+        if namespace == self.namespace_of(sequence.job):
+            self.cache.store_prefix(sequence, namespace, tokens)
+            self._speculation.keep(sequence, namespace, tokens)
 
-    def stop_drafting(self, row: SequenceState, table: SequenceTable) -> None:
+    def stop_drafting(self, sequence: SequenceState, table: SequenceTable) -> None:
         """Frees the draft's slot of a sequence that continues without it. The draft's prefix cache keeps the tokens."""
-        if row.namespace == self.namespace_of(row.job):
-            table.copy_to(row)
-            self._speculation.keep(row, row.namespace, row.token_ids())
-        self._speculation.forget(row)
+        if sequence.namespace == self.namespace_of(sequence.job):
+            table.copy_to(sequence)
+            self._speculation.keep(sequence, sequence.namespace, sequence.token_ids())
+        self._speculation.forget(sequence)
 
-    def free(self, row: SequenceState) -> None:
-        self.cache.free(row)
-        self._speculation.forget(row)
+    def free(self, sequence: SequenceState) -> None:
+        self.cache.free(sequence)
+        self._speculation.forget(sequence)
 
     def clear(self) -> None:
         self.cache.clear()
         self._speculation.clear()
 
-    def _length_to_draft(self, row: SequenceState) -> int:
+    def _length_to_draft(self, sequence: SequenceState) -> int:
         """Returns how many tokens the cache must hold for the next draft tokens."""
-        count = _next_count(row)
-        return len(row.job.prompt) + count + self._speculation.num_next(row, count)
+        count = _next_count(sequence)
+        return len(sequence.job.prompt) + count + self._speculation.num_next(sequence, count)
 
-    def _place_with_draft(self, row: SequenceState, is_alone: bool) -> bool:
-        length, count = self._length_to_draft(row), _next_count(row)
-        for wanted in [_with_headroom(row, length), *([length] if is_alone else [])]:
-            if self.cache.allocate(row, wanted):
-                if self._speculation.place(row, count):
+    def _place_with_draft(self, sequence: SequenceState, is_alone: bool) -> bool:
+        length, count = self._length_to_draft(sequence), _next_count(sequence)
+        for wanted in [_with_headroom(sequence, length), *([length] if is_alone else [])]:
+            if self.cache.allocate(sequence, wanted):
+                if self._speculation.place(sequence, count):
                     return True
-                self.cache.free(row)
+                self.cache.free(sequence)
         return False
 
 
-def _with_headroom(row: SequenceState, length: int) -> int:
+def _with_headroom(sequence: SequenceState, length: int) -> int:
     """Adds spare tokens, so that the slot need not grow again at once."""
-    return max(length, min(length + SHORTEST, row.longest_cached))
+    return max(length, min(length + SHORTEST, sequence.longest_cached))
 
 
-def _next_count(row: SequenceState) -> int:
+def _next_count(sequence: SequenceState) -> int:
     """Returns the number of sampled tokens before the next draft tokens. The first token is sampled without them."""
-    return max(1, len(row.tokens))
+    return max(1, len(sequence.tokens))

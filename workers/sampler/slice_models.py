@@ -44,7 +44,7 @@ class SliceModels:
 
         Those of running sequences first, then those of waiting jobs in order of arrival.
         """
-        under_way = [row.job for row in self._schedule.admitted()]
+        under_way = [sequence.job for sequence in self._schedule.admitted()]
         wanted = dict.fromkeys(job.adapter_id for job in (*under_way, *self._jobs))
         return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
 
@@ -62,7 +62,7 @@ class SliceModels:
     def _load_drafts(self, held: ExitStack) -> dict[str, bool]:
         """Loads the drafts of this slice, as many as the device holds. Returns which of them loaded."""
         wanted = dict.fromkeys(
-            row.job.request.draft_id for row in [*self._schedule.with_drafts(), *self._draft_candidates()]
+            sequence.job.request.draft_id for sequence in [*self._schedule.with_drafts(), *self._draft_candidates()]
         )
         known = [one for one in wanted if one is not None and self._models.is_draft(one)]
         is_loaded = dict.fromkeys(known[: self._config.full_slots], False)
@@ -75,10 +75,10 @@ class SliceModels:
     def _draft_candidates(self) -> list[SequenceState]:
         """Returns one sequence of each job that a draft may serve, if the job has one."""
         of_jobs = (next(filter(self._may_start_drafting, job.sequences), None) for job in self._jobs)
-        return [row for row in of_jobs if row is not None]
+        return [sequence for sequence in of_jobs if sequence is not None]
 
-    def _may_start_drafting(self, row: SequenceState) -> bool:
-        return self._schedule.is_pending(row) and may_use_draft(row)
+    def _may_start_drafting(self, sequence: SequenceState) -> bool:
+        return self._schedule.is_pending(sequence) and may_use_draft(sequence)
 
     def _agree(self, drafts: Mapping[str, bool]) -> None:
         """Merges failures over the ranks that decode together.
@@ -90,6 +90,6 @@ class SliceModels:
         for job_id, failure in merged.failures.items():
             self._jobs.fail(job_id, failure.message, failure.category)
         self._speculation.serve([draft_id for draft_id in drafts if draft_id not in merged.missing_drafts])
-        for row in self._schedule.with_drafts():
-            if not self._speculation.is_ready(row):
-                self._schedule.stop_drafting(row)
+        for sequence in self._schedule.with_drafts():
+            if not self._speculation.is_ready(sequence):
+                self._schedule.stop_drafting(sequence)

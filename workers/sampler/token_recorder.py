@@ -25,7 +25,7 @@ class AcceptedTokens:
     logits: the model's, by which they were sampled, float32, [n, vocab].
     """
 
-    row: SequenceState
+    sequence: SequenceState
     tokens: np.ndarray
     logits: Tensor
 
@@ -40,46 +40,51 @@ class TokenRecorder:
         """Appends one token to each sequence of the batch."""
         batch, tokens = sampled.sampling, sampled.chosen.tokens.cpu().numpy()
         ends = self._schedule.table.append(batch.lines, tokens, sampled.chosen.logprobs.cpu().numpy())
-        self._watch(batch.rows, batch.watched, sampled.logits, tokens, ends)
-        self._end_all(batch.rows, ends)
+        self._watch(batch.sequences, batch.watched, sampled.logits, tokens, ends)
+        self._end_all(batch.sequences, ends)
 
     def append_accepted(self, accepted: Sequence[AcceptedTokens]) -> None:
         """Appends each sequence's tokens one by one until it ends."""
         table = self._schedule.table
         for number in range(max(len(each.tokens) for each in accepted)):
-            going = [each for each in accepted if number < len(each.tokens) and each.row.table_row != NOWHERE]
+            going = [each for each in accepted if number < len(each.tokens) and each.sequence.line != NOWHERE]
             if not going:
                 return
-            rows, tokens = [each.row for each in going], np.array([each.tokens[number] for each in going])
+            sequences, tokens = [each.sequence for each in going], np.array([each.tokens[number] for each in going])
             logits = torch.stack([each.logits[number] for each in going])
             chosen = torch.from_numpy(tokens).to(logits.device)
-            lines = np.array([row.table_row for row in rows], dtype=np.int64)
+            lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
             ends = table.append(lines, tokens, logprobs_of(chosen, logits).cpu().numpy())
-            self._watch(rows, np.flatnonzero(table.is_watched[lines]).tolist(), logits, tokens, ends)
-            self._end_all(rows, ends)
+            self._watch(sequences, np.flatnonzero(table.is_watched[lines]).tolist(), logits, tokens, ends)
+            self._end_all(sequences, ends)
 
     def _watch(
-        self, rows: Sequence[SequenceState], watched: list[int], logits: Tensor, tokens: np.ndarray, ends: np.ndarray
+        self,
+        sequences: Sequence[SequenceState],
+        watched: list[int],
+        logits: Tensor,
+        tokens: np.ndarray,
+        ends: np.ndarray,
     ) -> None:
         """Handles the sequences that need a look at each token. Sets `ends` if a stop sequence is complete."""
-        with_top = [number for number in watched if rows[number].job.request.topk_sample_logprobs]
+        with_top = [number for number in watched if sequences[number].job.request.topk_sample_logprobs]
         if with_top:
-            most = max(rows[number].job.request.topk_sample_logprobs for number in with_top)
+            most = max(sequences[number].job.request.topk_sample_logprobs for number in with_top)
             top = top_logprobs(torch.log_softmax(logits[with_top], dim=-1), most)
             for number, ids, values in zip(with_top, top.token_ids, top.logprobs, strict=True):
-                rows[number].append_top(ids, values)
+                sequences[number].append_top(ids, values)
         for number in watched:
-            if ends[number] != EndReason.NOT_FINITE and self._stops_after(rows[number], int(tokens[number])):
+            if ends[number] != EndReason.NOT_FINITE and self._stops_after(sequences[number], int(tokens[number])):
                 ends[number] = EndReason.STOP
 
-    def _stops_after(self, row: SequenceState, token: int) -> bool:
+    def _stops_after(self, sequence: SequenceState, token: int) -> bool:
         try:
-            return row.stops_after(token, self._schedule.table.count[row.table_row])
+            return sequence.stops_after(token, self._schedule.table.count[sequence.line])
         except OperationError as error:
-            self._jobs.fail(row.job.request.job_id, error.message, error.category)
+            self._jobs.fail(sequence.job.request.job_id, error.message, error.category)
             return False
 
-    def _end_all(self, rows: Sequence[SequenceState], ends: np.ndarray) -> None:
-        ended = {rows[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
-        for row in self._schedule.slots.cache.in_removal_order(ended):
-            self._jobs.end(row, ended[row])
+    def _end_all(self, sequences: Sequence[SequenceState], ends: np.ndarray) -> None:
+        ended = {sequences[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        for sequence in self._schedule.slots.cache.in_removal_order(ended):
+            self._jobs.end(sequence, ended[sequence])

@@ -81,9 +81,9 @@ class GuessingWorker(WatchedWorker):
 
         def perfect(rows: Any, table: Any) -> dict[Any, DraftTokens]:
             found = as_drawn(rows, table)
-            for row, each in found.items():
-                first, num = int(table.length[row.table_row]), len(each.tokens)
-                each.tokens[:] = texts[row.job.request.job_id][first : first + num]
+            for sequence, each in found.items():
+                first, num = int(table.length[sequence.line]), len(each.tokens)
+                each.tokens[:] = texts[sequence.job.request.job_id][first : first + num]
                 if each.probabilities is not None:
                     each.probabilities.zero_()[np.arange(num), each.tokens] = 1
             return found

@@ -200,10 +200,10 @@ def preempted_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def preempt(self: SequenceScheduler) -> None:
-        before = {row: row.draft_stats.num_passes for row in self.admitted()}
+        before = {sequence: sequence.draft_stats.num_passes for sequence in self.admitted()}
         preempt_youngest(self)
         left = before.keys() - self.admitted()
-        found.extend(len(row.tokens) for row in left if before[row])
+        found.extend(len(sequence.tokens) for sequence in left if before[sequence])
 
     preempt_youngest = SequenceScheduler._preempt_youngest
     monkeypatch.setattr(SequenceScheduler, "_preempt_youngest", preempt)
@@ -321,11 +321,11 @@ def test_all_tokens_of_a_perfect_draft_are_accepted(target: Target, monkeypatch:
     with_random = [each.guesses for each in run(target.worker, *jobs).values()]
     assert all(each is not None and each.acceptance_length < 1.5 for each in with_random)
 
-    def perfect(self: SpeculativeDecoder, rows: Any, table: Any) -> dict[Any, DraftTokens]:
-        found = propose(self, rows, table)
-        for row, each in found.items():
-            first, num = int(table.length[row.table_row]), len(each.tokens)
-            each.tokens[:] = target.rollouts[int(row.job.request.job_id)][first : first + num]
+    def perfect(self: SpeculativeDecoder, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
+        found = propose(self, sequences, table)
+        for sequence, each in found.items():
+            first, num = int(table.length[sequence.line]), len(each.tokens)
+            each.tokens[:] = target.rollouts[int(sequence.job.request.job_id)][first : first + num]
             if each.probabilities is not None:
                 each.probabilities.zero_()[np.arange(num), each.tokens] = 1
         return found
@@ -449,14 +449,14 @@ def test_an_unused_draft_frees_its_slot(target: Target) -> None:
     first = job("first", prompt, temperature=0.0, max_tokens=100, draft_id="random")
     second = job("second", prompt, temperature=0.0, max_tokens=100, draft_id="small vocabulary", logit_bias={"5": 1.0})
     worker.sample_slice(SamplingSlice((first, second), (), 0))
-    (row,) = next(iter(worker._sampler._of_base._jobs)).sequences
+    (sequence,) = next(iter(worker._sampler._of_base._jobs)).sequences
     for _ in range(50):
-        if row.without_draft:
+        if sequence.without_draft:
             break
         worker.sample_slice(SamplingSlice((), (), 0))
     third = job("third", prompt, temperature=0.0, max_tokens=12, draft_id="trained")
     found = finish_one(worker, third)
-    assert row.without_draft and row.stop_reason is None, "it is still running"
+    assert sequence.without_draft and sequence.stop_reason is None, "it is still running"
     assert found.guesses is not None
 
 

@@ -127,29 +127,29 @@ class KVCache:
         """True if a sequence of `length` tokens fits into an otherwise empty cache."""
         return length <= self.budget_bytes // self.bytes_per_token
 
-    def slot_of(self, row: SequenceState) -> CacheSlot | None:
-        return self._seat_of.get(row)
+    def slot_of(self, sequence: SequenceState) -> CacheSlot | None:
+        return self._seat_of.get(sequence)
 
-    def allocate(self, row: SequenceState, length: int) -> bool:
+    def allocate(self, sequence: SequenceState, length: int) -> bool:
         """Gives the sequence a slot for `length` tokens, with undefined content; False if the budget has no room."""
         if not self.fits_alone(length):
             return False
         seats = self._seats_for(length)
         if not seats.num_free and not self._add_slots(seats):
             return False
-        self._seat_of[row] = CacheSlot(seats, len(seats.occupants))
-        seats.occupants.append(row)
+        self._seat_of[sequence] = CacheSlot(seats, len(seats.occupants))
+        seats.occupants.append(sequence)
         return True
 
-    def grow(self, row: SequenceState, length: int) -> bool:
+    def grow(self, sequence: SequenceState, length: int) -> bool:
         """Moves the sequence with its content to a slot for `length` tokens.
 
         Both slots exist during the move: returns False if the budget has no room for the second one.
         """
-        before = self._seat_of[row]
-        if not self.allocate(row, length):
+        before = self._seat_of[sequence]
+        if not self.allocate(sequence, length):
             return False
-        after = self._seat_of[row]
+        after = self._seat_of[sequence]
         before.shelf.copy_slot(before.slot, after.shelf, after.slot)
         self._leave(before)
         return True
@@ -161,21 +161,25 @@ class KVCache:
             target = self._seat_of[other]
             seat.shelf.copy_slot(seat.slot, target.shelf, target.slot)
 
-    def free(self, row: SequenceState) -> None:
+    def free(self, sequence: SequenceState) -> None:
         """Frees the sequence's slot, if it has one."""
-        if seat := self._seat_of.pop(row, None):
+        if seat := self._seat_of.pop(sequence, None):
             self._leave(seat)
 
-    def in_removal_order(self, rows: Iterable[SequenceState]) -> list[SequenceState]:
+    def in_removal_order(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Sorts the sequences so that removing them in this order moves the fewest others."""
-        return sorted(rows, key=lambda row: self._seat_of[row].slot if row in self._seat_of else -1, reverse=True)
+        return sorted(
+            sequences,
+            key=lambda sequence: self._seat_of[sequence].slot if sequence in self._seat_of else -1,
+            reverse=True,
+        )
 
-    def load_prefix(self, row: SequenceState, stretches: Sequence[BlockRange]) -> None:
+    def load_prefix(self, sequence: SequenceState, stretches: Sequence[BlockRange]) -> None:
         """Fills the sequence's slot with a cached prefix."""
-        seat = self._seat_of[row]
+        seat = self._seat_of[sequence]
         restore(stretches, seat.shelf, seat.slot)
 
-    def store_prefix(self, row: SequenceState, namespace: int, tokens: np.ndarray) -> None:
+    def store_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
         """Stores the whole blocks of `tokens` from the sequence's slot in the prefix cache, if the budget has room.
 
         Drops older prefixes to make room; frees slots only if unused ones take most of the budget.
@@ -193,7 +197,7 @@ class KVCache:
         of_known = sum(stored.num_bytes for stored in {stretch.stored for stretch in known})
         if self.budget_bytes - self.budget.slot_bytes() - of_known >= num_bytes:
             self.budget.drop_prefixes(num_bytes)
-            self.prefixes.add(digests, self._seat_of[row].shelf, self._seat_of[row].slot, first)
+            self.prefixes.add(digests, self._seat_of[sequence].shelf, self._seat_of[sequence].slot, first)
 
     def oldest_prefix(self) -> int | None:
         return self.prefixes.oldest

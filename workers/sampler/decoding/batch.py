@@ -1,4 +1,4 @@
-"""The next forward pass of the sampler, as one packed sequence.
+"""The next forward pass of the sampler, as one packed row.
 
 First one token of every sequence that decodes, then chunks of prompts whose beginning is cached, then prompts that
 start at their first token. In each part tokens of the same adapter are adjacent; in the last, prompts of equal length
@@ -31,7 +31,7 @@ class Prefill:
     """
 
     sequences: list[SequenceState]
-    sequence: np.ndarray
+    tokens: np.ndarray
     cached: bool
     namespace: int
     computed: int = 0
@@ -43,11 +43,11 @@ class Prefill:
 
     @property
     def remaining(self) -> int:
-        return len(self.sequence) - self.computed
+        return len(self.tokens) - self.computed
 
-    def matches(self, row: SequenceState) -> bool:
+    def matches(self, sequence: SequenceState) -> bool:
         """True if the sequence continues from the same tokens."""
-        return row.job is self.job and not len(row.tokens) and len(self.sequence) == len(self.job.prompt)
+        return sequence.job is self.job and not len(sequence.tokens) and len(self.tokens) == len(self.job.prompt)
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class PrefillChunk:
 
     @property
     def tokens(self) -> np.ndarray:
-        return self.prefill.sequence[self.start : self.stop]
+        return self.prefill.tokens[self.start : self.stop]
 
     @property
     def is_last(self) -> bool:
-        return self.stop == len(self.prefill.sequence)
+        return self.stop == len(self.prefill.tokens)
 
     @property
-    def row(self) -> SequenceState:
+    def sequence(self) -> SequenceState:
         """The sequence whose slot stores the tokens, if it has one."""
         return self.prefill.sequences[0]
 
@@ -88,16 +88,16 @@ class DraftTokensPart:
     tokens: int64, [1 + draft tokens].
     """
 
-    row: SequenceState
+    sequence: SequenceState
     start: int
     tokens: np.ndarray
     cached: bool = True
 
     @classmethod
-    def of(cls, row: SequenceState, proposed: np.ndarray, table: SequenceTable) -> "DraftTokensPart":
+    def of(cls, sequence: SequenceState, proposed: np.ndarray, table: SequenceTable) -> "DraftTokensPart":
         """Returns the part for the proposed tokens, int64, [draft tokens]."""
-        tokens = np.concatenate([[table.newest[row.table_row]], proposed])
-        return cls(row, int(table.length[row.table_row]) - 1, tokens)
+        tokens = np.concatenate([[table.newest[sequence.line]], proposed])
+        return cls(sequence, int(table.length[sequence.line]) - 1, tokens)
 
     @property
     def stop(self) -> int:
@@ -123,7 +123,7 @@ class _PoolMembers:
 
 @dataclass(frozen=True)
 class AdapterRun:
-    """Adjacent tokens of the packed sequence, or rows of logits, of one adapter."""
+    """Adjacent tokens of the packed row, or rows of logits, of one adapter."""
 
     adapter_id: str | None
     length: int
@@ -138,24 +138,26 @@ def runs_of(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterRun]:
 
 
 class DecodeBatch:
-    """The sequences that decode one token each, in the order of the packed sequence.
+    """The sequences that decode one token each, in the order of the packed row.
 
-    lines: their rows in the table, int64, [n].
+    lines: theirs in the table, int64, [n].
     runs: of their adapters.
 
     Valid until a sequence joins, leaves or moves to another slot.
     """
 
-    def __init__(self, rows: Sequence[SequenceState], cache: KVCache, device: torch.device, num_threads: int) -> None:
+    def __init__(
+        self, sequences: Sequence[SequenceState], cache: KVCache, device: torch.device, num_threads: int
+    ) -> None:
         places = {}
-        for row in rows:
-            seat = cache.slot_of(row)
+        for sequence in sequences:
+            seat = cache.slot_of(sequence)
             assert seat is not None
-            places[row] = row.job.adapter_key, seat.capacity, seat.slot
-        self.rows = sorted(rows, key=places.__getitem__)
-        self.lines = np.array([row.table_row for row in self.rows], dtype=np.int64)
-        self.runs = runs_of((row.job.adapter_id, 1) for row in self.rows)
-        self._capacities = np.array([places[row][1] for row in self.rows])
+            places[sequence] = sequence.job.adapter_key, seat.capacity, seat.slot
+        self.sequences = sorted(sequences, key=places.__getitem__)
+        self.lines = np.array([sequence.line for sequence in self.sequences], dtype=np.int64)
+        self.runs = runs_of((sequence.job.adapter_id, 1) for sequence in self.sequences)
+        self._capacities = np.array([places[sequence][1] for sequence in self.sequences])
         self._device, self._num_threads = device, num_threads
         self._cache, self._num_moves = cache, cache.num_moves
         self._on_shelves = list(self._by_shelf(cache))
@@ -174,10 +176,10 @@ class DecodeBatch:
     def outgrown(self, table: SequenceTable) -> list[SequenceState]:
         """Returns the sequences whose slot has no room for the next token, the oldest first."""
         full = np.flatnonzero(table.length[self.lines] > self._capacities)
-        return sorted((self.rows[number] for number in full), key=lambda row: row.order)
+        return sorted((self.sequences[number] for number in full), key=lambda sequence: sequence.order)
 
     def _by_shelf(self, cache: KVCache) -> Iterator[_PoolMembers]:
-        seats = [cache.slot_of(row) for row in self.rows]
+        seats = [cache.slot_of(sequence) for sequence in self.sequences]
         by_shelf: dict[SlotPool, list[int]] = {}
         for number, seat in enumerate(seats):
             assert seat is not None
@@ -192,7 +194,7 @@ class DecodeBatch:
                 slots=torch.tensor(slots, device=self._device),
                 in_order=slots == list(range(len(slots))),
                 num_slots=max(slots) + 1,
-                groups=_groups([self.rows[number] for number in members], self._device),
+                groups=_groups([self.sequences[number] for number in members], self._device),
             )
 
     def steps(self, table: SequenceTable) -> list[DecodeStep]:
@@ -216,11 +218,11 @@ class DecodeBatch:
         return steps
 
 
-def _groups(rows: Sequence[SequenceState], device: torch.device) -> PrefixGroups:
+def _groups(sequences: Sequence[SequenceState], device: torch.device) -> PrefixGroups:
     """Groups the samples of one prompt that were prefilled with the same weights: they share the prompt's entries."""
     together: dict[tuple[Job, int], list[int]] = {}
-    for number, row in enumerate(rows):
-        together.setdefault((row.job, row.namespace), []).append(number)
+    for number, sequence in enumerate(sequences):
+        together.setdefault((sequence.job, sequence.namespace), []).append(number)
     order = [number for members in together.values() for number in members]
     bounds = np.cumsum([0, *(len(members) for members in together.values())])
     num_shared = [len(job.prompt) for job, _ in together]
@@ -229,7 +231,7 @@ def _groups(rows: Sequence[SequenceState], device: torch.device) -> PrefixGroups
 
 @dataclass(frozen=True)
 class Batch:
-    """decoding: None if no sequence decodes. parts: in the order of the packed sequence, new prompts last."""
+    """decoding: None if no sequence decodes. parts: in the order of the packed row, new prompts last."""
 
     decoding: DecodeBatch | None
     parts: Sequence[PrefillChunk | DraftTokensPart]
@@ -239,17 +241,17 @@ class Batch:
         cls, decoding: DecodeBatch | None, parts: Sequence[PrefillChunk | DraftTokensPart], cache: KVCache
     ) -> "Batch":
         def capacity(part: PrefillChunk | DraftTokensPart) -> int:
-            seat = cache.slot_of(part.row) if part.cached else None
+            seat = cache.slot_of(part.sequence) if part.cached else None
             return 0 if seat is None else seat.capacity
 
         def place(part: PrefillChunk | DraftTokensPart) -> tuple[bool, str, int, int]:
-            return part.start == 0, part.row.job.adapter_key, part.length, capacity(part)
+            return part.start == 0, part.sequence.job.adapter_key, part.length, capacity(part)
 
         return cls(decoding, sorted(parts, key=place))
 
     @property
     def num_decoding(self) -> int:
-        return 0 if self.decoding is None else len(self.decoding.rows)
+        return 0 if self.decoding is None else len(self.decoding.sequences)
 
     @property
     def num_tokens(self) -> int:
@@ -257,7 +259,7 @@ class Batch:
 
     def runs(self) -> list[AdapterRun]:
         decoding = [] if self.decoding is None else [(run.adapter_id, run.length) for run in self.decoding.runs]
-        return runs_of([*decoding, *((part.row.job.adapter_id, part.length) for part in self.parts)])
+        return runs_of([*decoding, *((part.sequence.job.adapter_id, part.length) for part in self.parts)])
 
     def tokens(self, table: SequenceTable) -> np.ndarray:
         """Returns int64, [tokens]."""
@@ -270,7 +272,7 @@ class Batch:
         return np.concatenate([*newest, *(np.arange(part.start, part.stop) for part in self.parts)])
 
     def starts(self) -> list[int]:
-        """Returns the index of each part's first token in the packed sequence."""
+        """Returns the index of each part's first token in the packed row."""
         lengths = [self.num_decoding, *(part.length for part in self.parts)]
         return np.cumsum(lengths)[:-1].tolist()
 
@@ -288,7 +290,7 @@ class Batch:
 
 
 def _chunk(start: int, part: PrefillChunk | DraftTokensPart, cache: KVCache) -> ContinuationChunk:
-    seat = cache.slot_of(part.row)
+    seat = cache.slot_of(part.sequence)
     assert seat is not None
     return ContinuationChunk(start, start + part.length, seat.shelf, seat.slot, part.start)
 
@@ -299,12 +301,12 @@ def _storing(
     """Yields one entry for adjacent prompts of equal length and slot pool."""
 
     def kind(placed: tuple[int, PrefillChunk | DraftTokensPart]) -> tuple[int, int]:
-        seat = cache.slot_of(placed[1].row) if placed[1].cached else None
+        seat = cache.slot_of(placed[1].sequence) if placed[1].cached else None
         return placed[1].length, 0 if seat is None else seat.capacity
 
     for (length, capacity), members in groupby(fresh, key=kind):
         if capacity:
             starts, parts = zip(*members, strict=True)
-            seats = [seat for part in parts if (seat := cache.slot_of(part.row)) is not None]
+            seats = [seat for part in parts if (seat := cache.slot_of(part.sequence)) is not None]
             slots = torch.tensor([seat.slot for seat in seats], device=device)
             yield NewSequences(starts[0], len(parts), length, seats[0].shelf, slots)

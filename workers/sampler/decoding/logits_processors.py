@@ -13,14 +13,14 @@ from ..requests.sequence_table import SequenceTable
 class LogitsProcessors:
     """Processes the logits of sequences that sample together. Sequences without such parameters keep theirs."""
 
-    def __init__(self, rows: Sequence[SequenceState], vocab_size: int, device: torch.device) -> None:
-        self._rows, self._vocab_size, self._device = rows, vocab_size, device
-        params = [row.job.request.params for row in rows]
+    def __init__(self, sequences: Sequence[SequenceState], vocab_size: int, device: torch.device) -> None:
+        self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
+        params = [sequence.job.request.params for sequence in sequences]
         self._biased = [i for i, each in enumerate(params) if each.logit_bias]
         self._repeating = [i for i, each in enumerate(params) if each.repetition_penalty != 1]
         self._counted = [i for i, each in enumerate(params) if each.presence_penalty or each.frequency_penalty]
         self._unfinished = [i for i, each in enumerate(params) if each.min_tokens]
-        self._constrained = [i for i, row in enumerate(rows) if row.matcher is not None]
+        self._constrained = [i for i, sequence in enumerate(sequences) if sequence.matcher is not None]
         self._params = params
 
     def apply(self, logits: Tensor, table: SequenceTable) -> Tensor:
@@ -39,20 +39,20 @@ class LogitsProcessors:
 
     def _constrain(self, logits: Tensor) -> None:
         for row in self._constrained:
-            matcher = self._rows[row].matcher
+            matcher = self._sequences[row].matcher
             assert matcher is not None
             logits[row].masked_fill_(torch.from_numpy(~matcher.allowed()).to(self._device), -torch.inf)
 
     def _add_biases(self, logits: Tensor) -> None:
         for row in self._biased:
-            ids, values = self._rows[row].job.biases
+            ids, values = self._sequences[row].job.biases
             logits[row].index_add_(0, self._tensor(ids), self._tensor(values))
 
     def _forbid_stops(self, logits: Tensor, table: SequenceTable) -> None:
         """If the constraint allows only stop tokens, they stay allowed and the sample ends early."""
         for row in self._unfinished:
-            stops = self._rows[row].job.stop_token_ids
-            if table.count[self._rows[row].table_row] < self._params[row].min_tokens and stops:
+            stops = self._sequences[row].job.stop_token_ids
+            if table.count[self._sequences[row].line] < self._params[row].min_tokens and stops:
                 forbidden = np.fromiter(stops, np.int64, len(stops))
                 kept = logits[row].clone().index_fill_(0, self._tensor(forbidden), -torch.inf)
                 if bool((kept > -torch.inf).any()):
@@ -60,16 +60,16 @@ class LogitsProcessors:
 
     def _penalize_repetition(self, logits: Tensor, table: SequenceTable) -> None:
         for row in self._repeating:
-            line = self._rows[row].table_row
+            line = self._sequences[row].line
             sampled = table.tokens[line, : table.count[line]]
-            seen = np.union1d(self._rows[row].job.prompt_vocabulary, sampled)
+            seen = np.union1d(self._sequences[row].job.prompt_vocabulary, sampled)
             ids, penalty = self._tensor(seen), self._params[row].repetition_penalty
             own = logits[row, ids]
             logits[row, ids] = torch.where(own > 0, own / penalty, own * penalty)
 
     def _penalize_counts(self, logits: Tensor, table: SequenceTable) -> None:
         for row in self._counted:
-            line, params = self._rows[row].table_row, self._params[row]
+            line, params = self._sequences[row].line, self._params[row]
             ids, counts = np.unique(table.tokens[line, : table.count[line]], return_counts=True)
             penalties = params.presence_penalty + params.frequency_penalty * counts
             logits[row, self._tensor(ids.astype(np.int64))] -= self._tensor(penalties.astype(np.float32))

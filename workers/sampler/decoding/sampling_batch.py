@@ -16,8 +16,8 @@ from .logits_processors import LogitsProcessors
 
 
 class SamplingBatch:
-    """rows: at least one; those of the same adapter are adjacent.
-    lines: their rows in the table, int64, [n].
+    """sequences: at least one; those of the same adapter are adjacent.
+    lines: theirs in the table, int64, [n].
     runs: of their adapters.
     watched: the indices of the sequences that need a look at each token.
     is_plain: whether all sequences need only tokens and their log-probabilities.
@@ -25,17 +25,17 @@ class SamplingBatch:
     """
 
     def __init__(
-        self, rows: Sequence[SequenceState], table: SequenceTable, vocab_size: int, device: torch.device
+        self, sequences: Sequence[SequenceState], table: SequenceTable, vocab_size: int, device: torch.device
     ) -> None:
-        self.rows = rows
-        self.lines = np.array([row.table_row for row in rows], dtype=np.int64)
-        self.runs = runs_of((row.job.adapter_id, 1) for row in rows)
+        self.sequences = sequences
+        self.lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
+        self.runs = runs_of((sequence.job.adapter_id, 1) for sequence in sequences)
         self.choice = SamplingTensors.of(table.settings(self.lines), vocab_size, device)
         self.watched = np.flatnonzero(table.is_watched[self.lines]).tolist()
         stops = table.stops[self.lines]
         self.stops = torch.from_numpy(stops).to(device) if (stops >= 0).any() else None
         is_adjusted = table.is_adjusted[self.lines].any()
-        self._processors = LogitsProcessors(rows, vocab_size, device) if is_adjusted else None
+        self._processors = LogitsProcessors(sequences, vocab_size, device) if is_adjusted else None
         self.is_plain = not (is_adjusted or self.watched)
         self._table, self._device = table, device
 

@@ -56,7 +56,7 @@ class SequenceState:
     """One sequence (sample) of a job.
 
     tokens, logprobs: int32 and float32, as of when it last left the table or was copied from it.
-    table_row: its row in the table; NOWHERE while it waits and after it has ended.
+    line: its line in the table; NOWHERE while it waits and after it has ended.
     top: the likeliest tokens at each position, if requested.
     namespace: of its keys and values, see PrefixCache.
     draft_stats: statistics of its draft tokens.
@@ -67,7 +67,7 @@ class SequenceState:
         self.job = job
         self.sample = sample
         self.noise_key = noise_key
-        self.table_row = NOWHERE
+        self.line = NOWHERE
         self.namespace = 0
         self.tokens = np.zeros(0, np.int32)
         self.logprobs = np.zeros(0, np.float32)
@@ -213,35 +213,35 @@ class Job:
         return np.unique(self.prompt)
 
     def take_new_parts(self) -> tuple[SampledPart, ...]:
-        return tuple(part for row in self.sequences if (part := row.take_new_part()) is not None)
+        return tuple(part for sequence in self.sequences if (part := sequence.take_new_part()) is not None)
 
     def result(self) -> SampleResponse:
         scores = self.scores.scores if self.scores is not None else PromptScores()
         return SampleResponse(
-            sequences=tuple(row.result() for row in self.sequences),
+            sequences=tuple(sequence.result() for sequence in self.sequences),
             prompt_logprobs=scores.logprobs,
             topk_prompt_logprobs=scores.top,
             target_prompt_logprobs=scores.targets,
             prompt_alt_tokens=scores.alternative_tokens,
             prompt_alt_logprobs=scores.alternative_logprobs,
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
-            guesses=_counts([row.draft_stats for row in self.sequences]),
+            guesses=_counts([sequence.draft_stats for sequence in self.sequences]),
         )
 
 
-def _counts(of_rows: Sequence[AcceptanceStats]) -> GuessCounts | None:
-    passes = sum(each.num_passes for each in of_rows)
+def _counts(of_sequences: Sequence[AcceptanceStats]) -> GuessCounts | None:
+    passes = sum(each.num_passes for each in of_sequences)
     if not passes:
         return None
-    by_accepted = tuple(map(sum, zip_longest(*(each.num_accepted for each in of_rows), fillvalue=0)))
+    by_accepted = tuple(map(sum, zip_longest(*(each.num_accepted for each in of_sequences), fillvalue=0)))
     accepted = sum(number * num for number, num in enumerate(by_accepted))
-    return GuessCounts(passes, sum(each.num_draft_tokens for each in of_rows), accepted, by_accepted)
+    return GuessCounts(passes, sum(each.num_draft_tokens for each in of_sequences), accepted, by_accepted)
 
 
-def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:
-    if not rows:
+def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs | None:
+    if not tops:
         return None
-    return TopkLogprobs(np.stack([top.token_ids for top in rows]), np.stack([top.logprobs for top in rows]))
+    return TopkLogprobs(np.stack([top.token_ids for top in tops]), np.stack([top.logprobs for top in tops]))
 
 
 def check_request(request: SampleJob, limits: ModelLimits) -> None:

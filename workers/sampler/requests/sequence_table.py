@@ -24,7 +24,7 @@ class EndReason(IntEnum):
 
 
 class SequenceTable:
-    """One row (`line`) per sequence.
+    """One line per sequence.
 
     tokens, logprobs: sampled so far, int32 and float32, [lines, columns]; `count`, int64, [lines], says how many.
     length: number of prompt and sampled tokens.
@@ -33,7 +33,7 @@ class SequenceTable:
     noise_key: uint64.
     stops: stop tokens, padded with -1, int64, [lines, k].
     temperature, min_p, top_k, top_p: see SamplingSettings.
-    is_watched, is_adjusted: see Row.
+    is_watched, is_adjusted: see needs_token_checks and needs_processors of SequenceState.
     """
 
     def __init__(self) -> None:
@@ -57,48 +57,48 @@ class SequenceTable:
     def num_lines(self) -> int:
         return len(self.count) - len(self._free)
 
-    def add(self, row: SequenceState) -> None:
+    def add(self, sequence: SequenceState) -> None:
         if not self._free:
             self._add_lines()
-        job, num_tokens = row.job, len(row.tokens)
+        job, num_tokens = sequence.job, len(sequence.tokens)
         stops = job.stop_token_ids if len(job.stop_token_ids) <= MOST_STOP_COLUMNS else ()
         self._widen(num_tokens + 1, len(stops))
-        line = row.table_row = self._free.pop()
-        self.tokens[line, :num_tokens] = row.tokens
-        self.logprobs[line, :num_tokens] = row.logprobs
+        line = sequence.line = self._free.pop()
+        self.tokens[line, :num_tokens] = sequence.tokens
+        self.logprobs[line, :num_tokens] = sequence.logprobs
         self.count[line] = num_tokens
         self.length[line] = len(job.prompt) + num_tokens
-        self.newest[line] = row.tokens[-1] if num_tokens else job.prompt[-1]
+        self.newest[line] = sequence.tokens[-1] if num_tokens else job.prompt[-1]
         self.limit[line] = job.max_new_tokens
-        self.noise_key[line] = row.noise_key
+        self.noise_key[line] = sequence.noise_key
         self.stops[line] = _NO_TOKEN
         self.stops[line, : len(stops)] = list(stops)
         params = job.request.params
         self.temperature[line], self.min_p[line] = params.temperature, params.min_p
         self.top_k[line], self.top_p[line] = min(params.top_k, _ANY), params.top_p
-        self.is_watched[line], self.is_adjusted[line] = row.needs_token_checks, row.needs_processors
+        self.is_watched[line], self.is_adjusted[line] = sequence.needs_token_checks, sequence.needs_processors
 
     def settings(self, lines: np.ndarray) -> SamplingSettings:
         return SamplingSettings(self.temperature[lines], self.min_p[lines], self.top_k[lines], self.top_p[lines])
 
-    def remove(self, row: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Copies the sampled tokens to the sequence, and frees its line."""
-        self.copy_to(row)
-        self._free.append(row.table_row)
-        row.table_row = NOWHERE
+        self.copy_to(sequence)
+        self._free.append(sequence.line)
+        sequence.line = NOWHERE
 
-    def copy_to(self, row: SequenceState) -> None:
+    def copy_to(self, sequence: SequenceState) -> None:
         """Copies the tokens sampled so far to the sequence."""
-        assert row.table_row != NOWHERE
-        count = self.count[row.table_row]
-        row.tokens = self.tokens[row.table_row, :count].copy()
-        row.logprobs = self.logprobs[row.table_row, :count].copy()
+        assert sequence.line != NOWHERE
+        count = self.count[sequence.line]
+        sequence.tokens = self.tokens[sequence.line, :count].copy()
+        sequence.logprobs = self.logprobs[sequence.line, :count].copy()
 
-    def last_tokens(self, row: SequenceState, num: int) -> np.ndarray:
+    def last_tokens(self, sequence: SequenceState, num: int) -> np.ndarray:
         """Returns the last `num` tokens of prompt and samples, int64, [num]."""
-        sampled = self.tokens[row.table_row, : self.count[row.table_row]].astype(np.int64)
+        sampled = self.tokens[sequence.line, : self.count[sequence.line]].astype(np.int64)
         of_prompt = max(0, num - len(sampled))
-        return np.concatenate([row.job.prompt[len(row.job.prompt) - of_prompt :], sampled[-num:]])
+        return np.concatenate([sequence.job.prompt[len(sequence.job.prompt) - of_prompt :], sampled[-num:]])
 
     def extend(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Adds k tokens to each line. None of them may end a sequence.

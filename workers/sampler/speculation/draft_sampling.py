@@ -21,12 +21,12 @@ class DraftSampling:
     def __init__(
         self,
         draft: DraftModel,
-        rows: Sequence[SequenceState],
+        sequences: Sequence[SequenceState],
         table: SequenceTable,
         device: torch.device,
         together: RankSync,
     ) -> None:
-        lines = np.array([row.table_row for row in rows], dtype=np.int64)
+        lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
         self._vocabulary, self._together = draft.vocabulary, together
         self._choice = SamplingTensors.of(_without_filters(table.settings(lines)), draft.shape.vocabulary, device)
         self._keys, self._lengths = derive_keys(table.noise_key[lines], DRAFT_STREAM), table.length[lines]

@@ -17,14 +17,14 @@ _MOST_REMEMBERED = 1000
 _TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
 
 
-def may_use_draft(row: SequenceState) -> bool:
+def may_use_draft(sequence: SequenceState) -> bool:
     """True if the sequence's parameters allow a draft, and draft tokens pay off."""
-    return not (row.needs_processors or row.without_draft)
+    return not (sequence.needs_processors or sequence.without_draft)
 
 
-def draft_of(row: SequenceState, models: ModelRegistry) -> DraftModel:
+def draft_of(sequence: SequenceState, models: ModelRegistry) -> DraftModel:
     """Returns the draft that the sequence's request names, which must exist."""
-    draft_id = row.job.request.draft_id
+    draft_id = sequence.job.request.draft_id
     assert draft_id is not None
     return models.draft(draft_id)
 
@@ -36,7 +36,7 @@ class DraftPayoff:
         self._base, self._models = base, models
         self._fared: WeakKeyDictionary[DraftModel, dict[int, AcceptanceStats]] = WeakKeyDictionary()
 
-    def pays(self, row: SequenceState, num_sampled: int) -> bool:
+    def pays(self, sequence: SequenceState, num_sampled: int) -> bool:
         """True if enough draft tokens are accepted for the cost of verifying them.
 
         If the client gave the seed, only the sequence's own draft tokens count, as if it were sampled alone. So a seed
@@ -45,27 +45,31 @@ class DraftPayoff:
         Args:
             num_sampled: sequences in a pass. The more there are, the less compute is spare.
         """
-        if not row.job.request.seed_is_drawn:
-            return row.draft_stats.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(row, row.draft_stats, 1)
-        is_seen = row.draft_stats.num_passes >= _PASSES_TO_JUDGE_BY
-        stats = row.draft_stats if is_seen else self.recent_stats(draft_of(row, self._models), row.namespace)
-        return self._seems_to_pay(row, stats, num_sampled)
+        if not sequence.job.request.seed_is_drawn:
+            return sequence.draft_stats.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(
+                sequence, sequence.draft_stats, 1
+            )
+        is_seen = sequence.draft_stats.num_passes >= _PASSES_TO_JUDGE_BY
+        stats = (
+            sequence.draft_stats if is_seen else self.recent_stats(draft_of(sequence, self._models), sequence.namespace)
+        )
+        return self._seems_to_pay(sequence, stats, num_sampled)
 
-    def may_pay(self, row: SequenceState, namespace: int, num_sampled: int) -> bool:
+    def may_pay(self, sequence: SequenceState, namespace: int, num_sampled: int) -> bool:
         """Like `pays`, for a sequence that has no draft tokens yet. Always true if nothing else is sampled.
 
         Args:
             namespace: of the sampled weights.
         """
-        if num_sampled == 1 or not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
+        if num_sampled == 1 or not sequence.job.request.seed_is_drawn or sequence.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
-        return self._seems_to_pay(row, self.recent_stats(draft_of(row, self._models), namespace), num_sampled)
+        return self._seems_to_pay(sequence, self.recent_stats(draft_of(sequence, self._models), namespace), num_sampled)
 
-    def _seems_to_pay(self, row: SequenceState, stats: AcceptanceStats, num_sampled: int) -> bool:
+    def _seems_to_pay(self, sequence: SequenceState, stats: AcceptanceStats, num_sampled: int) -> bool:
         """Judges by the statistics. True if they have too few passes."""
         if stats.num_passes < _PASSES_TO_JUDGE_BY:
             return True
-        draft = draft_of(row, self._models)
+        draft = draft_of(sequence, self._models)
         num = stats.num_draft_tokens / stats.num_passes
         of_draft = draft.draft_lengths.num_passes(num) * draft.layout.num_weights / self._base.num_parameters
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])

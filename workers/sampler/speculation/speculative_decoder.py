@@ -71,151 +71,150 @@ class SpeculativeDecoder:
         Sequences of other drafts stop using them: they would miss captured features.
         """
         self._served = draft_ids
-        for row, state in list(self._states.items()):
-            if not self.uses_draft(row) or self._draft(row) is not state.draft:
-                self.forget(row)
+        for sequence, state in list(self._states.items()):
+            if not self.uses_draft(sequence) or self._draft(sequence) is not state.draft:
+                self.forget(sequence)
 
-    def uses_draft(self, row: SequenceState) -> bool:
+    def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the sequence's draft is available and should be used for it."""
-        return row.job.request.draft_id in self._served and may_use_draft(row)
+        return sequence.job.request.draft_id in self._served and may_use_draft(sequence)
 
-    def num_draft_tokens(self, row: SequenceState) -> int:
+    def num_draft_tokens(self, sequence: SequenceState) -> int:
         """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
-        lengths, requested = self._draft(row).draft_lengths, row.job.request.num_draft_tokens
+        lengths, requested = self._draft(sequence).draft_lengths, sequence.job.request.num_draft_tokens
         return lengths.default if requested is None else min(requested, lengths.most)
 
-    def num_logits(self, row: SequenceState) -> int:
+    def num_logits(self, sequence: SequenceState) -> int:
         """Returns how many rows of logits one pass computes for the sequence."""
-        return 1 + (self.num_draft_tokens(row) if self.uses_draft(row) else 0)
+        return 1 + (self.num_draft_tokens(sequence) if self.uses_draft(sequence) else 0)
 
-    def is_ready(self, row: SequenceState) -> bool:
-        return row in self._states and self.uses_draft(row)
+    def is_ready(self, sequence: SequenceState) -> bool:
+        return sequence in self._states and self.uses_draft(sequence)
 
-    def captured(self, rows: Sequence[SequenceState]) -> dict[int, Tensor] | None:
+    def captured(self, sequences: Sequence[SequenceState]) -> dict[int, Tensor] | None:
         """Returns the layers to capture in a pass with these sequences: see BaseModel.hidden_states."""
-        drafts = [self._states[row].draft for row in rows if row in self._states]
+        drafts = [self._states[sequence].draft for sequence in sequences if sequence in self._states]
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
 
-    def num_bytes(self, row: SequenceState, count: int) -> int:
+    def num_bytes(self, sequence: SequenceState, count: int) -> int:
         """Returns the bytes that the draft's cache needs after `count` sampled tokens."""
-        draft = self._draft(row)
-        return self._caches.of(draft).num_bytes_for(self._num_cached(row, draft, count))
+        draft = self._draft(sequence)
+        return self._caches.of(draft).num_bytes_for(self._num_cached(sequence, draft, count))
 
-    def place(self, row: SequenceState, count: int) -> bool:
+    def place(self, sequence: SequenceState, count: int) -> bool:
         """Gives the sequence a slot in the draft's cache. The draft must then get the features of all its tokens."""
-        draft = self._draft(row)
-        if not self._caches.of(draft).allocate(row, self._num_cached(row, draft, count)):
+        draft = self._draft(sequence)
+        if not self._caches.of(draft).allocate(sequence, self._num_cached(sequence, draft, count)):
             return False
-        self._states[row] = _State(draft, draft.vectors.num_changes)
+        self._states[sequence] = _State(draft, draft.vectors.num_changes)
         return True
 
-    def find_prefix(self, row: SequenceState, namespace: int, sequence: np.ndarray, most: int) -> list[BlockRange]:
+    def find_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray, most: int) -> list[BlockRange]:
         """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
 
         Args:
             namespace: of the sampled weights.
-            sequence: int64.
+            tokens: int64.
         """
-        draft = self._draft(row)
-        return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, namespace), sequence, most)
+        draft = self._draft(sequence)
+        return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, namespace), tokens, most)
 
-    def restore(self, row: SequenceState, stretches: Sequence[BlockRange]) -> None:
+    def restore(self, sequence: SequenceState, stretches: Sequence[BlockRange]) -> None:
         """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
-        state = self._states[row]
-        self._caches.of(state.draft).load_prefix(row, stretches)
+        state = self._states[sequence]
+        self._caches.of(state.draft).load_prefix(sequence, stretches)
         state.num_cached = num_tokens_of(stretches)
 
-    def keep(self, row: SequenceState, namespace: int, sequence: np.ndarray) -> None:
-        """Stores the tokens that the draft has processed, of `sequence` int64, in its prefix cache."""
-        state = self._states.get(row)
+    def keep(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
+        """Stores those of `tokens`, int64, that the draft has processed in its prefix cache."""
+        state = self._states.get(sequence)
         if state is not None and state.num_changes == state.draft.vectors.num_changes:
-            known = sequence[: state.num_cached + 1]
-            self._caches.of(state.draft).store_prefix(row, _draft_weight_version(state.draft, namespace), known)
+            known = tokens[: state.num_cached + 1]
+            self._caches.of(state.draft).store_prefix(sequence, _draft_weight_version(state.draft, namespace), known)
 
     def observe(
-        self, row: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray
+        self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
     ) -> None:
-        """Gives the draft the captured features of tokens of `sequence` (int64) that have run, from position `first`
-        on.
+        """Gives the draft the captured features of those of `tokens`, int64, that have run, from position `first` on.
 
         If the draft missed earlier ones, the sequence stops using it.
         """
-        state = self._states.get(row)
+        state = self._states.get(sequence)
         if state is None or first != state.num_seen:
-            self.forget(row)
+            self.forget(sequence)
             return
         state.pending_features.append(_features(state.draft, captured, part))
         # The token after the last one may not be known yet.
         known = state.num_seen - state.num_cached - 1
         if known:
             waiting = torch.cat(state.pending_features)
-            following = sequence[state.num_cached + 1 : state.num_cached + 1 + known]
-            told = self._draft_input([row], [waiting[:known]], [following])
-            state.draft.network(trains=False).extend_cache(told, self._ends([row]))
+            following = tokens[state.num_cached + 1 : state.num_cached + 1 + known]
+            told = self._draft_input([sequence], [waiting[:known]], [following])
+            state.draft.network(trains=False).extend_cache(told, self._ends([sequence]))
             state.pending_features = [waiting[known:]]
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
         """Copies the state to other sequences, which have slots and continue from the same tokens."""
         state = self._states.get(leader)
-        placed = [row for row in others if row in self._states]
+        placed = [sequence for sequence in others if sequence in self._states]
         if state is None:
-            for row in placed:
-                self.forget(row)
+            for sequence in placed:
+                self.forget(sequence)
             return
         self._caches.of(state.draft).fork(leader, placed)
-        for row in placed:
-            self._states[row] = replace(state, pending_features=list(state.pending_features))
+        for sequence in placed:
+            self._states[sequence] = replace(state, pending_features=list(state.pending_features))
 
-    def num_next(self, row: SequenceState, count: int) -> int:
+    def num_next(self, sequence: SequenceState, count: int) -> int:
         """Returns the number of draft tokens after `count` sampled ones. The last token is never a draft token."""
-        return min(self.num_draft_tokens(row), row.job.max_new_tokens - count - 1)
+        return min(self.num_draft_tokens(sequence), sequence.job.max_new_tokens - count - 1)
 
-    def has_room(self, row: SequenceState, count: int) -> bool:
+    def has_room(self, sequence: SequenceState, count: int) -> bool:
         """True if the draft's slot has room for draft tokens after `count` sampled ones; grows it if necessary."""
-        state = self._states[row]
-        length, cache = self._num_cached(row, state.draft, count), self._caches.of(state.draft)
-        seat = cache.slot_of(row)
+        state = self._states[sequence]
+        length, cache = self._num_cached(sequence, state.draft, count), self._caches.of(state.draft)
+        seat = cache.slot_of(sequence)
         assert seat is not None
-        return length <= seat.capacity or cache.grow(row, length)
+        return length <= seat.capacity or cache.grow(sequence, length)
 
-    def propose(self, rows: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
+    def propose(self, sequences: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
         """Proposes draft tokens for each sequence. All must have room."""
         found: dict[SequenceState, DraftTokens] = {}
         by_draft: dict[tuple[DraftModel, int], list[SequenceState]] = {}
-        for row in rows:
-            num = self.num_next(row, int(table.count[row.table_row]))
+        for sequence in sequences:
+            num = self.num_next(sequence, int(table.count[sequence.line]))
             if num > 0:
-                by_draft.setdefault((self._states[row].draft, num), []).append(row)
+                by_draft.setdefault((self._states[sequence].draft, num), []).append(sequence)
             else:
-                found[row] = DraftTokens(np.zeros(0, np.int64), None)
+                found[sequence] = DraftTokens(np.zeros(0, np.int64), None)
         for (draft, num), together in by_draft.items():
-            together = sorted(together, key=lambda row: row.job.adapter_key)
+            together = sorted(together, key=lambda sequence: sequence.job.adapter_key)
             found |= zip(together, self._propose_group(draft, together, num, table), strict=True)
         return found
 
-    def accept(self, row: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
+    def accept(self, sequence: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
         """Records that `num` draft tokens were accepted.
 
         Args:
             part: where the newest token and the draft tokens ran.
         """
-        state = self._states.get(row)
+        state = self._states.get(sequence)
         if state is not None:
             state.pending_features.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
-            self.payoff.recent_stats(state.draft, row.namespace).add(part.stop - part.start - 1, num)
+            self.payoff.recent_stats(state.draft, sequence.namespace).add(part.stop - part.start - 1, num)
 
-    def vocabulary(self, row: SequenceState) -> Tensor:
+    def vocabulary(self, sequence: SequenceState) -> Tensor:
         """Returns the tokens that the draft can propose, int64, ascending."""
-        return self._states[row].draft.vocabulary
+        return self._states[sequence].draft.vocabulary
 
-    def forget(self, row: SequenceState) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Stops using a draft for the sequence. Ignored if it uses none."""
-        state = self._states.pop(row, None)
+        state = self._states.pop(sequence, None)
         if state is None:
             return
         cache = self._caches.of(state.draft)
-        cache.free(row)
+        cache.free(sequence)
         if not cache.held_bytes():
             cache.free_unused_slots()
 
@@ -223,28 +222,28 @@ class SpeculativeDecoder:
         self._states = {}
         self._caches.clear()
 
-    def _num_cached(self, row: SequenceState, draft: DraftModel, count: int) -> int:
+    def _num_cached(self, sequence: SequenceState, draft: DraftModel, count: int) -> int:
         """Returns how many tokens the draft's cache holds when it proposes tokens after `count` sampled ones."""
-        num = self.num_next(row, count)
-        return len(row.job.prompt) + count - 1 + (draft.draft_lengths.num_ahead(num) if num > 0 else 0)
+        num = self.num_next(sequence, count)
+        return len(sequence.job.prompt) + count - 1 + (draft.draft_lengths.num_ahead(num) if num > 0 else 0)
 
-    def _draft(self, row: SequenceState) -> DraftModel:
-        return draft_of(row, self._models)
+    def _draft(self, sequence: SequenceState) -> DraftModel:
+        return draft_of(sequence, self._models)
 
     def _propose_group(
-        self, draft: DraftModel, rows: list[SequenceState], num: int, table: SequenceTable
+        self, draft: DraftModel, sequences: list[SequenceState], num: int, table: SequenceTable
     ) -> list[DraftTokens]:
-        waiting = [torch.cat(self._states[row].pending_features) for row in rows]
-        following = [table.last_tokens(row, len(each)) for row, each in zip(rows, waiting, strict=True)]
-        drawing = DraftSampling(draft, rows, table, self._base.device, self._together)
-        told = self._draft_input(rows, waiting, following)
-        draft.network(trains=False).propose(told, num, self._ends(rows), drawing.draw)
-        for row in rows:
-            self._states[row].pending_features = []
+        waiting = [torch.cat(self._states[sequence].pending_features) for sequence in sequences]
+        following = [table.last_tokens(sequence, len(each)) for sequence, each in zip(sequences, waiting, strict=True)]
+        drawing = DraftSampling(draft, sequences, table, self._base.device, self._together)
+        told = self._draft_input(sequences, waiting, following)
+        draft.network(trains=False).propose(told, num, self._ends(sequences), drawing.draw)
+        for sequence in sequences:
+            self._states[sequence].pending_features = []
         return drawing.guesses()
 
     def _draft_input(
-        self, rows: Sequence[SequenceState], waiting: Sequence[Tensor], following: Sequence[np.ndarray]
+        self, sequences: Sequence[SequenceState], waiting: Sequence[Tensor], following: Sequence[np.ndarray]
     ) -> TargetStates:
         """Returns input for the draft, and counts it as processed.
 
@@ -253,21 +252,21 @@ class SpeculativeDecoder:
             following: the token after each of these.
         """
         chunks, start = [], 0
-        for row, each in zip(rows, waiting, strict=True):
-            state, stop = self._states[row], start + len(each)
-            chunks.append(self._chunk(row, start, stop, state.num_cached))
+        for sequence, each in zip(sequences, waiting, strict=True):
+            state, stop = self._states[sequence], start + len(each)
+            chunks.append(self._chunk(sequence, start, stop, state.num_cached))
             state.num_cached, start = state.num_cached + len(each), stop
         return TargetStates(torch.cat(list(waiting)), self._tensor(np.concatenate(following)), chunks)
 
-    def _ends(self, rows: Sequence[SequenceState]) -> "_Ends":
-        return _Ends(self._base, self._head, [self._model(row) for row in rows])
+    def _ends(self, sequences: Sequence[SequenceState]) -> "_Ends":
+        return _Ends(self._base, self._head, [self._model(sequence) for sequence in sequences])
 
-    def _model(self, row: SequenceState) -> Trainable | None:
+    def _model(self, sequence: SequenceState) -> Trainable | None:
         """Returns the sampled adapter or model; None for the base model."""
-        return None if row.job.adapter_id is None else self._models.get(row.job.adapter_id)
+        return None if sequence.job.adapter_id is None else self._models.get(sequence.job.adapter_id)
 
-    def _chunk(self, row: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
-        seat = self._caches.of(self._states[row].draft).slot_of(row)
+    def _chunk(self, sequence: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
+        seat = self._caches.of(self._states[sequence].draft).slot_of(sequence)
         assert seat is not None
         return ContinuationChunk(start, stop, seat.shelf, seat.slot, cached)
 

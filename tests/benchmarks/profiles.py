@@ -31,7 +31,7 @@ from ...workers.models.model import BaseModel
 from ...workers.ops.allocator import tune_allocator
 from ...workers.ops.attention import Packing, pack_lengths
 from ...workers.ops.kernels import PrefixGroups
-from ...workers.ops.kv_cache import CachedRow, CacheShelf, DecodeStep
+from ...workers.ops.kv_cache import CachedRow, DecodeStep, SlotTensors
 from ...workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import ServedModel, WorkerConfig
@@ -190,14 +190,14 @@ class Trunk:
         """Runs one token of sequences that have CACHED. rows: of each adapter."""
         num_rows = sum(rows)
         plan = self._lora.plan(self._segments(rows, ranks, mlp) if ranks else [])
-        shelf = CacheShelf(SHAPE["num_hidden_layers"], CACHED + 1)
-        shelf.resize(num_rows)
+        tensors = SlotTensors(SHAPE["num_hidden_layers"], CACHED + 1)
+        tensors.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
         alone = PrefixGroups(slots, torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
 
         @torch.no_grad()
         def step() -> None:
-            one_each = DecodeStep(shelf, slice(0, num_rows), slots, True, lengths, num_rows, CACHED + 1, alone)
+            one_each = DecodeStep(tensors, slice(0, num_rows), slots, True, lengths, num_rows, CACHED + 1, alone)
             packing = CachedRow([one_each], (), None, num_rows, ())
             with self._lora.applied(plan):
                 self._base.hidden_states(tokens, lengths, packing)

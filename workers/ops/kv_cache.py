@@ -1,4 +1,4 @@
-"""Keys and values of sequences in progress, in shelves of slots of equal length, and attention over them.
+"""Keys and values of sequences in progress, in slots, and attention over them.
 
 Slots are contiguous, so that a decode step reads them in place.
 """
@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .attention import AttentionKind, Packing, attend
 from .kernels import PrefixGroups, kernels_for
 
-# The span of a shelf's views is rounded up to a multiple of this, so that not every step needs new views.
+# The span of views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16
 
 # Reading this many numbers takes longer than waking up other threads.
@@ -34,7 +34,7 @@ class CacheViews:
     first_values: Tensor
 
 
-class CacheShelf:
+class SlotTensors:
     """Slots for sequences of up to `capacity` tokens: per layer keys and values [slots, kv_heads, capacity, head_dim].
 
     A slot in use is zero beyond its sequence. The code that fills it must clear what an earlier sequence left there,
@@ -87,14 +87,14 @@ class CacheShelf:
         """
         kept = min(num_slots, self.num_slots)
         self._reading = {}
-        for tensors in (self._keys, self._values):
-            for layer, old in enumerate(tensors):
+        for of_layers in (self._keys, self._values):
+            for layer, old in enumerate(of_layers):
                 if old is not None:
-                    larger = tensors[layer] = old.new_zeros(num_slots, *old.shape[1:])
+                    larger = of_layers[layer] = old.new_zeros(num_slots, *old.shape[1:])
                     larger[:kept] = old[:kept]
         self.num_slots = num_slots
 
-    def copy_slot(self, slot: int, target: "CacheShelf", target_slot: int) -> None:
+    def copy_slot(self, slot: int, target: "SlotTensors", target_slot: int) -> None:
         """Copies as many tokens as both slots can hold, and clears the rest of the target."""
         length = min(self.capacity, target.capacity)
         for layer, (keys, values) in enumerate(self.layers()):
@@ -112,7 +112,7 @@ class CacheShelf:
 
 @dataclass(eq=False)
 class DecodeStep:
-    """One new token for each of n sequences of a shelf.
+    """One new token for each of n sequences with slots of the same length.
 
     rows: places of the tokens in the packed row. slots: int64 [n], the slot of each. in_order: whether the slots are 0
     to n - 1. lengths: int64 [n], the cached tokens of each; the new one is stored after them and attends to itself too.
@@ -120,7 +120,7 @@ class DecodeStep:
     new one. groups: sequences that share a prefix. num_threads: used if the step is large enough.
     """
 
-    shelf: CacheShelf
+    tensors: SlotTensors
     rows: slice | Tensor
     slots: Tensor
     in_order: bool
@@ -147,10 +147,10 @@ class DecodeStep:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
         kernels = kernels_for(key)
         if kernels is not None:
-            cached = *self.shelf.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
+            cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
             num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind.window, kind.scaling, num_threads)
-        reading = self.shelf.views(kind.layer, key, self.num_slots, self.span)
+        reading = self.tensors.views(kind.layer, key, self.num_slots, self.span)
         reading.keys[self.slots, :, self.lengths] = key
         reading.values[self.slots, :, self.lengths] = value
         if not self.in_order:
@@ -187,7 +187,7 @@ class ContinuationChunk:
 
     start: int
     stop: int
-    shelf: CacheShelf
+    tensors: SlotTensors
     slot: int
     cached: int
     is_causal: bool = True
@@ -207,8 +207,8 @@ class ContinuationChunk:
         return out[0].transpose(0, 1)
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Stores key and value of the packed row. Returns the layer's, see CacheShelf.of_layer."""
-        keys, values = self.shelf.of_layer(layer, key)
+        """Stores key and value of the packed row. Returns the layer's, see SlotTensors.of_layer."""
+        keys, values = self.tensors.of_layer(layer, key)
         length = self.cached + self.stop - self.start
         keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
         values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
@@ -230,11 +230,11 @@ class NewSequences:
     start: int
     count: int
     length: int
-    shelf: CacheShelf
+    tensors: SlotTensors
     slots: Tensor
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
-        for cached, new in zip(self.shelf.of_layer(layer, key), (key, value), strict=True):
+        for cached, new in zip(self.tensors.of_layer(layer, key), (key, value), strict=True):
             part = new[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
             cached[self.slots, :, : self.length] = part.transpose(1, 2)
             cached[self.slots, :, self.length :] = 0

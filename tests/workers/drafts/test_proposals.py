@@ -10,7 +10,7 @@ from torch import Tensor
 from trainhouse.schemas.models import Algorithm
 from trainhouse.workers.drafts.algorithms.dflash import DFlash
 from trainhouse.workers.drafts.sequences.drafting import TargetStates
-from trainhouse.workers.ops.kv_cache import CacheShelf, ContinuationChunk
+from trainhouse.workers.ops.kv_cache import ContinuationChunk, SlotTensors
 
 from .case import ALGORITHMS, Case, TargetSequence, new_case, target_sequences
 from .naive import NAIVE
@@ -54,11 +54,11 @@ class Drafted:
     sequences: Sequence[TargetSequence]
     later: int = 0
     states: type[TargetStates] = TargetStates
-    shelf: CacheShelf = field(default_factory=lambda: CacheShelf(2, 32))
+    tensors: SlotTensors = field(default_factory=lambda: SlotTensors(2, 32))
 
     def __post_init__(self) -> None:
         self.network = self.case.network(self.case.parameters)
-        self.shelf.resize(len(self.sequences))
+        self.tensors.resize(len(self.sequences))
         self.num_observed = [0] * len(self.sequences)
 
     def observe(self, counts: Sequence[int]) -> TargetStates:
@@ -68,7 +68,7 @@ class Drafted:
         parts = [slice(first, stop) for first, stop in zip(self.num_observed, counts, strict=True)]
         for slot, part in enumerate(parts):
             stop = start + part.stop - part.start
-            chunks.append(ContinuationChunk(start, stop, self.shelf, slot, part.start))
+            chunks.append(ContinuationChunk(start, stop, self.tensors, slot, part.start))
             start = stop
         self.num_observed = [*counts]
         rows = [(each, part) for each, part in zip(self.sequences, parts, strict=True)]

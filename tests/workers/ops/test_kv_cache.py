@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.kernels import PrefixGroups
-from trainhouse.workers.ops.kv_cache import CachedRow, CacheShelf, ContinuationChunk, DecodeStep, NewSequences
+from trainhouse.workers.ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences, SlotTensors
 
 from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, attend, naive, rows, split
 
@@ -19,18 +19,18 @@ WINDOWS = [None, 4]
 SHORTER = [length - 1 for length in LENGTHS]
 
 
-def new_shelf(num_slots: int = 6, capacity: int = 16) -> CacheShelf:
-    shelf = CacheShelf(num_layers=1, capacity=capacity)
-    shelf.resize(num_slots)
-    return shelf
+def new_slot_tensors(num_slots: int = 6, capacity: int = 16) -> SlotTensors:
+    tensors = SlotTensors(num_layers=1, capacity=capacity)
+    tensors.resize(num_slots)
+    return tensors
 
 
-def fresh(shelf: CacheShelf, lengths: Sequence[int], slots: Sequence[int], start: int = 0) -> CachedRow:
+def fresh(tensors: SlotTensors, lengths: Sequence[int], slots: Sequence[int], start: int = 0) -> CachedRow:
     """Returns a row of new sequences that go into these slots, after `start` other tokens."""
     packing, storing, sequence = Packing(pack_lengths(list(lengths))), [], 0
     for group in packing.groups:
         own = torch.tensor(slots[sequence : sequence + group.count])
-        storing.append(NewSequences(start + group.start, group.count, group.length, shelf, own))
+        storing.append(NewSequences(start + group.start, group.count, group.length, tensors, own))
         sequence += group.count
     return CachedRow((), (), packing, start, storing)
 
@@ -40,10 +40,10 @@ def alone(num_rows: int) -> PrefixGroups:
     return PrefixGroups(torch.arange(num_rows), torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
 
 
-def step(shelf: CacheShelf, slots: Sequence[int], lengths: Sequence[int], first: int = 0) -> DecodeStep:
+def step(tensors: SlotTensors, slots: Sequence[int], lengths: Sequence[int], first: int = 0) -> DecodeStep:
     """Returns the step for the next token of the sequences in these slots, from token `first` of the packed row."""
     return DecodeStep(
-        shelf=shelf,
+        tensors=tensors,
         rows=slice(first, first + len(slots)),
         slots=torch.tensor(slots),
         in_order=list(slots) == list(range(len(slots))),
@@ -77,16 +77,16 @@ def expected_last(qkv: QKV, window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [2, 0, 3, 1], [5, 1, 2, 4]])
 def test_a_decoded_token_attends_as_the_last_of_its_sequence(window: int | None, slots: list[int]) -> None:
-    qkv, shelf = rows(sum(LENGTHS), seed=1), new_shelf()
-    attend(all_but_last(qkv), fresh(shelf, SHORTER, slots), window)
-    decoded = decode(last_tokens(qkv), step(shelf, slots, SHORTER), window=window)
+    qkv, tensors = rows(sum(LENGTHS), seed=1), new_slot_tensors()
+    attend(all_but_last(qkv), fresh(tensors, SHORTER, slots), window)
+    decoded = decode(last_tokens(qkv), step(tensors, slots, SHORTER), window=window)
     torch.testing.assert_close(decoded, expected_last(qkv, window), atol=1e-5, rtol=1e-5)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(decoded.flip(0), expected_last(qkv, window), atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_reads_several_shelves() -> None:
-    qkv, short, long = rows(sum(LENGTHS), seed=1), new_shelf(2, 8), new_shelf(2, 32)
+def test_a_step_reads_slots_of_several_lengths() -> None:
+    qkv, short, long = rows(sum(LENGTHS), seed=1), new_slot_tensors(2, 8), new_slot_tensors(2, 32)
     attend(_part(all_but_last(qkv), slice(0, sum(SHORTER[:2]))), fresh(short, SHORTER[:2], [1, 0]))
     attend(_part(all_but_last(qkv), slice(sum(SHORTER[:2]), None)), fresh(long, SHORTER[2:], [0, 1]))
     steps = step(short, [1, 0], SHORTER[:2]), step(long, [0, 1], SHORTER[2:], first=2)
@@ -101,32 +101,32 @@ def _part(qkv: QKV, tokens: slice) -> QKV:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("cuts", [(4, 9), (1, 2), (3, 4, 8)])
 def test_a_sequence_in_chunks_attends_as_in_one_piece(window: int | None, cuts: tuple[int, ...]) -> None:
-    qkv, shelf = rows(12, seed=8), new_shelf()
-    parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(shelf, [cuts[0]], [3]), window)]
+    qkv, tensors = rows(12, seed=8), new_slot_tensors()
+    parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(tensors, [cuts[0]], [3]), window)]
     for start, stop in zip(cuts, (*cuts[1:], 12), strict=True):
-        chunk = CachedRow((), [ContinuationChunk(0, stop - start, shelf, 3, start)], None, stop - start, ())
+        chunk = CachedRow((), [ContinuationChunk(0, stop - start, tensors, 3, start)], None, stop - start, ())
         parts.append(attend(_part(qkv, slice(start, stop)), chunk, window))
     torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window), atol=1e-5, rtol=1e-5)
 
 
 def test_one_row_mixes_decode_chunk_and_new_sequence() -> None:
     """The row has one decoded token, a chunk of three and a new sequence of five."""
-    qkv, shelf = rows(22, seed=9), new_shelf()
+    qkv, tensors = rows(22, seed=9), new_slot_tensors()
     decoded, chunked, new = _part(qkv, slice(0, 9)), _part(qkv, slice(9, 17)), _part(qkv, slice(17, 22))
     past = [_part(decoded, slice(0, 8)), _part(chunked, slice(0, 5))]
-    attend(_joined(past), fresh(shelf, [8, 5], [0, 1]))
+    attend(_joined(past), fresh(tensors, [8, 5], [0, 1]))
     now = [_part(decoded, slice(8, 9)), _part(chunked, slice(5, 8)), new]
     mixed = CachedRow(
-        steps=[step(shelf, [0], [8])],
-        chunks=[ContinuationChunk(1, 4, shelf, 1, 5)],
+        steps=[step(tensors, [0], [8])],
+        chunks=[ContinuationChunk(1, 4, tensors, 1, 5)],
         fresh=Packing(pack_lengths([5])),
         fresh_start=4,
-        storing=fresh(shelf, [5], [2], start=4).storing,
+        storing=fresh(tensors, [5], [2], start=4).storing,
     )
     expected = torch.cat([naive(*decoded)[8:], naive(*chunked)[5:], naive(*new)])
     torch.testing.assert_close(attend(_joined(now), mixed), expected, atol=1e-5, rtol=1e-5)
     assert mixed.longest == 9
-    keys, _ = shelf.of_layer(0, qkv[1][0].transpose(0, 1))
+    keys, _ = tensors.of_layer(0, qkv[1][0].transpose(0, 1))
     assert torch.equal(keys[2, :, :5], new[1][0]) and not keys[2, :, 5:].any()
 
 
@@ -136,55 +136,55 @@ def _joined(parts: list[QKV]) -> QKV:
 
 
 def test_leftovers_in_a_slot_do_not_reach_the_next_sequence() -> None:
-    qkv, shelf = rows(sum(LENGTHS), seed=2), new_shelf(4)
-    for tensor in shelf.of_layer(0, qkv[1][0].transpose(0, 1)):
+    qkv, tensors = rows(sum(LENGTHS), seed=2), new_slot_tensors(4)
+    for tensor in tensors.of_layer(0, qkv[1][0].transpose(0, 1)):
         tensor.fill_(math.nan)
     slots = [0, 1, 2, 3]
-    attend(all_but_last(qkv), fresh(shelf, SHORTER, slots))
-    decoded = decode(last_tokens(qkv), step(shelf, slots, SHORTER))
+    attend(all_but_last(qkv), fresh(tensors, SHORTER, slots))
+    decoded = decode(last_tokens(qkv), step(tensors, slots, SHORTER))
     torch.testing.assert_close(decoded, expected_last(qkv), atol=1e-5, rtol=1e-5)
 
 
 def test_nonfinite_sequence_leaves_the_others_alone() -> None:
     query, key, value = rows(sum(LENGTHS), seed=3)
     key[:, :, :5], value[:, :, :5] = math.nan, math.inf
-    shelf = new_shelf(4)
-    prefilled = attend((query, key, value), fresh(shelf, LENGTHS, [0, 1, 2, 3]))
-    decoded = decode(rows(4, seed=4), step(shelf, [0, 1, 2, 3], LENGTHS))
+    tensors = new_slot_tensors(4)
+    prefilled = attend((query, key, value), fresh(tensors, LENGTHS, [0, 1, 2, 3]))
+    decoded = decode(rows(4, seed=4), step(tensors, [0, 1, 2, 3], LENGTHS))
     assert prefilled[:5].isnan().all() and prefilled[5:].isfinite().all()
     assert decoded[0].isnan().all() and decoded[1:].isfinite().all()
 
 
 def test_copied_and_resized_slots_keep_their_content() -> None:
-    qkv, shelf = rows(sum(LENGTHS), seed=5), new_shelf(4, capacity=9)
-    attend(qkv, fresh(shelf, LENGTHS, [0, 1, 2, 3]))
-    before = outputs(shelf, slot=3)
-    shelf.copy_slot(3, shelf, 0)
-    assert torch.equal(outputs(shelf, slot=0), before)
-    longer = new_shelf(2, capacity=20)
+    qkv, tensors = rows(sum(LENGTHS), seed=5), new_slot_tensors(4, capacity=9)
+    attend(qkv, fresh(tensors, LENGTHS, [0, 1, 2, 3]))
+    before = outputs(tensors, slot=3)
+    tensors.copy_slot(3, tensors, 0)
+    assert torch.equal(outputs(tensors, slot=0), before)
+    longer = new_slot_tensors(2, capacity=20)
     for tensor in longer.of_layer(0, qkv[1][0].transpose(0, 1)):
         tensor.fill_(math.nan)
-    shelf.copy_slot(3, longer, 1)
+    tensors.copy_slot(3, longer, 1)
     assert torch.equal(outputs(longer, slot=1), before)
-    shelf.resize(3)
-    assert shelf.num_bytes() == 2 * 3 * KV_HEADS * 9 * HEAD_DIM * 4
-    assert torch.equal(outputs(shelf, slot=0), before)
-    assert not torch.equal(outputs(shelf, slot=1), before)
+    tensors.resize(3)
+    assert tensors.num_bytes() == 2 * 3 * KV_HEADS * 9 * HEAD_DIM * 4
+    assert torch.equal(outputs(tensors, slot=0), before)
+    assert not torch.equal(outputs(tensors, slot=1), before)
 
 
-def outputs(shelf: CacheShelf, slot: int) -> Tensor:
+def outputs(tensors: SlotTensors, slot: int) -> Tensor:
     """Decodes one token against a copy of a slot that has nine tokens."""
-    alone = new_shelf(1, capacity=24)
-    shelf.copy_slot(slot, alone, 0)
+    alone = new_slot_tensors(1, capacity=24)
+    tensors.copy_slot(slot, alone, 0)
     return decode(rows(1, seed=6), step(alone, [0], [9]))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_bfloat16_stays_within_its_rounding(window: int | None) -> None:
-    qkv, shelf = rows(sum(LENGTHS), seed=1), new_shelf()
+    qkv, tensors = rows(sum(LENGTHS), seed=1), new_slot_tensors()
     low = tuple(x.bfloat16() for x in qkv)
-    attend(all_but_last((low[0], low[1], low[2])), fresh(shelf, SHORTER, [0, 1, 2, 3]), window)
-    decoded = decode(last_tokens((low[0], low[1], low[2])), step(shelf, [0, 1, 2, 3], SHORTER), window=window)
+    attend(all_but_last((low[0], low[1], low[2])), fresh(tensors, SHORTER, [0, 1, 2, 3]), window)
+    decoded = decode(last_tokens((low[0], low[1], low[2])), step(tensors, [0, 1, 2, 3], SHORTER), window=window)
     assert decoded.shape == (4, HEADS, HEAD_DIM)
     torch.testing.assert_close(decoded.float(), expected_last(qkv, window), atol=0.05, rtol=0.05)
     with pytest.raises(AssertionError):

@@ -64,7 +64,7 @@ class TargetStates:
         """
         starts = range(0, num_tokens * len(self.chunks), num_tokens)
         return [
-            ContinuationChunk(start, start + num_tokens, each.shelf, each.slot, _stop(each) + skipped, is_causal)
+            ContinuationChunk(start, start + num_tokens, each.tensors, each.slot, _stop(each) + skipped, is_causal)
             for start, each in zip(starts, self.chunks, strict=True)
         ]
 

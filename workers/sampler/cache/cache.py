@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...models.model import BaseModel
-from ...ops.kv_cache import CacheShelf
+from ...ops.kv_cache import SlotTensors
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
 from ..requests.jobs import SequenceState
 from .cache_budget import CacheBudget
@@ -25,30 +25,30 @@ _FINE = 512
 
 @dataclass(eq=False)
 class SlotPool:
-    """A slot pool, whose first slots are in use by the sequences `taken`, in this order."""
+    """Slots of equal length. The first ones are in use by `occupants`, in this order."""
 
-    shelf: CacheShelf
+    tensors: SlotTensors
     occupants: list[SequenceState] = field(default_factory=list)
 
     @property
     def num_free(self) -> int:
-        return self.shelf.num_slots - len(self.occupants)
+        return self.tensors.num_slots - len(self.occupants)
 
 
 @dataclass(frozen=True)
 class CacheSlot:
-    """Holds a slot in use. Its number may change when another sequence leaves the pool."""
+    """A slot in use. Its index may change when another sequence leaves the pool."""
 
-    seats: SlotPool
-    slot: int
+    pool: SlotPool
+    index: int
 
     @property
-    def shelf(self) -> CacheShelf:
-        return self.seats.shelf
+    def tensors(self) -> SlotTensors:
+        return self.pool.tensors
 
     @property
     def capacity(self) -> int:
-        return self.seats.shelf.capacity
+        return self.pool.tensors.capacity
 
 
 class KVCache:
@@ -77,8 +77,8 @@ class KVCache:
         self.num_moves = 0
         self._num_ahead = num_ahead
         self.prefixes = PrefixCache(budget.clock, num_ahead)
-        self._seats: dict[int, SlotPool] = {}
-        self._seat_of: dict[SequenceState, CacheSlot] = {}
+        self._pools: dict[int, SlotPool] = {}
+        self._slots: dict[SequenceState, CacheSlot] = {}
         budget.join(self)
 
     @staticmethod
@@ -94,11 +94,11 @@ class KVCache:
         return self.slot_bytes() + self.prefixes.num_bytes
 
     def slot_bytes(self) -> int:
-        return sum(seats.shelf.num_slots * self._bytes(seats) for seats in self._seats.values())
+        return sum(pool.tensors.num_slots * self._bytes(pool) for pool in self._pools.values())
 
     def held_bytes(self) -> int:
         """Returns the bytes of the slots in use."""
-        return sum(len(seats.occupants) * self._bytes(seats) for seats in self._seats.values())
+        return sum(len(pool.occupants) * self._bytes(pool) for pool in self._pools.values())
 
     def values_per_layer(self) -> int:
         """Returns how many numbers one layer has in the slots in use."""
@@ -106,18 +106,18 @@ class KVCache:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields all keys and values. Empty pools are freed first; the others are not shrunk, which may need memory."""
-        for seats in self._seats.values():
-            if not seats.occupants:
-                seats.shelf.resize(0)
-            for keys, values in seats.shelf.layers():
+        for pool in self._pools.values():
+            if not pool.occupants:
+                pool.tensors.resize(0)
+            for keys, values in pool.tensors.layers():
                 yield from (keys, values)
         for keys, values in self.prefixes.layers():
             yield from (keys, values)
 
     def clear(self) -> None:
         self.prefixes = PrefixCache(self.budget.clock, self._num_ahead)
-        self._seats = {}
-        self._seat_of = {}
+        self._pools = {}
+        self._slots = {}
 
     def num_bytes_for(self, length: int) -> int:
         """Returns the bytes of a slot for `length` tokens; more than the budget if no slot can be so long."""
@@ -128,17 +128,17 @@ class KVCache:
         return length <= self.budget_bytes // self.bytes_per_token
 
     def slot_of(self, sequence: SequenceState) -> CacheSlot | None:
-        return self._seat_of.get(sequence)
+        return self._slots.get(sequence)
 
     def allocate(self, sequence: SequenceState, length: int) -> bool:
         """Gives the sequence a slot for `length` tokens, with undefined content; False if the budget has no room."""
         if not self.fits_alone(length):
             return False
-        seats = self._seats_for(length)
-        if not seats.num_free and not self._add_slots(seats):
+        pool = self._pool_for(length)
+        if not pool.num_free and not self._add_slots(pool):
             return False
-        self._seat_of[sequence] = CacheSlot(seats, len(seats.occupants))
-        seats.occupants.append(sequence)
+        self._slots[sequence] = CacheSlot(pool, len(pool.occupants))
+        pool.occupants.append(sequence)
         return True
 
     def grow(self, sequence: SequenceState, length: int) -> bool:
@@ -146,38 +146,38 @@ class KVCache:
 
         Both slots exist during the move: returns False if the budget has no room for the second one.
         """
-        before = self._seat_of[sequence]
+        before = self._slots[sequence]
         if not self.allocate(sequence, length):
             return False
-        after = self._seat_of[sequence]
-        before.shelf.copy_slot(before.slot, after.shelf, after.slot)
+        after = self._slots[sequence]
+        before.tensors.copy_slot(before.index, after.tensors, after.index)
         self._leave(before)
         return True
 
     def fork(self, source: SequenceState, others: Sequence[SequenceState]) -> None:
         """Copies the slot of `source` to the slots of the others."""
-        seat = self._seat_of[source]
+        slot = self._slots[source]
         for other in others:
-            target = self._seat_of[other]
-            seat.shelf.copy_slot(seat.slot, target.shelf, target.slot)
+            target = self._slots[other]
+            slot.tensors.copy_slot(slot.index, target.tensors, target.index)
 
     def free(self, sequence: SequenceState) -> None:
         """Frees the sequence's slot, if it has one."""
-        if seat := self._seat_of.pop(sequence, None):
-            self._leave(seat)
+        if slot := self._slots.pop(sequence, None):
+            self._leave(slot)
 
     def in_removal_order(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Sorts the sequences so that removing them in this order moves the fewest others."""
         return sorted(
             sequences,
-            key=lambda sequence: self._seat_of[sequence].slot if sequence in self._seat_of else -1,
+            key=lambda sequence: self._slots[sequence].index if sequence in self._slots else -1,
             reverse=True,
         )
 
-    def load_prefix(self, sequence: SequenceState, stretches: Sequence[BlockRange]) -> None:
+    def load_prefix(self, sequence: SequenceState, block_ranges: Sequence[BlockRange]) -> None:
         """Fills the sequence's slot with a cached prefix."""
-        seat = self._seat_of[sequence]
-        restore(stretches, seat.shelf, seat.slot)
+        slot = self._slots[sequence]
+        restore(block_ranges, slot.tensors, slot.index)
 
     def store_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
         """Stores the whole blocks of `tokens` from the sequence's slot in the prefix cache, if the budget has room.
@@ -194,10 +194,10 @@ class KVCache:
             return
         if self.budget.free_bytes() < num_bytes and 2 * (self.slot_bytes() - self.held_bytes()) > self.budget_bytes:
             self.free_unused_slots()
-        of_known = sum(stored.num_bytes for stored in {stretch.stored for stretch in known})
+        of_known = sum(stored.num_bytes for stored in {block_range.stored for block_range in known})
         if self.budget_bytes - self.budget.slot_bytes() - of_known >= num_bytes:
             self.budget.drop_prefixes(num_bytes)
-            self.prefixes.add(digests, self._seat_of[sequence].shelf, self._seat_of[sequence].slot, first)
+            self.prefixes.add(digests, self._slots[sequence].tensors, self._slots[sequence].index, first)
 
     def oldest_prefix(self) -> int | None:
         return self.prefixes.oldest
@@ -207,25 +207,25 @@ class KVCache:
 
     def free_unused_slots(self) -> None:
         """Frees unused slots."""
-        for seats in self._seats.values():
-            if seats.num_free:
-                seats.shelf.resize(len(seats.occupants))
+        for pool in self._pools.values():
+            if pool.num_free:
+                pool.tensors.resize(len(pool.occupants))
 
-    def _leave(self, seat: CacheSlot) -> None:
+    def _leave(self, slot: CacheSlot) -> None:
         """Frees the slot. The pool's last sequence moves into the gap."""
-        taken = seat.seats.occupants
-        last = taken.pop()
-        if seat.slot < len(taken):
-            seat.shelf.copy_slot(len(taken), seat.shelf, seat.slot)
-            taken[seat.slot] = last
-            self._seat_of[last] = seat
+        occupants = slot.pool.occupants
+        last = occupants.pop()
+        if slot.index < len(occupants):
+            slot.tensors.copy_slot(len(occupants), slot.tensors, slot.index)
+            occupants[slot.index] = last
+            self._slots[last] = slot
             self.num_moves += 1
 
-    def _seats_for(self, length: int) -> SlotPool:
+    def _pool_for(self, length: int) -> SlotPool:
         capacity = self._capacity(length)
-        if capacity not in self._seats:
-            self._seats[capacity] = SlotPool(CacheShelf(self._num_layers, capacity))
-        return self._seats[capacity]
+        if capacity not in self._pools:
+            self._pools[capacity] = SlotPool(SlotTensors(self._num_layers, capacity))
+        return self._pools[capacity]
 
     def _capacity(self, length: int) -> int:
         """Rounds the length up to a slot length, at most what the whole budget holds."""
@@ -236,9 +236,9 @@ class KVCache:
             capacity = capacity * 3 // 4
         return min(capacity, self.budget_bytes // self.bytes_per_token)
 
-    def _add_slots(self, seats: SlotPool) -> bool:
+    def _add_slots(self, pool: SlotPool) -> bool:
         """Doubles the pool if there is room; else drops prefixes and frees unused slots to add some."""
-        one, wanted = self._bytes(seats), max(1, seats.shelf.num_slots)
+        one, wanted = self._bytes(pool), max(1, pool.tensors.num_slots)
         num_added = min(wanted, self.budget.free_bytes() // one)
         if not num_added:
             self.budget.drop_prefixes(-(-wanted // 4) * one)
@@ -248,9 +248,9 @@ class KVCache:
             self.budget.shrink(one)
             num_added = min(1, self.budget.free_bytes() // one)
         if num_added:
-            seats.shelf.resize(seats.shelf.num_slots + min(wanted, num_added))
+            pool.tensors.resize(pool.tensors.num_slots + min(wanted, num_added))
         return num_added > 0
 
-    def _bytes(self, seats: SlotPool) -> int:
+    def _bytes(self, pool: SlotPool) -> int:
         """Returns the bytes of one slot."""
-        return seats.shelf.capacity * self.bytes_per_token
+        return pool.tensors.capacity * self.bytes_per_token

@@ -13,7 +13,7 @@ from itertools import groupby
 import numpy as np
 from torch import Tensor
 
-from ...ops.kv_cache import CacheShelf
+from ...ops.kv_cache import SlotTensors
 
 BLOCK = 32
 
@@ -71,15 +71,15 @@ class PrefixCache:
             if place is None:
                 break
             places.append(place)
-        stretches = [
+        block_ranges = [
             BlockRange(stored, members[0][1], members[-1][1] + 1)
             for stored, members in ((stored, list(m)) for stored, m in groupby(places, key=lambda place: place[0]))
         ]
         # The beginning is useful without the rest, so it must stay longer.
-        for stretch in reversed(stretches):
-            self._stored[stretch.stored] = next(self._clock)
-            self._stored.move_to_end(stretch.stored)
-        return stretches
+        for block_range in reversed(block_ranges):
+            self._stored[block_range.stored] = next(self._clock)
+            self._stored.move_to_end(block_range.stored)
+        return block_ranges
 
     def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
         """Returns the number of the first block that is not cached, and the hashes of the whole blocks from there.
@@ -91,10 +91,10 @@ class PrefixCache:
         first = next((number for number, digest in enumerate(digests) if digest not in self._places), len(digests))
         return first, digests[first:]
 
-    def add(self, digests: Sequence[bytes], shelf: CacheShelf, slot: int, first_block: int) -> None:
+    def add(self, digests: Sequence[bytes], tensors: SlotTensors, slot: int, first_block: int) -> None:
         """Copies the blocks from a slot."""
         part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
-        stored = StoredBlocks(tuple(digests), shelf.copies(slot, part))
+        stored = StoredBlocks(tuple(digests), tensors.copies(slot, part))
         self._stored[stored] = next(self._clock)
         self.num_bytes += stored.num_bytes
         self._places |= {digest: (stored, number) for number, digest in enumerate(digests)}
@@ -119,28 +119,28 @@ class PrefixCache:
             yield digest
 
 
-def num_tokens_of(stretches: Sequence[BlockRange]) -> int:
+def num_tokens_of(block_ranges: Sequence[BlockRange]) -> int:
     """Returns the number of tokens."""
-    return BLOCK * sum(stretch.stop - stretch.first for stretch in stretches)
+    return BLOCK * sum(block_range.stop - block_range.first for block_range in block_ranges)
 
 
-def truncate(stretches: Sequence[BlockRange], num_tokens: int) -> list[BlockRange]:
+def truncate(block_ranges: Sequence[BlockRange], num_tokens: int) -> list[BlockRange]:
     """Returns the first `num_tokens` tokens, rounded down to whole blocks."""
     found, left = [], num_tokens // BLOCK
-    for stretch in stretches:
-        num = min(left, stretch.stop - stretch.first)
-        found += [BlockRange(stretch.stored, stretch.first, stretch.first + num)] if num else []
+    for block_range in block_ranges:
+        num = min(left, block_range.stop - block_range.first)
+        found += [BlockRange(block_range.stored, block_range.first, block_range.first + num)] if num else []
         left -= num
     return found
 
 
-def restore(stretches: Sequence[BlockRange], shelf: CacheShelf, slot: int) -> None:
+def restore(block_ranges: Sequence[BlockRange], tensors: SlotTensors, slot: int) -> None:
     """Copies the blocks to the start of the slot, and clears the rest of it."""
-    for layer, (first_keys, _) in enumerate(stretches[0].stored.layers):
-        for kind, cached in enumerate(shelf.of_layer(layer, first_keys.transpose(0, 1))):
+    for layer, (first_keys, _) in enumerate(block_ranges[0].stored.layers):
+        for kind, cached in enumerate(tensors.of_layer(layer, first_keys.transpose(0, 1))):
             stop = 0
-            for stretch in stretches:
-                part = stretch.stored.layers[layer][kind][:, stretch.first * BLOCK : stretch.stop * BLOCK]
+            for block_range in block_ranges:
+                part = block_range.stored.layers[layer][kind][:, block_range.first * BLOCK : block_range.stop * BLOCK]
                 cached[slot, :, stop : stop + part.shape[1]] = part
                 stop += part.shape[1]
             cached[slot, :, stop:] = 0

@@ -112,7 +112,7 @@ class DraftTokensPart:
 class _PoolMembers:
     """The decoding sequences in one slot pool: their indices among all that decode, and their slots."""
 
-    seats: SlotPool
+    pool: SlotPool
     members: np.ndarray
     rows: slice | Tensor
     slots: Tensor
@@ -151,16 +151,16 @@ class DecodeBatch:
     ) -> None:
         places = {}
         for sequence in sequences:
-            seat = cache.slot_of(sequence)
-            assert seat is not None
-            places[sequence] = sequence.job.adapter_key, seat.capacity, seat.slot
+            slot = cache.slot_of(sequence)
+            assert slot is not None
+            places[sequence] = sequence.job.adapter_key, slot.capacity, slot.index
         self.sequences = sorted(sequences, key=places.__getitem__)
         self.lines = np.array([sequence.line for sequence in self.sequences], dtype=np.int64)
         self.runs = runs_of((sequence.job.adapter_id, 1) for sequence in self.sequences)
         self._capacities = np.array([places[sequence][1] for sequence in self.sequences])
         self._device, self._num_threads = device, num_threads
         self._cache, self._num_moves = cache, cache.num_moves
-        self._on_shelves = list(self._by_shelf(cache))
+        self._pool_members = list(self._by_pool(cache))
 
     @property
     def has_moved(self) -> bool:
@@ -178,33 +178,33 @@ class DecodeBatch:
         full = np.flatnonzero(table.length[self.lines] > self._capacities)
         return sorted((self.sequences[number] for number in full), key=lambda sequence: sequence.order)
 
-    def _by_shelf(self, cache: KVCache) -> Iterator[_PoolMembers]:
-        seats = [cache.slot_of(sequence) for sequence in self.sequences]
-        by_shelf: dict[SlotPool, list[int]] = {}
-        for number, seat in enumerate(seats):
-            assert seat is not None
-            by_shelf.setdefault(seat.seats, []).append(number)
-        for on_shelf, members in by_shelf.items():
-            slots = [seat.slot for seat in (seats[number] for number in members) if seat is not None]
-            in_a_row = members[-1] - members[0] == len(members) - 1
+    def _by_pool(self, cache: KVCache) -> Iterator[_PoolMembers]:
+        slots = [cache.slot_of(sequence) for sequence in self.sequences]
+        by_pool: dict[SlotPool, list[int]] = {}
+        for number, slot in enumerate(slots):
+            assert slot is not None
+            by_pool.setdefault(slot.pool, []).append(number)
+        for pool, members in by_pool.items():
+            indices = [slot.index for slot in (slots[number] for number in members) if slot is not None]
+            is_adjacent = members[-1] - members[0] == len(members) - 1
             yield _PoolMembers(
-                seats=on_shelf,
+                pool=pool,
                 members=np.array(members),
-                rows=slice(members[0], members[-1] + 1) if in_a_row else torch.tensor(members, device=self._device),
-                slots=torch.tensor(slots, device=self._device),
-                in_order=slots == list(range(len(slots))),
-                num_slots=max(slots) + 1,
+                rows=slice(members[0], members[-1] + 1) if is_adjacent else torch.tensor(members, device=self._device),
+                slots=torch.tensor(indices, device=self._device),
+                in_order=indices == list(range(len(indices))),
+                num_slots=max(indices) + 1,
                 groups=_groups([self.sequences[number] for number in members], self._device),
             )
 
     def steps(self, table: SequenceTable) -> list[DecodeStep]:
         steps = []
-        for part in self._on_shelves:
+        for part in self._pool_members:
             # All but the newest token, which runs now, are cached.
             lengths = table.length[self.lines[part.members]] - 1
             steps.append(
                 DecodeStep(
-                    shelf=part.seats.shelf,
+                    tensors=part.pool.tensors,
                     rows=part.rows,
                     slots=part.slots,
                     in_order=part.in_order,
@@ -241,8 +241,8 @@ class Batch:
         cls, decoding: DecodeBatch | None, parts: Sequence[PrefillChunk | DraftTokensPart], cache: KVCache
     ) -> "Batch":
         def capacity(part: PrefillChunk | DraftTokensPart) -> int:
-            seat = cache.slot_of(part.sequence) if part.cached else None
-            return 0 if seat is None else seat.capacity
+            slot = cache.slot_of(part.sequence) if part.cached else None
+            return 0 if slot is None else slot.capacity
 
         def place(part: PrefillChunk | DraftTokensPart) -> tuple[bool, str, int, int]:
             return part.start == 0, part.sequence.job.adapter_key, part.length, capacity(part)
@@ -290,9 +290,9 @@ class Batch:
 
 
 def _chunk(start: int, part: PrefillChunk | DraftTokensPart, cache: KVCache) -> ContinuationChunk:
-    seat = cache.slot_of(part.sequence)
-    assert seat is not None
-    return ContinuationChunk(start, start + part.length, seat.shelf, seat.slot, part.start)
+    slot = cache.slot_of(part.sequence)
+    assert slot is not None
+    return ContinuationChunk(start, start + part.length, slot.tensors, slot.index, part.start)
 
 
 def _storing(
@@ -301,12 +301,12 @@ def _storing(
     """Yields one entry for adjacent prompts of equal length and slot pool."""
 
     def kind(placed: tuple[int, PrefillChunk | DraftTokensPart]) -> tuple[int, int]:
-        seat = cache.slot_of(placed[1].sequence) if placed[1].cached else None
-        return placed[1].length, 0 if seat is None else seat.capacity
+        slot = cache.slot_of(placed[1].sequence) if placed[1].cached else None
+        return placed[1].length, 0 if slot is None else slot.capacity
 
     for (length, capacity), members in groupby(fresh, key=kind):
         if capacity:
             starts, parts = zip(*members, strict=True)
-            seats = [seat for part in parts if (seat := cache.slot_of(part.sequence)) is not None]
-            slots = torch.tensor([seat.slot for seat in seats], device=device)
-            yield NewSequences(starts[0], len(parts), length, seats[0].shelf, slots)
+            slots = [slot for part in parts if (slot := cache.slot_of(part.sequence)) is not None]
+            indices = torch.tensor([slot.index for slot in slots], device=device)
+            yield NewSequences(starts[0], len(parts), length, slots[0].tensors, indices)

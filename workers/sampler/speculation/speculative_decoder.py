@@ -120,11 +120,11 @@ class SpeculativeDecoder:
         draft = self._draft(sequence)
         return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, namespace), tokens, most)
 
-    def restore(self, sequence: SequenceState, stretches: Sequence[BlockRange]) -> None:
+    def restore(self, sequence: SequenceState, block_ranges: Sequence[BlockRange]) -> None:
         """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
         state = self._states[sequence]
-        self._caches.of(state.draft).load_prefix(sequence, stretches)
-        state.num_cached = num_tokens_of(stretches)
+        self._caches.of(state.draft).load_prefix(sequence, block_ranges)
+        state.num_cached = num_tokens_of(block_ranges)
 
     def keep(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
         """Stores those of `tokens`, int64, that the draft has processed in its prefix cache."""
@@ -174,9 +174,9 @@ class SpeculativeDecoder:
         """True if the draft's slot has room for draft tokens after `count` sampled ones; grows it if necessary."""
         state = self._states[sequence]
         length, cache = self._num_cached(sequence, state.draft, count), self._caches.of(state.draft)
-        seat = cache.slot_of(sequence)
-        assert seat is not None
-        return length <= seat.capacity or cache.grow(sequence, length)
+        slot = cache.slot_of(sequence)
+        assert slot is not None
+        return length <= slot.capacity or cache.grow(sequence, length)
 
     def propose(self, sequences: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
         """Proposes draft tokens for each sequence. All must have room."""
@@ -266,9 +266,9 @@ class SpeculativeDecoder:
         return None if sequence.job.adapter_id is None else self._models.get(sequence.job.adapter_id)
 
     def _chunk(self, sequence: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
-        seat = self._caches.of(self._states[sequence].draft).slot_of(sequence)
-        assert seat is not None
-        return ContinuationChunk(start, stop, seat.shelf, seat.slot, cached)
+        slot = self._caches.of(self._states[sequence].draft).slot_of(sequence)
+        assert slot is not None
+        return ContinuationChunk(start, stop, slot.tensors, slot.index, cached)
 
     def _tensor(self, integers: np.ndarray) -> Tensor:
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)

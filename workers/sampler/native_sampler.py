@@ -56,7 +56,7 @@ class NativeSampler:
         self._base, self._registry, self._limits, self._config = base, models, limits, config
         self._ranks = RankSync(mesh or Mesh())
         self._speculation = SpeculativeDecoder(base, models, head, self._ranks, shared.draft_caches)
-        slots = SequenceSlots(shared.cache, self._speculation, shared.namespaces)
+        slots = SequenceSlots(shared.cache, self._speculation, shared.weight_versions)
         self._schedule = SequenceScheduler(slots, self._speculation, config, base)
         self._jobs = ActiveJobs(self._schedule, limits, shared.text)
         self._models = SliceModels(models, config, self._jobs, self._schedule, self._speculation, self._ranks)

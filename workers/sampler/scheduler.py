@@ -121,10 +121,10 @@ class SequenceScheduler:
         self._prefills.remove(prefill)
         leader, *others = prefill.sequences
         if prefill.cached:
-            self.slots.store_prefix(leader, prefill.namespace, prefill.tokens)
+            self.slots.store_prefix(leader, prefill.weight_version, prefill.tokens)
         self.slots.fork(leader, others, prefill.cached)
         for sequence in prefill.sequences:
-            sequence.namespace = prefill.namespace
+            sequence.weight_version = prefill.weight_version
             joined = self._drafting_sequences if self._speculation.is_ready(sequence) else self._decoding_sequences
             joined[sequence] = None
         self._decoding = None
@@ -134,7 +134,7 @@ class SequenceScheduler:
         if self.slots.cache.slot_of(sequence) is not None:
             self.table.copy_to(sequence)
             # The newest token is not in the cache yet.
-            self.slots.store_prefix(sequence, sequence.namespace, sequence.token_ids()[:-1])
+            self.slots.store_prefix(sequence, sequence.weight_version, sequence.token_ids()[:-1])
         self._release(sequence)
 
     def remove(self, job: Job) -> None:
@@ -247,7 +247,7 @@ class SequenceScheduler:
 
     def _join_prefill(self, prefill: Prefill, sequence: SequenceState) -> bool:
         sequence.without_draft |= prefill.sequences[0].without_draft
-        self.slots.decide_drafting(sequence, prefill.namespace, 1 + self.table.num_lines)
+        self.slots.decide_drafting(sequence, prefill.weight_version, 1 + self.table.num_lines)
         if sequence.needs_cache and not self.slots.place(sequence, is_alone=not self.table.num_lines):
             return False
         prefill.sequences.append(sequence)
@@ -255,12 +255,12 @@ class SequenceScheduler:
         return True
 
     def _start_prefill(self, sequence: SequenceState) -> bool:
-        namespace = self.slots.namespace_of(sequence.job)
-        self.slots.decide_drafting(sequence, namespace, 1 + self.table.num_lines)
+        weight_version = self.slots.weight_version_of(sequence.job)
+        self.slots.decide_drafting(sequence, weight_version, 1 + self.table.num_lines)
         # With a draft, the newest token runs together with the next draft tokens.
         samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))
         tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
-        prefix = self.slots.find_prefix(sequence, namespace, tokens)
+        prefix = self.slots.find_prefix(sequence, weight_version, tokens)
         needs_slot = sequence.needs_cache or self._is_long(len(tokens) - prefix.num_tokens, len(tokens))
         cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(
             sequence, is_alone=not self.table.num_lines
@@ -269,7 +269,7 @@ class SequenceScheduler:
             return False
         if cached:
             self.slots.load_prefix(sequence, prefix)
-        prefill = Prefill([sequence], tokens, cached, namespace, prefix.num_tokens if cached else 0, samples_next)
+        prefill = Prefill([sequence], tokens, cached, weight_version, prefix.num_tokens if cached else 0, samples_next)
         if sequence.job.num_cache_hits is None:
             sequence.job.num_cache_hits = prefill.computed
         self._prefills.append(prefill)

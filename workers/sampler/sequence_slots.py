@@ -28,19 +28,19 @@ class CachedPrefix:
 class SequenceSlots:
     """The slots of one sampler's sequences. Other samplers may share the caches."""
 
-    def __init__(self, cache: KVCache, speculation: SpeculativeDecoder, namespaces: WeightVersions) -> None:
+    def __init__(self, cache: KVCache, speculation: SpeculativeDecoder, weight_versions: WeightVersions) -> None:
         self.cache = cache
-        self._speculation, self._namespaces = speculation, namespaces
+        self._speculation, self._weight_versions = speculation, weight_versions
 
-    def namespace_of(self, job: Job) -> int:
-        """Returns the number of the weights that the job samples, see WeightVersions."""
-        return self._namespaces.of(job)
+    def weight_version_of(self, job: Job) -> int:
+        """Returns the version of the weights that the job samples, see WeightVersions."""
+        return self._weight_versions.of(job)
 
     def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the sequence uses a draft from its first sampled token on."""
         return sequence.needs_cache and self._speculation.uses_draft(sequence)
 
-    def decide_drafting(self, sequence: SequenceState, namespace: int, num_sampled: int) -> None:
+    def decide_drafting(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> None:
         """Decides to decode without the draft if both exceed an empty cache or it has not paid off lately.
 
         Args:
@@ -52,7 +52,7 @@ class SequenceSlots:
                 self.cache.num_bytes_for(self._length_to_draft(sequence)) + of_draft > self.cache.budget_bytes
             )
             sequence.without_draft = is_too_large or not self._speculation.payoff.may_pay(
-                sequence, namespace, num_sampled
+                sequence, weight_version, num_sampled
             )
 
     def place(self, sequence: SequenceState, is_alone: bool) -> bool:
@@ -81,15 +81,15 @@ class SequenceSlots:
         has_room = length <= slot.capacity or self.grow(sequence, length)
         return has_room and self._speculation.has_room(sequence, count)
 
-    def find_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> CachedPrefix:
+    def find_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> CachedPrefix:
         """Returns the longest cached prefix of `tokens`, int64. The last token must always run."""
         # A sequence that has sampled tokens has had its prompt scored.
         most = min(len(tokens) - 1, sequence.job.num_reusable + len(sequence.tokens))
-        of_model = self.cache.prefixes.find(namespace, tokens, most)
+        of_model = self.cache.prefixes.find(weight_version, tokens, most)
         if not self.uses_draft(sequence):
             return CachedPrefix(of_model, ())
         # Both must start at the same token: the draft needs the target's hidden states of all later ones.
-        of_draft = self._speculation.find_prefix(sequence, namespace, tokens, num_tokens_of(of_model))
+        of_draft = self._speculation.find_prefix(sequence, weight_version, tokens, num_tokens_of(of_model))
         return CachedPrefix(truncate(of_model, num_tokens_of(of_draft)), of_draft)
 
     def load_prefix(self, sequence: SequenceState, prefix: CachedPrefix) -> None:
@@ -106,17 +106,17 @@ class SequenceSlots:
             self.cache.fork(leader, others)
         self._speculation.fork(leader, others)
 
-    def store_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
+    def store_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the prefix caches, unless the weights have changed since."""
-        if namespace == self.namespace_of(sequence.job):
-            self.cache.store_prefix(sequence, namespace, tokens)
-            self._speculation.keep(sequence, namespace, tokens)
+        if weight_version == self.weight_version_of(sequence.job):
+            self.cache.store_prefix(sequence, weight_version, tokens)
+            self._speculation.keep(sequence, weight_version, tokens)
 
     def stop_drafting(self, sequence: SequenceState, table: SequenceTable) -> None:
         """Frees the draft's slot of a sequence that continues without it. The draft's prefix cache keeps the tokens."""
-        if sequence.namespace == self.namespace_of(sequence.job):
+        if sequence.weight_version == self.weight_version_of(sequence.job):
             table.copy_to(sequence)
-            self._speculation.keep(sequence, sequence.namespace, sequence.token_ids())
+            self._speculation.keep(sequence, sequence.weight_version, sequence.token_ids())
         self._speculation.forget(sequence)
 
     def free(self, sequence: SequenceState) -> None:

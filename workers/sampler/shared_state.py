@@ -17,7 +17,7 @@ class SharedState:
 
     cache: KVCache
     draft_caches: DraftCaches
-    namespaces: WeightVersions
+    weight_versions: WeightVersions
     text: LazyTokenizer
 
     @classmethod

@@ -179,7 +179,7 @@ class KVCache:
         slot = self._slots[sequence]
         restore(block_ranges, slot.tensors, slot.index)
 
-    def store_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
+    def store_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the whole blocks of `tokens` from the sequence's slot in the prefix cache, if the budget has room.
 
         Drops older prefixes to make room; frees slots only if unused ones take most of the budget.
@@ -187,8 +187,8 @@ class KVCache:
         Args:
             tokens: int64, [n].
         """
-        known = self.prefixes.find(namespace, tokens, len(tokens))
-        first, digests = self.prefixes.missing(namespace, tokens)
+        known = self.prefixes.find(weight_version, tokens, len(tokens))
+        first, digests = self.prefixes.missing(weight_version, tokens)
         num_bytes = len(digests) * BLOCK * self.bytes_per_token
         if not digests or num_bytes > self.budget_bytes // 2:
             return

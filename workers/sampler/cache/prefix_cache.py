@@ -42,7 +42,7 @@ class BlockRange:
 class PrefixCache:
     """Drops the least recently used blocks first.
 
-    weight_version, namespace: the version of the weights that computed the keys and values.
+    weight_version: the version of the weights that computed the keys and values.
     """
 
     def __init__(self, clock: Iterator[int], num_ahead: int = 0) -> None:
@@ -81,13 +81,13 @@ class PrefixCache:
             self._stored.move_to_end(block_range.stored)
         return block_ranges
 
-    def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
+    def missing(self, weight_version: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
         """Returns the number of the first block that is not cached, and the hashes of the whole blocks from there.
 
         Args:
             tokens: int64, [n].
         """
-        digests = list(self._block_hashes(namespace, tokens))
+        digests = list(self._block_hashes(weight_version, tokens))
         first = next((number for number, digest in enumerate(digests) if digest not in self._places), len(digests))
         return first, digests[first:]
 
@@ -111,9 +111,9 @@ class PrefixCache:
             if self._places[digest][0] is stored:
                 del self._places[digest]
 
-    def _block_hashes(self, namespace: int, tokens: np.ndarray) -> Iterator[bytes]:
+    def _block_hashes(self, weight_version: int, tokens: np.ndarray) -> Iterator[bytes]:
         """Yields the hash of each whole block."""
-        digest, length = namespace.to_bytes(8, "little"), BLOCK + self._num_ahead
+        digest, length = weight_version.to_bytes(8, "little"), BLOCK + self._num_ahead
         for start in range(0, len(tokens) - length + 1, BLOCK):
             digest = blake2b(digest + tokens[start : start + length].tobytes(), digest_size=16).digest()
             yield digest

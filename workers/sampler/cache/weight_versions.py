@@ -9,9 +9,9 @@ from ..requests.jobs import Job
 
 
 class WeightVersions:
-    """Gives weights that change a new number, which no other weights had before.
+    """Gives weights that change a new version, a number that no other weights had before.
 
-    The base model has one number per owner of jobs, so that response times and prompt_cache_hit_tokens do not reveal
+    The base model has one version per owner of jobs, so that response times and prompt_cache_hit_tokens do not reveal
     other tenants' prompts. An adapter has only one owner.
     """
 
@@ -22,15 +22,15 @@ class WeightVersions:
         self._numbers = count()
 
     def of(self, job: Job) -> int:
-        """Returns the current number of the weights that the job samples."""
+        """Returns the current version of the weights that the job samples."""
         if job.adapter_id is None:
             owner = job.request.tenant_id
             if owner not in self._of_base:
                 self._of_base[owner] = next(self._numbers)
             return self._of_base[owner]
         model = self._models.get(job.adapter_id)
-        num_changes, number = self._of_models.get(model, (-1, -1))
+        num_changes, version = self._of_models.get(model, (-1, -1))
         if num_changes != model.vectors.num_changes:
-            number = next(self._numbers)
-            self._of_models[model] = model.vectors.num_changes, number
-        return number
+            version = next(self._numbers)
+            self._of_models[model] = model.vectors.num_changes, version
+        return version

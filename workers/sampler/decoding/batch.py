@@ -26,14 +26,14 @@ class Prefill:
     """Tokens to run before sampling, of which `computed` are in the cache, and the sequences that continue from them.
 
     sequences: the first one's slot stores the tokens; without `cached` none has a slot.
-    namespace: see PrefixCache.
+    weight_version: see PrefixCache.
     samples_next: whether the next token is sampled at the end of the prefill.
     """
 
     sequences: list[SequenceState]
     tokens: np.ndarray
     cached: bool
-    namespace: int
+    weight_version: int
     computed: int = 0
     samples_next: bool = True
 
@@ -222,7 +222,7 @@ def _groups(sequences: Sequence[SequenceState], device: torch.device) -> PrefixG
     """Groups the samples of one prompt that were prefilled with the same weights: they share the prompt's entries."""
     together: dict[tuple[Job, int], list[int]] = {}
     for number, sequence in enumerate(sequences):
-        together.setdefault((sequence.job, sequence.namespace), []).append(number)
+        together.setdefault((sequence.job, sequence.weight_version), []).append(number)
     order = [number for members in together.values() for number in members]
     bounds = np.cumsum([0, *(len(members) for members in together.values())])
     num_shared = [len(job.prompt) for job, _ in together]

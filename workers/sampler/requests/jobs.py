@@ -58,7 +58,7 @@ class SequenceState:
     tokens, logprobs: int32 and float32, as of when it last left the table or was copied from it.
     line: its line in the table; NOWHERE while it waits and after it has ended.
     top: the likeliest tokens at each position, if requested.
-    namespace: of its keys and values, see PrefixCache.
+    weight_version: of its keys and values, see PrefixCache.
     draft_stats: statistics of its draft tokens.
     without_draft: decodes without a draft from now on.
     """
@@ -68,7 +68,7 @@ class SequenceState:
         self.sample = sample
         self.noise_key = noise_key
         self.line = NOWHERE
-        self.namespace = 0
+        self.weight_version = 0
         self.tokens = np.zeros(0, np.int32)
         self.logprobs = np.zeros(0, np.float32)
         self.top: list[TopkLogprobs] = []

@@ -51,19 +51,23 @@ class DraftPayoff:
             )
         is_seen = sequence.draft_stats.num_passes >= _PASSES_TO_JUDGE_BY
         stats = (
-            sequence.draft_stats if is_seen else self.recent_stats(draft_of(sequence, self._models), sequence.namespace)
+            sequence.draft_stats
+            if is_seen
+            else self.recent_stats(draft_of(sequence, self._models), sequence.weight_version)
         )
         return self._seems_to_pay(sequence, stats, num_sampled)
 
-    def may_pay(self, sequence: SequenceState, namespace: int, num_sampled: int) -> bool:
+    def may_pay(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> bool:
         """Like `pays`, for a sequence that has no draft tokens yet. Always true if nothing else is sampled.
 
         Args:
-            namespace: of the sampled weights.
+            weight_version: of the sampled weights.
         """
         if num_sampled == 1 or not sequence.job.request.seed_is_drawn or sequence.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
-        return self._seems_to_pay(sequence, self.recent_stats(draft_of(sequence, self._models), namespace), num_sampled)
+        return self._seems_to_pay(
+            sequence, self.recent_stats(draft_of(sequence, self._models), weight_version), num_sampled
+        )
 
     def _seems_to_pay(self, sequence: SequenceState, stats: AcceptanceStats, num_sampled: int) -> bool:
         """Judges by the statistics. True if they have too few passes."""
@@ -75,11 +79,11 @@ class DraftPayoff:
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
         return stats.acceptance_length >= 1 + of_draft + num * to_check
 
-    def recent_stats(self, draft: DraftModel, namespace: int) -> AcceptanceStats:
-        """Returns the draft's recent statistics, kept per namespace so that tenants learn nothing of each other."""
+    def recent_stats(self, draft: DraftModel, weight_version: int) -> AcceptanceStats:
+        """Returns the draft's recent statistics, kept per weight version so that tenants learn nothing of each other."""
         fared = self._fared.setdefault(draft, {})
-        if namespace not in fared or fared[namespace].num_passes >= _PASSES_TO_REMEMBER:
+        if weight_version not in fared or fared[weight_version].num_passes >= _PASSES_TO_REMEMBER:
             if len(fared) > _MOST_REMEMBERED:
                 fared.clear()
-            fared[namespace] = AcceptanceStats()
-        return fared[namespace]
+            fared[weight_version] = AcceptanceStats()
+        return fared[weight_version]

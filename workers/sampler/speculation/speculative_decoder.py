@@ -33,7 +33,7 @@ from .verification import DraftTokens
 class _State:
     """The draft's state of one sequence.
 
-    num_changes: the draft's weight version (see Trainable) when the sequence was placed.
+    num_changes: of the draft's weights (see StateVectors) when the sequence was placed.
     num_cached: tokens in the draft's cache.
     pending_features: captured features of the tokens after these, except the newest token, [m, layers * hidden].
     """
@@ -110,15 +110,17 @@ class SpeculativeDecoder:
         self._states[sequence] = _State(draft, draft.vectors.num_changes)
         return True
 
-    def find_prefix(self, sequence: SequenceState, namespace: int, tokens: np.ndarray, most: int) -> list[BlockRange]:
+    def find_prefix(
+        self, sequence: SequenceState, weight_version: int, tokens: np.ndarray, most: int
+    ) -> list[BlockRange]:
         """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
 
         Args:
-            namespace: of the sampled weights.
+            weight_version: of the sampled weights.
             tokens: int64.
         """
         draft = self._draft(sequence)
-        return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, namespace), tokens, most)
+        return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, weight_version), tokens, most)
 
     def restore(self, sequence: SequenceState, block_ranges: Sequence[BlockRange]) -> None:
         """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
@@ -126,12 +128,14 @@ class SpeculativeDecoder:
         self._caches.of(state.draft).load_prefix(sequence, block_ranges)
         state.num_cached = num_tokens_of(block_ranges)
 
-    def keep(self, sequence: SequenceState, namespace: int, tokens: np.ndarray) -> None:
+    def keep(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores those of `tokens`, int64, that the draft has processed in its prefix cache."""
         state = self._states.get(sequence)
         if state is not None and state.num_changes == state.draft.vectors.num_changes:
             known = tokens[: state.num_cached + 1]
-            self._caches.of(state.draft).store_prefix(sequence, _draft_weight_version(state.draft, namespace), known)
+            self._caches.of(state.draft).store_prefix(
+                sequence, _draft_weight_version(state.draft, weight_version), known
+            )
 
     def observe(
         self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
@@ -202,7 +206,7 @@ class SpeculativeDecoder:
         state = self._states.get(sequence)
         if state is not None:
             state.pending_features.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
-            self.payoff.recent_stats(state.draft, sequence.namespace).add(part.stop - part.start - 1, num)
+            self.payoff.recent_stats(state.draft, sequence.weight_version).add(part.stop - part.start - 1, num)
 
     def vocabulary(self, sequence: SequenceState) -> Tensor:
         """Returns the tokens that the draft can propose, int64, ascending."""
@@ -291,9 +295,9 @@ class _Ends:
         return self.head.logits_of_segments(hidden.flatten(0, 1), segments).unflatten(0, (-1, num))
 
 
-def _draft_weight_version(draft: DraftModel, of_target: int) -> int:
-    """Returns the namespace of a draft's entries: they depend on its weights and on its target's."""
-    return of_target << 32 | draft.vectors.num_changes
+def _draft_weight_version(draft: DraftModel, target_version: int) -> int:
+    """Returns the weight version of a draft's entries, which depend on its weights and on its target's."""
+    return target_version << 32 | draft.vectors.num_changes
 
 
 def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) -> Tensor:

@@ -183,14 +183,14 @@ class MultiModelSampler:
         if not (self._models.has_full or self._had_turns):
             return [None]
         joining = any(request.adapter_id not in self._of_models for request in work.join)
-        told = self._mesh.all_gather_object((bool(self._of_base.num_jobs) or joining, list(self._of_models)))
-        wanted = {model_id for _, of_rank in told for model_id in of_rank}
+        of_ranks = self._mesh.all_gather_object((bool(self._of_base.num_jobs) or joining, list(self._of_models)))
+        wanted = {model_id for _, of_rank in of_ranks for model_id in of_rank}
         self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]
         turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._config.full_slots]
         self._had_turns = [*(each for each in self._had_turns if each not in turns), *turns]
         for model_id in turns:
             self._sampler_of(model_id)
-        return [*([None] if any(of_base for of_base, _ in told) or not turns else []), *turns]
+        return [*([None] if any(of_base for of_base, _ in of_ranks) or not turns else []), *turns]
 
     def _sampler_of(self, model_id: str) -> NativeSampler:
         if model_id not in self._of_models:

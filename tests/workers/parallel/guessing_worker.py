@@ -26,8 +26,8 @@ class GuessingWorker(WatchedWorker):
         self._sampled: dict[str, list[list[int]]] = {}
         self._num_overruled = 0
         self._of_base = self._sampler._of_base
-        self._together = self._of_base._ranks
-        same, verified = self._together.from_leader, self._together.agree_on_verified
+        self._rank_sync = self._of_base._ranks
+        same, verified = self._rank_sync.from_leader, self._rank_sync.agree_on_verified
 
         def counted_same(integers: Tensor) -> Tensor:
             own = integers.clone()
@@ -40,7 +40,7 @@ class GuessingWorker(WatchedWorker):
             self._num_overruled += sum(mine != theirs for mine, theirs in zip(own, agreed, strict=True))
             return agreed
 
-        vars(self._together).update(from_leader=counted_same, agree_on_verified=counted_verified)
+        vars(self._rank_sync).update(from_leader=counted_same, agree_on_verified=counted_verified)
 
     def sample_slice(self, work: SamplingSlice) -> SliceResult:
         result = super().sample_slice(work)
@@ -68,8 +68,8 @@ class GuessingWorker(WatchedWorker):
     def decide_alone(self, decision: str) -> None:
         """Makes each rank use its own result of this method of RankSync; "" restores the exchange."""
         for name in ("from_leader", "agree_on_verified"):
-            own = getattr(RankSync, name).__get__(self._together) if name != decision else _own
-            setattr(self._together, name, own)
+            own = getattr(RankSync, name).__get__(self._rank_sync) if name != decision else _own
+            setattr(self._rank_sync, name, own)
 
     def break_guessing(self, rank: int, error: str) -> None:
         """Makes that rank's drafts raise one of ERRORS."""
@@ -79,8 +79,8 @@ class GuessingWorker(WatchedWorker):
     def know(self, texts: Mapping[str, Sequence[int]]) -> None:
         """Makes drafts propose these tokens, by job; they include the prompts. Empty: drafts propose their own."""
 
-        def perfect(rows: Any, table: Any) -> dict[Any, DraftTokens]:
-            found = as_drawn(rows, table)
+        def perfect(sequences: Any, table: Any) -> dict[Any, DraftTokens]:
+            found = as_drawn(sequences, table)
             for sequence, each in found.items():
                 first, num = int(table.length[sequence.line]), len(each.tokens)
                 each.tokens[:] = texts[sequence.job.request.job_id][first : first + num]

@@ -521,11 +521,11 @@ def test_sequences_follow_the_enumerated_distribution(model: Model, drafting_wor
 def test_a_wrong_acceptance_rule_is_detected(
     model: Model, drafting_worker: Worker, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(guesses: DraftTokens, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> VerifyResult:
-        right = verify(guesses, target, vocabulary, *rest)
+    def wrong(draft_tokens: DraftTokens, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> VerifyResult:
+        right = verify(draft_tokens, target, vocabulary, *rest)
         if fault == "accept all":
-            return verify(guesses, target.new_ones(target.shape), vocabulary, *rest)
-        without = DraftTokens(guesses.tokens[: right.num_accepted], guesses.probabilities)
+            return verify(draft_tokens, target.new_ones(target.shape), vocabulary, *rest)
+        without = DraftTokens(draft_tokens.tokens[: right.num_accepted], draft_tokens.probabilities)
         return verify(without, target[: right.num_accepted + 1], vocabulary, *rest)
 
     monkeypatch.setattr(draft_verifier, "verify", wrong)

@@ -63,9 +63,9 @@ def probabilities(monkeypatch: pytest.MonkeyPatch) -> Probabilities:
     found: Probabilities = []
 
     def recorded(*arguments: Any) -> dict[Any, DraftTokens]:
-        guesses = propose(*arguments)
-        found.extend(each.probabilities.clone() for each in guesses.values() if each.probabilities is not None)
-        return guesses
+        draft_tokens = propose(*arguments)
+        found.extend(each.probabilities.clone() for each in draft_tokens.values() if each.probabilities is not None)
+        return draft_tokens
 
     propose = SpeculativeDecoder.propose
     monkeypatch.setattr(SpeculativeDecoder, "propose", recorded)

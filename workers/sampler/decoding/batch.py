@@ -220,12 +220,12 @@ class DecodeBatch:
 
 def _groups(sequences: Sequence[SequenceState], device: torch.device) -> PrefixGroups:
     """Groups the samples of one prompt that were prefilled with the same weights: they share the prompt's entries."""
-    together: dict[tuple[Job, int], list[int]] = {}
+    by_prompt: dict[tuple[Job, int], list[int]] = {}
     for number, sequence in enumerate(sequences):
-        together.setdefault((sequence.job, sequence.weight_version), []).append(number)
-    order = [number for members in together.values() for number in members]
-    bounds = np.cumsum([0, *(len(members) for members in together.values())])
-    num_shared = [len(job.prompt) for job, _ in together]
+        by_prompt.setdefault((sequence.job, sequence.weight_version), []).append(number)
+    order = [number for members in by_prompt.values() for number in members]
+    bounds = np.cumsum([0, *(len(members) for members in by_prompt.values())])
+    num_shared = [len(job.prompt) for job, _ in by_prompt]
     return PrefixGroups(*(torch.tensor(numbers, device=device) for numbers in (order, bounds, num_shared)))
 
 

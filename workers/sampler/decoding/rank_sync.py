@@ -41,9 +41,9 @@ class RankSync:
         if self._team.size == 1:
             return own
         of_all = self._mesh.all_gather_object(own)
-        told = [of_all[rank] for rank in self._team.ranks]
-        failures = {job_id: failure for each in told for job_id, failure in each.failures.items()}
-        return RankFailures(failures, frozenset().union(*(each.missing_drafts for each in told)))
+        of_team = [of_all[rank] for rank in self._team.ranks]
+        failures = {job_id: failure for each in of_team for job_id, failure in each.failures.items()}
+        return RankFailures(failures, frozenset().union(*(each.missing_drafts for each in of_team)))
 
     def is_over(self, deadline: float) -> bool:
         """True if the deadline has passed by the first rank's clock."""
@@ -60,8 +60,8 @@ class RankSync:
         """Returns the first rank's values for the same sequences."""
         if self._team.size == 1:
             return list(own)
-        told = self._team.broadcast(torch.tensor([(each.num_accepted, each.token) for each in own]))
-        return [VerifyResult(num_accepted, token) for num_accepted, token in told.tolist()]
+        agreed = self._team.broadcast(torch.tensor([(each.num_accepted, each.token) for each in own]))
+        return [VerifyResult(num_accepted, token) for num_accepted, token in agreed.tolist()]
 
     def agree_on_tokens(self, chosen: ChosenTokens) -> ChosenTokens:
         """Returns the first rank's tokens: a token that differed on another rank would make its sequence diverge."""

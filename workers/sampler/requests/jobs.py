@@ -40,10 +40,10 @@ class AcceptanceStats:
         self.num_passes = self.num_draft_tokens = 0
         self.num_accepted: list[int] = []
 
-    def add(self, num_guesses: int, num_accepted: int) -> None:
+    def add(self, num_draft_tokens: int, num_accepted: int) -> None:
         self.num_passes += 1
-        self.num_draft_tokens += num_guesses
-        self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted += [0] * (num_draft_tokens + 1 - len(self.num_accepted))
         self.num_accepted[num_accepted] += 1
 
     @property
@@ -229,13 +229,13 @@ class Job:
         )
 
 
-def _counts(of_sequences: Sequence[AcceptanceStats]) -> GuessCounts | None:
-    passes = sum(each.num_passes for each in of_sequences)
+def _counts(stats: Sequence[AcceptanceStats]) -> GuessCounts | None:
+    passes = sum(each.num_passes for each in stats)
     if not passes:
         return None
-    by_accepted = tuple(map(sum, zip_longest(*(each.num_accepted for each in of_sequences), fillvalue=0)))
+    by_accepted = tuple(map(sum, zip_longest(*(each.num_accepted for each in stats), fillvalue=0)))
     accepted = sum(number * num for number, num in enumerate(by_accepted))
-    return GuessCounts(passes, sum(each.num_draft_tokens for each in of_sequences), accepted, by_accepted)
+    return GuessCounts(passes, sum(each.num_draft_tokens for each in stats), accepted, by_accepted)
 
 
 def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs | None:

@@ -24,26 +24,26 @@ class DraftSampling:
         sequences: Sequence[SequenceState],
         table: SequenceTable,
         device: torch.device,
-        together: RankSync,
+        ranks: RankSync,
     ) -> None:
         lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
-        self._vocabulary, self._together = draft.vocabulary, together
+        self._vocabulary, self._ranks = draft.vocabulary, ranks
         self._choice = SamplingTensors.of(_without_filters(table.settings(lines)), draft.shape.vocabulary, device)
         self._keys, self._lengths = derive_keys(table.noise_key[lines], DRAFT_STREAM), table.length[lines]
         self._tokens: list[Tensor] = []
-        self._chances: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
 
     def draw(self, logits: Tensor) -> Tensor:
         of_draft = probabilities(logits.float(), self._choice)
         noise = torch.from_numpy(uniforms(self._keys, self._lengths + len(self._tokens))).to(of_draft)
-        drawn = self._together.from_leader(invert_cdf(of_draft, noise[:, None]).squeeze(1))
+        drawn = self._ranks.from_leader(invert_cdf(of_draft, noise[:, None]).squeeze(1))
         self._tokens.append(self._vocabulary[drawn])
-        self._chances.append(of_draft)
+        self._probabilities.append(of_draft)
         return self._tokens[-1]
 
-    def guesses(self) -> list[DraftTokens]:
-        tokens, of_rows = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._chances, dim=1)
-        return [DraftTokens(row, each) for row, each in zip(tokens, of_rows, strict=True)]
+    def draft_tokens(self) -> list[DraftTokens]:
+        tokens, of_draft = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._probabilities, dim=1)
+        return [DraftTokens(row, each) for row, each in zip(tokens, of_draft, strict=True)]
 
 
 def _without_filters(settings: SamplingSettings) -> SamplingSettings:

@@ -30,11 +30,11 @@ def draft_of(sequence: SequenceState, models: ModelRegistry) -> DraftModel:
 
 
 class DraftPayoff:
-    """Remembers how recent draft tokens of each draft fared."""
+    """Remembers how many recent draft tokens of each draft were accepted."""
 
     def __init__(self, base: BaseModel, models: ModelRegistry) -> None:
         self._base, self._models = base, models
-        self._fared: WeakKeyDictionary[DraftModel, dict[int, AcceptanceStats]] = WeakKeyDictionary()
+        self._recent: WeakKeyDictionary[DraftModel, dict[int, AcceptanceStats]] = WeakKeyDictionary()
 
     def pays(self, sequence: SequenceState, num_sampled: int) -> bool:
         """True if enough draft tokens are accepted for the cost of verifying them.
@@ -80,10 +80,10 @@ class DraftPayoff:
         return stats.acceptance_length >= 1 + of_draft + num * to_check
 
     def recent_stats(self, draft: DraftModel, weight_version: int) -> AcceptanceStats:
-        """Returns the draft's recent statistics, kept per weight version so that tenants learn nothing of each other."""
-        fared = self._fared.setdefault(draft, {})
-        if weight_version not in fared or fared[weight_version].num_passes >= _PASSES_TO_REMEMBER:
-            if len(fared) > _MOST_REMEMBERED:
-                fared.clear()
-            fared[weight_version] = AcceptanceStats()
-        return fared[weight_version]
+        """Returns the draft's recent statistics, kept by weight version: tenants learn nothing of each other."""
+        of_draft = self._recent.setdefault(draft, {})
+        if weight_version not in of_draft or of_draft[weight_version].num_passes >= _PASSES_TO_REMEMBER:
+            if len(of_draft) > _MOST_REMEMBERED:
+                of_draft.clear()
+            of_draft[weight_version] = AcceptanceStats()
+        return of_draft[weight_version]

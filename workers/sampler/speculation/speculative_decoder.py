@@ -57,9 +57,9 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, together: RankSync, caches: DraftCaches
+        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, ranks: RankSync, caches: DraftCaches
     ) -> None:
-        self._base, self._models, self._together = base, models, together
+        self._base, self._models, self._ranks = base, models, ranks
         self._head, self._caches = head, caches
         self._served: Collection[str] = ()
         self._states: dict[SequenceState, _State] = {}
@@ -154,8 +154,8 @@ class SpeculativeDecoder:
         if known:
             waiting = torch.cat(state.pending_features)
             following = tokens[state.num_cached + 1 : state.num_cached + 1 + known]
-            told = self._draft_input([sequence], [waiting[:known]], [following])
-            state.draft.network(trains=False).extend_cache(told, self._ends([sequence]))
+            draft_input = self._draft_input([sequence], [waiting[:known]], [following])
+            state.draft.network(trains=False).extend_cache(draft_input, self._ends([sequence]))
             state.pending_features = [waiting[known:]]
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
@@ -192,9 +192,9 @@ class SpeculativeDecoder:
                 by_draft.setdefault((self._states[sequence].draft, num), []).append(sequence)
             else:
                 found[sequence] = DraftTokens(np.zeros(0, np.int64), None)
-        for (draft, num), together in by_draft.items():
-            together = sorted(together, key=lambda sequence: sequence.job.adapter_key)
-            found |= zip(together, self._propose_group(draft, together, num, table), strict=True)
+        for (draft, num), group in by_draft.items():
+            group = sorted(group, key=lambda sequence: sequence.job.adapter_key)
+            found |= zip(group, self._propose_group(draft, group, num, table), strict=True)
         return found
 
     def accept(self, sequence: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
@@ -239,12 +239,12 @@ class SpeculativeDecoder:
     ) -> list[DraftTokens]:
         waiting = [torch.cat(self._states[sequence].pending_features) for sequence in sequences]
         following = [table.last_tokens(sequence, len(each)) for sequence, each in zip(sequences, waiting, strict=True)]
-        drawing = DraftSampling(draft, sequences, table, self._base.device, self._together)
-        told = self._draft_input(sequences, waiting, following)
-        draft.network(trains=False).propose(told, num, self._ends(sequences), drawing.draw)
+        sampling = DraftSampling(draft, sequences, table, self._base.device, self._ranks)
+        draft_input = self._draft_input(sequences, waiting, following)
+        draft.network(trains=False).propose(draft_input, num, self._ends(sequences), sampling.draw)
         for sequence in sequences:
             self._states[sequence].pending_features = []
-        return drawing.guesses()
+        return sampling.draft_tokens()
 
     def _draft_input(
         self, sequences: Sequence[SequenceState], waiting: Sequence[Tensor], following: Sequence[np.ndarray]

@@ -24,7 +24,7 @@ class DraftTokens:
     probabilities: Tensor | None
 
 
-def verify(guesses: DraftTokens, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> VerifyResult:
+def verify(draft_tokens: DraftTokens, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> VerifyResult:
     """Accepts or rejects draft tokens by rejection sampling.
 
     Args:
@@ -32,22 +32,22 @@ def verify(guesses: DraftTokens, target: Tensor, vocabulary: Tensor, key: np.uin
         vocabulary: the tokens that the draft can propose, int64.
         length: of the sequence before the draft tokens.
     """
-    num = len(guesses.tokens)
+    num = len(draft_tokens.tokens)
     positions = length + np.arange(num + 1)
     accept = uniforms(derive_keys(np.array([key]), ACCEPT_STREAM), positions[:num])
-    tokens = torch.from_numpy(guesses.tokens).to(target.device)
+    tokens = torch.from_numpy(draft_tokens.tokens).to(target.device)
     number = 0
     if num:
-        assert guesses.probabilities is not None
-        target_version = target[torch.arange(num, device=target.device), tokens]
-        of_draft = guesses.probabilities.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
+        assert draft_tokens.probabilities is not None
+        target_probs = target[torch.arange(num, device=target.device), tokens]
+        draft_probs = draft_tokens.probabilities.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
         # The negation rejects NaN as well.
-        wrong = np.flatnonzero(~(accept * of_draft.cpu().numpy() < target_version.cpu().numpy()))
+        wrong = np.flatnonzero(~(accept * draft_probs.cpu().numpy() < target_probs.cpu().numpy()))
         number = int(wrong[0]) if len(wrong) else num
     left = target[number]
     if number < num:
-        assert guesses.probabilities is not None
-        left = left.index_add(0, vocabulary, guesses.probabilities[number].to(left.dtype), alpha=-1).clamp_(min=0)
+        assert draft_tokens.probabilities is not None
+        left = left.index_add(0, vocabulary, draft_tokens.probabilities[number].to(left.dtype), alpha=-1).clamp_(min=0)
         left = left if float(left.sum()) > 0 else target[number]
     noise = uniforms(np.array([key]), positions[number : number + 1])
     token = invert_cdf(left[None], torch.from_numpy(noise).to(left)[:, None])

@@ -1,5 +1,1 @@
-"""The sampler: SAMPLERS maps the name of an engine to its class."""
-
-from .multi_model import MultiModelSampler
-
-SAMPLERS = {"native": MultiModelSampler}
+"""The native sampler: continuous batching, the KV cache, prefix caching and speculative decoding."""

@@ -6,10 +6,10 @@ from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..batch.validated import ModelLimits
 from ..protocol.calls import Failure, SampledPart, SampleJob
-from .requests.jobs import NOWHERE, Job, SequenceState, check_request
+from .requests.jobs import NOWHERE, Job, SequenceState, check_spec
 from .requests.lazy_tokenizer import LazyTokenizer
 from .requests.sequence_table import EndReason
-from .scheduler import SequenceScheduler
+from .sequence_scheduler import SequenceScheduler
 
 
 class ActiveJobs:
@@ -40,18 +40,18 @@ class ActiveJobs:
         """Forgets the results of the slice before."""
         self.finished = {}
 
-    def join(self, request: SampleJob) -> None:
+    def join(self, spec: SampleJob) -> None:
         """Adds a job. An invalid one fails."""
-        assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
+        assert spec.job_id not in self._jobs, f"job {spec.job_id} joined twice"
         try:
-            check_request(request, self._limits)
-            job = Job(request, self._num_joined, self._limits, self._text)
+            check_spec(spec, self._limits)
+            job = Job(spec, self._num_joined, self._limits, self._text)
             self._schedule.check(job.sequences[0])
         except OperationError as error:
-            self.finished[request.job_id] = Failure(error.message, error.category)
+            self.finished[spec.job_id] = Failure(error.message, error.category)
             return
         self._num_joined += 1
-        self._jobs[request.job_id] = job
+        self._jobs[spec.job_id] = job
         self._schedule.enqueue(job.sequences)
 
     def remove(self, job_id: str) -> None:
@@ -69,19 +69,17 @@ class ActiveJobs:
         """Fails the jobs of an adapter."""
         for job in self:
             if job.adapter_id == adapter_id:
-                self.fail(job.request.job_id, error.message, error.category)
+                self.fail(job.spec.job_id, error.message, error.category)
 
     def fail_dropped(self, models: Container[str]) -> None:
         """Fails the jobs of adapters that are not among the models."""
         for job in self:
             if job.adapter_id is not None and job.adapter_id not in models:
-                self.fail(
-                    job.request.job_id, f"adapter {job.adapter_id} is gone: its sampler was closed or never saved"
-                )
+                self.fail(job.spec.job_id, f"adapter {job.adapter_id} is gone: its sampler was closed or never saved")
 
     def end(self, sequence: SequenceState, reason: EndReason) -> None:
         """Ends a sequence, and its job if it was the last one. Ignored if the job has ended."""
-        job, job_id = sequence.job, sequence.job.request.job_id
+        job, job_id = sequence.job, sequence.job.spec.job_id
         if job_id not in self._jobs:
             return
         if reason is EndReason.NOT_FINITE:
@@ -97,7 +95,7 @@ class ActiveJobs:
 
     def take_new_parts(self) -> dict[str, tuple[SampledPart, ...]]:
         """Returns the tokens that the streaming jobs have sampled since the last call."""
-        streaming = {job_id: job for job_id, job in self._jobs.items() if job.request.streams}
+        streaming = {job_id: job for job_id, job in self._jobs.items() if job.spec.streams}
         for job in streaming.values():
             for sequence in job.sequences:
                 if sequence.line != NOWHERE:

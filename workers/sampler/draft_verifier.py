@@ -10,7 +10,7 @@ from .decoding.rank_sync import RankSync, VerifyResult
 from .logits.token_choice import SamplingTensors, probabilities
 from .model_runner import ModelRunner, PassOutput
 from .requests.jobs import NOWHERE, SequenceState
-from .scheduler import SequenceScheduler
+from .sequence_scheduler import SequenceScheduler
 from .speculation.speculative_decoder import SpeculativeDecoder
 from .speculation.verification import DraftTokens, verify
 from .token_recorder import AcceptedTokens, TokenRecorder

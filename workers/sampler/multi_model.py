@@ -27,7 +27,7 @@ class PendingChanges:
 
     def take(self, milliseconds: float) -> SamplingSlice:
         """Returns everything as a slice, and clears it."""
-        joining = tuple(request for request in self.join if request.job_id not in self.cancel)
+        joining = tuple(spec for spec in self.join if spec.job_id not in self.cancel)
         work = SamplingSlice(joining, tuple(self.cancel), milliseconds)
         self.join, self.cancel = [], []
         return work
@@ -97,18 +97,18 @@ class MultiModelSampler:
 
     def _take_in(self, work: SamplingSlice) -> None:
         """Stores what concerns fully trained models until their turn."""
-        for request in work.join:
-            if request.adapter_id is not None and self._models.is_exclusive(request.adapter_id):
-                self._sampler_of(request.adapter_id)
+        for spec in work.join:
+            if spec.adapter_id is not None and self._models.is_exclusive(spec.adapter_id):
+                self._sampler_of(spec.adapter_id)
         for model_id, waiting in self._waiting.items():
-            waiting.join += (request for request in work.join if request.adapter_id == model_id)
+            waiting.join += (spec for spec in work.join if spec.adapter_id == model_id)
             waiting.cancel += work.cancel
 
     def _slice_in_turn(self, work: SamplingSlice, turns: Sequence[str | None]) -> SliceResult:
         part, result = work.budget_milliseconds / len(turns), SliceResult({}, 0)
         for model_id in turns:
             if model_id is None:
-                others = tuple(request for request in work.join if request.adapter_id not in self._of_models)
+                others = tuple(spec for spec in work.join if spec.adapter_id not in self._of_models)
                 found = self._of_base.slice(SamplingSlice(others, work.cancel, part))
             else:
                 found = self._slice_of(model_id, self._waiting[model_id].take(part))
@@ -182,7 +182,7 @@ class MultiModelSampler:
         """
         if not (self._models.has_full or self._had_turns):
             return [None]
-        joining = any(request.adapter_id not in self._of_models for request in work.join)
+        joining = any(spec.adapter_id not in self._of_models for spec in work.join)
         of_ranks = self._mesh.all_gather_object((bool(self._of_base.num_jobs) or joining, list(self._of_models)))
         wanted = {model_id for _, of_rank in of_ranks for model_id in of_rank}
         self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]

@@ -1,4 +1,4 @@
-"""The native engine: continuous batching of sampling requests on the base model that is also trained.
+"""The native sampler: continuous batching of sampling requests on the base model that is also trained.
 
 Every iteration runs one packed row: the next token of every sequence that decodes, and a bounded number of prompt
 tokens, so that long prompts do not delay decoding. The samples of a prompt share its prefill, and a sequence with a
@@ -28,7 +28,7 @@ from .draft_verifier import DraftVerifier
 from .model_runner import ModelRunner, PassOutput
 from .requests.jobs import SequenceState
 from .requests.sequence_table import SequenceTable
-from .scheduler import KVCacheFull, SequenceScheduler
+from .sequence_scheduler import KVCacheFull, SequenceScheduler
 from .sequence_slots import SequenceSlots
 from .shared_state import SharedState
 from .slice_models import SliceModels
@@ -74,8 +74,8 @@ class NativeSampler:
         self._jobs.start_slice()
         for job_id in work.cancel:
             self._jobs.remove(job_id)
-        for request in work.join:
-            self._jobs.join(request)
+        for spec in work.join:
+            self._jobs.join(spec)
         self._jobs.fail_dropped(self._registry)
         try:
             self._run_until(deadline)
@@ -89,8 +89,8 @@ class NativeSampler:
 
     def fail_all(self, work: SamplingSlice, failure: Failure) -> SliceResult:
         """Fails all jobs of the slice, in place of `slice`."""
-        active = [job.request.job_id for job in self._jobs]
-        failed = {*active, *(request.job_id for request in work.join)}.difference(work.cancel)
+        active = [job.spec.job_id for job in self._jobs]
+        failed = {*active, *(spec.job_id for spec in work.join)}.difference(work.cancel)
         for job_id in active:
             self._jobs.remove(job_id)
         return SliceResult(dict.fromkeys(failed, failure) if self._ranks.is_leader else {}, 0)
@@ -146,7 +146,7 @@ class NativeSampler:
             proposed = self._speculation.propose(self._schedule.with_drafts(), self._schedule.table)
             batch = self._schedule.next_batch(proposed)
         except KVCacheFull as error:
-            self._jobs.fail(error.sequence.job.request.job_id, error.message, error.category)
+            self._jobs.fail(error.sequence.job.spec.job_id, error.message, error.category)
             return True
         if batch.decoding is not None and not batch.parts:
             self._decode(batch.decoding, deadline)

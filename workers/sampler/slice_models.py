@@ -11,7 +11,7 @@ from ..state.vectors import FORWARD_VECTORS
 from .active_jobs import ActiveJobs
 from .decoding.rank_sync import RankFailures, RankSync
 from .requests.jobs import SequenceState
-from .scheduler import SequenceScheduler
+from .sequence_scheduler import SequenceScheduler
 from .speculation.payoff import may_use_draft
 from .speculation.speculative_decoder import SpeculativeDecoder
 
@@ -62,7 +62,7 @@ class SliceModels:
     def _load_drafts(self, held: ExitStack) -> dict[str, bool]:
         """Loads the drafts of this slice, as many as the device holds. Returns which of them loaded."""
         wanted = dict.fromkeys(
-            sequence.job.request.draft_id for sequence in [*self._schedule.with_drafts(), *self._draft_candidates()]
+            sequence.job.spec.draft_id for sequence in [*self._schedule.with_drafts(), *self._draft_candidates()]
         )
         known = [one for one in wanted if one is not None and self._models.is_draft(one)]
         is_loaded = dict.fromkeys(known[: self._config.full_slots], False)

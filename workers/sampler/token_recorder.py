@@ -14,7 +14,7 @@ from .logits.token_choice import logprobs_of
 from .requests.jobs import NOWHERE, SequenceState
 from .requests.prompt_scores import top_logprobs
 from .requests.sequence_table import EndReason
-from .scheduler import SequenceScheduler
+from .sequence_scheduler import SequenceScheduler
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class TokenRecorder:
         ends: np.ndarray,
     ) -> None:
         """Handles the sequences that need a look at each token. Sets `ends` if a stop sequence is complete."""
-        with_top = [number for number in watched if sequences[number].job.request.topk_sample_logprobs]
+        with_top = [number for number in watched if sequences[number].job.spec.topk_sample_logprobs]
         if with_top:
-            most = max(sequences[number].job.request.topk_sample_logprobs for number in with_top)
+            most = max(sequences[number].job.spec.topk_sample_logprobs for number in with_top)
             top = top_logprobs(torch.log_softmax(logits[with_top], dim=-1), most)
             for number, ids, values in zip(with_top, top.token_ids, top.logprobs, strict=True):
                 sequences[number].append_top(ids, values)
@@ -81,7 +81,7 @@ class TokenRecorder:
         try:
             return sequence.stops_after(token, self._schedule.table.count[sequence.line])
         except OperationError as error:
-            self._jobs.fail(sequence.job.request.job_id, error.message, error.category)
+            self._jobs.fail(sequence.job.spec.job_id, error.message, error.category)
             return False
 
     def _end_all(self, sequences: Sequence[SequenceState], ends: np.ndarray) -> None:

@@ -40,7 +40,7 @@ from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import KINDS, ModelRegistry
 from ..registry.programs import program_of
-from ..sampler import SAMPLERS
+from ..sampler.multi_model import MultiModelSampler
 from ..state.residency import Residency
 from ..state.vectors import FORWARD_VECTORS
 from ..training.pass_runner import PassRunner
@@ -126,7 +126,7 @@ class Worker:
         if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
         self._steps = StepRunner(self._models, mesh, config.adapter_slots)
-        self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
+        self._sampler = MultiModelSampler(self._base, self._models, self._limits, config, mesh)
         agreement = self._agreement = RankAgreement(mesh)
         self._memory = RankMemory(self._base, residency, self._sampler, agreement.on_all, config.page_directory)
         self._rank_models = RankModels(self._models, self._memory, agreement)

@@ -15,7 +15,7 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
 from ..jobs import job
 from .case import Case
-from .guessing_worker import GUESSING
+from .drafting_worker import DRAFTING
 from .training import ADAM, Layout, layout, supervised
 
 DRAFTS: dict[str, Algorithm] = {"chain": "eagle3", "block": "dflash"}
@@ -62,7 +62,7 @@ def alone(case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def many(case: Case, alone: Alone, tiny_models: dict[str, Path]) -> Iterator[Layout]:
-    with layout(tiny_models[case.kind], case.parallel, alone.directory, GUESSING, full_slots=2) as where:
+    with layout(tiny_models[case.kind], case.parallel, alone.directory, DRAFTING, full_slots=2) as where:
         load_all(where, alone.directory)
         yield where
 
@@ -237,7 +237,7 @@ def test_leader_rank_decides_if_draft_weights_differ(alone: Alone, many: Layout)
 def test_ranks_that_decide_independently_diverge_or_hang(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Different draft tokens give different samples; different accepted lengths leave one rank waiting forever."""
     jobs = [each for each in jobs_at(0.9) if each.draft_id == "chain"]
-    with layout(tiny_models["qwen3"], TP, tmp_path, GUESSING, hang_seconds=10) as where:
+    with layout(tiny_models["qwen3"], TP, tmp_path, DRAFTING, hang_seconds=10) as where:
         save_all(where, tmp_path)
         load_all(where, tmp_path)
         where.call("disturb", 1, "chain")
@@ -253,9 +253,9 @@ def test_ranks_that_decide_independently_diverge_or_hang(tiny_models: dict[str, 
 @pytest.mark.full
 def test_error_while_drafting_on_one_rank_ends_all_ranks(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """The others are in the middle of a pass: all ranks end, and the dispatch restarts them."""
-    with layout(tiny_models["qwen3"], TP, tmp_path, GUESSING) as where:
+    with layout(tiny_models["qwen3"], TP, tmp_path, DRAFTING) as where:
         save_all(where, tmp_path)
         load_all(where, tmp_path)
-        where.call("break_guessing", 1, "out of memory")
+        where.call("break_drafting", 1, "out of memory")
         with pytest.raises(WorkerDied, match=r"rank 1|no memory"):
             sampled(where, *jobs_at(0.0))

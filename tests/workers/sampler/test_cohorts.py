@@ -9,7 +9,7 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler import SAMPLERS
+from trainhouse.workers.sampler.multi_model import MultiModelSampler
 
 from ..adapted import Adapted
 from .test_sampler import BYTES_PER_TOKEN, CONTEXT, VOCAB, adapted, answer, job, new_sampler, prompt, tokens_of
@@ -17,9 +17,9 @@ from .test_sampler import BYTES_PER_TOKEN, CONTEXT, VOCAB, adapted, answer, job,
 __all__ = ["adapted"]
 
 
-def make_sampler(adapted: Adapted, **config: Any) -> Any:
+def make_sampler(adapted: Adapted, **config: Any) -> MultiModelSampler:
     served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
-    return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served)
+    return MultiModelSampler(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served)
 
 
 def jobs_of(cohort: int) -> list[SampleJob]:

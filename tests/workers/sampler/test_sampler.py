@@ -20,7 +20,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
 from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
 from trainhouse.workers.sampler.native_sampler import NativeSampler
-from trainhouse.workers.sampler.requests.stop_tokens import StopStrings
+from trainhouse.workers.sampler.requests.stop_strings import StopStrings
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -548,7 +548,6 @@ def test_a_sample_ends_with_the_context(adapted: Adapted) -> None:
         ),
         (job("a", prompt(4), topk_sample_logprobs=10**9), "topk_sample_logprobs 1000000000 exceeds"),
         (job("a", prompt(4), prompt_alt_tokens_k=10**9), "prompt_alt_tokens_k 1000000000 at 4 prompt tokens"),
-        (job("a", prompt(4), num_samples=10**9), "num_samples 1000000000 exceeds 65536"),
         (job("a", prompt(4), stop_strings=("x", "")), "a stop string is empty"),
         (job("a", prompt(4), prompt_logprobs_last_n=2), "prompt_logprobs_last_n 2 needs prompt_logprobs"),
         (job("a", prompt(4), prompt_logprobs=True, prompt_logprobs_last_n=4), "between 1 and len(prompt) - 1 = 3"),

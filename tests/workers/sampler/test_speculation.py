@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import draft_verifier
 from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.decoding.rank_sync import VerifyResult
-from trainhouse.workers.sampler.scheduler import SequenceScheduler
+from trainhouse.workers.sampler.sequence_scheduler import SequenceScheduler
 from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
 from trainhouse.workers.sampler.speculation.verification import DraftTokens, verify
 from trainhouse.workers.worker.worker import Worker
@@ -325,7 +325,7 @@ def test_all_tokens_of_a_perfect_draft_are_accepted(target: Target, monkeypatch:
         found = propose(self, sequences, table)
         for sequence, each in found.items():
             first, num = int(table.length[sequence.line]), len(each.tokens)
-            each.tokens[:] = target.rollouts[int(sequence.job.request.job_id)][first : first + num]
+            each.tokens[:] = target.rollouts[int(sequence.job.spec.job_id)][first : first + num]
             if each.probabilities is not None:
                 each.probabilities.zero_()[np.arange(num), each.tokens] = 1
         return found

@@ -24,7 +24,7 @@ class WeightVersions:
     def of(self, job: Job) -> int:
         """Returns the current version of the weights that the job samples."""
         if job.adapter_id is None:
-            owner = job.request.tenant_id
+            owner = job.spec.tenant_id
             if owner not in self._of_base:
                 self._of_base[owner] = next(self._numbers)
             return self._of_base[owner]

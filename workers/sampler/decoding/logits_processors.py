@@ -15,7 +15,7 @@ class LogitsProcessors:
 
     def __init__(self, sequences: Sequence[SequenceState], vocab_size: int, device: torch.device) -> None:
         self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
-        params = [sequence.job.request.params for sequence in sequences]
+        params = [sequence.job.spec.params for sequence in sequences]
         self._biased = [i for i, each in enumerate(params) if each.logit_bias]
         self._repeating = [i for i, each in enumerate(params) if each.repetition_penalty != 1]
         self._counted = [i for i, each in enumerate(params) if each.presence_penalty or each.frequency_penalty]

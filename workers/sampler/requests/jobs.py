@@ -14,7 +14,7 @@ from ...protocol.calls import SampledPart, SampleJob
 from ..logits.noise import SAMPLE_STREAM, noise_keys
 from .lazy_tokenizer import LazyTokenizer
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
-from .stop_tokens import StopStrings
+from .stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from .structured_output import Matcher
@@ -24,8 +24,7 @@ NOWHERE = -1
 # The table compares tokens with at most this many stop tokens; jobs with more are checked one by one.
 MOST_STOP_COLUMNS = 32
 
-# Limits of one request.
-MOST_SAMPLES = 1 << 16
+# The most top log-probabilities of one request.
 MAX_TOPK_CELLS = 1 << 24
 
 
@@ -83,7 +82,7 @@ class SequenceState:
 
     @cached_property
     def _stops(self) -> StopStrings | None:
-        strings = self.job.request.stop_strings
+        strings = self.job.spec.stop_strings
         return StopStrings(self.job.text.tokenizer, strings, self.job.prompt.tolist()) if strings else None
 
     @property
@@ -110,13 +109,13 @@ class SequenceState:
     def needs_token_checks(self) -> bool:
         """True if each of its tokens needs a look by itself."""
         job = self.job
-        is_text = bool(job.request.stop_strings) or job.matcher is not None
-        return is_text or job.request.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MOST_STOP_COLUMNS
+        is_text = bool(job.spec.stop_strings) or job.matcher is not None
+        return is_text or job.spec.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MOST_STOP_COLUMNS
 
     @property
     def needs_processors(self) -> bool:
         """True if its tokens are sampled from processed logits."""
-        params = self.job.request.params
+        params = self.job.spec.params
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         return bool(self.job.matcher is not None or params.logit_bias or params.min_tokens or penalties)
 
@@ -131,11 +130,11 @@ class SequenceState:
         found = self._stops is not None and self._stops.found_after(token)
         if token in self.job.stop_token_ids or (self.matcher is not None and self.matcher.is_finished):
             return True
-        return found and count >= self.job.request.params.min_tokens
+        return found and count >= self.job.spec.params.min_tokens
 
     def append_top(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Stores the likeliest tokens at the newest position. A batch computes the largest k of its sequences."""
-        k = self.job.request.topk_sample_logprobs
+        k = self.job.spec.topk_sample_logprobs
         if k:
             # Copies, because a view would keep the arrays of the whole batch alive.
             self.top.append(TopkLogprobs(token_ids[:k].copy(), logprobs[:k].copy()))
@@ -156,36 +155,37 @@ class SequenceState:
 class Job:
     """A request and its sequences.
 
+    spec: the request, as the server sent it.
     number: the order of arrival.
-    max_new_tokens: ends every sample at the end of the context; a prompt that fills the context gets one token.
+    max_new_tokens: ends every sample at the end of the context.
     num_open: sequences that have not ended.
     num_cache_hits: prompt tokens that were cached at the first prefill; None before it.
     """
 
-    def __init__(self, request: SampleJob, number: int, limits: ModelLimits, text: LazyTokenizer) -> None:
+    def __init__(self, spec: SampleJob, number: int, limits: ModelLimits, text: LazyTokenizer) -> None:
         """Raises OperationError if the constraint is invalid, or if the model lacks a tokenizer that the job needs."""
-        assert request.params.seed is not None, "the seed is drawn at submit"
-        self.request = request
+        assert spec.params.seed is not None, "the seed is drawn at submit"
+        self.spec = spec
         self.number = number
-        self.seed = request.params.seed
-        self.prompt = request.prompt.astype(np.int64)
+        self.seed = spec.params.seed
+        self.prompt = spec.prompt.astype(np.int64)
         room = max(1, limits.max_context_length - len(self.prompt))
-        self.max_new_tokens = min(request.params.max_tokens or room, room)
+        self.max_new_tokens = min(spec.params.max_tokens or room, room)
         # The model never samples tokens outside its vocabulary.
-        self.stop_token_ids = frozenset(i for i in request.stop_token_ids if 0 <= i < limits.vocab_size)
-        self.scores = PromptScoring(request) if wants_scores(request) else None
+        self.stop_token_ids = frozenset(i for i in spec.stop_token_ids if 0 <= i < limits.vocab_size)
+        self.scores = PromptScoring(spec) if wants_scores(spec) else None
         self.num_cache_hits: int | None = None
         self.text = text
-        self.matcher = text.matchers.new(constraint) if (constraint := request.params.constraint) is not None else None
-        if request.stop_strings:
+        self.matcher = text.matchers.new(constraint) if (constraint := spec.params.constraint) is not None else None
+        if spec.stop_strings:
             _ = text.tokenizer
-        keys = noise_keys(self.seed, SAMPLE_STREAM, np.arange(request.num_samples))
+        keys = noise_keys(self.seed, SAMPLE_STREAM, np.arange(spec.num_samples))
         self.sequences = [SequenceState(self, sample, key) for sample, key in enumerate(keys.tolist())]
         self.num_open = len(self.sequences)
 
     @property
     def adapter_id(self) -> str | None:
-        return self.request.adapter_id
+        return self.spec.adapter_id
 
     @property
     def adapter_key(self) -> str:
@@ -204,7 +204,7 @@ class Job:
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and values of logit_bias, int64 and float32."""
-        bias = self.request.params.logit_bias or {}
+        bias = self.spec.params.logit_bias or {}
         return np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
 
     @cached_property
@@ -244,9 +244,12 @@ def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs | None:
     return TopkLogprobs(np.stack([top.token_ids for top in tops]), np.stack([top.logprobs for top in tops]))
 
 
-def check_request(request: SampleJob, limits: ModelLimits) -> None:
-    """Raises OperationError if a parameter is invalid."""
-    prompt = request.prompt
+def check_spec(spec: SampleJob, limits: ModelLimits) -> None:
+    """Raises OperationError if a parameter is invalid.
+
+    A prompt may fill the context and then gets one token. The server is stricter and refuses it.
+    """
+    prompt = spec.prompt
     if not len(prompt):
         raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
     if len(prompt) > limits.max_context_length:
@@ -255,18 +258,18 @@ def check_request(request: SampleJob, limits: ModelLimits) -> None:
             " shorten it"
         )
     _check_tokens("prompt", prompt, 0, limits)
-    if biased := request.params.logit_bias:
+    if biased := spec.params.logit_bias:
         _check_tokens("logit_bias", np.array(list(biased)), 0, limits)
-    if "" in request.stop_strings:
+    if "" in spec.stop_strings:
         raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
-    _check_sizes(request, limits)
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
+    _check_sizes(spec, limits)
+    last_n = spec.prompt_logprobs_last_n
+    if last_n is not None and not (spec.prompt_logprobs and 1 <= last_n < len(prompt)):
         raise OperationError(
             f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
             f" {len(prompt) - 1}"
         )
-    targets = request.target_prompt_tokens
+    targets = spec.target_prompt_tokens
     if targets is not None:
         if targets.ndim != 2 or len(targets) != len(prompt) - 1:
             raise OperationError(
@@ -276,23 +279,21 @@ def check_request(request: SampleJob, limits: ModelLimits) -> None:
         _check_tokens("target_prompt_logprobs", targets, -1, limits)
 
 
-def _check_sizes(request: SampleJob, limits: ModelLimits) -> None:
+def _check_sizes(spec: SampleJob, limits: ModelLimits) -> None:
     """Raises OperationError if the response would need too much memory."""
-    if request.num_samples > MOST_SAMPLES:
-        raise OperationError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: split the request")
     for name, k in (
-        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        ("topk_sample_logprobs", request.topk_sample_logprobs),
+        ("topk_prompt_logprobs", spec.topk_prompt_logprobs),
+        ("topk_sample_logprobs", spec.topk_sample_logprobs),
     ):
         if k > limits.vocab_size:
             raise OperationError(f"{name} {k} exceeds the model's vocabulary of {limits.vocab_size}: lower it")
-    num_prompt = len(request.prompt)
+    num_prompt = len(spec.prompt)
     room = max(1, limits.max_context_length - num_prompt)
-    num_sampled = min(request.params.max_tokens or room, room)
+    num_sampled = min(spec.params.max_tokens or room, room)
     for name, k, num_tokens, kind in (
-        ("topk_prompt_logprobs", request.topk_prompt_logprobs, num_prompt, "prompt"),
-        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, num_prompt, "prompt"),
-        ("topk_sample_logprobs", request.topk_sample_logprobs, num_sampled, "sampled"),
+        ("topk_prompt_logprobs", spec.topk_prompt_logprobs, num_prompt, "prompt"),
+        ("prompt_alt_tokens_k", spec.prompt_alt_tokens_k, num_prompt, "prompt"),
+        ("topk_sample_logprobs", spec.topk_sample_logprobs, num_sampled, "sampled"),
     ):
         if k * num_tokens > MAX_TOPK_CELLS:
             raise OperationError(

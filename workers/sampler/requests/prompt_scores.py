@@ -26,9 +26,9 @@ class PromptScores:
     alternative_logprobs: np.ndarray | None = None
 
 
-def wants_scores(job: SampleJob) -> bool:
-    targets = job.target_prompt_tokens is not None
-    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or targets or job.prompt_alt_tokens_k > 0
+def wants_scores(spec: SampleJob) -> bool:
+    targets = spec.target_prompt_tokens is not None
+    return spec.prompt_logprobs or spec.topk_prompt_logprobs > 0 or targets or spec.prompt_alt_tokens_k > 0
 
 
 class PromptScoring:
@@ -37,12 +37,12 @@ class PromptScoring:
     first_row: the first position whose hidden state is needed; it predicts the next token.
     """
 
-    def __init__(self, job: SampleJob) -> None:
-        self.scores = _empty_scores(job)
-        self._job = job
-        self._last_row = len(job.prompt) - 1
-        self._first_scored = self._last_row - (job.prompt_logprobs_last_n or self._last_row)
-        scores_every_row = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+    def __init__(self, spec: SampleJob) -> None:
+        self.scores = _empty_scores(spec)
+        self._spec = spec
+        self._last_row = len(spec.prompt) - 1
+        self._first_scored = self._last_row - (spec.prompt_logprobs_last_n or self._last_row)
+        scores_every_row = spec.target_prompt_tokens is not None or spec.prompt_alt_tokens_k > 0
         self.first_row = self._next_row = 0 if scores_every_row else self._first_scored
 
     @property
@@ -62,9 +62,9 @@ class PromptScoring:
             rows = np.arange(first, min(first + chunk, stop))
             log_softmax = torch.log_softmax(logits_of(hidden[rows[0] - start : rows[-1] + 1 - start]), dim=-1)
             skipped = max(0, self._first_scored - first)
-            _score_tokens(self._job, self.scores, rows[skipped:], log_softmax[skipped:])
-            _score_targets(self._job, self.scores, rows, log_softmax)
-            _draw_alternatives(self._job, self.scores, rows, log_softmax)
+            _score_tokens(self._spec, self.scores, rows[skipped:], log_softmax[skipped:])
+            _score_targets(self._spec, self.scores, rows, log_softmax)
+            _draw_alternatives(self._spec, self.scores, rows, log_softmax)
         self._next_row = max(self._next_row, stop)
 
 
@@ -78,51 +78,51 @@ def _empty_top(length: int, k: int) -> TopkLogprobs:
     return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), _EMPTY_LOGPROB, np.float32))
 
 
-def _empty_scores(job: SampleJob) -> PromptScores:
-    length, k, targets = len(job.prompt), job.prompt_alt_tokens_k, job.target_prompt_tokens
+def _empty_scores(spec: SampleJob) -> PromptScores:
+    length, k, targets = len(spec.prompt), spec.prompt_alt_tokens_k, spec.target_prompt_tokens
     return PromptScores(
-        logprobs=np.full(length, np.nan, np.float32) if job.prompt_logprobs else None,
-        top=_empty_top(length, job.topk_prompt_logprobs) if job.topk_prompt_logprobs else None,
+        logprobs=np.full(length, np.nan, np.float32) if spec.prompt_logprobs else None,
+        top=_empty_top(length, spec.topk_prompt_logprobs) if spec.topk_prompt_logprobs else None,
         targets=None if targets is None else np.zeros(targets.shape, np.float32),
         alternative_tokens=np.zeros((length - 1, k), np.int32) if k else None,
         alternative_logprobs=np.zeros((length - 1, k), np.float32) if k else None,
     )
 
 
-def _score_tokens(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+def _score_tokens(spec: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
     if scores.logprobs is not None:
-        scores.logprobs[rows + 1] = _logprobs_of(job.prompt[rows + 1, None], log_softmax)[:, 0]
+        scores.logprobs[rows + 1] = _logprobs_of(spec.prompt[rows + 1, None], log_softmax)[:, 0]
     if scores.top is not None:
-        top = top_logprobs(log_softmax, job.topk_prompt_logprobs)
+        top = top_logprobs(log_softmax, spec.topk_prompt_logprobs)
         scores.top.token_ids[rows + 1], scores.top.logprobs[rows + 1] = top.token_ids, top.logprobs
 
 
-def _score_targets(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
-    if scores.targets is None or job.target_prompt_tokens is None:
+def _score_targets(spec: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+    if scores.targets is None or spec.target_prompt_tokens is None:
         return
-    targets = job.target_prompt_tokens[rows]
+    targets = spec.target_prompt_tokens[rows]
     logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
     scores.targets[rows] = np.where(targets >= 0, logprobs, 0.0)
 
 
-def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+def _draw_alternatives(spec: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
     """Samples alternatives at the request's temperature, without top_k and top_p. Greedy ones are all equal."""
     if scores.alternative_tokens is None or scores.alternative_logprobs is None:
         return
-    if is_greedy(job.params):
-        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, job.prompt_alt_tokens_k)
+    if is_greedy(spec.params):
+        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, spec.prompt_alt_tokens_k)
     else:
-        noise = torch.from_numpy(_alternative_noise(job, rows + 1)).to(log_softmax)
-        drawn = invert_cdf(torch.softmax(log_softmax / job.params.temperature, dim=-1), noise)
+        noise = torch.from_numpy(_alternative_noise(spec, rows + 1)).to(log_softmax)
+        drawn = invert_cdf(torch.softmax(log_softmax / spec.params.temperature, dim=-1), noise)
     tokens = drawn.cpu().numpy()
     scores.alternative_tokens[rows] = tokens
     scores.alternative_logprobs[rows] = _logprobs_of(tokens, log_softmax)
 
 
-def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
+def _alternative_noise(spec: SampleJob, positions: np.ndarray) -> np.ndarray:
     """Returns float64, [positions, draws]."""
-    assert job.params.seed is not None
-    keys = noise_keys(job.params.seed, ALTERNATIVE_STREAM, np.arange(job.prompt_alt_tokens_k))
+    assert spec.params.seed is not None
+    keys = noise_keys(spec.params.seed, ALTERNATIVE_STREAM, np.arange(spec.prompt_alt_tokens_k))
     return uniforms(keys, positions[:, None])
 
 

@@ -73,7 +73,7 @@ class SequenceTable:
         self.noise_key[line] = sequence.noise_key
         self.stops[line] = _NO_TOKEN
         self.stops[line, : len(stops)] = list(stops)
-        params = job.request.params
+        params = job.spec.params
         self.temperature[line], self.min_p[line] = params.temperature, params.min_p
         self.top_k[line], self.top_p[line] = min(params.top_k, _ANY), params.top_p
         self.is_watched[line], self.is_adjusted[line] = sequence.needs_token_checks, sequence.needs_processors

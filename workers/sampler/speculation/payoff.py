@@ -24,7 +24,7 @@ def may_use_draft(sequence: SequenceState) -> bool:
 
 def draft_of(sequence: SequenceState, models: ModelRegistry) -> DraftModel:
     """Returns the draft that the sequence's request names, which must exist."""
-    draft_id = sequence.job.request.draft_id
+    draft_id = sequence.job.spec.draft_id
     assert draft_id is not None
     return models.draft(draft_id)
 
@@ -45,7 +45,7 @@ class DraftPayoff:
         Args:
             num_sampled: sequences in a pass. The more there are, the less compute is spare.
         """
-        if not sequence.job.request.seed_is_drawn:
+        if not sequence.job.spec.seed_is_drawn:
             return sequence.draft_stats.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(
                 sequence, sequence.draft_stats, 1
             )
@@ -63,7 +63,7 @@ class DraftPayoff:
         Args:
             weight_version: of the sampled weights.
         """
-        if num_sampled == 1 or not sequence.job.request.seed_is_drawn or sequence.job.seed % _JOBS_FOR_A_TRIAL == 0:
+        if num_sampled == 1 or not sequence.job.spec.seed_is_drawn or sequence.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
         return self._seems_to_pay(
             sequence, self.recent_stats(draft_of(sequence, self._models), weight_version), num_sampled

@@ -77,11 +77,11 @@ class SpeculativeDecoder:
 
     def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the sequence's draft is available and should be used for it."""
-        return sequence.job.request.draft_id in self._served and may_use_draft(sequence)
+        return sequence.job.spec.draft_id in self._served and may_use_draft(sequence)
 
     def num_draft_tokens(self, sequence: SequenceState) -> int:
         """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
-        lengths, requested = self._draft(sequence).draft_lengths, sequence.job.request.num_draft_tokens
+        lengths, requested = self._draft(sequence).draft_lengths, sequence.job.spec.num_draft_tokens
         return lengths.default if requested is None else min(requested, lengths.most)
 
     def num_logits(self, sequence: SequenceState) -> int:

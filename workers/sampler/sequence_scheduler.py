@@ -85,7 +85,7 @@ class SequenceScheduler:
 
     def check(self, sequence: SequenceState) -> None:
         """Raises OperationError if the sequence can never fit into the cache."""
-        asked = sequence.job.request.params.max_tokens
+        asked = sequence.job.spec.params.max_tokens
         # Without max_tokens a sample may end long before the context is full.
         length = sequence.longest_cached if asked else sequence.length + 1
         if sequence.needs_cache and not self.slots.cache.fits_alone(length):

@@ -17,10 +17,10 @@ from trainhouse.workers.state.vectors import FORWARD_VECTORS
 
 from .watched_worker import ERRORS, WatchedWorker
 
-GUESSING = "trainhouse.tests.workers.parallel.guessing_worker:GuessingWorker"
+DRAFTING = "trainhouse.tests.workers.parallel.drafting_worker:DraftingWorker"
 
 
-class GuessingWorker(WatchedWorker):
+class DraftingWorker(WatchedWorker):
     def _load(self, mesh: Mesh) -> None:
         super()._load(mesh)
         self._sampled: dict[str, list[list[int]]] = {}
@@ -71,7 +71,7 @@ class GuessingWorker(WatchedWorker):
             own = getattr(RankSync, name).__get__(self._rank_sync) if name != decision else _own
             setattr(self._rank_sync, name, own)
 
-    def break_guessing(self, rank: int, error: str) -> None:
+    def break_drafting(self, rank: int, error: str) -> None:
         """Makes that rank's drafts raise one of ERRORS."""
         if self._mesh.rank == rank:
             self._of_base._speculation.propose = mock.Mock(side_effect=ERRORS[error])
@@ -83,7 +83,7 @@ class GuessingWorker(WatchedWorker):
             found = as_drawn(sequences, table)
             for sequence, each in found.items():
                 first, num = int(table.length[sequence.line]), len(each.tokens)
-                each.tokens[:] = texts[sequence.job.request.job_id][first : first + num]
+                each.tokens[:] = texts[sequence.job.spec.job_id][first : first + num]
                 if each.probabilities is not None:
                     each.probabilities.zero_()[np.arange(num), each.tokens] = 1
             return found

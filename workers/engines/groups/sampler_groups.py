@@ -28,23 +28,23 @@ class SamplerGroups:
 
     def __init__(self, training: RankGroup, groups: Sequence[RankGroup], copies: AdapterCopies) -> None:
         self._training = training
-        self._replicas = [_Replica(group, copies) for group in groups]
+        self._workers = [_SamplerWorker(group, copies) for group in groups]
         self._copies = copies
         self._in_flight = InFlightRequests()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        for replica in self._replicas:
-            await replica.group.start(on_progress)
+        for worker in self._workers:
+            await worker.group.start(on_progress)
 
     async def close(self) -> None:
-        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
         self._copies.close()
 
     def status(self) -> str | None:
-        return next((status for replica in self._replicas if (status := replica.group.status())), None)
+        return next((status for worker in self._workers if (status := worker.group.status())), None)
 
     def pids(self) -> list[int]:
-        return [pid for replica in self._replicas for pid in replica.group.pids]
+        return [pid for worker in self._workers for pid in worker.group.pids]
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         weights = await self._training.submit(MethodWork(run_id, tenant_id, "export_adapter", (run_id,)))
@@ -57,7 +57,7 @@ class SamplerGroups:
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._copies.drop(adapter_id)
-        await asyncio.gather(*(replica.drop(adapter_id) for replica in self._replicas))
+        await asyncio.gather(*(worker.drop(adapter_id) for worker in self._workers))
 
     def has_draft(self, draft_id: str) -> bool:
         return not self._without_draft(draft_id)
@@ -68,7 +68,7 @@ class SamplerGroups:
         await asyncio.gather(*(load_weights(group, "load_draft", draft_id, directory) for group in lacking))
 
     async def drop_draft(self, draft_id: str) -> None:
-        await asyncio.gather(*(drop_weights(replica.group, draft_id) for replica in self._replicas))
+        await asyncio.gather(*(drop_weights(worker.group, draft_id) for worker in self._workers))
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         return await self._in_flight.run(job.job_id, self._sample(job, StreamDeduplicator(on_progress)))
@@ -78,23 +78,23 @@ class SamplerGroups:
 
     async def memory(self) -> dict[str, dict[str, int]]:
         """Like Engine.memory; adds the transfers of fully trained weights to each group."""
-        replicas = [replica for replica in self._replicas if not replica.group.is_restarting]
-        answers = await asyncio.gather(*(replica.group.memory() for replica in replicas))
+        workers = [worker for worker in self._workers if not worker.group.is_restarting]
+        answers = await asyncio.gather(*(worker.group.memory() for worker in workers))
         return {
-            replica.group.name: answer | replica.pushes.memory()
-            for replica, answer in zip(replicas, answers, strict=True)
+            worker.group.name: answer | worker.pushes.memory()
+            for worker, answer in zip(workers, answers, strict=True)
             if answer is not None
         }
 
     async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:
         await self._copies.put(adapter_id, weights)
-        await asyncio.gather(*(replica.update_adapter(adapter_id) for replica in self._replicas))
+        await asyncio.gather(*(worker.update_adapter(adapter_id) for worker in self._workers))
 
     async def _sample(self, job: SampleJob, streamed: StreamDeduplicator) -> SampleResponse:
         request = _Request(job, streamed)
         while request.num_strikes < MAX_STRIKES:
             try:
-                return await streamed.run(partial(self._next_replica().sample, request))
+                return await streamed.run(partial(self._next_worker().sample, request))
             except _WorkerDied:
                 continue
         raise OperationError(
@@ -104,12 +104,12 @@ class SamplerGroups:
         )
 
     def _without_draft(self, draft_id: str) -> list[RankGroup]:
-        groups = [replica.group for replica in self._replicas]
+        groups = [worker.group for worker in self._workers]
         up = [group for group in groups if not group.is_restarting] or groups
         return [group for group in up if not group.holds(draft_id)]
 
-    def _next_replica(self) -> "_Replica":
-        return min(self._replicas, key=lambda replica: (replica.group.is_restarting, replica.num_tokens))
+    def _next_worker(self) -> "_SamplerWorker":
+        return min(self._workers, key=lambda worker: (worker.group.is_restarting, worker.num_tokens))
 
 
 class _WorkerDied(Exception):
@@ -140,8 +140,8 @@ class _Request:
         self.version = version.number if version.is_immutable else None
 
 
-class _Replica:
-    """One sampler group and its adapters. num_tokens: upper bound on the tokens in flight and waiting."""
+class _SamplerWorker:
+    """One sampler worker: a group and its adapters. num_tokens: upper bound on the tokens in flight and waiting."""
 
     def __init__(self, group: RankGroup, copies: AdapterCopies) -> None:
         self.group = group

@@ -15,7 +15,7 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE
 
 from .case import Case
 from .short_sighted_worker import SHORT_SIGHTED
-from .test_drafts import ALGORITHMS, SHAPES, guessed
+from .test_drafts import ALGORITHMS, SHAPES, draft_request
 from .training import ADAM, Layout, close, layout, supervised
 
 # By seed: a long sequence among short ones, and a single one, which leaves other ranks without data.
@@ -97,7 +97,7 @@ def gradient(where: Layout, algorithm: Algorithm, seeds: Sequence[int] = tuple(B
 def window(where: Layout, algorithm: Algorithm, seeds: Sequence[int]) -> Gradient:
     losses: list[np.ndarray] = []
     for seed in seeds:
-        (output,) = where.run_pass(guessed(algorithm, seed, *BATCHES[seed]))
+        (output,) = where.run_pass(draft_request(algorithm, seed, *BATCHES[seed]))
         assert isinstance(output, ForwardBackwardOutput), output
         losses += [each["losses"] for each in output.loss_fn_outputs]
     directory = where.snapshot("draft")

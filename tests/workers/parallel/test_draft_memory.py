@@ -10,7 +10,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
 from .case import Case
-from .test_drafts import ALGORITHMS, guessed
+from .test_drafts import ALGORITHMS, draft_request
 from .training import ADAM, Layout, layout
 
 
@@ -30,7 +30,7 @@ class Bytes:
         self.after_steps = self._now(where)
 
     def _learn(self, where: Layout, algorithm: str) -> None:
-        (output,) = where.run_pass(guessed(algorithm, 0, 12, 12))
+        (output,) = where.run_pass(draft_request(algorithm, 0, 12, 12))
         assert isinstance(output, ForwardBackwardOutput), output
 
     def _now(self, where: Layout) -> list[float]:

@@ -120,7 +120,7 @@ def tokens_of(found: Mapping[str, SampleResponse]) -> dict[str, list[list[int]]]
     return {job_id: [each.tokens.tolist() for each in answer.sequences] for job_id, answer in found.items()}
 
 
-def guessed(found: Mapping[str, SampleResponse]) -> set[str]:
+def drafted(found: Mapping[str, SampleResponse]) -> set[str]:
     """Returns the drafts that proposed tokens."""
     return {job_id.split()[0] for job_id, each in found.items() if each.guesses is not None}
 
@@ -151,7 +151,7 @@ def test_drafted_samples_equal_one_rank_and_agree_within_teams(alone: Alone, man
     assert {job_id: each.guesses for job_id, each in found.items()} == {
         job_id: each.guesses for job_id, each in wanted.items()
     }
-    assert guessed(found) == {*DRAFTS}
+    assert drafted(found) == {*DRAFTS}
     whole: dict[str, list[list[int]]] = {}
     for team in sampled_on_teams(many):
         assert all(rank_samples == team[0] for rank_samples in team)
@@ -165,7 +165,7 @@ def test_greedy_tokens_equal_those_without_a_draft(many: Layout) -> None:
     jobs = jobs_at(0.0)
     plain = sampled(many, *(replace(each, draft_id=None) for each in jobs))
     assert tokens_of(plain) == tokens_of(drawn(many, 0.0))
-    assert not guessed(plain)
+    assert not drafted(plain)
 
 
 @pytest.mark.parametrize("draft_id", DRAFTS)
@@ -204,11 +204,11 @@ def test_team_decodes_without_a_draft_that_one_rank_lacks(alone: Alone, many: La
         assert tokens_of(found) == wanted
         (its_team,) = (team for team in teams_of(many) if rank in team)
         on_ranks = many.answers("sampled")
-        assert guessed({job_id: found[job_id] for job_id in on_ranks[rank]}) == rest
+        assert drafted({job_id: found[job_id] for job_id in on_ranks[rank]}) == rest
         others = [job_id for other in range(last + 1) if other not in its_team for job_id in on_ranks[other]]
-        assert guessed({job_id: found[job_id] for job_id in others}) == ({*DRAFTS} if others else set())
+        assert drafted({job_id: found[job_id] for job_id in others}) == ({*DRAFTS} if others else set())
     many.call("lack", 0)
-    assert guessed(drawn(many, 0.0)) == {*DRAFTS}
+    assert drafted(drawn(many, 0.0)) == {*DRAFTS}
 
 
 def test_draft_that_one_rank_cannot_read_is_loaded_on_none(alone: Alone, many: Layout) -> None:
@@ -216,7 +216,7 @@ def test_draft_that_one_rank_cannot_read_is_loaded_on_none(alone: Alone, many: L
         with pytest.raises(OperationError):
             many.call("call_unreadable", rank, "load_draft", "other", str(alone.directory / "chain"))
     jobs = [replace(each, draft_id="other") for each in jobs_at(0.0)[:2]]
-    assert not guessed(sampled(many, *jobs))
+    assert not drafted(sampled(many, *jobs))
 
 
 def test_leader_rank_decides_if_draft_weights_differ(alone: Alone, many: Layout) -> None:

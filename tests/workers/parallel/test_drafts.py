@@ -36,7 +36,7 @@ CASES = (
 )
 
 
-def guessed(algorithm: Algorithm, seed: int, *lengths: int) -> ForwardBackwardRequest:
+def draft_request(algorithm: Algorithm, seed: int, *lengths: int) -> ForwardBackwardRequest:
     random = np.random.default_rng(seed)
     data = [
         Datum(
@@ -58,7 +58,7 @@ class Trained:
         self.results: list[float] = []
         for step in range(2):
             for seed, lengths in ((step, (9, 30, 4, 17)), (step + 7, (11,))):
-                (output,) = where.run_pass(guessed(algorithm, seed, *lengths))
+                (output,) = where.run_pass(draft_request(algorithm, seed, *lengths))
                 assert isinstance(output, ForwardBackwardOutput), output
                 self.results += [value for name, value in output.metrics.items() if name.endswith(":sum")]
             (metrics,) = where.call("apply_steps", (OptimizerStep("draft", ADAM, "mean"),))
@@ -90,14 +90,14 @@ def test_a_draft_learns_as_on_one_rank(
         assert largest_error([ours.weights], [theirs.weights]) <= 1e-3
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "draft", str(directory), True)
-            where.run_pass(guessed(algorithm, 3, 21, 6))
+            where.run_pass(draft_request(algorithm, 3, 21, 6))
         snapshots = [where.snapshot("draft") for where in (many, alone)]
         for where, directory in zip((alone, many), snapshots, strict=True):
             where.call("load_run", "draft", str(directory), True)
         results = [step_and_pass(where, algorithm) for where in (alone, many)]
         assert close(results[1], results[0])
         alone.call("load_run", "draft", str(ours.directory), False)
-        alone.run_pass(guessed(algorithm, 3, 21, 6))
+        alone.run_pass(draft_request(algorithm, 3, 21, 6))
         assert not close(step_and_pass(alone, algorithm), results[0])
 
 
@@ -105,7 +105,7 @@ def step_and_pass(where: Layout, algorithm: Algorithm) -> list[float]:
     """Takes a step with the pending gradients, then makes a pass."""
     (metrics,) = where.call("apply_steps", (OptimizerStep("draft", ADAM, "mean"),))
     assert isinstance(metrics, dict), metrics
-    (output,) = where.run_pass(guessed(algorithm, 4, 8, 13))
+    (output,) = where.run_pass(draft_request(algorithm, 4, 8, 13))
     assert isinstance(output, ForwardBackwardOutput), output
     return [metrics["unclipped_grad_l2:mean"], output.metrics["loss:sum"]]
 
@@ -115,9 +115,9 @@ def test_ranks_that_train_parts_of_a_draft_sample_with_all_of_it(tiny_models: di
     case = Case("fsdp=2", draft="tp=2")
     with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
         where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
-        where.call("load_draft", "guessing", str(where.saved("draft")))
-        jobs = [replace(greedy("a", None, 9), draft_id=name) for name in (None, "guessing")]
-        plain, guessed = (where.sample(job)["a"] for job in jobs)
-        assert isinstance(plain, SampleResponse) and isinstance(guessed, SampleResponse)
-        assert guessed.guesses is not None and guessed.guesses.passes
-        assert guessed.sequences[0].tokens.tolist() == plain.sequences[0].tokens.tolist()
+        where.call("load_draft", "loaded draft", str(where.saved("draft")))
+        jobs = [replace(greedy("a", None, 9), draft_id=name) for name in (None, "loaded draft")]
+        plain, drafted = (where.sample(job)["a"] for job in jobs)
+        assert isinstance(plain, SampleResponse) and isinstance(drafted, SampleResponse)
+        assert drafted.guesses is not None and drafted.guesses.passes
+        assert drafted.sequences[0].tokens.tolist() == plain.sequences[0].tokens.tolist()

@@ -14,7 +14,7 @@ from trainhouse.workers.training.rank_operation import FEATURES
 
 from .case import Case
 from .counting_worker import COUNTING
-from .test_drafts import SHAPES, guessed
+from .test_drafts import SHAPES, draft_request
 from .training import ADAM, Layout, close, layout
 from .watched_worker import WATCHED
 
@@ -86,7 +86,7 @@ def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
 def test_features_of_any_rank_serve_all_ranks(
     case: Case, algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model, online = case.model(tiny_models, tmp_path), guessed(algorithm, 1, *LENGTHS)
+    model, online = case.model(tiny_models, tmp_path), draft_request(algorithm, 1, *LENGTHS)
     with (
         layout(model, SINGLE, tmp_path) as alone,
         layout(model, case.parallel, tmp_path, COUNTING, **case.knobs) as many,
@@ -125,7 +125,7 @@ def test_features_missing_on_one_rank_are_recomputed_by_its_team(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Files may be deleted between two ranks' lookups, and machines may see different directories."""
-    model, online = case.model(tiny_models, tmp_path), guessed("eagle3", 1, *LENGTHS)
+    model, online = case.model(tiny_models, tmp_path), draft_request("eagle3", 1, *LENGTHS)
     everything, last = range(len(LENGTHS)), case.parallel.num_ranks - 1
     with layout(model, case.parallel, tmp_path, WATCHED, **case.knobs) as where:
         create_draft(where, "eagle3")
@@ -145,7 +145,7 @@ def test_features_missing_on_one_rank_are_recomputed_by_its_team(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_capture_and_forward_share_a_pass(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    model, request = case.model(tiny_models, tmp_path), replace(guessed("eagle3", 1, *LENGTHS), forward_only=True)
+    model, request = case.model(tiny_models, tmp_path), replace(draft_request("eagle3", 1, *LENGTHS), forward_only=True)
     (tmp_path / "features").mkdir()
     place = FeatureLocation(str(tmp_path / "features"), captures=True)
     capture = replace(request, seq_id=2, loss_fn="capture", loss_fn_config={}, features=place)
@@ -183,7 +183,7 @@ class Pair:
     """A trained policy, and a draft whose target it is."""
 
     def __init__(self, where: Layout, training: TrainingConfig) -> None:
-        self.where, self.online = where, guessed("eagle3", 1, *LENGTHS)
+        self.where, self.online = where, draft_request("eagle3", 1, *LENGTHS)
         create_draft(where, "eagle3")
         where.call("create_run", RunSpec("policy", training))
         inputs = [{"target_tokens": np.roll(datum.tokens, -1), **datum.loss_fn_inputs} for datum in self.online.data]
@@ -233,7 +233,7 @@ def test_draft_learns_from_features_captured_by_its_policy(
         offline = with_addresses(pair.online, output, directory)
         losses = learned(where, pair.online)
         assert close(learned(where, offline), losses) and not close(losses, [1.001 * each for each in losses])
-        (failure,) = where.run_pass(with_addresses(guessed("eagle3", 2, *LENGTHS), output, directory))
+        (failure,) = where.run_pass(with_addresses(draft_request("eagle3", 2, *LENGTHS), output, directory))
         assert isinstance(failure, Failure) and "from other tokens" in failure.message
         pair.step()
         (output,) = where.run_pass(pair.capturing(directory))

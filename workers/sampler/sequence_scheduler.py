@@ -42,9 +42,9 @@ class SequenceScheduler:
         self._served: Collection[str] = ()
         self._waiting: deque[SequenceState] = deque()
         self._prefills: list[Prefill] = []
-        self._decoding_sequences: dict[SequenceState, None] = {}
-        self._drafting_sequences: dict[SequenceState, None] = {}
-        self._decoding: DecodeBatch | None = None
+        self._decoding: dict[SequenceState, None] = {}
+        self._drafting: dict[SequenceState, None] = {}
+        self._decode_batch: DecodeBatch | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -53,31 +53,27 @@ class SequenceScheduler:
 
     def admitted(self) -> list[SequenceState]:
         prefilled = (sequence for prefill in self._prefills for sequence in prefill.sequences)
-        return [*self._decoding_sequences, *self._drafting_sequences, *prefilled]
+        return [*self._decoding, *self._drafting, *prefilled]
 
     def with_drafts(self) -> list[SequenceState]:
         """Returns the sequences that decode with draft tokens."""
-        return list(self._drafting_sequences)
+        return list(self._drafting)
 
     @property
     def num_sampled(self) -> int:
         """The number of sequences that decode, with or without draft tokens."""
-        return len(self._decoding_sequences) + len(self._drafting_sequences)
+        return len(self._decoding) + len(self._drafting)
 
     def is_pending(self, sequence: SequenceState) -> bool:
         """True if the sequence waits or is in prefill."""
-        return (
-            sequence.stop_reason is None
-            and sequence not in self._decoding_sequences
-            and sequence not in self._drafting_sequences
-        )
+        return sequence.stop_reason is None and sequence not in self._decoding and sequence not in self._drafting
 
     def stop_drafting(self, sequence: SequenceState) -> None:
         """Lets a sequence with draft tokens continue without them."""
-        del self._drafting_sequences[sequence]
+        del self._drafting[sequence]
         self.slots.stop_drafting(sequence, self.table)
-        self._decoding_sequences[sequence] = None
-        self._decoding = None
+        self._decoding[sequence] = None
+        self._decode_batch = None
 
     def serve(self, adapter_ids: Collection[str]) -> None:
         """Admits from now on only sequences of these adapters and of the base model."""
@@ -107,7 +103,7 @@ class SequenceScheduler:
         self._admit()
         budget = self._prefill_budget()
         parts: list[PrefillChunk | DraftTokensPart] = [
-            DraftTokensPart.of(sequence, proposed[sequence].tokens, self.table) for sequence in self._drafting_sequences
+            DraftTokensPart.of(sequence, proposed[sequence].tokens, self.table) for sequence in self._drafting
         ]
         for prefill in self._prefills:
             length = min(prefill.remaining, budget) if prefill.cached else prefill.remaining
@@ -125,9 +121,9 @@ class SequenceScheduler:
         self.slots.fork(leader, others, prefill.cached)
         for sequence in prefill.sequences:
             sequence.weight_version = prefill.weight_version
-            joined = self._drafting_sequences if self._speculation.is_ready(sequence) else self._decoding_sequences
+            joined = self._drafting if self._speculation.is_ready(sequence) else self._decoding
             joined[sequence] = None
-        self._decoding = None
+        self._decode_batch = None
 
     def end(self, sequence: SequenceState) -> None:
         """Removes an ended sequence. The prefix cache keeps its tokens, for the next turn of a conversation."""
@@ -152,9 +148,9 @@ class SequenceScheduler:
     def clear(self) -> None:
         self._waiting.clear()
         self._prefills.clear()
-        self._decoding_sequences.clear()
-        self._drafting_sequences.clear()
-        self._decoding = None
+        self._decoding.clear()
+        self._drafting.clear()
+        self._decode_batch = None
         self.table = SequenceTable()
         self.slots.clear()
 
@@ -167,9 +163,9 @@ class SequenceScheduler:
             return
         self.table.remove(sequence)
         self.slots.free(sequence)
-        self._decoding_sequences.pop(sequence, None)
-        self._drafting_sequences.pop(sequence, None)
-        self._decoding = None
+        self._decoding.pop(sequence, None)
+        self._drafting.pop(sequence, None)
+        self._decode_batch = None
         for prefill in self._prefills:
             if sequence in prefill.sequences:
                 prefill.sequences.remove(sequence)
@@ -184,25 +180,23 @@ class SequenceScheduler:
         A preempted sequence resumes at the same token and with its draft: else its tokens would depend on which other
         requests run.
         """
-        for sequence in sorted(self._drafting_sequences, key=lambda sequence: sequence.order):
-            while sequence in self._drafting_sequences and not self.slots.has_room_to_draft(sequence, self.table):
+        for sequence in sorted(self._drafting, key=lambda sequence: sequence.order):
+            while sequence in self._drafting and not self.slots.has_room_to_draft(sequence, self.table):
                 self._preempt_youngest()
 
     def _make_room(self) -> None:
         """Makes room for the next token of all decoding sequences, by preempting the youngest."""
         decoding = self._current_decoding()
         for sequence in decoding.outgrown(self.table) if decoding is not None else ():
-            while sequence in self._decoding_sequences and not self.slots.grow(
-                sequence, int(self.table.length[sequence.line])
-            ):
+            while sequence in self._decoding and not self.slots.grow(sequence, int(self.table.length[sequence.line])):
                 self._preempt_youngest()
-            self._decoding = None
+            self._decode_batch = None
 
     def _current_decoding(self) -> DecodeBatch | None:
-        if self._decoding_sequences and (self._decoding is None or self._decoding.has_moved):
+        if self._decoding and (self._decode_batch is None or self._decode_batch.has_moved):
             device, num_threads = self._base.device, self._base.threads.most
-            self._decoding = DecodeBatch(list(self._decoding_sequences), self.slots.cache, device, num_threads)
-        return self._decoding
+            self._decode_batch = DecodeBatch(list(self._decoding), self.slots.cache, device, num_threads)
+        return self._decode_batch
 
     def _preempt_youngest(self) -> None:
         """Preempts the youngest sequence. If it is alone, only its own slot is in the way of the longer one."""
@@ -242,7 +236,7 @@ class SequenceScheduler:
 
     def _prefill_budget(self) -> int:
         """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
-        has_others = self._decoding_sequences or self._drafting_sequences
+        has_others = self._decoding or self._drafting
         return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
     def _join_prefill(self, prefill: Prefill, sequence: SequenceState) -> bool:

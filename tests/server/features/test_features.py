@@ -106,9 +106,9 @@ async def hold(run: Run, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     dispatch, may_save = run.server.services.dispatch, asyncio.Event()
     save_run = dispatch.save_run
 
-    async def saving(*arguments: Any) -> None:
+    async def saving(*arguments: Any, **options: Any) -> None:
         await may_save.wait()
-        await save_run(*arguments)
+        await save_run(*arguments, **options)
 
     monkeypatch.setattr(dispatch, "save_run", saving)
     await run.submit("save_weights", path="held")
@@ -452,8 +452,15 @@ async def test_a_capture_waits_for_the_creation_of_its_draft(
             throttled["detail"]
             == f"draft {draft.model_id} is not created yet: retry when its create_model has finished"
         )
+        waits, wait = asyncio.Event(), server.services.futures.long_polls.wait
+
+        async def waiting(*arguments: Any) -> bool:
+            waits.set()
+            return await wait(*arguments)
+
+        monkeypatch.setattr(server.services.futures.long_polls, "wait", waiting)
         too_many = asyncio.create_task(draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1))
-        await until(lambda: bool(server.services.futures._deadlines))
+        await waits.wait()
         may_create.set()
         assert "more than the limit" in (await too_many)["detail"]
         capturing = await draft.submit("capture", data=some_data(1), seq_id=2)

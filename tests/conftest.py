@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TINKER_TELEMETRY"] = "0"
 # Must precede the import of torch. Tiny models gain nothing from threads, which would spin while other tests have the
-# cores: with these settings tests of a machine that is three times overloaded take a tenth of the time.
+# cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -53,15 +53,6 @@ class FeatureHold:
     refusal: str | None = None
     has_ended: bool = False
 
-    def begin(self) -> None:
-        for entry in self.entries:
-            entry.holds.add(self)
-
-    def end(self) -> None:
-        self.has_ended = True
-        for entry in self.entries:
-            entry.holds.discard(self)
-
 
 @dataclass(eq=False)
 class FeatureEntry:
@@ -93,11 +84,11 @@ class FeatureCache:
         self._num_capturing = 0
         self._writing = asyncio.Lock()  # held while existing files are changed
         self._changed: set[FeatureEntry] = set()  # those whose references are not yet written
+        self._released: set[FeatureEntry] = set()  # those that may not be needed any more
 
     async def open(self) -> None:
         """Loads what an earlier process left."""
-        for entry in await asyncio.to_thread(self._files.read):
-            self._add(entry)
+        self._released = {self._add(entry) for entry in await asyncio.to_thread(self._files.read)}
 
     def find(self, name: str) -> FeatureEntry | None:
         """Returns the entry that a reference of this name, which may have ended, is or was for."""
@@ -146,6 +137,18 @@ class FeatureCache:
                 self._changed.add(entry)
         await self.settle()
         return True
+
+    def begin_hold(self, hold: FeatureHold) -> None:
+        for entry in hold.entries:
+            entry.holds.add(hold)
+
+    def end_hold(self, hold: FeatureHold) -> None:
+        if hold.has_ended:
+            return
+        hold.has_ended = True
+        for entry in hold.entries:
+            entry.holds.remove(hold)
+        self._released.update(hold.entries)
 
     def end_references(self, why: str, ends: Callable[[FeatureReference], bool]) -> int:
         """Ends the references for which `ends` is true; returns how many."""
@@ -201,6 +204,7 @@ class FeatureCache:
     def _end(self, entry: FeatureEntry, reference: FeatureReference, why: str) -> None:
         del entry.references[reference.name]
         self._changed.add(entry)
+        self._released.add(entry)
         self.end_reasons[reference.name] = why
         if len(self.end_reasons) > _MOST_REMEMBERED:
             self.end_reasons.popitem(last=False)
@@ -209,7 +213,8 @@ class FeatureCache:
         """Forgets entries that are not needed any more, and returns their addresses."""
         if self._num_capturing or not self.may_delete:
             return ()
-        unneeded = [entry for entry in self.entries.values() if not (entry.references or entry.holds)]
+        unneeded = [entry for entry in self._released if not (entry.references or entry.holds)]
+        self._released = set()
         for entry in unneeded:
             del self.entries[entry.address]
             self._changed.discard(entry)

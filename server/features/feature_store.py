@@ -201,16 +201,16 @@ class FeatureStore:
         """Ends the run's holds and the references to what it captured."""
         cache = self._cache(run.tenant_id)
         for hold in self._holds.pop(run.run_id, {}).values():
-            hold.end()
+            cache.end_hold(hold)
         cache.end_references(_OVER, lambda reference: reference.run_id == run.run_id)
         await cache.settle()
 
     def _add(self, run: RunRecord, seq_id: int, hold: FeatureHold) -> None:
-        holds = self._holds[run.run_id]
+        holds, cache = self._holds[run.run_id], self._cache(run.tenant_id)
         if seq_id in holds:
-            holds[seq_id].end()
+            cache.end_hold(holds[seq_id])
         holds[seq_id] = hold
-        hold.begin()
+        cache.begin_hold(hold)
 
     async def _release_holds(self, run: RunRecord, seq_ids: range, step: int | None = None) -> None:
         """Ends holds and returns as soon as the files reflect it.
@@ -224,7 +224,7 @@ class FeatureStore:
             return
         cache = self._cache(run.tenant_id)
         for hold in ended.values():
-            hold.end()
+            cache.end_hold(hold)
             if step is not None:
                 for name, count in (+hold.uses).items():
                     cache.take_uses(name, count, run.run_id, step)

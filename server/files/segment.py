@@ -59,8 +59,8 @@ def read_segment(path: Path) -> Iterator[LogRecord]:
 
 
 def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
-    """Like `read_segment`, but also yields damage. A torn end, which a crash leaves, is not
-    yielded: its appends were never acknowledged.
+    """Like `read_segment`, but also yields damage. A torn end, which a crash leaves, is not yielded: its appends were
+    never acknowledged.
     """
     with path.open("rb") as file:
         if (tag := tag_of(file)) is None:

@@ -18,6 +18,7 @@ class Sampler:
     the task that journals the request, None when it is done. running_jobs: ids of the jobs that are loading or
     sampling.
     draft: the record's draft, None before the first request. has_ended: its session has ended.
+    outage: why its requests wait for the database, None if they do not.
     """
 
     record: SamplerRecord
@@ -30,6 +31,7 @@ class Sampler:
     num_joined: int = 0
     draft: CheckpointRecord | None = None
     has_ended: bool = False
+    outage: str | None = None
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)

@@ -257,7 +257,7 @@ class SamplingService:
         record = job.sampler.record
         job.strikes = Strikes("this request", partial(self._note_strike, held), len(held.places) - 1)
         future = self._futures.create(
-            job.request_id, record.tenant_id, partial(self._pending, record.base_model), partial(self._release, held)
+            job.request_id, record.tenant_id, partial(self._pending, job.sampler), partial(self._release, held)
         )
         performing = asyncio.create_task(self._run_and_complete(job, future, admission))
         self._tasks.add(performing)
@@ -273,8 +273,8 @@ class SamplingService:
     ) -> SamplingJob:
         return SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model], stops)
 
-    def _pending(self, base_model: str) -> Pending:
-        return Pending(queue_state_reason=self._dispatch.status(base_model))
+    def _pending(self, sampler: Sampler) -> Pending:
+        return Pending(queue_state_reason=sampler.outage or self._dispatch.status(sampler.record.base_model))
 
     async def _run_and_complete(self, job: SamplingJob, future: Future, admission: Reservation | None) -> None:
         await self._resolve(job, future, admission)

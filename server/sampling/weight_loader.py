@@ -61,12 +61,16 @@ class WeightLoader:
                 await strikes.add(lost)
             except OUTAGE_ERRORS as error:
                 self.invalidate(sampler, loading)
-                logger.error("sampler %s waits for the database: %s", sampler.record.sampler_id, driver_message(error))
+                outage = f"the server's database cannot be used ({driver_message(error)})"
+                if outage != sampler.outage:
+                    logger.error("sampler %s waits: %s", sampler.record.sampler_id, outage)
+                sampler.outage = outage
                 await asyncio.sleep(OUTAGE_RETRY_SECONDS)
             except Exception:
                 self.invalidate(sampler, loading)
                 raise
             else:
+                sampler.outage = None
                 return loading
 
     def invalidate(self, sampler: Sampler, loading: "asyncio.Future[None] | None") -> None:

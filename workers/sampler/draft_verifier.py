@@ -35,11 +35,10 @@ class DraftVerifier:
 
         Sequences whose draft does not pay continue without it.
         """
-        placed = [(start, part) for start, part in zip(batch.starts(), batch.parts, strict=True)]
         # Other sequences of this pass may have ended their jobs.
         placed = [
             (start, part)
-            for start, part in placed
+            for start, part in zip(batch.starts(), batch.parts, strict=True)
             if isinstance(part, DraftTokensPart) and part.sequence.line != NOWHERE
         ]
         if not placed:

@@ -37,7 +37,7 @@ from .token_recorder import TokenRecorder
 
 
 class NativeSampler:
-    """Samples on one rank. Only `slice` changes its state: jobs and cached prefixes."""
+    """Samples on one rank: `slice` works on its jobs; between slices they can only be parked, failed or forgotten."""
 
     def __init__(
         self,

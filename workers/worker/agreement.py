@@ -21,14 +21,14 @@ class RankAgreement:
     def on_all(self, act: Callable[[], Result]) -> Result:
         """Runs `act` on this rank; if it fails on one rank, it fails on all."""
         done: list[Result] = []
-        trouble: Exception | None = None
+        failed: Exception | None = None
         try:
             done.append(act())
         except Exception as error:
-            trouble = error
-        [failure] = self._mesh.first_values([None if trouble is None else Failure.of(trouble)])
-        if trouble is not None:
-            raise trouble
+            failed = error
+        [failure] = self._mesh.first_values([None if failed is None else Failure.of(failed)])
+        if failed is not None:
+            raise failed
         if failure is not None:
             raise failure.error()
         return done[0]

@@ -12,7 +12,7 @@ from .rank_models import unknown_run
 
 
 class StepRunner:
-    """most_adapters: the most runs of a chunk."""
+    """Loads runs and steps them, at most `most_adapters` in one chunk."""
 
     def __init__(self, models: ModelRegistry, mesh: Mesh, most_adapters: int) -> None:
         self._models, self._mesh, self._most_adapters = models, mesh, most_adapters

@@ -93,28 +93,42 @@ async def test_many_requests_rebuild_the_run_once(tiny_models: dict[str, Path], 
         assert (await dispatch.memory())[MODEL]["num_full_models_on_device"] == 1
 
 
-@pytest.mark.parametrize("error", [OperationalError("select", {}, Exception("the database is away")), OSError("disk")])
+AWAY = OperationalError("select", {}, Exception("the database is away"))
+
+
+@pytest.mark.parametrize("error", [AWAY, OSError("disk")])
 async def test_a_sample_waits_for_the_database_and_no_failed_load_is_kept(
-    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
     monkeypatch.setattr("trainhouse.server.sampling.weight_loader.OUTAGE_RETRY_SECONDS", 0.05)
-    config = server_config(tiny_models["qwen3"], tmp_path)
+    config = server_config(tiny_models["qwen3"], tmp_path, long_poll_seconds=0.1)
     async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
         run = await server.create_run()
         path = (await run.do("save_weights_for_sampler", path="a"))["path"]
         session = {"session_id": run.session_id, "sampling_session_seq_id": 7, "model_path": path}
         sampler_id = (await server.post("create_sampling_session", session))["sampling_session_id"]
-        resolve, errors = server.services.checkpoints.resolve, [error, error]
+        is_away, resolve = True, server.services.checkpoints.resolve
 
         async def find(*arguments: Any) -> Any:
-            if errors:
-                raise errors.pop()
+            if is_away:
+                raise error
             return await resolve(*arguments)
 
         monkeypatch.setattr(server.services.checkpoints, "resolve", find)
-        if isinstance(error, OSError):  # nothing to wait for
-            for seq_id in range(2):
-                posted = await server.post("asample", sample_body(sampler_id, seq_id))
-                assert "internal error" in (await server.result(posted["request_id"]))["error"]
+        posted = await server.post("asample", sample_body(sampler_id, 0))
+        if error is AWAY:
+            while "database is away" not in (pending := (await server.retrieve(posted["request_id"])).json()).get(
+                "queue_state_reason", ""
+            ):
+                assert pending["queue_state"] == "active"
+            assert caplog.text.count("the database is away") == 1, "not once for each attempt"
+            is_away = False
+            assert "sequences" in await server.result(posted["request_id"])
+        else:  # nothing to wait for
+            assert "internal error" in (await server.result(posted["request_id"]))["error"]
+            is_away = False
         assert (await sample(server, sample_body(sampler_id, 5))).sequences
-        assert not errors

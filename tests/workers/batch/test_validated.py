@@ -1,10 +1,14 @@
 """Validation of requests: what is refused and how, and which defaults are filled in."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.batch.validated import validate_request
+from trainhouse.workers.losses import Loss
+from trainhouse.workers.losses.cross_entropy import CROSS_ENTROPY
 from trainhouse.workers.protocol.calls import DataShare
 
 from ..requests import LIMITS, read, sampled, supervised
@@ -110,6 +114,17 @@ def test_unused_sampler_logprobs_need_not_be_finite() -> None:
         sampled(4, logprobs=np.array([-np.inf, np.nan, -1, -1]), advantages=np.array([0, 0, 1, 1])), loss_fn="ppo"
     )
     assert operation.num_tokens == 2
+
+
+def test_the_input_that_counts_decides_which_sampler_logprobs_are_read() -> None:
+    """No loss of ours reads `logprobs` and counts by `weights`."""
+    loss = Loss(CROSS_ENTROPY.function, required=("logprobs", "weights"), counted_by="weights")
+    logprobs = np.array([np.nan, -1], np.float32)
+    for weights, is_refused in (([0, 1], False), ([1, 0], True)):
+        datum = supervised(2, weights=np.array(weights, np.float32), logprobs=logprobs)
+        request = ForwardBackwardRequest("run", 1, (datum,), "ours")
+        with pytest.raises(OperationError, match="position 0") if is_refused else nullcontext():
+            validate_request(request, LIMITS, losses={"ours": loss})
 
 
 def test_absent_optional_inputs_are_filled() -> None:

@@ -88,13 +88,17 @@ class Server:
         body = {"request_id": request_id}
         return await self.clients[key].post("retrieve_future", json=body, headers={"Accept": accept})
 
-    async def result(self, request_id: str, key: str = ALICE) -> Any:
-        """Returns the result of a request, however often a poll ends without it."""
+    async def polled(self, request_id: str, key: str = ALICE, accept: str = "application/json") -> httpx.Response:
+        """Returns the answer with a request's result, however often a poll ends without it."""
         async with asyncio.timeout(120):
-            while (response := await self.retrieve(request_id, key)).status_code == 408:
+            while (response := await self.retrieve(request_id, key, accept)).status_code == 408:
                 pass
         assert response.status_code == 200, response.text
-        return response.json()
+        assert response.headers["content-type"].startswith(accept), response.text
+        return response
+
+    async def result(self, request_id: str, key: str = ALICE) -> Any:
+        return (await self.polled(request_id, key)).json()
 
     async def create_session(self, key: str = ALICE) -> str:
         return (await self.post("create_session", {"sdk_version": "0.38.0", "tags": []}, key))["session_id"]
@@ -154,8 +158,7 @@ class Run:
     async def forward_backward(self, data: Sequence[types.Datum], **options: Any) -> types.ForwardBackwardOutput:
         response = await self.send(self.encode(data, next(self.numbers), **options))
         assert response.status_code == 200, response.text
-        result = await self.server.retrieve(response.json()["request_id"], self.key, PROTOBUF)
-        assert result.headers["content-type"] == PROTOBUF, result.text
+        result = await self.server.polled(response.json()["request_id"], self.key, PROTOBUF)
         return deserialize_forward_backward_output(result.content)
 
     async def optim_step(self) -> Any:
@@ -197,6 +200,5 @@ def sample_body(sampler_id: str, seq_id: int | None = 0, **fields: Any) -> dict[
 
 async def sample(server: Server, body: dict[str, Any], key: str = ALICE) -> types.SampleResponse:
     submitted = await server.post("asample", body, key)
-    result = await server.retrieve(submitted["request_id"], key, PROTOBUF)
-    assert result.headers["content-type"] == PROTOBUF, result.text
+    result = await server.polled(submitted["request_id"], key, PROTOBUF)
     return deserialize_sample_response(result.content)

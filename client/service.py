@@ -19,7 +19,7 @@ from .errors import APIStatusError, GoneError
 from .futures import APIFuture, blocking
 from .rest import RestClient
 from .sampling import SamplingClient
-from .training import ClientConfig, TrainingClient
+from .training import ChunkLimits, TrainingClient
 from .validation import readable_validation_errors
 
 Status = Literal["success", "errored", "interrupted"]
@@ -31,7 +31,7 @@ SDK_VERSION = f"trainhouse-{VERSION}"
 class Session:
     """A session on the server: numbers its models and samplers, and sends its heartbeats."""
 
-    def __init__(self, session_id: str, limits: ClientConfig, connection: ServerConnection) -> None:
+    def __init__(self, session_id: str, limits: ChunkLimits, connection: ServerConnection) -> None:
         self.session_id = session_id
         self.limits = limits
         self.model_numbers = itertools.count()
@@ -266,7 +266,7 @@ class ServiceClient:
         async with self._opening:
             if self._session is None:
                 request = models.CreateSessionRequest(sdk_version=SDK_VERSION, user_metadata=self._user_metadata)
-                limits = await self._connection.post("client/config", request, ClientConfig)
+                limits = await self._connection.post("client/config", request, ChunkLimits)
                 # With the key, a retry returns the same session instead of a second one.
                 key = {"X-Idempotency-Key": str(uuid.uuid4())}
                 created = await self._connection.post("create_session", request, models.CreateSessionResponse, key)

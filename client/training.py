@@ -33,7 +33,9 @@ Fields = Mapping[str, object]
 CustomLoss = Callable[[Sequence[Datum], Sequence[np.ndarray]], tuple[float, Sequence[np.ndarray]]]
 
 
-class ClientConfig(Wire):
+class ChunkLimits(Wire):
+    """Bounds one request of forward_backward; a larger batch is split."""
+
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
 
@@ -46,7 +48,7 @@ class TrainingClient:
     """
 
     def __init__(
-        self, connection: ServerConnection, info: GetInfoResponse, sampler_numbers: Iterator[int], limits: ClientConfig
+        self, connection: ServerConnection, info: GetInfoResponse, sampler_numbers: Iterator[int], limits: ChunkLimits
     ) -> None:
         self.model_id = info.model_id
         self._info = info

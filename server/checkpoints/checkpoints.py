@@ -172,15 +172,12 @@ class Checkpoints:
         """Returns the checkpoint without an access check, for a caller that passed it before."""
         return await self._find(*parse_path(path))
 
-    async def resolve_owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
+    async def resolve_owned(self, tenant: Tenant, path: str) -> CheckpointRecord:
         """Returns a checkpoint that the tenant may change.
 
-        Args:
-            checkpoint_id: KIND/NAME.
         Raises:
             RequestError: 400 and 404 as in `resolve`, 403 for a public checkpoint of another tenant.
         """
-        path = f"tinker://{run_id}/{checkpoint_id}"
         record = await self.resolve(tenant, path)
         if record.tenant_id != tenant.id:
             raise RequestError(f"checkpoint {path} belongs to another tenant: it can be read, not changed", status=403)

@@ -59,14 +59,14 @@ UNLIMITED = BodyLimits(1 << 62, 1 << 62)
 class ReceivedBody:
     """A body as received.
 
-    too_large: it exceeded the limit, and `body` is only its beginning. limits: those that its decompression must keep.
+    limits: those that its decompression must keep. too_large: it exceeded them, and `body` is only its beginning.
     """
 
     body: bytes
+    limits: BodyLimits
     content_type: str = JSON
     content_encoding: str | None = None
     too_large: bool = False
-    limits: BodyLimits = UNLIMITED
 
 
 def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
@@ -165,7 +165,7 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
         too_large = True
         pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
     encoding = request.headers.get("content-encoding")
-    return ReceivedBody(b"".join(pieces), content_type(request), encoding, too_large, limits)
+    return ReceivedBody(b"".join(pieces), limits, content_type(request), encoding, too_large)
 
 
 async def receive_json(request: Request, model: type[Model]) -> Model:

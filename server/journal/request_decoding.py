@@ -31,7 +31,7 @@ JsonRequest = (
     | BuildVocabMapRequest
     | CaptureRequest
 )
-Request = ForwardBackwardRequest | JsonRequest
+RunRequest = ForwardBackwardRequest | JsonRequest
 """Operations of a live run that are performed as the client sent them."""
 
 _OPERATIONS: dict[str, type[JsonRequest]] = {
@@ -51,10 +51,10 @@ _JSON: dict[str, type[BaseModel]] = {
     "sample": SampleRequest,
 }
 
-Decoded = Request | LoadWeightsRequest | CreateModelRequest | SampleRequest
+Decoded = RunRequest | LoadWeightsRequest | CreateModelRequest | SampleRequest
 
 
-def operation_decoder(kind: str, content_type: str) -> Callable[[bytes], Request]:
+def operation_decoder(kind: str, content_type: str) -> Callable[[bytes], RunRequest]:
     """Returns the decoder of an operation that a client sends, see json_decoder and forward_backward_decoder."""
     if (model := _OPERATIONS.get(kind)) is not None:
         return json_decoder(model)
@@ -67,7 +67,7 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
     Raises RequestError if this version would not accept it.
     """
     header, decode = entry.header, _decoder(entry.header.kind, entry.header.content_type)
-    received = ReceivedBody(entry.body, header.content_type, header.content_encoding)
+    received = ReceivedBody(entry.body, UNLIMITED, header.content_type, header.content_encoding)
     try:
         return await decode_body(received, decode)
     except RequestError as error:
@@ -78,7 +78,7 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
 
 
 def _decode_here(decode: Callable[[bytes], Decoded], received: ReceivedBody) -> Decoded:
-    return decode(decompress(received.body, received.content_encoding, UNLIMITED.decompressed_bytes))
+    return decode(decompress(received.body, received.content_encoding, received.limits.decompressed_bytes))
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:

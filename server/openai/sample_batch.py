@@ -47,16 +47,16 @@ class JobResult:
 class SampleBatch:
     """Starts the jobs and reports their events; `close` cancels those that still run.
 
-    admission: charges the tenant for the tokens. streams: True if progress is reported, not only results. If the client
-    reads too slowly and MAX_QUEUED_BYTES are queued, a job's further progress is dropped: its result contains it.
+    reservation: charges the tenant for the tokens. streams: True if progress is reported, not only results. If the
+    client reads too slowly and MAX_QUEUED_BYTES are queued, a job's further progress is dropped: its result has it.
     """
 
     def __init__(
-        self, sampling: SamplingService, jobs: Sequence[SamplingJob], admission: Reservation, streams: bool
+        self, sampling: SamplingService, jobs: Sequence[SamplingJob], reservation: Reservation, streams: bool
     ) -> None:
         self._sampling = sampling
         self._jobs = jobs
-        self._admission = admission
+        self._reservation = reservation
         self._streams = streams
         self._events: asyncio.Queue[JobProgress | JobResult | Exception] = asyncio.Queue()
         self._num_charged = [0] * len(jobs)
@@ -115,4 +115,4 @@ class SampleBatch:
 
     def _charge(self, number: int, num_tokens: int) -> None:
         self._num_charged[number] += num_tokens
-        self._admission.charge(num_tokens)
+        self._reservation.charge(num_tokens)

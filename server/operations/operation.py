@@ -79,7 +79,7 @@ class Operation(ABC):
 
     journaled: done as soon as its journal entry is written.
     future: None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect.
-    admission: the reservation of an operation that this process accepted.
+    reservation: the reservation of an operation that this process accepted.
     num_strikes: crashes of workers in earlier processes that ran it.
     failed_before: an earlier process answered it with a failure of the server.
     """
@@ -95,7 +95,7 @@ class Operation(ABC):
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
-    admission: Reservation | None = field(init=False, default=None)
+    reservation: Reservation | None = field(init=False, default=None)
     num_strikes: int = field(init=False, default=0)
     failed_before: bool = field(init=False, default=False)
 
@@ -116,11 +116,11 @@ class Operation(ABC):
 
     @property
     def num_bytes(self) -> int:
-        return self.admission.num_bytes if self.admission else 0
+        return self.reservation.num_bytes if self.reservation else 0
 
     def release(self) -> None:
-        if self.admission is not None:
-            self.admission.release()
+        if self.reservation is not None:
+            self.reservation.release()
 
     @property
     def is_chained(self) -> bool:

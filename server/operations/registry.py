@@ -6,7 +6,7 @@ from dataclasses import replace
 from ...schemas.training import ForwardBackwardRequest
 from ..files.segment_log import RecordPosition
 from ..journal.journal import Journal, draw_seed
-from ..journal.request_decoding import Request, decode_entry
+from ..journal.request_decoding import RunRequest, decode_entry
 from .drafts import BuildVocabMap, Capture, ForwardBackwardWithCapture, ForwardWithCapture
 from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget
 from .operation import Operation, Outcome, RefusedOperation
@@ -36,7 +36,7 @@ _SEED = "seed"
 _SEEDED_LOSSES = {"dflash"}
 
 
-def operation_of(request: Request) -> Operation:
+def operation_of(request: RunRequest) -> Operation:
     """Returns the operation of a live run that was requested, with the seeds drawn that the request lacks."""
     if isinstance(request, ForwardBackwardRequest):
         lacks_seed = request.loss_fn in _SEEDED_LOSSES and _SEED not in request.loss_fn_config

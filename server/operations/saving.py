@@ -16,7 +16,7 @@ from ...schemas.errors import OperationError
 from ..checkpoints.encryption import encrypt_files, parse_recipients
 from ..journal.futures import Result
 from ..logs.repeated_errors import refusing_full_disk
-from ..store import CheckpointKind, RunRecord
+from ..store import CheckpointKind, RunRecord, checkpoint_path
 from ..tenants.auth import Tenant
 from .context import OperationContext
 from .operation import Operation, json_result
@@ -107,4 +107,4 @@ class _Checkpoint:
                 async with writing as staging:
                     await context.dispatch.save_run(run.run_id, staging, optimizer=optimizer)
                     await asyncio.to_thread(encrypt_files, staging, recipients)
-        return f"tinker://{run.run_id}/{self.kind}/{self.name}"
+        return checkpoint_path(run.run_id, self.kind, self.name)

@@ -26,7 +26,7 @@ from ...schemas.training import Natural
 from ..checkpoints.download_urls import SignedFile
 from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
 from ..http.bodies import Decoder, json_body, json_parameter
-from ..store import CheckpointRecord, SessionRecord
+from ..store import CheckpointRecord, SessionRecord, checkpoint_path
 from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.reservation import Reservation
 from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
@@ -48,13 +48,13 @@ _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 async def _owned(
     run_id: RunIdPath, kind: KindPath, name: NamePath, services: ServicesDependency, tenant: TenantDependency
 ) -> CheckpointRecord:
-    return await services.checkpoints.resolve_owned(tenant, run_id, f"{kind}/{name}")
+    return await services.checkpoints.resolve_owned(tenant, checkpoint_path(run_id, kind, name))
 
 
 async def _readable(
     run_id: RunIdPath, kind: KindPath, name: NamePath, services: ServicesDependency, tenant: TenantDependency
 ) -> CheckpointRecord:
-    return await services.checkpoints.resolve(tenant, f"tinker://{run_id}/{kind}/{name}")
+    return await services.checkpoints.resolve(tenant, checkpoint_path(run_id, kind, name))
 
 
 OwnedDependency = Annotated[CheckpointRecord, Depends(_owned)]
@@ -118,7 +118,7 @@ async def download_file(
     expires: Annotated[Natural, Query()],
     signature: Annotated[str, Query(max_length=MOST_TEXT)],
 ) -> FileResponse:
-    path = f"tinker://{run_id}/{kind}/{name}"
+    path = checkpoint_path(run_id, kind, name)
     return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))
 
 
@@ -181,9 +181,9 @@ async def import_weights(
 
     The body is adapter_config.json followed by adapter_model.safetensors.
     """
-    with Reservation(services.quotas, tenant.id) as admission:
+    with Reservation(services.quotas, tenant.id) as reservation:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
-        submit = await receive_unordered(request, admission, decode)
+        submit = await receive_unordered(request, reservation, decode)
         imported = ImportRequest(submit.content, base_model, name, ttl_seconds)
         session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)

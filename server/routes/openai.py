@@ -131,16 +131,16 @@ async def create_chat_completion(request: Request, services: ServicesDependency,
 
 async def _complete(request: Request, services: Services, tenant: Tenant, kind: CompletionKind[Asked]) -> Response:
     with ExitStack() as stack:
-        admission = stack.enter_context(Reservation(services.quotas, tenant.id))
-        submit = await receive_unordered(request, admission, decoder(kind.request))
+        reservation = stack.enter_context(Reservation(services.quotas, tenant.id))
+        submit = await receive_unordered(request, reservation, decoder(kind.request))
         asked = submit.content
         kind.check(asked)
         check_alternatives(asked, services.config.limits.max_logprobs)
         try:
-            prepared = await _prepare(services, tenant, kind, asked, admission.num_bytes)
-            _admit(services, tenant, stack, admission, prepared, len(submit.received.body))
+            prepared = await _prepare(services, tenant, kind, asked, reservation.num_bytes)
+            _admit(services, tenant, stack, reservation, prepared, len(submit.received.body))
             draws = SampleBatch(
-                services.sampling, prepared.jobs, admission, asked.stream and not asked.wants_prompt_only
+                services.sampling, prepared.jobs, reservation, asked.stream and not asked.wants_prompt_only
             )
             stack.callback(draws.close)
             answer = kind.answer(asked, prepared.tokenizer, prepared.prompts)
@@ -209,11 +209,11 @@ def _admit(
         )
     first.grow(sizes[0], UNORDERED)
     others = [stack.enter_context(Reservation(services.quotas, tenant.id)) for _ in sizes[1:]]
-    for admission, size in zip(others, sizes[1:], strict=True):
-        admission.claim(size, UNORDERED)
-    for admission, size, job in zip((first, *others), sizes, prepared.jobs, strict=True):
-        stack.callback(admission.release)
-        admission.keep(size, len(job.prompt))
+    for reservation, size in zip(others, sizes[1:], strict=True):
+        reservation.claim(size, UNORDERED)
+    for reservation, size, job in zip((first, *others), sizes, prepared.jobs, strict=True):
+        stack.callback(reservation.release)
+        reservation.keep(size, len(job.prompt))
 
 
 async def _sampler(services: Services, tenant: Tenant, name: str) -> Sampler:

@@ -84,7 +84,7 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     checkpoint). `draft_path` names a draft that proposes `num_draft_tokens` tokens at a time; `guesses` of the result
     counts the proposed and the accepted ones.
     """
-    with Reservation(services.quotas, tenant.id) as admission:
-        submit = await receive_unordered(request, admission, json_decoder(SampleRequest))
-        submitted = await services.sampling.submit(tenant, submit.content, submit.received, admission)
+    with Reservation(services.quotas, tenant.id) as reservation:
+        submit = await receive_unordered(request, reservation, json_decoder(SampleRequest))
+        submitted = await services.sampling.submit(tenant, submit.content, submit.received, reservation)
     return await submit_response(request, services, tenant, submitted)

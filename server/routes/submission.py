@@ -39,8 +39,7 @@ from ..http.bodies import (
     size_of,
 )
 from ..journal.futures import Result
-from ..journal.request_decoding import Request as AsAsked
-from ..journal.request_decoding import operation_decoder
+from ..journal.request_decoding import RunRequest, operation_decoder
 from ..operations.drafts import FeatureCapture
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
@@ -58,7 +57,7 @@ _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
 """Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
 
-AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
+AnyRequest = TypeVar("AnyRequest", bound=RunRequest | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": SubmitResponse,
@@ -76,13 +75,13 @@ class ReceivedRequest(Generic[Decoded]):
 
 
 async def receive_unordered(
-    request: Request, admission: Reservation, decode: Callable[[bytes], Decoded]
+    request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded]
 ) -> ReceivedRequest[Decoded]:
     """Receives a request that has no order but holds a reservation until it is answered. Raises RequestError."""
-    if not admission.try_claim(num_bytes := _num_bytes(request)):
-        admission.claim(num_bytes, UNORDERED)
+    if not reservation.try_claim(num_bytes := _num_bytes(request)):
+        reservation.claim(num_bytes, UNORDERED)
     received = await receive_body(request)
-    admission.grow(await size_of(received), UNORDERED)
+    reservation.grow(await size_of(received), UNORDERED)
     return ReceivedRequest(received, await decode_body(received, decode))
 
 
@@ -90,7 +89,7 @@ async def receive_operation(
     request: Request,
     services: Services,
     tenant: Tenant,
-    admission: Reservation,
+    reservation: Reservation,
     kind: str,
     decode: Callable[[bytes], Decoded],
 ) -> ReceivedRequest[Decoded]:
@@ -105,13 +104,13 @@ async def receive_operation(
     num_bytes = _num_bytes(request)
 
     async def claim(beginning: bytes) -> None:
-        admission.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
+        reservation.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
 
-    check = None if admission.try_claim(num_bytes) else claim
+    check = None if reservation.try_claim(num_bytes) else claim
     received = await receive_body(request, check)
     try:
-        if (num_bytes := await size_of(received)) > admission.num_bytes:
-            admission.grow(num_bytes, await _queue_position(services, tenant, received.body, received.content_type))
+        if (num_bytes := await size_of(received)) > reservation.num_bytes:
+            reservation.grow(num_bytes, await _queue_position(services, tenant, received.body, received.content_type))
         return ReceivedRequest(received, await decode_body(received, decode))
     except RequestError as error:
         await _count_as_refused(services, tenant, kind, received, error)
@@ -121,21 +120,21 @@ async def receive_operation(
 async def submit_request(request: Request, services: Services, tenant: Tenant, kind: str) -> Response:
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
     decode = operation_decoder(kind, content_type(request))
-    with Reservation(services.quotas, tenant.id) as admission:
-        submit = await receive_operation(request, services, tenant, admission, kind, decode)
+    with Reservation(services.quotas, tenant.id) as reservation:
+        submit = await receive_operation(request, services, tenant, reservation, kind, decode)
         operation = operation_of(submit.content)
         if isinstance(operation, FeatureCapture):
-            await _reserve_features(services, tenant, submit, operation, admission)
-        submitted = await submit_operation(services, tenant, submit, operation, admission)
+            await _reserve_features(services, tenant, submit, operation, reservation)
+        submitted = await submit_operation(services, tenant, submit, operation, reservation)
     return await submit_response(request, services, tenant, submitted)
 
 
 async def _reserve_features(
     services: Services,
     tenant: Tenant,
-    submit: ReceivedRequest[AsAsked],
+    submit: ReceivedRequest[RunRequest],
     operation: FeatureCapture,
-    admission: Reservation,
+    reservation: Reservation,
 ) -> None:
     """Reserves room for the features that the operation captures.
 
@@ -146,7 +145,7 @@ async def _reserve_features(
         RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
     """
     try:
-        await _claim_features(services, tenant, submit.content, operation, admission)
+        await _claim_features(services, tenant, submit.content, operation, reservation)
     except RequestError as error:
         if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
             run_id = submit.content.model_id
@@ -158,7 +157,7 @@ async def _reserve_features(
 
 
 async def _claim_features(
-    services: Services, tenant: Tenant, asked: AsAsked, operation: FeatureCapture, admission: Reservation
+    services: Services, tenant: Tenant, asked: RunRequest, operation: FeatureCapture, reservation: Reservation
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
     run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, operation.draft_id)]
@@ -167,7 +166,7 @@ async def _claim_features(
     services.features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
     num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
-    admission.add_features(num_bytes, await services.features.room.reserve(tenant.id, num_bytes))
+    reservation.add_features(num_bytes, await services.features.room.reserve(tenant.id, num_bytes))
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:
@@ -192,12 +191,12 @@ async def submit_operation(
     tenant: Tenant,
     submit: ReceivedRequest[AnyRequest],
     operation: Operation,
-    admission: Reservation,
+    reservation: Reservation,
 ) -> SubmitResponse:
     """Submits the operation to its run. Raises RequestError."""
     asked = submit.content
     run = await services.runs.get(tenant, asked.model_id or "")
-    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission)
+    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, reservation)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 

@@ -116,9 +116,9 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
     `model_role` is `policy`; `critic`, whose head predicts a value per token; `reference`, which is not trained; or
     `draft`, which predicts the tokens of a policy: `draft` configures it, `target_path` names the policy's checkpoint.
     """
-    with Reservation(services.quotas, tenant.id) as admission:
-        submit = await receive_unordered(request, admission, json_decoder(CreateModelRequest))
-        submitted = await services.runs.create(tenant, submit.content, submit.received, admission)
+    with Reservation(services.quotas, tenant.id) as reservation:
+        submit = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
+        submitted = await services.runs.create(tenant, submit.content, submit.received, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
 
 
@@ -195,15 +195,15 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     starts fresh.
     """
     decode = json_decoder(LoadWeightsRequest)
-    with Reservation(services.quotas, tenant.id) as admission:
-        submit = await receive_operation(request, services, tenant, admission, "load_weights", decode)
+    with Reservation(services.quotas, tenant.id) as reservation:
+        submit = await receive_operation(request, services, tenant, reservation, "load_weights", decode)
         load, submit = submit.content, _without_secret(submit)
         if load.model_id is not None:
             reader = await services.checkpoints.reader_id(load.weights_access_token)
             operation = LoadWeights(load.path, load.optimizer, reader)
-            response = await submit_operation(services, tenant, submit, operation, admission)
+            response = await submit_operation(services, tenant, submit, operation, reservation)
         else:
-            created = await services.runs.create_from_checkpoint(tenant, load, submit.received, admission)
+            created = await services.runs.create_from_checkpoint(tenant, load, submit.received, reservation)
             response = SubmitResponse(request_id=created.request_id)
     return await submit_response(request, services, tenant, response)
 
@@ -263,4 +263,5 @@ def _without_secret(submit: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRequ
     if submit.content.weights_access_token is None:
         return submit
     shown = submit.content.model_copy(update={"weights_access_token": None})
-    return ReceivedRequest(ReceivedBody(shown.model_dump_json(exclude_none=True).encode()), shown)
+    body = shown.model_dump_json(exclude_none=True).encode()
+    return ReceivedRequest(ReceivedBody(body, submit.received.limits), shown)

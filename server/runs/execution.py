@@ -72,7 +72,7 @@ class Execution:
                     raise _incomplete(window.tainted_by)
                 return await self._perform_once(operation, window)
             except WorkerLost as lost:
-                self._state.is_live = False
+                self._state.is_loaded = False
                 await strikes.add(lost)
             except OUTAGE_ERRORS as error:
                 await self._state.wait_out(error)
@@ -91,7 +91,7 @@ class Execution:
         if operation.changes_record:
             state.record = await context.stored_record(state.record)
         if isinstance(operation, CreateRun):
-            state.created, state.is_live = operation, True
+            state.created, state.is_loaded = operation, True
         return result
 
     async def _fail_again(self, operation: Operation, window: OperationWindow, strikes: Strikes) -> None:

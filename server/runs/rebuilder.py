@@ -94,7 +94,7 @@ class Rebuilder:
         self._state.unusable = f"run {run_id} was lost with its worker and cannot be rebuilt: {reason}"
 
     async def _rebuild(self) -> None:
-        while not self._state.is_live:
+        while not self._state.is_loaded:
             if self._snapshots.newest_seq_id > self._struck_seq_id:
                 self._strikes.forget()
             self._strikes.check()
@@ -105,7 +105,7 @@ class Rebuilder:
                 logger.warning("the rebuild of %s is retried: %s", self._state.record.run_id, lost)
                 await self._strikes.add(lost)
             else:
-                self._state.is_live = True
+                self._state.is_loaded = True
         if self._strikes.num:
             # The next snapshot clears the strikes, since no rebuild starts from the old one then.
             self._snapshots.make_due()

@@ -86,7 +86,7 @@ class Run:
         return info
 
     async def submit(
-        self, seq_id: int, operation: Operation, received: ReceivedBody, admission: Reservation
+        self, seq_id: int, operation: Operation, received: ReceivedBody, reservation: Reservation
     ) -> Submitted:
         """Returns as soon as the operation is journaled.
 
@@ -107,7 +107,7 @@ class Run:
                 raise RequestError(self._state.unusable, 410)
             queue.check_acceptable(seq_id)
             is_next_after_restart = self._awaits_first_operation and seq_id == queue.first_missing
-            self._accept(seq_id, operation, received, admission)
+            self._accept(seq_id, operation, received, reservation)
         if waiting := queue.waiting.get(seq_id):
             await self._wait_until_journaled(waiting)
         if is_next_after_restart:
@@ -153,12 +153,12 @@ class Run:
         """
         while self.is_lost and not self._has_stopped:
             await self._rebuilder.ensure_rebuilt()
-        if self._has_stopped or not (self.is_usable and self._state.is_live):
+        if self._has_stopped or not (self.is_usable and self._state.is_loaded):
             return False
         try:
             await self._services.context.dispatch.copy_adapter(self.record.run_id, adapter_id)
         except WorkerLost:
-            self._state.is_live = False
+            self._state.is_loaded = False
             raise
         return True
 
@@ -190,7 +190,7 @@ class Run:
             await self._snapshot_if_idle(with_copy=False)
 
     async def _snapshot_if_idle(self, *, with_copy: bool) -> None:
-        if self._queue.is_empty and self._state.is_live:
+        if self._queue.is_empty and self._state.is_loaded:
             boundary = Boundary(self._queue.next_seq_id - 1, self._state.window)
             await self._snapshots.take_when_idle(boundary, with_copy=with_copy)
 
@@ -248,19 +248,19 @@ class Run:
         """True if the workers lost this run and it must be rebuilt."""
         return self._state.is_lost
 
-    def _accept(self, seq_id: int, operation: Operation, received: ReceivedBody, admission: Reservation) -> None:
+    def _accept(self, seq_id: int, operation: Operation, received: ReceivedBody, reservation: Reservation) -> None:
         if uses := operation.feature_uses:
             self._services.features.hold(self.record, seq_id, uses)
-        operation.admission = admission
+        operation.reservation = reservation
         self._add(seq_id, operation, received)
-        admission.keep(operation.size(received), operation.num_tokens)
+        reservation.keep(operation.size(received), operation.num_tokens)
         operation.future = self._new_future(operation)
 
     def _add(self, seq_id: int, operation: Operation, received: ReceivedBody | None = None) -> None:
         """Journals and queues the operation."""
         header, body = self._state.header(operation.kind, seq_id), b""
-        if operation.admission is not None:
-            header = replace(header, feature_bytes=operation.admission.feature_bytes)
+        if operation.reservation is not None:
+            header = replace(header, feature_bytes=operation.reservation.feature_bytes)
         if received is not None:
             body, encoding = received.body, received.content_encoding
             header = replace(header, content_type=received.content_type, content_encoding=encoding)
@@ -295,10 +295,10 @@ class Run:
         operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
         if earlier.outcome is None:
             operation.future = self._new_future(operation)
-            operation.admission = Reservation(self._services.quotas, record.tenant_id)
+            operation.reservation = Reservation(self._services.quotas, record.tenant_id)
             num_bytes = earlier.feature_bytes or 0
             room = self._services.features.room.reserve_unchecked(record.tenant_id, num_bytes)
-            operation.admission.add_features(num_bytes, room)
+            operation.reservation.add_features(num_bytes, room)
         if operation.future is not None or operation.changes_state:
             self._services.features.restore_hold(record, seq_id, operation.feature_uses)
         self._queue.waiting[seq_id] = operation

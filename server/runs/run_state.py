@@ -35,7 +35,7 @@ class RunState:
     """The state of a live run.
 
     created: how the run was created, None before that.
-    is_live: true if the workers have the run.
+    is_loaded: true if the workers have the run.
     window: of the operations that begin next.
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
     outage: why operations wait for the database, None if they do not.
@@ -44,7 +44,7 @@ class RunState:
     record: RunRecord
     log: ReplayLog
     created: CreateRun | None = None
-    is_live: bool = False
+    is_loaded: bool = False
     window: OperationWindow = field(default_factory=OperationWindow)
     unusable: str | None = None
     outage: str | None = None
@@ -52,7 +52,7 @@ class RunState:
     @property
     def is_lost(self) -> bool:
         """True if the workers lost this run and it must be rebuilt."""
-        return self.created is not None and not self.is_live and self.unusable is None
+        return self.created is not None and not self.is_loaded and self.unusable is None
 
     def header(self, kind: str, seq_id: int) -> Header:
         record = self.record

@@ -94,7 +94,7 @@ class Runs:
         return held
 
     async def create(
-        self, tenant: Tenant, request: CreateModelRequest, received: ReceivedBody, admission: Reservation
+        self, tenant: Tenant, request: CreateModelRequest, received: ReceivedBody, reservation: Reservation
     ) -> Submitted:
         """Creates a run, or returns the existing one if the same request was sent before.
 
@@ -116,10 +116,10 @@ class Runs:
             request.base_model, _training_with_seed(request, drawn), request.model_role, target_path
         )
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
-        return await self._create(record, CreateRun(target_path, drawn), received, admission)
+        return await self._create(record, CreateRun(target_path, drawn), received, reservation)
 
     async def create_from_checkpoint(
-        self, tenant: Tenant, request: LoadWeightsRequest, received: ReceivedBody, admission: Reservation
+        self, tenant: Tenant, request: LoadWeightsRequest, received: ReceivedBody, reservation: Reservation
     ) -> Submitted:
         """Creates a run with the checkpoint's base model, training config and weights. Raises RequestError like
         `create`.
@@ -137,7 +137,7 @@ class Runs:
         shape = _ModelParameters(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         creation = CreateRunFromCheckpoint(target_path, path=checkpoint.tinker_path, optimizer=request.optimizer)
-        return await self._create(record, creation, received, admission)
+        return await self._create(record, creation, received, reservation)
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:
         """Returns a live run of the tenant. Raises RequestError: 404 if there is none, 410 if it is no longer live."""
@@ -289,7 +289,7 @@ class Runs:
         return _record(tenant, session_id, int(number), shape, request)
 
     async def _create(
-        self, record: RunRecord, operation: CreateRun, received: ReceivedBody, admission: Reservation
+        self, record: RunRecord, operation: CreateRun, received: ReceivedBody, reservation: Reservation
     ) -> Submitted:
         stored = record.run_id not in self._runs and await self._store.runs.get(record.run_id) is not None
         # Looked for again: a request with the same model_seq_id may have created it while the store was asked.
@@ -302,7 +302,7 @@ class Runs:
         run = self._runs[record.run_id]
         _check_same(run.record, record)
         try:
-            return await run.submit(0, operation, received, admission)
+            return await run.submit(0, operation, received, reservation)
         finally:
             if not run.has_operations and self._runs.get(record.run_id) is run:
                 del self._runs[record.run_id]  # the model_seq_id can be used again

@@ -116,7 +116,7 @@ class RunSnapshots:
         Args:
             is_step: whether it is an optimizer step, after which a snapshot is due earlier.
         """
-        if not self._state.is_live or self._tasks:
+        if not self._state.is_loaded or self._tasks:
             return
         steps, num_bytes = self._services.config.journal.snapshot_steps, self._services.config.journal.snapshot_bytes
         limits = (steps, num_bytes) if is_step else (math.inf, _BYTES_WITHOUT_STEP * num_bytes)
@@ -177,7 +177,7 @@ class RunSnapshots:
                 await self._publish(staging, boundary)
         except WorkerLost as lost:
             # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.
-            self._state.is_live = False
+            self._state.is_loaded = False
             self._is_overdue = True
             logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._run_id, lost)
         except (OperationError, OSError) as error:

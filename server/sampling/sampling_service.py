@@ -115,7 +115,7 @@ class SamplingService:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def submit(
-        self, tenant: Tenant, request: SampleRequest, received: ReceivedBody, admission: Reservation
+        self, tenant: Tenant, request: SampleRequest, received: ReceivedBody, reservation: Reservation
     ) -> SubmitResponse:
         """Accepts a sampling request. Idempotent per sampler and seq_id.
 
@@ -133,8 +133,8 @@ class SamplingService:
         answered_before = is_named and await self._futures.has_result(request_id)
         if seq_id not in sampler.accepted and not answered_before:
             job = self._job(sampler, request, request_id)
-            self._admit(job, received, admission)
-            accepting = self._accept(sampler, seq_id, job, received, admission)
+            self._admit(job, received, reservation)
+            accepting = self._accept(sampler, seq_id, job, received, reservation)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
         if (accepting := sampler.accepted.get(seq_id)) is not None:
             await asyncio.shield(accepting)
@@ -144,14 +144,14 @@ class SamplingService:
             seq_id=seq_id,
         )
 
-    def _admit(self, job: SamplingJob, received: ReceivedBody, admission: Reservation) -> None:
+    def _admit(self, job: SamplingJob, received: ReceivedBody, reservation: Reservation) -> None:
         """Reserves room for the result before the work begins. Raises RequestError 400, 429."""
         check_alternatives(job.request, self._quotas.max_logprobs)
         tenant_id = job.sampler.record.tenant_id
         self._quotas.check_results(tenant_id, self._futures.kept_bytes.of(tenant_id), job.result_bytes)
         num_bytes = max(len(received.body) + job.result_bytes, job.num_bytes)
-        admission.grow(num_bytes, UNORDERED)
-        admission.keep(num_bytes, len(job.prompt))
+        reservation.grow(num_bytes, UNORDERED)
+        reservation.keep(num_bytes, len(job.prompt))
 
     def job_for_draw(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
         """Returns a job for `sample_now`, with `stops` in place of the request's own. Raises RequestError."""
@@ -227,7 +227,7 @@ class SamplingService:
             return None
 
     async def _accept(
-        self, sampler: Sampler, seq_id: int, job: SamplingJob, received: ReceivedBody, admission: Reservation
+        self, sampler: Sampler, seq_id: int, job: SamplingJob, received: ReceivedBody, reservation: Reservation
     ) -> None:
         """Journals the request and starts it. Not accepted if its draft is missing or the journal cannot be written."""
         header = Header(
@@ -245,21 +245,21 @@ class SamplingService:
             place = await self._journal.append(header, received.body)
         except BaseException:
             del sampler.accepted[seq_id]
-            admission.release()
+            reservation.release()
             raise
         sampler.accepted[seq_id] = None
-        performing = self._begin(job, _JournalRecords(header, [place]), admission)
+        performing = self._begin(job, _JournalRecords(header, [place]), reservation)
         # A task that is cancelled before its first step never runs its `finally`.
-        performing.add_done_callback(lambda _: admission.release())
+        performing.add_done_callback(lambda _: reservation.release())
 
-    def _begin(self, job: SamplingJob, held: _JournalRecords, admission: Reservation | None) -> asyncio.Task[None]:
-        """Starts the job and creates its future. admission: None if an earlier process accepted the request."""
+    def _begin(self, job: SamplingJob, held: _JournalRecords, reservation: Reservation | None) -> asyncio.Task[None]:
+        """Starts the job and creates its future. reservation: None if an earlier process accepted the request."""
         record = job.sampler.record
         job.strikes = Strikes("this request", partial(self._note_strike, held), len(held.places) - 1)
         future = self._futures.create(
             job.request_id, record.tenant_id, partial(self._pending, job.sampler), partial(self._release, held)
         )
-        performing = asyncio.create_task(self._run_and_complete(job, future, admission))
+        performing = asyncio.create_task(self._run_and_complete(job, future, reservation))
         self._tasks.add(performing)
         performing.add_done_callback(self._tasks.discard)
         return performing
@@ -276,17 +276,17 @@ class SamplingService:
     def _pending(self, sampler: Sampler) -> Pending:
         return Pending(queue_state_reason=sampler.outage or self._dispatch.status(sampler.record.base_model))
 
-    async def _run_and_complete(self, job: SamplingJob, future: Future, admission: Reservation | None) -> None:
-        await self._resolve(job, future, admission)
+    async def _run_and_complete(self, job: SamplingJob, future: Future, reservation: Reservation | None) -> None:
+        await self._resolve(job, future, reservation)
         assert future.result is not None
         ended = ResultSummary(job.request_id, future.result.is_error, len(future.result.body))
         self._completions.record(job.sampler.record.sampler_id, ended)
 
-    async def _resolve(self, job: SamplingJob, future: Future, admission: Reservation | None) -> None:
+    async def _resolve(self, job: SamplingJob, future: Future, reservation: Reservation | None) -> None:
         try:
             response = await self._execution.sample(job)
-            if admission is not None:
-                admission.charge(response.num_tokens)
+            if reservation is not None:
+                reservation.charge(response.num_tokens)
             if job.request.record_stability_info:
                 await self._recordings.keep(job.request_id, future.tenant_id, job.prompt, response)
             self._futures.resolve(future, Result(await self._encoded(job, response), "sample"))
@@ -298,8 +298,8 @@ class SamplingService:
             logger.exception("sampling request %s failed", job.request_id)
             self._futures.fail(future, f"internal error in sampling request {job.request_id}", "server")
         finally:
-            if admission is not None:
-                admission.release()
+            if reservation is not None:
+                reservation.release()
 
     async def _encoded(self, job: SamplingJob, response: SampleResponse) -> bytes:
         if response.num_bytes < LARGE_BYTES:

@@ -18,6 +18,7 @@ from .database.records import (
     SessionEnd,
     SessionRecord,
     TenantRecord,
+    checkpoint_path,
     string_metadata,
 )
 from .postgres import PostgresStore
@@ -58,6 +59,7 @@ __all__ = [
     "Store",
     "StoreConfig",
     "TenantRecord",
+    "checkpoint_path",
     "open_store",
     "string_metadata",
 ]

@@ -15,10 +15,10 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStep
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.features.feature_store import FeatureStore
 from trainhouse.server.files.segment_log import RecordPosition
-from trainhouse.server.http.bodies import ReceivedBody
+from trainhouse.server.http.bodies import UNLIMITED, ReceivedBody
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
-from trainhouse.server.journal.request_decoding import Request
+from trainhouse.server.journal.request_decoding import RunRequest
 from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import SnapshotStore
 from trainhouse.server.operations.loading import CreateRun
@@ -36,11 +36,11 @@ from trainhouse.workers.protocol.worker_config import ServedModel
 
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
-BODY = ReceivedBody(b"as received")
+BODY = ReceivedBody(b"as received", UNLIMITED)
 FORWARD_BACKWARD = json.dumps(
     {"model_id": RUN_ID, "data": [{"model_input": [1], "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
 ).encode()
-CREATION = ReceivedBody(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}')
+CREATION = ReceivedBody(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}', UNLIMITED)
 
 
 @dataclass
@@ -129,16 +129,16 @@ class Bench:
     async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
         datum = Datum(np.array([1], np.int32))
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        return (await self.submit(seq_id, request, ReceivedBody(FORWARD_BACKWARD))).request_id
+        return (await self.submit(seq_id, request, ReceivedBody(FORWARD_BACKWARD, UNLIMITED))).request_id
 
-    async def submit(self, seq_id: int, asked: Operation | Request, received: ReceivedBody = BODY) -> Submitted:
+    async def submit(self, seq_id: int, asked: Operation | RunRequest, received: ReceivedBody = BODY) -> Submitted:
         operation = asked if isinstance(asked, Operation) else operation_of(asked)
-        with Reservation(self.quotas, "alice") as admission:
-            return await self.run.submit(seq_id, operation, received, admission)
+        with Reservation(self.quotas, "alice") as reservation:
+            return await self.run.submit(seq_id, operation, received, reservation)
 
     async def optim_step(self, seq_id: int) -> str:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
-        body = ReceivedBody(request.model_dump_json().encode())
+        body = ReceivedBody(request.model_dump_json().encode(), UNLIMITED)
         return (await self.submit(seq_id, request, body)).request_id
 
     async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> RecordPosition:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...config.knob_values import is_url
 from ...files.manifest import ManifestMismatch, check_directory, read_manifest
 from ...files.object_store import ObjectStoreError
-from ...store import CheckpointCopyRecord
+from ...store import CheckpointCopyRecord, checkpoint_path
 from ...store.database.schema import checkpoint_copies, checkpoints
 from .problem import Problem, Repair
 from .state import VerifiedState
@@ -17,7 +17,7 @@ from .state import VerifiedState
 async def check_checkpoints(state: VerifiedState) -> AsyncIterator[Problem]:
     for row in await state.rows(checkpoints):
         directory = state.moves.get(row.directory, row.directory)
-        path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
+        path = checkpoint_path(row.run_id, row.kind, row.name)
         try:
             if is_url(directory):
                 about = await state.places.check(directory)
@@ -52,7 +52,7 @@ async def _restore(state: VerifiedState, directory: str) -> str:
 
 
 async def check_copies(state: VerifiedState) -> AsyncIterator[Problem]:
-    paths = {row.directory: f"tinker://{row.run_id}/{row.kind}/{row.name}" for row in await state.rows(checkpoints)}
+    paths = {row.directory: checkpoint_path(row.run_id, row.kind, row.name) for row in await state.rows(checkpoints)}
     for row in await state.rows(checkpoint_copies):
         if row.state != "copied":
             continue

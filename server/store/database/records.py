@@ -109,6 +109,11 @@ class RunRecord:
         return f"{self.run_id}:{seq_id}"
 
 
+def checkpoint_path(run_id: str, kind: str, name: str) -> str:
+    """Returns the path by which clients name a checkpoint."""
+    return f"tinker://{run_id}/{kind}/{name}"
+
+
 @dataclass(frozen=True)
 class CheckpointRecord:
     """A published checkpoint. Its files and a manifest.json are in `directory`. Key: (run_id, kind, name).
@@ -138,7 +143,7 @@ class CheckpointRecord:
 
     @property
     def tinker_path(self) -> str:
-        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+        return checkpoint_path(self.run_id, self.kind, self.name)
 
 
 @dataclass(frozen=True)

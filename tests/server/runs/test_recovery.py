@@ -13,7 +13,7 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.http.bodies import ReceivedBody
+from trainhouse.server.http.bodies import UNLIMITED, ReceivedBody
 from trainhouse.server.journal.futures import Result
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.restore_marker import RestoreMarker, mark_copy
@@ -336,7 +336,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
 
     bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     bench.operations.create_in_workers = make_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
-    body = ReceivedBody(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}')
+    body = ReceivedBody(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}', UNLIMITED)
     for seq_id in (1, 2):
         await bench.submit(seq_id, LoadWeights("tinker://a/weights/b", optimizer=False), body)
         await bench.result(seq_id)

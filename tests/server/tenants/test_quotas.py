@@ -16,7 +16,7 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.config.knob_values import TenantWeight
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.http.bodies import ReceivedBody
+from trainhouse.server.http.bodies import UNLIMITED, ReceivedBody
 from trainhouse.server.operations.registry import operation_of
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
@@ -44,11 +44,11 @@ def quotas(clock: Clock | None = None, **limits: int) -> Quotas:
 
 def accept(quotas: Quotas, num_bytes: int, standing: QueuePosition = UNORDERED, tenant: str = "alice") -> Reservation:
     """Admits an operation as a route does; raises RequestError with status 429 if it is over a limit."""
-    with Reservation(quotas, tenant) as admission:
-        if not admission.try_claim(num_bytes):
-            admission.claim(num_bytes, standing)
-        admission.keep(num_bytes, num_tokens=10)
-    return admission
+    with Reservation(quotas, tenant) as reservation:
+        if not reservation.try_claim(num_bytes):
+            reservation.claim(num_bytes, standing)
+        reservation.keep(num_bytes, num_tokens=10)
+    return reservation
 
 
 def used(quotas: Quotas, tenant: str = "alice") -> tuple[int, int, int]:
@@ -73,9 +73,9 @@ def test_a_tenant_at_a_limit_is_throttled_and_another_is_not() -> None:
 
 def test_a_reservation_is_released_once() -> None:
     server_quotas = quotas()
-    admission = accept(server_quotas, 50)
-    admission.release()
-    admission.release()
+    reservation = accept(server_quotas, 50)
+    reservation.release()
+    reservation.release()
     with pytest.raises(ValueError), Reservation(server_quotas, "alice") as broken:
         broken.try_claim(70)
         assert used(server_quotas) == (1, 70, 70)
@@ -87,19 +87,19 @@ def test_a_reservation_is_released_once() -> None:
 
 def test_an_operation_may_hold_another_size_than_its_body() -> None:
     server_quotas = quotas()
-    with Reservation(server_quotas, "alice") as admission:
-        admission.try_claim(50)
-        admission.keep(80, 0)
+    with Reservation(server_quotas, "alice") as reservation:
+        reservation.try_claim(50)
+        reservation.keep(80, 0)
     assert used(server_quotas) == (1, 80, 80)
-    admission.release()
+    reservation.release()
     assert used(server_quotas) == (0, 0, 0)
 
 
 def test_tokens_per_minute_refill_over_time() -> None:
     clock = Clock()
     server_quotas = quotas(clock, tenant_tokens_per_minute=60)
-    admission = accept(server_quotas, 1)
-    admission.charge(90)
+    reservation = accept(server_quotas, 1)
+    reservation.charge(90)
     with pytest.raises(RequestError, match=r"used 100 tokens.*limit is 60 .*40 s") as refusal:
         accept(server_quotas, 1)
     assert refusal.value.retry_after_seconds == pytest.approx(40)
@@ -117,9 +117,9 @@ def test_retry_after_follows_the_throughput() -> None:
     clock = Clock()
     server_quotas = quotas(clock, tenant_queued_operations=20)
     queue = [accept(server_quotas, 1) for _ in range(20)]
-    for admission in queue[:10]:
+    for reservation in queue[:10]:
         clock.now += 2
-        admission.release()
+        reservation.release()
         accept(server_quotas, 1)
     with pytest.raises(RequestError) as refusal:
         accept(server_quotas, 1)
@@ -189,8 +189,8 @@ def test_precedence_passes_on_when_the_first_run_moves_or_goes_silent() -> None:
     for run in runs:
         with pytest.raises(RequestError):
             accept(server_quotas, 10, run)
-    for admission in held[2:]:
-        admission.release()
+    for reservation in held[2:]:
+        reservation.release()
     with pytest.raises(RequestError):
         accept(server_quotas, 10, runs[1])
     server_quotas.mark_unstalled("alice", "run 0")
@@ -215,17 +215,19 @@ class Client:
     async def send(self, seq_id: int, num_bytes: int) -> None:
         while True:
             await asyncio.sleep(self.random.uniform(0, 0.01))
-            with Reservation(self.quotas, self.run.record.tenant_id) as admission:
+            with Reservation(self.quotas, self.run.record.tenant_id) as reservation:
                 try:
-                    if not admission.try_claim(num_bytes):
-                        admission.claim(num_bytes, self.run.priority_of(seq_id))
+                    if not reservation.try_claim(num_bytes):
+                        reservation.claim(num_bytes, self.run.priority_of(seq_id))
                 except RequestError as error:
                     assert error.status == 429
                     self.num_throttled += 1
                     continue
                 self.most_bytes = max(self.most_bytes, used(self.quotas)[2])
                 operation = OptimStepRequest(model_id=self.run.record.run_id, seq_id=seq_id)
-                await self.run.submit(seq_id, operation_of(operation), ReceivedBody(b"x" * num_bytes), admission)
+                await self.run.submit(
+                    seq_id, operation_of(operation), ReceivedBody(b"x" * num_bytes, UNLIMITED), reservation
+                )
                 return
 
 
@@ -298,21 +300,21 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
     (bench,) = await benches(1, tenant_queued_operations=20, tenant_tokens_per_minute=60)
     num_throttled = 0
     for seq_id in order:
-        with Reservation(bench.quotas, "alice") as admission:
+        with Reservation(bench.quotas, "alice") as reservation:
             try:
-                if not admission.try_claim(1):
-                    admission.claim(1, bench.run.priority_of(seq_id))
+                if not reservation.try_claim(1):
+                    reservation.claim(1, bench.run.priority_of(seq_id))
             except RequestError:
                 num_throttled += 1
                 continue
             operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
-            await bench.run.submit(seq_id, operation_of(operation), ReceivedBody(b"x"), admission)
+            await bench.run.submit(seq_id, operation_of(operation), ReceivedBody(b"x", UNLIMITED), reservation)
     assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
     Reservation(bench.quotas, "alice").charge(100)
-    with pytest.raises(RequestError, match="40 s"), Reservation(bench.quotas, "alice") as admission:
-        admission.claim(1, bench.run.priority_of(500))
-    with Reservation(bench.quotas, "alice") as admission:
-        admission.claim(1, bench.run.priority_of(1))
+    with pytest.raises(RequestError, match="40 s"), Reservation(bench.quotas, "alice") as reservation:
+        reservation.claim(1, bench.run.priority_of(500))
+    with Reservation(bench.quotas, "alice") as reservation:
+        reservation.claim(1, bench.run.priority_of(1))
 
 
 async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> None:
@@ -321,9 +323,9 @@ async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> No
     await bench.optim_step(2)
     async with AsyncExitStack() as stack:
         for seq_id in range(3, 100):
-            admission = stack.enter_context(Reservation(bench.quotas, "alice"))
+            reservation = stack.enter_context(Reservation(bench.quotas, "alice"))
             try:
-                admission.claim(1, bench.run.priority_of(seq_id))
+                reservation.claim(1, bench.run.priority_of(seq_id))
             except RequestError:
                 continue
         assert used(bench.quotas)[0] == 20

@@ -13,7 +13,7 @@ TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo check unit test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup demo check unit test test-slow test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -50,14 +50,19 @@ check: setup
 unit: setup
 	$(BIN)/python -m pytest -q -m 'not full' --deselect tests/test_dead_code.py $$($(BIN)/python -m trainhouse.tests.unit) $(ARGS)
 
-# Tests mostly wait, for processes to start above all: so many of their files run side by side. Those for test-full
-# measure, or bring their own load, and have the machine for themselves.
+# Many tests wait for processes to start: so many of their files run side by side. Those for test-full measure, or bring
+# their own load, and have the machine for themselves.
 # In the order of folders, so that the longest files, of acceptance/ and examples/, begin first.
 WORKERS ?= 3
+SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup
-	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m 'not full and not slow' $(SIDE_BY_SIDE) $(ARGS)
 
-test-full: test $(TRL_READY)
+# The tenth of the tests that takes more than half of the time: whole programs, crashes, measurements of memory.
+test-slow: setup
+	$(BIN)/python -m pytest -m 'slow and not full' $(SIDE_BY_SIDE) $(ARGS)
+
+test-full: test test-slow $(TRL_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest -m full $(ARGS)
 
 test-trl: setup $(TRL_READY)

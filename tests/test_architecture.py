@@ -115,6 +115,7 @@ def imports_upward(folders: Sequence[str]) -> Iterator[str]:
                     yield f"{path} imports {file}"
 
 
+@pytest.mark.slow
 def test_folders_import_only_folders_below_them() -> None:
     assert not list(imports_upward(FOLDERS))
     swapped = [*FOLDERS]
@@ -136,6 +137,7 @@ def long_classes(file: Path) -> Iterator[str]:
             yield f"{file}: {node.name}"
 
 
+@pytest.mark.slow
 def test_a_long_class_says_why(tmp_path: Path) -> None:
     assert not [line for name in MAY_IMPORT for path in sources(name) for line in long_classes(path)]
     planted = tmp_path / "planted.py"
@@ -181,6 +183,7 @@ def test_core_modules_do_not_name_kinds_of_models() -> None:
     )
 
 
+@pytest.mark.slow
 def test_ray_is_imported_only_by_its_pool() -> None:
     for package in PACKAGES:
         for path in sources(package):
@@ -193,6 +196,7 @@ def test_ray_is_imported_only_by_its_pool() -> None:
             assert "ray" not in imported or path.parent == ROOT / "workers" / "pools" / "ray", path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [
@@ -209,6 +213,7 @@ def test_server_and_client_do_not_load_torch_or_ray(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_command_line_loads_the_application_only_to_serve() -> None:
     code = "import sys, trainhouse.server.cli.commands; print([name for name in sys.modules if name in sys.argv])"
     parts = ["uvicorn", "trainhouse.server.serving.app", "trainhouse.server.serving.server_process"]

@@ -82,6 +82,7 @@ call("planted:PlantedWorker", "planted_verb")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "paths", "used_elsewhere"),
     [("workers", PRODUCT, PRODUCT_USED_ELSEWHERE), ("tests", (*PRODUCT, "tests"), TESTS_USED_ELSEWHERE)],

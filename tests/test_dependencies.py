@@ -83,6 +83,7 @@ def installed() -> Mapping[str, list[str]]:
     return metadata.packages_distributions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", EXTRAS)
 def test_imported_packages_are_declared(package: str) -> None:
     may = names_of(*EXTRAS[package])

@@ -29,6 +29,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and not name.isupper()
 
 
+@pytest.mark.slow
 def test_nothing_private_is_patched() -> None:
     assert {patch for path in TESTS.rglob("*.py") for patch in private_patches(path.read_text())} == ALLOWED
 

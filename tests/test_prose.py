@@ -83,6 +83,7 @@ def modules() -> list[Path]:
     return [path for path in found if not path.name.endswith("_pb2.py") and path != Path(__file__)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_prose_is_plain(package: str) -> None:
     found = [

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from .request_path import trace_request
 
 # Measured, with some slack. They may fall; a commit that raises one says why.
 MOST_FUNCTIONS, MOST_FILES, MOST_FRAMES = 556, 114, 12
 
 
+@pytest.mark.slow
 def test_a_request_runs_through_a_bounded_number_of_functions(tmp_path: Path) -> None:
     server, worker = trace_request(tmp_path)
     assert "server/runs/run.py:Run.submit" in server.functions, "the trace must hold the path"

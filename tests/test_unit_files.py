@@ -5,6 +5,7 @@ import pytest
 from .unit import ROOT, unit_test_files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "is_unit_test"),
     [

@@ -50,6 +50,7 @@ def risks(source: str) -> set[str]:
     return set(found_in(ast.parse(source))).intersection((*MODULES, *CALLS, *OPTIONS))
 
 
+@pytest.mark.slow
 def test_risky_calls_are_only_where_allowed() -> None:
     found = {
         (str(path.relative_to(ROOT)), risk)

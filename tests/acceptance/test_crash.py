@@ -24,6 +24,7 @@ def delayed(crashing: Crashing, faults: Mapping[int, str]) -> Faults:
     return {step: partial(strike, killed) for step, killed in faults.items()}
 
 
+@pytest.mark.slow
 def test_training_scripts_survive_crashes_unchanged(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

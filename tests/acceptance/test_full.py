@@ -25,6 +25,7 @@ def server(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[LiveServer]
         yield running
 
 
+@pytest.mark.slow
 def test_official_sdk_resumes_a_full_checkpoint(server: LiveServer) -> None:
     with ServiceClient(server.url, KEY) as service:
         made = service.create_full_training_client(MODEL)

@@ -55,6 +55,7 @@ def throttled(server: LiveServer) -> list[tuple[str, str]]:
     return re.findall(r"requests of tenant (\S+) are throttled: .*--(tenant-[a-z-]+)", server.log.read_text())
 
 
+@pytest.mark.slow
 def test_only_the_tenant_over_its_limits_is_slowed(server: LiveServer) -> None:
     with (
         official_service(server.url, "tml-greedy") as greedy,

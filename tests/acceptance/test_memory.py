@@ -13,6 +13,7 @@ from ..tiny import tiny_model
 WORK_SECONDS, REST_SECONDS = 10, 90
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc has a call that returns memory")
 def test_resident_memory_at_rest_is_close_to_the_accounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")

@@ -477,6 +477,7 @@ def token_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
     return logprobs[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
 
 
+@pytest.mark.slow
 def test_the_sdks_command_line_lists_checkpoints(server: LiveServer, make_training) -> None:
     client = make_training()
     train(client, batch(), 1)
@@ -495,6 +496,7 @@ def test_the_sdks_command_line_lists_checkpoints(server: LiveServer, make_traini
     assert "weights/from-the-cli" in done.stdout
 
 
+@pytest.mark.slow
 def test_samples_polled_together_in_one_request(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with (
         live_server({MODEL: tiny_models["qwen3"]}, tmp_path, sdk_sample_polling="together") as server,

@@ -29,6 +29,7 @@ def key_with(server: Served, scopes: str, capsys: pytest.CaptureFixture[str]) ->
     return capsys.readouterr().out.strip()
 
 
+@pytest.mark.slow
 def test_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "train,sample,read", capsys)
     with official_service(server.url, key) as service:

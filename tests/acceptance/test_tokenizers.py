@@ -55,6 +55,7 @@ def tokens(url: str, key: str, names: Sequence[str], home: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_sdk_clients_resolve_hub_ids_and_directories(model: Path, tmp_path: Path) -> None:
     cache_of_the_hub(model, tmp_path / "hf")
     with live_server({HUB_ID: model, str(model): model, "chat": model}, tmp_path / "state") as server:
@@ -66,6 +67,7 @@ def test_sdk_clients_resolve_hub_ids_and_directories(model: Path, tmp_path: Path
     assert " chat is not a hub id" in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
 
 
+@pytest.mark.slow
 def test_remote_clients_get_the_hub_id_from_the_config(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

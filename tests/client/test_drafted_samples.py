@@ -29,6 +29,7 @@ def save_for_sampling(draft: TrainingClient, name: str) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_a_draft_trained_on_samples_predicts_them(service: ServiceClient) -> None:
     plain = service.create_sampling_client(MODEL)
     samples = [plain.sample(prompt, 1, GREEDY).result(60) for prompt in PROMPTS]

@@ -59,6 +59,7 @@ def saved_policy(service: ServiceClient, seed: int) -> str | None:
     return policy.save_weights_for_sampler("a").result(60).path
 
 
+@pytest.mark.slow
 def test_a_draft_is_created_and_described_with_the_resolved_defaults(service: ServiceClient) -> None:
     path = saved_policy(service, 3)
     draft = service.create_draft_client(
@@ -139,6 +140,7 @@ def test_a_random_loss_gets_a_new_seed_for_each_request(service: ServiceClient) 
     assert draft_metric(draft, "seed", "dflash", seed=12) == 12
 
 
+@pytest.mark.slow
 def test_captured_features_train_like_the_target_until_they_are_released(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
     random = np.random.default_rng(1)

@@ -41,6 +41,7 @@ def train_and_save(client: TrainingClient, loss_fn: str) -> str:
     return client.save_state("state").result(60).path
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_without_its_optimizer(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_an_adapter_is_exported_without_its_optimizer(
     assert f"there is no checkpoint {missing}" in export(shared_server, missing, tmp_path / "missing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [None, 40])
 def test_a_draft_is_exported_in_the_format_of_inference_engines(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path, vocabulary: int | None

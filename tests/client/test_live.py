@@ -306,6 +306,7 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
     train(client, batch(), 1)
 
 
+@pytest.mark.slow
 def test_an_adapter_can_be_imported_by_client_or_command_and_trained(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def create_policy(service: ServiceClient, rank: int, **fields: Any) -> TrainingC
     return service.create_lora_training_client(MODEL, rank=rank, **fields)
 
 
+@pytest.mark.slow
 def test_loading_a_checkpoint_of_another_shape_is_refused(server: LiveServer, service: ServiceClient) -> None:
     policy = create_policy(service, 4)
     path = path_of(policy.save_state("a"))

@@ -85,6 +85,7 @@ def losses_through(url: str) -> list[float]:
         return [*train(client, batch(11), 2), loss(client, batch(11))]
 
 
+@pytest.mark.slow
 def test_lost_and_refused_requests_change_no_step(shared_server: LiveServer) -> None:
     with proxy(shared_server.url, faults=True) as (url, made):
         through_faults = losses_through(url)
@@ -189,6 +190,7 @@ def test_closing_the_client_fails_pending_requests(shared_server: LiveServer) ->
     service.close()
 
 
+@pytest.mark.slow
 def test_waiting_for_many_results_logs_each_reason_once(
     tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

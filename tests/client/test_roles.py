@@ -43,6 +43,7 @@ def step(client: TrainingClient, data: Sequence[Datum], loss_fn: str) -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_a_critic_learns_returns_and_resumes_from_its_checkpoint(service: ServiceClient) -> None:
     critic = service.create_lora_training_client(MODEL, rank=4, seed=3, model_role="critic")
     assert critic.get_info().model_role == "critic"

@@ -53,6 +53,7 @@ def short_text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server: LiveServer, short_text: Path) -> None:
     command = [sys.executable, "examples/sft.py", "--base-url", shared_server.url, "--model", MODEL]
     command += ["--data", str(short_text)]
@@ -112,6 +113,7 @@ class DraftRun:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("dflash", marks=pytest.mark.full)])
 def test_a_draft_learns_and_resumes_where_it_stopped(
     shared_server: LiveServer, short_text: Path, algorithm: str
@@ -167,6 +169,7 @@ def test_earlier_checkpoints_are_found_after_repeated_resumes(shared_server: Liv
         DraftCheckpoint.parse("tinker://run/weights/step-3")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_kind_cannot_be_resumed(shared_server: LiveServer, short_text: Path) -> None:
     with ServiceClient(shared_server.url, "tml-examples") as service:
         draft = service.create_draft_client(MODEL, "eagle3")
@@ -183,6 +186,7 @@ def test_checkpoints_of_another_kind_cannot_be_resumed(shared_server: LiveServer
         assert (done.returncode, done.stderr) == (2, f"draft.py: error: {path} {reason}\n")
 
 
+@pytest.mark.slow
 def test_each_step_is_printed_at_once(shared_server: LiveServer, short_text: Path) -> None:
     command = [str(each) for each in [*draft_command(shared_server, "dflash", short_text), "--steps", 1000]]
     environment = {name: each for name, each in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -194,6 +198,7 @@ def test_each_step_is_printed_at_once(shared_server: LiveServer, short_text: Pat
     assert output.startswith(b"held-out") and output.count(b"\n") < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])
 def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -> None:
     command = [sys.executable, "examples/rl_loop.py", "--base-url", shared_server.url, "--model", MODEL]
@@ -241,6 +246,7 @@ def test_curl_trains_saves_and_samples(shared_server: LiveServer) -> None:
     assert re.search(r'"tokens": *\[\d+, *\d+, *\d+, *\d+\]', output)
 
 
+@pytest.mark.slow
 def test_the_official_sdk_trains_saves_and_samples(shared_server: LiveServer) -> None:
     # The default of 5e-4 is for a real model and barely changes a tiny one.
     command = [sys.executable, "examples/official_sdk.py", "--model", MODEL, "--learning-rate", "5e-3"]
@@ -251,6 +257,7 @@ def test_the_official_sdk_trains_saves_and_samples(shared_server: LiveServer) ->
     assert "saved tinker://" in output and "sampled [" in output
 
 
+@pytest.mark.slow
 def test_the_demo_program_trains_and_prints_completions(shared_server: LiveServer) -> None:
     output = run(
         *(sys.executable, "-m", "trainhouse.examples.demo", "--base-url", shared_server.url, "--model", MODEL),

@@ -114,6 +114,7 @@ def damaged(draw: st.DrawFn, bodies: st.SearchStrategy[bytes]) -> bytes:
     return bytes(body)
 
 
+@pytest.mark.slow
 @both
 def test_protobuf_of_any_kind_is_decoded_or_refused(num_examples: int) -> None:
     @effort(num_examples)

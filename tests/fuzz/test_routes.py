@@ -107,6 +107,7 @@ class _Kept(logging.Handler):
         self.records.append(record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_examples", [FEW, pytest.param(MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])])
 def test_no_request_is_answered_with_a_server_error(
     client: Client, errors: list[logging.LogRecord], num_examples: int
@@ -124,6 +125,7 @@ def test_no_request_is_answered_with_a_server_error(
     print(f"{client.num_requests} requests to {len(operations)} routes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_inputs", [FEW_EXTREMES, pytest.param(20 * MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])]
 )

@@ -378,6 +378,7 @@ def test_unknown_content_types_are_refused_with_415() -> None:
     assert refusal.value.status == 415
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [b"\x1a\x00", b"\x1a\x80\x20" + b"\x0a\x00" * 2048])
 def test_a_body_of_millions_of_empty_messages_is_refused_before_it_is_parsed(message: bytes) -> None:
     body = message * ((17 << 20) // len(message))

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.anyio
 SOON_SECONDS = 30
 
 
+@pytest.mark.slow
 async def test_runs_and_samplers_load_a_checkpoint_from_a_url(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, s3: S3
 ) -> None:

@@ -60,6 +60,7 @@ async def listed_copies(api: Api, run: RunRecord, key: str = ALICE) -> list[dict
     return response.json()["checkpoints"][0]["copies"]
 
 
+@pytest.mark.slow
 async def test_every_checkpoint_is_copied_and_the_listing_says_where(mirroring: Api, mirror: str) -> None:
     run = await mirroring.run()
     record = await mirroring.save(run, content=b"the weights")
@@ -232,6 +233,7 @@ async def test_a_lost_remote_checkpoint_is_read_from_its_mirror(tmp_path: Path, 
         assert await weights_of(api, record) == b"right"
 
 
+@pytest.mark.slow
 async def test_deleting_or_overwriting_removes_the_copies(tmp_path: Path, mirror: str, s3: S3) -> None:
     other = f"memory://{mirror.rpartition('/')[2]}"
     async with running_api(tmp_path, places=mirrored(mirror, other)) as api:

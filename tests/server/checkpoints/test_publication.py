@@ -90,6 +90,7 @@ def assert_nothing_then_first_then_second(outcomes: list[list[bytes]]) -> None:
     assert order == sorted(order) and set(order) == {0, 1, 2} and len(order) > 20
 
 
+@pytest.mark.slow
 async def test_a_save_killed_at_every_step(tmp_path: Path) -> None:
     outcomes = await kill_at_every_step("save", tmp_path)
     saved = outcomes.index([SECOND])

@@ -128,6 +128,7 @@ def test_a_missing_device_is_refused(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "device cuda: this machine, or this build of torch (" in message and "serve with --device cpu" in message
 
 
+@pytest.mark.slow
 def test_a_directory_without_a_model_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     done = trainhouse("serve", f"--base-model=m={tmp_path}/model", "--port=0", f"--state-dir={tmp_path}/state")
@@ -136,6 +137,7 @@ def test_a_directory_without_a_model_is_refused_without_a_traceback(tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_start_of_ray_is_reported_in_one_line(tmp_path: Path) -> None:
     """Ray puts its sockets into the temporary directory, whose path is too long for them here."""
     flags = ("--base-model=x/y", "--pool=ray", "--port=0", f"--state-dir={tmp_path}")
@@ -251,6 +253,7 @@ def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         yield started
 
 
+@pytest.mark.slow
 def test_the_log_has_the_url_and_the_client_settings(server: LiveServer) -> None:
     assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
     log = server.log.read_text()
@@ -260,6 +263,7 @@ def test_the_log_has_the_url_and_the_client_settings(server: LiveServer) -> None
     assert f'trainhouse.ServiceClient("{server.url}", "tml-local")' in log
 
 
+@pytest.mark.slow
 def test_a_second_server_on_the_same_state_directory_is_refused(server: LiveServer) -> None:
     done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
     assert done.returncode == 1
@@ -290,6 +294,7 @@ def waiting_poll(server: LiveServer) -> Future[httpx.Response]:
     return ThreadPoolExecutor(1).submit(http.post, "/retrieve_future", json={"request_id": early})
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_a_server_and_its_workers_with_success(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path) as server:
         children = descendants(server)
@@ -308,6 +313,7 @@ def test_an_interrupt_stops_a_server_and_its_workers_with_success(tiny_models: d
         assert not (tmp_path / "ready").exists()
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_group_answers_open_requests_without_errors(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -332,6 +338,7 @@ def test_sigterm_to_the_group_answers_open_requests_without_errors(
         assert "stopping" in log and not any(word in log for word in ("Traceback", "ERROR", "WARNING"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
 def test_ctrl_c_while_loading_ends_all_processes_with_status_130(
     tiny_models: dict[str, Path], tmp_path: Path, seconds: float
@@ -354,6 +361,7 @@ def test_ctrl_c_while_loading_ends_all_processes_with_status_130(
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading_stops_the_server_and_its_workers(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     arguments = ["serve", f"--base-model=m={tiny_models['qwen3']}", "--port=0", f"--state-dir={tmp_path}"]
     process = subprocess.Popen(
@@ -387,6 +395,7 @@ asyncio.run(until_signal(work))
 """
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_process_that_does_not_stop() -> None:
     assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=30).returncode == FORCED_STATUS
 
@@ -413,6 +422,7 @@ def test_other_packages_log_warnings_but_no_info() -> None:
     assert (done.stderr.count("noted"), done.stderr.count("warned")) == (1, 3)
 
 
+@pytest.mark.slow
 def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
     done = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[] True"
@@ -445,6 +455,7 @@ def run_client_only(*arguments: str) -> subprocess.CompletedProcess[str]:
         return trainhouse(*arguments, PYTHONPATH=directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
@@ -484,6 +495,7 @@ def test_an_unreachable_server_is_reported_at_once(command: str, tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:99999", "ftp://here", "http://[::1"])
 def test_invalid_base_urls_are_refused_by_name(url: str, tmp_path: Path) -> None:
     done = trainhouse("export", "tinker://a/weights/b", str(tmp_path / "new"), f"--base-url={url}")

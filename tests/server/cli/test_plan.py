@@ -289,6 +289,7 @@ def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, kno
     return f"`{layout}` | {way} | {shown} | {verdict} |"
 
 
+@pytest.mark.slow
 def test_the_tables_in_the_document_match_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     expected = list(rows(capsys))
     found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)

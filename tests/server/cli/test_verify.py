@@ -297,6 +297,7 @@ def test_a_missing_state_directory_is_refused(tmp_path: Path, verify: Callable[.
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 async def test_verify_reads_but_does_not_repair_under_a_running_server(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:

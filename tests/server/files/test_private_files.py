@@ -46,6 +46,7 @@ def write_every_kind_of_file(client: Client) -> None:
     assert client.post("copy_weights", {"source_path": saved})["status"] == 200
 
 
+@pytest.mark.slow
 def test_other_users_cannot_read_a_servers_files(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     state, checkpoints, mirror, backup = [tmp_path / name for name in ("state", "checkpoints", "mirror", "backup")]
     for directory in (state, checkpoints, mirror, backup):

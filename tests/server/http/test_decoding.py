@@ -161,6 +161,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [PROCESS_JSON_BYTES, MAX_JSON_BYTES + 1])
 @pytest.mark.parametrize("python", [sys.executable, "/bin/false", "/dev/null/python"])
 async def test_journal_entries_of_any_size_decode_without_a_decoder_process(

@@ -248,6 +248,7 @@ async def test_stored_results_leave_memory_and_are_read_from_disk(open_futures, 
     await futures.close()
 
 
+@pytest.mark.slow
 async def test_the_memory_of_many_small_results_is_bounded(open_futures) -> None:
     """The bound covers more than the bodies. With a very large bound, the results take more memory."""
     taken: list[int] = []

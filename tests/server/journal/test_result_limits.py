@@ -84,6 +84,7 @@ async def test_alternatives_in_the_openai_api_are_bounded_by_the_same_knob(
     assert error["param"] == name and f"{name} 4 exceeds the 3" in error["message"], error
 
 
+@pytest.mark.slow
 async def test_a_result_is_charged_at_submit_by_its_largest_size(serve: Callable) -> None:
     server = await serve(tenant_queued_bytes=300_000)
     sampler_id, params = await sampler_of(server), {"max_tokens": 900, "stop": [], "seed": 1}
@@ -172,6 +173,7 @@ async def longest_wait(work: "asyncio.Future[Any]") -> tuple[float, float]:
     return longest, last - began
 
 
+@pytest.mark.slow
 async def test_a_large_result_is_encoded_in_pieces_between_other_tasks(serve: Callable) -> None:
     server = await serve(max_logprobs=512)
     submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
@@ -186,6 +188,7 @@ async def test_a_large_result_is_encoded_in_pieces_between_other_tasks(serve: Ca
     assert server.services.quotas.server_usage.num_bytes_sending == 0
 
 
+@pytest.mark.slow
 async def test_encoding_a_large_result_at_once_blocks_other_tasks() -> None:
     """This is the negative control for MOST_SHARE."""
     top = TopkLogprobs(np.zeros((1000, 512), np.int32), np.zeros((1000, 512), np.float32))
@@ -211,6 +214,7 @@ async def test_large_results_being_sent_are_bounded_per_tenant(serve: Callable) 
     assert server.services.quotas.server_usage.num_bytes_sending == 0
 
 
+@pytest.mark.slow
 async def test_an_accepted_submit_returns_its_id_if_the_result_cannot_be_sent(
     serve: Callable,
 ) -> None:

@@ -107,6 +107,7 @@ async def wait_until(holds: Any, seconds: float = 60.0) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_a_stream_cancels_its_job(server: Server) -> None:
     connection = Connection(LONG | {"stream": True})
     asked = send_request(server, connection)
@@ -128,6 +129,7 @@ async def test_a_client_that_leaves_before_the_answer_cancels_its_jobs(server: S
     await assert_nothing_is_held(server)
 
 
+@pytest.mark.slow
 async def test_a_disconnected_client_is_charged_for_what_it_read(
     dispatch: WorkerDispatch, model: Path, tmp_path: Path
 ) -> None:
@@ -146,6 +148,7 @@ async def test_a_disconnected_client_is_charged_for_what_it_read(
         assert limits["tokens_per_minute"]["used"] >= num_read - given_back - 1
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_gets_a_whole_stream_with_little_buffered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +177,7 @@ async def test_a_stalled_reader_is_dropped(server: Server, monkeypatch: pytest.M
     await assert_nothing_is_held(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -217,6 +221,7 @@ async def longest_wait() -> float:
         return max(longest, time.monotonic() - last)
 
 
+@pytest.mark.slow
 async def test_each_prompt_counts_as_an_operation(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
     config = server_config(model, tmp_path / "limited", tenant_queued_operations=3)
     async with running_server(config, dispatch) as limited:
@@ -232,6 +237,7 @@ async def test_each_prompt_counts_as_an_operation(dispatch: WorkerDispatch, mode
         await assert_nothing_is_held(limited)
 
 
+@pytest.mark.slow
 async def test_a_request_reserves_room_for_its_samples(dispatch: WorkerDispatch, model: Path, tmp_path: Path) -> None:
     config = server_config(model, tmp_path / "limited", tenant_queued_bytes=100_000)
     async with running_server(config, dispatch) as limited:
@@ -255,6 +261,7 @@ async def complete(server: Server, status: int = 200, **fields: Any) -> Any:
     return response.json()
 
 
+@pytest.mark.slow
 async def test_a_job_longer_than_the_session_expiry_finishes(
     dispatch: WorkerDispatch, model: Path, tmp_path: Path
 ) -> None:
@@ -283,6 +290,7 @@ async def test_worker_errors_have_a_status_also_for_streams(server: Server, monk
     await assert_nothing_is_held(server)
 
 
+@pytest.mark.slow
 async def test_a_stopping_server_ends_open_requests_with_an_error(
     dispatch: WorkerDispatch, model: Path, tmp_path: Path
 ) -> None:
@@ -328,6 +336,7 @@ async def test_one_invalid_prompt_fails_the_whole_request(server: Server) -> Non
     await assert_nothing_is_held(server)
 
 
+@pytest.mark.slow
 async def test_a_model_without_a_tokenizer_is_refused_by_name(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -243,6 +243,7 @@ async def test_a_refusal_before_the_body_was_read_reaches_the_client(holder: Hol
     assert (await client.post("/refuse", content=body())).status_code == 413
 
 
+@pytest.mark.slow
 async def test_many_polls_wait_at_once(holder: Holder, client: httpx.AsyncClient) -> None:
     asking = [asyncio.create_task(client.post("/poll", content=b"{}")) for _ in range(150)]
     await wait_until(lambda: len(holder.scopes) == 150)

@@ -166,6 +166,7 @@ async def test_joining_counts_the_clients(server: Server) -> None:
     assert counts == [{"client_counter": 1}, {"client_counter": 2}]
 
 
+@pytest.mark.slow
 async def test_a_cancelled_request_fails_and_others_continue(server: Server) -> None:
     sampler_id = await base_sampler(server)
     params = {"max_tokens": 900, "stop": [], "seed": 1}

@@ -42,6 +42,7 @@ def spoiled(value: Any, by: str) -> Iterator[Any]:
                 yield value | {key: other}
 
 
+@pytest.mark.slow
 async def test_no_route_accepts_a_string_that_cannot_be_stored(app: FastAPI) -> None:
     headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
     num_sent = 0

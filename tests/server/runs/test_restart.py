@@ -83,6 +83,7 @@ def test_operations_of_a_model_no_longer_served_are_reported_as_lost(
         assert client.post("optim_step", {"model_id": model_id})["status"] == 410
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_accepted_operations_and_leaves_nothing_to_repeat(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

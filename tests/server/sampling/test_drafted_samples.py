@@ -170,6 +170,7 @@ async def test_a_policy_can_be_sampled_with_a_draft_of_the_base_model(server: Se
         assert tokens_of(found) == tokens_of(plain) and found["guesses"]["passes"] > 0
 
 
+@pytest.mark.slow
 async def test_a_request_may_name_its_own_draft_or_none(server: Server, dispatch: RecordingDispatch) -> None:
     first, second = [await saved_draft(server) for _ in range(2)]
     sampler_id = await create_sampler(server, draft_path=first)
@@ -184,6 +185,7 @@ async def test_a_request_may_name_its_own_draft_or_none(server: Server, dispatch
     assert described.json() == {"sampler_id": sampler_id, "base_model": MODEL, "draft_path": first}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "asked_for", "num"),
     [("eagle3", 1, 1), ("eagle3", 3, 3), ("eagle3", 63, 16), ("dflash", 3, 3), ("dflash", 10, 7)],
@@ -290,6 +292,7 @@ async def test_another_tenants_draft_can_be_used_only_when_public(server: Server
 # What is loaded
 
 
+@pytest.mark.slow
 async def test_a_draft_is_loaded_once_and_dropped_with_its_last_sampler(
     server: Server, dispatch: RecordingDispatch
 ) -> None:
@@ -404,6 +407,7 @@ async def test_a_draft_is_reloaded_after_a_worker_crash(server: Server, dispatch
     assert len(dispatch.loaded) == 2
 
 
+@pytest.mark.slow
 async def test_a_sample_interrupted_by_a_crash_continues_with_its_draft(
     server: Server, dispatch: RecordingDispatch
 ) -> None:
@@ -418,6 +422,7 @@ async def test_a_sample_interrupted_by_a_crash_continues_with_its_draft(
     assert len(dispatch.loaded) == 2
 
 
+@pytest.mark.slow
 async def test_a_deleted_draft_is_used_while_it_is_loaded(server: Server, dispatch: RecordingDispatch) -> None:
     path = await saved_draft(server)
     sampler_id = await create_sampler(server, draft_path=path)
@@ -493,6 +498,7 @@ async def test_a_recovered_request_continues_without_a_damaged_draft(
 # OpenAI's API
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 async def test_openai_usage_counts_draft_tokens(server: Server, algorithm: str) -> None:
     path = await saved_draft(server, algorithm=algorithm)
@@ -519,6 +525,7 @@ async def test_openai_usage_counts_draft_tokens(server: Server, algorithm: str) 
     assert '"completion_tokens_details":{"accepted_prediction_tokens":' in events
 
 
+@pytest.mark.slow
 async def test_openai_errors_name_the_draft(server: Server) -> None:
     path = await saved_draft(server)
     of_policy = (await (await create_policy(server, 3)).do("save_weights_for_sampler", path="a"))["path"]
@@ -548,6 +555,7 @@ async def test_openai_errors_name_the_draft(server: Server) -> None:
 # Other sampling backends
 
 
+@pytest.mark.slow
 async def test_every_sampler_group_loads_the_draft(model: Path, tmp_path: Path) -> None:
     config = server_config(model, tmp_path, sampler_workers=2)
     dispatch = RecordingDispatch(config)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 
 from ...acceptance.crashing import worker_pids
 from ...live import LiveServer, live_server
@@ -40,6 +41,7 @@ def sample_tokens(client: Client, name: str) -> list[int]:
     return client.post("sample", sample)["sequences"][0]["tokens"]
 
 
+@pytest.mark.slow
 def test_both_names_share_one_worker_and_survive_a_restart(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tiny_models["qwen3"])
     models: dict[str, Path | str] = dict(zip(NAMES, (tiny_models["qwen3"], tmp_path / "link"), strict=True))

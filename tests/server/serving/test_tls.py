@@ -69,6 +69,7 @@ def server(
         yield running
 
 
+@pytest.mark.slow
 def test_clients_that_trust_the_certificate_are_served(server: LiveServer, files: Files) -> None:
     assert server.url.startswith("https://127.0.0.1:")
     trusting = ssl.create_default_context(cafile=str(files.authority))
@@ -101,6 +102,7 @@ def test_our_client_reports_an_untrusted_certificate_at_once(server: LiveServer)
         service.get_server_capabilities()
 
 
+@pytest.mark.slow
 def test_our_client_and_the_sdk_trust_ssl_cert_file(
     server: LiveServer, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

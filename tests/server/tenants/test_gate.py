@@ -75,6 +75,7 @@ async def test_every_route_refuses_a_request_without_a_key_before_its_body(
                 assert b"connection: close" in answer.lower() and answer.count(b"HTTP/1.1") == 1, (route, answer)
 
 
+@pytest.mark.slow
 async def test_every_route_refuses_a_key_without_the_scope_before_its_body(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +143,7 @@ async def test_endless_bodies_to_unknown_and_open_routes_are_cut_off(api: Api, p
         assert num_sent < 64 * connections.DRAIN_BYTES
 
 
+@pytest.mark.slow
 async def test_routes_without_data_limit_bodies_to_one_mebibyte(app: FastAPI) -> None:
     """The body is spaces: at the limit it is refused for its content, beyond the limit for its size."""
     headers = {"Content-Type": "application/json", "X-API-Key": ALICE}

@@ -429,6 +429,7 @@ async def test_trained_and_sampled_tokens_count_against_the_limit(limited: Serve
     assert (await run.send(run.encode(data, seq_id))).status_code == 200
 
 
+@pytest.mark.slow
 async def test_tokens_per_minute_slow_training_down_to_the_limit(limited: Server) -> None:
     """A client that waits as long as Retry-After says is accepted then, and trains 600 tokens a minute."""
     clock = limited.services.quotas.clock = Clock()

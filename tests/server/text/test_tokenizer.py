@@ -139,6 +139,7 @@ async def test_without_a_chat_template_only_texts_work(tmp_path: Path) -> None:
         tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
+@pytest.mark.slow
 async def test_a_missing_tokenizer_is_reported_and_retried_after_a_minute(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -201,6 +202,7 @@ async def test_text_that_cannot_fit_the_context_is_refused_before_tokenizing(tmp
         tokenizer.encode_chat(Chat([{"role": "user", "content": "a" * 10 * len(longest)}]), most_tokens=10)
 
 
+@pytest.mark.slow
 def test_reading_and_using_a_tokenizer_loads_no_torch(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     code = f"""

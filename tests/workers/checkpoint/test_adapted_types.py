@@ -72,6 +72,7 @@ def numbers(tensors: Sequence[Tensor]) -> Tensor:
     return flat[flat != 0].sort().values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", EVERY)
 def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -> None:
     adapted = adapted_tiny(model_type, tmp_path / "model")

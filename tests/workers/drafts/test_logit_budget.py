@@ -40,6 +40,7 @@ def peak(draft_pass: DraftPass) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "dflash"])
 def test_logits_memory_does_not_grow_with_the_vocabulary(name: str) -> None:
     def peak_of(size: int, max_bytes: int) -> int:

@@ -27,6 +27,7 @@ def gradient(worker: Worker) -> torch.Tensor:
     return worker._models.get("draft").gradients.accumulator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -42,6 +43,7 @@ def test_recomputed_gradients_are_bit_identical(
     assert not torch.equal(gradient(cut), gradient(kept)), "sums in another order would show"
 
 
+@pytest.mark.slow
 def test_recompute_keeps_less_per_draft_token(tiny_models: dict[str, Path]) -> None:
     keep, recompute = (bytes_of_a_draft_token(tiny_models["qwen3"], each) for each in ("keep", "recompute"))
     assert recompute < 0.6 * keep

@@ -86,6 +86,7 @@ def target_tokens() -> Iterator[list[int]]:
         yield found
 
 
+@pytest.mark.slow
 @with_each_algorithm
 @pytest.mark.parametrize("knobs", [{}, SMALL, {"dtype": "bfloat16"}], ids=["one", "micro-batches", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "cohere2"])
@@ -379,6 +380,7 @@ def _ones(datum: Datum) -> np.ndarray:
     return np.ones(len(datum.tokens), np.float32)
 
 
+@pytest.mark.slow
 @with_each_algorithm
 @pytest.mark.parametrize("knobs", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])

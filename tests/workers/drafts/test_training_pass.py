@@ -64,6 +64,7 @@ def test_other_shapes_equal_naive_drafting(name: Any, fields: dict[str, Any]) ->
     assert trained(case, target_sequences(case)).difference(naively_trained(case, target_sequences(case))) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "wrong"),
     [(CASES[name], wrong) for name in ALGORITHMS for wrong in WRONG[name]],

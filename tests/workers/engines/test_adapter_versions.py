@@ -93,6 +93,7 @@ def differ(one: SampleResponse, other: SampleResponse) -> bool:
 LAYOUTS = ["single", pytest.param("tp=2", marks=pytest.mark.full)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
 async def test_request_ends_with_the_weights_it_began_with(parallel: str, tiny_models: dict[str, Path]) -> None:
     async with one_sampler(tiny_models["qwen3"], parallel) as dispatch:
@@ -137,6 +138,7 @@ async def test_new_weights_replace_unused_ones_in_place(
     assert all("of the weights of moving" in line and " bytes in " in line for line in logs)
 
 
+@pytest.mark.slow
 async def test_at_most_two_versions_are_held_and_those_between_are_skipped(tiny_models: dict[str, Path]) -> None:
     async with one_sampler(tiny_models["qwen3"]) as dispatch:
         first = await drawn(dispatch, 1)
@@ -234,6 +236,7 @@ async def test_requests_of_a_dead_worker_are_rerun_with_the_newest_weights(
         np.testing.assert_array_equal(streamed, continued.sequences[0].tokens[: len(streamed)])
 
 
+@pytest.mark.slow
 async def test_running_request_continues_with_a_newer_adapter(tiny_models: dict[str, Path]) -> None:
     async with one_sampler(tiny_models["qwen3"]) as dispatch:
         await dispatch.create_run("tiny", RunSpec("lora", LoraConfig(rank=4, seed=0)), "tenant")

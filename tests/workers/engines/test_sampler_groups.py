@@ -120,6 +120,7 @@ async def test_copy_gets_new_weights_and_a_snapshot_stays(dispatch: WorkerDispat
     await dispatch.drop_run(run_id)
 
 
+@pytest.mark.slow
 async def test_running_request_continues_with_newer_weights(dispatch: WorkerDispatch) -> None:
     run_id = await trained_run(dispatch, "under-way")
     await dispatch.copy_adapter(run_id, "inflight")
@@ -137,6 +138,7 @@ async def test_running_request_continues_with_newer_weights(dispatch: WorkerDisp
     await dispatch.drop_run(run_id)
 
 
+@pytest.mark.slow
 async def test_requests_of_a_dead_sampler_worker_are_rerun(dispatch: WorkerDispatch) -> None:
     """The run is dropped, so the adapter is from the server's copy. No token is streamed twice."""
     run_id = await trained_run(dispatch, "survived")

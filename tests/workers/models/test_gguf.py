@@ -38,6 +38,7 @@ def test_the_rotary_permutation_is_undone() -> None:
     assert not np.array_equal(gguf.undo_rotary_permutation(weight[order], 1), weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -43,6 +43,7 @@ def page_faults(mode: str) -> int:
     return int(answer)
 
 
+@pytest.mark.slow
 def test_a_tuned_allocator_reuses_large_blocks_without_page_faults() -> None:
     assert page_faults("tuned") < 100 < page_faults("as is")
 
@@ -64,6 +65,7 @@ print(resident_bytes() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
 def test_products_of_many_row_counts_keep_little_memory() -> None:
     # Leaves out what a worker of an earlier test has set in this process.
@@ -103,6 +105,7 @@ print(inside, is_refused(5_000_000_000))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
 def test_allocation_beyond_the_bound_is_refused() -> None:
     """Without the bound the allocation succeeds, because its memory is not touched.
@@ -132,6 +135,7 @@ with bounded_memory(torch.device("cpu")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
 @pytest.mark.parametrize(("state", "num_bytes", "fits"), [("kept", 2.5e9, True), ("trimmed", 2.5e9, False)])
 def test_returned_memory_is_not_counted_twice(state: str, num_bytes: float, fits: bool) -> None:

@@ -105,6 +105,7 @@ def window(where: Layout, algorithm: Algorithm, seeds: Sequence[int]) -> Gradien
     return Gradient(of_sum, CheckpointDescription.read(directory).window.weight_sum, losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_draft_gradients_equal_those_of_one_rank(

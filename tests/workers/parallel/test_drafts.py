@@ -69,6 +69,7 @@ class Trained:
         self.weights = {name: each for path in paths for name, each in load_file(path).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "algorithm"),
     [

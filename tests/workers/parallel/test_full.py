@@ -78,6 +78,7 @@ def tensors(directory: Path, stem: str) -> dict[str, np.ndarray]:
     return {name: each for path in paths for name, each in load_file(path).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_full_model_trains_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = case.model(tiny_models, tmp_path)

@@ -101,6 +101,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout", "dtype", "states"), RANKS)
 def test_memory_of_a_rank_is_as_planned(kind: str, layout: str, dtype: str, states: Any, tmp_path: Path) -> None:
     model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
@@ -125,6 +126,7 @@ def test_memory_of_a_rank_is_as_planned(kind: str, layout: str, dtype: str, stat
         assert not near(planned.total - forgotten, found, within=0.05)
 
 
+@pytest.mark.slow
 def test_activations_grow_with_tokens_as_planned(tmp_path: Path) -> None:
     check_growth(scaled_model("qwen3", tmp_path), "float32", {})
 

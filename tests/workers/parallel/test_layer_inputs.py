@@ -87,6 +87,7 @@ def all_of(numbers: Numbers) -> list[np.ndarray]:
     return [np.array(numbers.losses), np.array(numbers.norms), *numbers.logprobs, *matrices]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["recompute", "offload"])
 def test_results_are_bit_identical(way: str, by_way: dict[str, Trained]) -> None:
     kept, other = all_of(by_way["keep"].numbers), all_of(by_way[way].numbers)

@@ -75,6 +75,7 @@ def both(case: Case, learn: Any, tiny_models: dict[str, Path], tmp_path: Path) -
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_adapters_train_the_same(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     def learn(where: Layout) -> Numbers:

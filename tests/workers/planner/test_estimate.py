@@ -165,6 +165,7 @@ def in_bfloat16(kind: str) -> Any:
     return pytest.param(kind, "bfloat16", marks=SLOW_IN_BFLOAT16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), in_bfloat16("llama"), in_bfloat16("qwen3_moe")])
 def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_path: Path) -> None:
     model = scaled_model(kind, tmp_path)

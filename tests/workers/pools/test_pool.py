@@ -62,6 +62,7 @@ def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's allocator")
 @ray_in_full
 def test_idle_rank_returns_freed_memory(new_pool: NewPool) -> None:
@@ -198,6 +199,7 @@ def test_rank_gets_its_number_of_threads(new_pool: NewPool) -> None:
     run(check())
 
 
+@pytest.mark.slow
 def test_killed_rank_fails_running_and_later_calls(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
@@ -214,6 +216,7 @@ def test_killed_rank_fails_running_and_later_calls(new_pool: NewPool) -> None:
     run(check())
 
 
+@pytest.mark.slow
 def test_the_death_of_an_idle_rank_is_noticed(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
@@ -236,6 +239,7 @@ def test_death_message_names_the_exit_code_or_signal() -> None:
     run(check())
 
 
+@pytest.mark.slow
 def test_close_ends_processes_and_fails_running_calls(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
@@ -249,6 +253,7 @@ def test_close_ends_processes_and_fails_running_calls(new_pool: NewPool) -> None
     run(check())
 
 
+@pytest.mark.slow
 def test_cancelled_call_does_not_shift_later_answers(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
@@ -259,6 +264,7 @@ def test_cancelled_call_does_not_shift_later_answers(new_pool: NewPool) -> None:
     run(check())
 
 
+@pytest.mark.slow
 def test_call_does_not_block_the_event_loop(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:

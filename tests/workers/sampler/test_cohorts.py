@@ -48,6 +48,7 @@ def finish_in_turns(sampler: Any, cohorts: dict[int, list[SampleJob]]) -> dict[s
     return finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_bytes", [1 << 30, BYTES_PER_TOKEN * 300])
 def test_alternating_cohorts_sample_as_each_job_alone(adapted: Adapted, kv_cache_bytes: int) -> None:
     sampler = make_sampler(adapted, kv_cache_bytes=kv_cache_bytes)

@@ -185,6 +185,7 @@ def p_value(outcomes: np.ndarray, exact: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2 + 1e-9), torch.tensor(statistic / 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_sequences_follow_the_enumerated_distribution(model: Model, drawn: Drawn, name: str) -> None:
     assert p_value(drawn[name], model.exact(CASES[name].params)) > LEAST_P_VALUE

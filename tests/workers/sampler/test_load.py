@@ -147,6 +147,7 @@ def ideal_slices(jobs: Sequence[SampleJob]) -> float:
     return sum(map(token_slices, jobs)) / (BUDGET / BYTES_PER_TOKEN)
 
 
+@pytest.mark.slow
 def test_requests_that_are_not_cancelled_get_all_their_tokens(trace: Trace) -> None:
     assert max(trace.num_active) > 0.95 * NUM_REQUESTS and len(trace.cancelled) > 20
     assert trace.responses.keys() == {each.job_id for each in JOBS} - trace.cancelled

@@ -272,6 +272,7 @@ def served(request: pytest.FixtureRequest, all_served: dict[str, Served]) -> Ser
     return all_served[request.param]
 
 
+@pytest.mark.slow
 def test_traffic_covers_every_option_and_a_small_cache_preempts(all_served: dict[str, Served]) -> None:
     for served in all_served.values():
         jobs = [job for job, _ in served.answers]

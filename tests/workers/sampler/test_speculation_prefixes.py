@@ -122,6 +122,7 @@ def test_a_repeated_prompt_is_not_run_again(
     assert max_difference(probabilities, num) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_id", DRAFTS)
 @pytest.mark.parametrize("pays", [True, False])
 def test_the_next_turn_of_a_conversation_reuses_the_last(

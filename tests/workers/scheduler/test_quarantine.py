@@ -181,6 +181,7 @@ def test_later_requests_get_no_strikes_and_the_culprit_is_found() -> None:
     run(check())
 
 
+@pytest.mark.slow
 def test_later_culprit_is_found_while_others_are_suspects() -> None:
     async def check() -> None:
         server = Server("culprit")

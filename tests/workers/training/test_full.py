@@ -310,6 +310,7 @@ def test_samples_use_the_requested_weights(tmp_path: Path) -> None:
     assert sampled(worker, "loaded")[0].sequences[0].tokens.tolist() == own
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("either_way")
 def test_models_that_sample_in_turn_do_not_disturb_each_other(tmp_path: Path) -> None:
     """The models share the cache: when a sample of one ends or grows, another model's sample may move there."""

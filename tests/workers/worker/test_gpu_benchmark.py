@@ -11,6 +11,7 @@ from ...benchmarks import gpu
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning", "ignore:.*Profiler")
 
 
+@pytest.mark.slow
 def test_each_step_writes_its_figures(tmp_path: Path) -> None:
     gpu.main(["--model=tiny", "--rounds=1", f"--out={tmp_path}"])
     found = {step: json.loads((tmp_path / f"{step}-tiny.json").read_text()) for step in gpu.STEPS}
@@ -20,6 +21,7 @@ def test_each_step_writes_its_figures(tmp_path: Path) -> None:
     assert (tmp_path / found["profiles"]["profile of train"]).read_text()
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_keeps_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(*_: object) -> None:
         raise KeyboardInterrupt

@@ -90,6 +90,7 @@ def test_imported_packages_are_declared(package: str) -> None:
     assert not [(path, module) for path, module in imports(package) if not packages_of(module) & may]
 
 
+@pytest.mark.slow
 def test_declared_packages_are_used() -> None:
     used = {name for package in EXTRAS for _, module in imports(package) for name in packages_of(module)}
     everything = names_of(*declared())

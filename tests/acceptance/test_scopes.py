@@ -55,6 +55,7 @@ def test_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pyte
     rest.holder.close()
 
 
+@pytest.mark.slow
 def test_sdk_samples_with_a_sample_only_key(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "sample", capsys)
     with official_service(server.url, key) as service:

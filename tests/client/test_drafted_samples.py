@@ -55,6 +55,7 @@ def test_a_draft_trained_on_samples_predicts_them(service: ServiceClient) -> Non
     assert drafted.compute_logprobs([5, 6, 7]).result(60)[0] is None
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_no_draft_are_refused(service: ServiceClient) -> None:
     policy = service.create_lora_training_client(MODEL, rank=4)
     path = save_for_sampling(policy, "a")

@@ -170,6 +170,7 @@ def test_captured_features_train_like_the_target_until_they_are_released(real_se
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
+@pytest.mark.slow
 def test_a_step_after_a_refused_feature_ref_fails_and_clears_the_gradients(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
     learned = draft.forward_backward(DATA, "eagle3").result(60)

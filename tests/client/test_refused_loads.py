@@ -61,6 +61,7 @@ def test_loading_a_checkpoint_of_another_shape_is_refused(server: LiveServer, se
         assert f"{path}{BEFORE}{reason}" in refusal(server, lambda other=other: other.load_state(path).result())
 
 
+@pytest.mark.slow
 def test_loading_a_checkpoint_of_another_draft_is_refused(server: LiveServer, service: ServiceClient) -> None:
     path = path_of(service.create_draft_client(MODEL, "eagle3").save_state("a"))
     draft = service.create_draft_client(MODEL, "dflash")

@@ -41,6 +41,7 @@ async def imported(server: Server) -> str:
     return (await upload(server)).json()["tinker_path"]
 
 
+@pytest.mark.slow
 async def test_an_imported_adapter_is_listed_with_its_configuration(server: Server) -> None:
     answer = (await upload(server, name="mine")).json()
     path = answer["tinker_path"]

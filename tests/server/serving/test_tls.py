@@ -84,6 +84,7 @@ def test_clients_that_trust_the_certificate_are_served(server: LiveServer, files
         stranger.get("/api/v1/healthz")
 
 
+@pytest.mark.slow
 def test_plain_http_and_old_tls_versions_are_refused(server: LiveServer, files: Files) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https", "http") + "/api/v1/healthz")

@@ -211,6 +211,7 @@ async def test_dropped_model_leaves_the_worker_in_all_versions(tiny_models: dict
         assert (await sampler_memory(dispatch))["full_models"] == 0
 
 
+@pytest.mark.slow
 async def test_requests_of_a_dead_worker_are_rerun_with_the_newest_weights(
     tiny_models: dict[str, Path],
 ) -> None:

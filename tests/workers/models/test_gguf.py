@@ -53,6 +53,7 @@ def test_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_digits_and_special_tokens_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("12 345").tokens == ["1", "2", "Ġ", "3", "4", "5"]
     assert tokenizer.encode("<|im_start|>user").ids[0] == 1

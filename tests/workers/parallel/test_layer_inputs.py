@@ -110,6 +110,7 @@ def test_different_rounding_would_show(case: Case, tmp_path: Path) -> None:
         assert not np.array_equal(forward_only(where), with_gradients)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_repeat_their_exchanges(case: Case, by_way: dict[str, Trained]) -> None:
     spec = ParallelSpec.parse(case.spec)
     more = dict.fromkeys(by_way["keep"].exchanges, 0)

@@ -40,6 +40,7 @@ def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathF
         return losses + next_losses(where, "d")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_state_lost_on_one_rank_fails_only_its_run(
     spec: str, undisturbed: list[float], tiny_models: dict[str, Path], tmp_path: Path

@@ -37,7 +37,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     asyncio.run(cluster.disconnect())
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 def new_pool(request: pytest.FixtureRequest) -> NewPool:
     if request.param == "local":
         return LocalPool

@@ -20,6 +20,8 @@ from ..adapted import Adapted
 from ..jobs import answers, job
 
 VOCAB, LENGTH = 8, 3
+pytestmark = pytest.mark.slow
+
 PROMPT = (5, 7, 3, 3, 6)
 NUM_SEQUENCES, NUM_JOBS = 10_000, 8
 LEAST_P_VALUE = 1e-4
@@ -185,7 +187,6 @@ def p_value(outcomes: np.ndarray, exact: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2 + 1e-9), torch.tensor(statistic / 2)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_sequences_follow_the_enumerated_distribution(model: Model, drawn: Drawn, name: str) -> None:
     assert p_value(drawn[name], model.exact(CASES[name].params)) > LEAST_P_VALUE

@@ -157,6 +157,7 @@ def test_requests_that_are_not_cancelled_get_all_their_tokens(trace: Trace) -> N
             assert lengths == [max_tokens(each)] * each.num_samples
 
 
+@pytest.mark.slow
 def test_the_cache_stays_within_its_budget(trace: Trace) -> None:
     assert max(trace.cache_bytes) <= BUDGET
 

@@ -38,6 +38,8 @@ from ..jobs import MOST_SLICES, answers, job
 # Small enough that the trainer can return the whole distribution at every position.
 VOCAB, CONTEXT = 64, 512
 NUM_REQUESTS, MOST_ACTIVE = 200, 40
+pytestmark = pytest.mark.slow
+
 LONGEST_PROMPT = 200
 TOLERANCE = 1e-4
 
@@ -272,7 +274,6 @@ def served(request: pytest.FixtureRequest, all_served: dict[str, Served]) -> Ser
     return all_served[request.param]
 
 
-@pytest.mark.slow
 def test_traffic_covers_every_option_and_a_small_cache_preempts(all_served: dict[str, Served]) -> None:
     for served in all_served.values():
         jobs = [job for job, _ in served.answers]

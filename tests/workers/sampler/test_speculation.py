@@ -26,6 +26,8 @@ from ..jobs import answers, job, slices
 from .test_distribution import CASES, LEAST_P_VALUE, LENGTH, NUM_SEQUENCES, PROMPT, Model, p_value, tokens_of
 from .test_distribution import model as model
 
+pytestmark = pytest.mark.slow
+
 NUM_PROMPTS = 200
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
 DRAFTS = ("random", "trained", "blocks")
@@ -139,7 +141,6 @@ def assert_same_samples(found: Mapping[str, SampleResponse], wanted: Mapping[str
             assert ours.stop_reason == theirs.stop_reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("draft_id", [*DRAFTS, "small vocabulary", "random blocks"])
 def test_greedy_tokens_are_the_same_with_a_draft(target: Target, draft_id: str) -> None:
     jobs = random_jobs(NUM_PROMPTS, target.rollouts, temperature=0.0)
@@ -211,7 +212,6 @@ def preempted_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 0.8])
 def test_preempted_samples_draft_again(
     target: Target, small_cache: Worker, temperature: float, preempted_lengths: list[int]
@@ -229,7 +229,6 @@ def test_preempted_samples_draft_again(
     assert not small_cache._sampler._of_base._speculation._states
 
 
-@pytest.mark.slow
 def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Target, small_cache: Worker) -> None:
     jobs = with_mixed_drafts(
         [replace(each, num_samples=2) for each in longer_jobs(20, target.rollouts, temperature=0.0)]
@@ -342,7 +341,6 @@ def test_all_tokens_of_a_perfect_draft_are_accepted(target: Target, monkeypatch:
         assert (response.guesses.passes, response.guesses.acceptance_length) == (4, num + 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fields", "num"), [({}, 4), (BLOCKS, 5)], ids=["eagle3", "dflash"])
 def test_the_acceptance_length_equals_that_of_a_forward(
     target: Target, tmp_path: Path, fields: dict[str, Any], num: int
@@ -504,7 +502,6 @@ def draw(worker: Worker, name: str) -> np.ndarray:
     return np.concatenate([tokens_of(found[f"{seed}"]) for seed in range(num_jobs)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -522,7 +519,6 @@ def test_sequences_follow_the_enumerated_distribution(model: Model, drafting_wor
         assert p_value(samples, model.exact(wrong)) < LEAST_P_VALUE / 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["accept all", pytest.param("no residual", marks=pytest.mark.full)])
 def test_a_wrong_acceptance_rule_is_detected(
     model: Model, drafting_worker: Worker, fault: str, monkeypatch: pytest.MonkeyPatch

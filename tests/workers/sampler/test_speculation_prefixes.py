@@ -24,6 +24,8 @@ from ..jobs import job
 from .test_speculation import Target, assert_same_samples, run, tokens
 from .test_speculation import target as target
 
+pytestmark = pytest.mark.slow
+
 DRAFTS = "trained", "blocks"
 TOLERANCE = 1e-4
 
@@ -122,7 +124,6 @@ def test_a_repeated_prompt_is_not_run_again(
     assert max_difference(probabilities, num) < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("draft_id", DRAFTS)
 @pytest.mark.parametrize("pays", [True, False])
 def test_the_next_turn_of_a_conversation_reuses_the_last(

@@ -14,7 +14,10 @@ from ..official import official_service
 from ..server.real import MODEL, batch, server_config
 
 # The SDK leaves connections to its interpreter's end.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,6 @@ def key_with(server: Served, scopes: str, capsys: pytest.CaptureFixture[str]) ->
     return capsys.readouterr().out.strip()
 
 
-@pytest.mark.slow
 def test_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "train,sample,read", capsys)
     with official_service(server.url, key) as service:
@@ -55,7 +57,6 @@ def test_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pyte
     rest.holder.close()
 
 
-@pytest.mark.slow
 def test_sdk_samples_with_a_sample_only_key(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "sample", capsys)
     with official_service(server.url, key) as service:

@@ -13,6 +13,8 @@ from trainhouse.server.files.manifest import MANIFEST, read_manifest, write_mani
 
 from ..live import LiveServer, live_server
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tiny/qwen3"
 BEFORE = " cannot be loaded: the checkpoint "
 Saved = APIFuture[SaveWeightsResponse] | APIFuture[SaveWeightsForSamplerResponse]
@@ -50,7 +52,6 @@ def create_policy(service: ServiceClient, rank: int, **fields: Any) -> TrainingC
     return service.create_lora_training_client(MODEL, rank=rank, **fields)
 
 
-@pytest.mark.slow
 def test_loading_a_checkpoint_of_another_shape_is_refused(server: LiveServer, service: ServiceClient) -> None:
     policy = create_policy(service, 4)
     path = path_of(policy.save_state("a"))
@@ -61,7 +62,6 @@ def test_loading_a_checkpoint_of_another_shape_is_refused(server: LiveServer, se
         assert f"{path}{BEFORE}{reason}" in refusal(server, lambda other=other: other.load_state(path).result())
 
 
-@pytest.mark.slow
 def test_loading_a_checkpoint_of_another_draft_is_refused(server: LiveServer, service: ServiceClient) -> None:
     path = path_of(service.create_draft_client(MODEL, "eagle3").save_state("a"))
     draft = service.create_draft_client(MODEL, "dflash")

@@ -19,6 +19,8 @@ from trainhouse.server.serving.server_process import check_certificate
 from ...live import LiveServer, live_server, save_byte_tokenizer
 from ..real import MODEL, server_config
 
+pytestmark = pytest.mark.slow
+
 SDK_SCRIPT = """
 import sys, tinker
 rest = tinker.RestClient(base_url=sys.argv[1], api_key="tml-me")
@@ -69,7 +71,6 @@ def server(
         yield running
 
 
-@pytest.mark.slow
 def test_clients_that_trust_the_certificate_are_served(server: LiveServer, files: Files) -> None:
     assert server.url.startswith("https://127.0.0.1:")
     trusting = ssl.create_default_context(cafile=str(files.authority))
@@ -84,7 +85,6 @@ def test_clients_that_trust_the_certificate_are_served(server: LiveServer, files
         stranger.get("/api/v1/healthz")
 
 
-@pytest.mark.slow
 def test_plain_http_and_old_tls_versions_are_refused(server: LiveServer, files: Files) -> None:
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https", "http") + "/api/v1/healthz")
@@ -103,7 +103,6 @@ def test_our_client_reports_an_untrusted_certificate_at_once(server: LiveServer)
         service.get_server_capabilities()
 
 
-@pytest.mark.slow
 def test_our_client_and_the_sdk_trust_ssl_cert_file(
     server: LiveServer, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

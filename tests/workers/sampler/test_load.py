@@ -20,6 +20,8 @@ from ..jobs import MOST_SLICES, answers, job, slices
 
 VOCAB, CONTEXT = 512, 1024
 # One token's bytes in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
+pytestmark = pytest.mark.slow
+
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 NUM_REQUESTS, NUM_THAT_FIT = 500, 30
@@ -147,7 +149,6 @@ def ideal_slices(jobs: Sequence[SampleJob]) -> float:
     return sum(map(token_slices, jobs)) / (BUDGET / BYTES_PER_TOKEN)
 
 
-@pytest.mark.slow
 def test_requests_that_are_not_cancelled_get_all_their_tokens(trace: Trace) -> None:
     assert max(trace.num_active) > 0.95 * NUM_REQUESTS and len(trace.cancelled) > 20
     assert trace.responses.keys() == {each.job_id for each in JOBS} - trace.cancelled
@@ -157,7 +158,6 @@ def test_requests_that_are_not_cancelled_get_all_their_tokens(trace: Trace) -> N
             assert lengths == [max_tokens(each)] * each.num_samples
 
 
-@pytest.mark.slow
 def test_the_cache_stays_within_its_budget(trace: Trace) -> None:
     assert max(trace.cache_bytes) <= BUDGET
 

@@ -15,8 +15,8 @@ from ..server.real import MODEL, batch, server_config
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.slow,
 ]
 
 

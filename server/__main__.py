@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "run a server",
-    "workers": "keep workers running across restarts of the server",
+    "workers": "removed; names what replaces it",
     "keys": "create, list and revoke API keys",
     "backup": "copy the state of a server, running or not, so that a server can start from the copy",
     "verify": "check the state of a server, running or not, for damage",

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {
     *("subprocess", "multiprocessing", "ray", "uvicorn", "trainhouse.tests.live", "trainhouse.tests.server.s3"),
     *("trainhouse.workers.dispatch.WorkerDispatch", "trainhouse.workers.engines"),
-    *(f"trainhouse.workers.pools.{name}" for name in ("children", "local", "ray", "remote")),
+    *(f"trainhouse.workers.pools.{name}" for name in ("children", "local", "ray")),
     *("transformers", "trainhouse.tests.tiny", "trainhouse.workers.models.model", "trainhouse.workers.worker.worker"),
 }
 # Helpers that never start the dispatch that they make.

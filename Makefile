@@ -124,7 +124,7 @@ bench-parallel: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding $(ARGS)
 
 # On a machine with a GPU and its own torch (2.11 or later, Python 3.11 to 3.13), without a network: installs nothing.
-# Needs torch, transformers, pydantic, protobuf and pytest; the benchmark's reference also peft.
+# Needs torch, transformers, pydantic and pytest; the benchmark's reference also peft.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_RUN := PYTHONPATH=$(CURDIR)/.gpu HF_HUB_OFFLINE=1 $(GPU_PYTHON)
 .gpu/trainhouse:

@@ -161,14 +161,14 @@ class TrainingClient:
     @contextlib.contextmanager
     def _using_features(self, refs: set[str]) -> Iterator[None]:
         """Makes `release_features` of any of these references wait until the end of the block."""
-        left = asyncio.Event()
+        sent = asyncio.Event()
         if refs:
-            self._features_in_use[left] = refs
+            self._features_in_use[sent] = refs
         try:
             yield
         finally:
-            self._features_in_use.pop(left, None)
-            left.set()
+            self._features_in_use.pop(sent, None)
+            sent.set()
 
     async def _submit_chunk(self, body: bytes) -> SubmitResponse | APIStatusError:
         """Submits a chunk; returns a refusal, because the chunks behind it must still be sent to fill their seq_ids."""
@@ -300,8 +300,8 @@ class TrainingClient:
         return self._connection.run(self._release_features(None if data is None else _refs_of(data)))
 
     async def _release_features(self, refs: set[str] | None) -> drafts.ReleaseFeaturesResponse:
-        for left in [left for left, needed in self._features_in_use.items() if refs is None or refs & needed]:
-            await left.wait()
+        for sent in [sent for sent, needed in self._features_in_use.items() if refs is None or refs & needed]:
+            await sent.wait()
         listed = None if refs is None else sorted(refs)
         request = drafts.ReleaseFeaturesRequest(model_id=self.model_id, feature_refs=listed)
         return await self._connection.post("release_features", request, drafts.ReleaseFeaturesResponse)

@@ -1,5 +1,5 @@
-"""Packs validated operations into micro-batches without padding, with the losses of their rows, and sorts outputs back
-into the client's order."""
+"""Packs validated operations into micro-batches without padding, with the losses to compute, and sorts outputs
+back into the client's order."""
 
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -26,33 +26,36 @@ Values = TypeVar("Values", np.ndarray, Tensor)
 class MicroBatchSegment:
     """Tokens start:stop of a micro-batch that belong to one operation.
 
-    operation: its index. rows: the indices of its rows, in their order here.
-    bounds: where each of these rows starts, counted from `start`, and at the end the number of tokens.
+    operation: its index. examples: the indices of its examples, in their order here.
+    bounds: where each of these examples starts, counted from `start`, and at the end the number of tokens.
     """
 
     operation: int
     start: int
     stop: int
-    rows: tuple[int, ...]
+    examples: tuple[int, ...]
     bounds: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class PackedRow:
-    """Tokens start:stop of a micro-batch, which are one sequence; operation and row are its indices."""
+class PackedExample:
+    """Tokens start:stop of a micro-batch, which are one example.
+
+    operation: the index of its operation. example: its index in that.
+    """
 
     operation: int
-    row: int
+    example: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """Rows start:stop of a micro-batch, n in all: whole sequences of operations that agree in loss, config and weight.
+    """Tokens start:stop of a micro-batch, n in all: whole examples of operations that agree in loss, config and weight.
 
     targets: int64 [n] or [n, K]. inputs: float32, in the same shape. weight: a factor of the loss.
-    bounds: where each sequence starts, and at the end n.
+    bounds: where each example starts, and at the end n.
     """
 
     start: int
@@ -64,11 +67,11 @@ class Objective:
     inputs: Mapping[str, Tensor]
     bounds: tuple[int, ...]
 
-    def evaluate(self, scores: Tensor, rows: slice) -> LossOutput:
-        """Returns the loss for the scores of `rows`, counted from `start`. Sequence-wise losses need all n rows."""
+    def evaluate(self, scores: Tensor, tokens: slice) -> LossOutput:
+        """Returns the loss for the scores of `tokens`, counted from `start`. Sequence-wise losses need all n tokens."""
         by_sequence = self.loss.sequence_wise
         outputs = []
-        for part in map(slice, self.bounds, self.bounds[1:]) if by_sequence else (rows,):
+        for part in map(slice, self.bounds, self.bounds[1:]) if by_sequence else (tokens,):
             inputs = {name: value[part] for name, value in self.inputs.items()}
             outputs.append(self.loss.function(scores[part] if by_sequence else scores, inputs, self.config))
         output = join_outputs(outputs)
@@ -76,7 +79,7 @@ class Objective:
 
 
 def join_outputs(parts: list[LossOutput]) -> LossOutput:
-    """Concatenates the outputs for consecutive rows."""
+    """Concatenates the outputs for consecutive tokens."""
     if len(parts) == 1:
         return parts[0]
     metrics = {name: torch.cat([part.metrics[name] for part in parts]) for name in parts[0].metrics}
@@ -85,9 +88,9 @@ def join_outputs(parts: list[LossOutput]) -> LossOutput:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Sequences packed into one row.
+    """Examples packed into one row of tokens.
 
-    tokens, positions: int64 [tokens]; positions restart with each sequence.
+    tokens, positions: int64 [tokens]; positions restart with each example.
     segments, objectives: in the order of the tokens; each of the two covers all tokens.
     """
 
@@ -97,10 +100,10 @@ class MicroBatch:
     segments: tuple[MicroBatchSegment, ...]
     objectives: tuple[Objective, ...]
 
-    def packed_rows(self) -> Iterator[PackedRow]:
-        for each in self.segments:
-            for datum, (start, stop) in zip(each.rows, pairwise(each.bounds), strict=True):
-                yield PackedRow(each.operation, datum, each.start + start, each.start + stop)
+    def packed_examples(self) -> Iterator[PackedExample]:
+        for segment in self.segments:
+            for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
+                yield PackedExample(segment.operation, example, segment.start + start, segment.start + stop)
 
     def segments_of(self, objective: Objective) -> Iterator[MicroBatchSegment]:
         return (each for each in self.segments if objective.start <= each.start < objective.stop)
@@ -110,7 +113,7 @@ class MicroBatch:
 class Lane:
     """Micro-batches that run one after the other, in parallel with those of other lanes.
 
-    operations: the indices of the operations that have rows in them.
+    operations: the indices of the operations that have examples in them.
     """
 
     operations: frozenset[int]
@@ -121,13 +124,13 @@ class Lane:
 def pack(
     operations: Sequence[ValidatedBatch], token_budget: int, device: torch.device, most_lanes: int = 1
 ) -> list[Lane]:
-    """Packs all rows into micro-batches with at most `token_budget` tokens at a time over all lanes.
+    """Packs all examples into micro-batches with at most `token_budget` tokens at a time over all lanes.
 
-    A row that is longer than that runs alone. In a micro-batch the rows of an operation are neighbours, and so are
-    operations that are scored together.
+    An example that is longer than that runs alone. In a micro-batch the examples of an operation are neighbours, and so
+    are operations that are scored together.
     """
-    places = [(i, j) for i, operation in enumerate(operations) for j in range(len(operation.rows))]
-    lengths = [len(operations[i].rows[j].tokens) for i, j in places]
+    places = [(i, j) for i, operation in enumerate(operations) for j in range(len(operation.examples))]
+    lengths = [len(operations[i].examples[j].tokens) for i, j in places]
     return [
         Lane(
             frozenset(places[k][0] for members in bins for k in members),
@@ -138,8 +141,8 @@ def pack(
     ]
 
 
-def select_sequences(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
-    """Returns a micro-batch of some of the sequences, given their bounds, without segments and objectives."""
+def select_examples(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
+    """Returns a micro-batch of some of the examples, given their bounds, without segments and objectives."""
     if not bounds:
         return empty_micro_batch(micro_batch.tokens.device)
     tokens, positions = (
@@ -200,64 +203,64 @@ def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
 
 
 def smaller_budget(operation: ValidatedBatch, token_budget: int) -> int | None:
-    """Returns half the size of the operation's largest micro-batch, but at least its longest row.
+    """Returns half the size of the operation's largest micro-batch, but at least its longest example.
 
-    Returns None if it cannot be smaller: the largest micro-batch is a single row, or this rank has no rows.
+    Returns None if it cannot be smaller: the largest micro-batch is a single example, or this rank has none.
     """
-    lengths = [len(row.tokens) for row in operation.rows]
+    lengths = [len(example.tokens) for example in operation.examples]
     largest, longest = min(token_budget, sum(lengths)), max(lengths, default=0)
     return max(largest // 2, longest) if largest > longest else None
 
 
-def split_by_datum(
+def split_by_example(
     segment: MicroBatchSegment, values: np.ndarray, operation: ValidatedBatch
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Splits values [n] or [n, K] of a segment by datum; yields its index and its values in the targets' shape."""
-    for datum, start, stop in zip(segment.rows, segment.bounds, segment.bounds[1:], strict=False):
-        yield datum, in_shape_of(operation.rows[datum].targets, values[start:stop])
+    """Splits values [n] or [n, K] of a segment; yields each example's index and its values in the targets' shape."""
+    for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
+        yield example, in_shape_of(operation.examples[example].targets, values[start:stop])
 
 
 def _micro_batch(
     operations: Sequence[ValidatedBatch], places: list[tuple[int, int]], device: torch.device
 ) -> MicroBatch:
-    """Packs the sequences at these places, (operation, row), an operation's longest first."""
+    """Packs the examples at these places, (operation, example), an operation's longest first."""
     places = sorted(places, key=lambda place: place[0])
-    rows = [operations[i].rows[j] for i, j in places]
-    lengths = [len(row.tokens) for row in rows]
+    examples = [operations[i].examples[j] for i, j in places]
+    lengths = [len(example.tokens) for example in examples]
     starts = [0, *accumulate(lengths)]
     return MicroBatch(
-        tokens=_tensor([row.tokens for row in rows], device),
+        tokens=_tensor([example.tokens for example in examples], device),
         positions=_tensor([np.arange(length) for length in lengths], device),
         packing=Packing(pack_lengths(lengths)),
         segments=tuple(_segments(places, starts)),
-        objectives=tuple(_objectives(operations, places, rows, starts, device)),
+        objectives=tuple(_objectives(operations, places, examples, starts, device)),
     )
 
 
 def _segments(places: list[tuple[int, int]], starts: list[int]) -> Iterator[MicroBatchSegment]:
     for first, stop in _equal_runs([i for i, _ in places]):
         bounds = tuple(start - starts[first] for start in starts[first : stop + 1])
-        datums = tuple(j for _, j in places[first:stop])
-        yield MicroBatchSegment(places[first][0], starts[first], starts[stop], datums, bounds)
+        examples = tuple(j for _, j in places[first:stop])
+        yield MicroBatchSegment(places[first][0], starts[first], starts[stop], examples, bounds)
 
 
 def _objectives(
     operations: Sequence[ValidatedBatch],
     places: list[tuple[int, int]],
-    rows: list[Example],
+    examples: list[Example],
     starts: list[int],
     device: torch.device,
 ) -> Iterator[Objective]:
     for first, stop in _equal_runs([operations[i].loss_key for i, _ in places]):
-        operation, scored = operations[places[first][0]], rows[first:stop]
+        operation, scored = operations[places[first][0]], examples[first:stop]
         yield Objective(
             start=starts[first],
             stop=starts[stop],
             loss=operation.loss,
             config=operation.config,
             weight=operation.weight,
-            targets=_tensor([row.targets for row in scored], device),
-            inputs={name: _tensor([row.inputs[name] for row in scored], device) for name in scored[0].inputs},
+            targets=_tensor([example.targets for example in scored], device),
+            inputs={name: _tensor([example.inputs[name] for example in scored], device) for name in scored[0].inputs},
             bounds=tuple(start - starts[first] for start in starts[first : stop + 1]),
         )
 
@@ -281,7 +284,7 @@ def _tensor(arrays: list[np.ndarray], device: torch.device) -> Tensor:
 
 
 def in_shape_of(targets: Values, values: Values) -> Values:
-    """Returns the view of joined values, [n] or [n, largest K], that belongs to rows with these targets."""
+    """Returns the view of joined values, [n] or [n, largest K], that belongs to tokens with these targets."""
     if values.ndim == 1:
         return values
     return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

@@ -39,22 +39,22 @@ class ValidatedBatch:
     """A validated request, or a rank's share of a part of one.
 
     weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: see Loss.denominator.
-    datum_indices: index of each row in the whole operation.
+    datum_indices: index of each example's datum in the whole operation.
     """
 
     loss_name: str
     loss: Loss
     config: Config
     weight: float
-    rows: tuple[Example, ...]
+    examples: tuple[Example, ...]
     num_tokens: int
     denominator: float
     datum_indices: Sequence[int]
 
     @cached_property
     def loss_key(self) -> tuple[Hashable, ...]:
-        """A key that is equal for operations that are scored together: their rows differ only in data."""
-        many_targets = any(row.targets.ndim == 2 for row in self.rows)
+        """A key that is equal for operations that are scored together: their examples differ only in data."""
+        many_targets = any(example.targets.ndim == 2 for example in self.examples)
         return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
 
 
@@ -87,16 +87,16 @@ def validate_request(
         _check_shapes(i, datum, request.loss_fn, loss, limits)
     _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.indices)
     _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.indices)
-    rows = tuple(_row(datum, loss, config) for datum in request.data)
+    examples = tuple(_example(datum, loss, config) for datum in request.data)
     for name in (*loss.required, *loss.optional):
-        _check_finite(name, request.data, rows, loss, share.indices)
-    counts = [row.inputs[loss.counted_by] for row in rows]
+        _check_finite(name, request.data, examples, loss, share.indices)
+    counts = [example.inputs[loss.counted_by] for example in examples]
     return ValidatedBatch(
         loss_name=request.loss_fn,
         loss=loss,
         config=config,
         weight=float(request.loss_weight),
-        rows=rows,
+        examples=examples,
         num_tokens=sum(map(_num_counted, counts)),
         denominator=loss.denominator(_joined(counts)),
         datum_indices=share.indices,
@@ -176,7 +176,7 @@ def _check_shifted_targets(index: int, tokens: np.ndarray, targets: np.ndarray, 
         )
 
 
-def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers: Sequence[int]) -> None:
+def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, indices: Sequence[int]) -> None:
     ids = _joined(arrays)
     if not ids.size or (ids.min() >= 0 and ids.max() < limits.vocab_size):
         return
@@ -184,35 +184,37 @@ def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers
     datum, position = _find(at, arrays)
     remedy = "; give positions that should be ignored weight or advantage 0" if name == TARGETS else ""
     raise OperationError(
-        f"datum {numbers[datum]}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
+        f"datum {indices[datum]}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
         f" {limits.vocab_size}: ids range from 0 to {limits.vocab_size - 1}{remedy}"
     )
 
 
 def _check_finite(
-    name: str, data: Sequence[Datum], rows: tuple[Example, ...], loss: Loss, numbers: Sequence[int]
+    name: str, data: Sequence[Datum], examples: tuple[Example, ...], loss: Loss, indices: Sequence[int]
 ) -> None:
     """Raises OperationError if a given input is not finite.
 
     Log-probabilities of the sampler can be anything at positions that no loss reads: prompts often have none.
     """
-    given = zip(data, rows, strict=True)
-    arrays = [row.inputs[name] if name in datum.loss_fn_inputs else np.zeros(row.targets.shape) for datum, row in given]
+    arrays = [
+        example.inputs[name] if name in datum.loss_fn_inputs else np.zeros(example.targets.shape)
+        for datum, example in zip(data, examples, strict=True)
+    ]
     values = _joined(arrays)
     if np.isfinite(values).all():
         return
     if name == "logprobs":
-        values = np.where(_joined([_reads_logprobs(row, loss) for row in rows]), values, 0.0)
+        values = np.where(_joined([_reads_logprobs(example, loss) for example in examples]), values, 0.0)
         if np.isfinite(values).all():
             return
     at = int(np.argmin(np.isfinite(values)))
     datum, position = _find(at, arrays)
-    raise OperationError(f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite")
+    raise OperationError(f"datum {indices[datum]}: {name} is {values[at]} at position {position}: it must be finite")
 
 
-def _reads_logprobs(row: Example, loss: Loss) -> np.ndarray:
-    counts = row.inputs[loss.counted_by]
-    return (counts != 0) | (row.inputs.get("sequence_ratio_mask", counts) != 0)
+def _reads_logprobs(example: Example, loss: Loss) -> np.ndarray:
+    counts = example.inputs[loss.counted_by]
+    return (counts != 0) | (example.inputs.get("sequence_ratio_mask", counts) != 0)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
@@ -228,7 +230,7 @@ def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
     raise AssertionError("beyond the last array")
 
 
-def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Example:
+def _example(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Example:
     given = datum.loss_fn_inputs
     targets = _targets(datum, loss).astype(np.int64)
     # A number beyond float32 becomes infinite, which is then refused with its position.

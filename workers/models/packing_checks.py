@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..batch.micro_batch import MicroBatch, select_sequences
+from ..batch.micro_batch import MicroBatch, select_examples
 from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
 from ..ops.memory import is_out_of_memory
 
@@ -112,7 +112,7 @@ def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[Mi
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
     together = hidden_states(whole)
-    alone = torch.cat([hidden_states(select_sequences(whole, [bounds])) for bounds in _bounds()])
+    alone = torch.cat([hidden_states(select_examples(whole, [bounds])) for bounds in _bounds()])
     _refuse_distance(source, model, _largest_distance(together.float(), alone.float()), "hidden states", "alone", "")
 
 

@@ -41,7 +41,7 @@ def out_of_memory_message(operation: ValidatedBatch, configured: int, tried: int
     """
     free = available_bytes(device)
     room = f"{device} has {gigabytes(free) if free is not None else 'an unknown amount'} free"
-    lengths = [len(row.tokens) for row in operation.rows]
+    lengths = [len(example.tokens) for example in operation.examples]
     if not lengths:
         return (
             f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots or --full-slots"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.training import FeatureLocation, ForwardBackwardRequest
-from ..batch.micro_batch import MicroBatch, select_sequences
+from ..batch.micro_batch import MicroBatch, select_examples
 from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
 from ..drafts.algorithms.algorithm import DraftPass
@@ -58,8 +58,8 @@ class NeededSources:
     stored: bool
 
     @staticmethod
-    def for_sequences(stored: Sequence[CapturedFeatures | None]) -> "NeededSources":
-        """Returns the sources needed for these sequences, of which each has captured features or None."""
+    def for_examples(stored: Sequence[CapturedFeatures | None]) -> "NeededSources":
+        """Returns the sources needed for these examples, of which each has captured features or None."""
         return NeededSources(any(each is None for each in stored), any(each is not None for each in stored))
 
     @staticmethod
@@ -69,7 +69,7 @@ class NeededSources:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A rank's plan for drafts. stored: the rows whose features it has found, by operation_id."""
+    """A rank's plan for drafts. stored: the indices of the examples whose features it has found, by operation_id."""
 
     needed: NeededSources
     stored: Mapping[int, frozenset[int]]
@@ -96,15 +96,15 @@ class DraftPassRunner:
         self._budget = LogitBudget.on(base.device, head.chunk_rows)
 
     def find_stored(
-        self, request: ForwardBackwardRequest, place: FeatureLocation, numbers: Sequence[int]
+        self, request: ForwardBackwardRequest, location: FeatureLocation, datum_indices: Sequence[int]
     ) -> dict[int, CapturedFeatures]:
-        """Returns the captured features of a request's data, by row, as far as they are available.
+        """Returns the captured features of a request's data, by index of the example, as far as they are available.
 
         For a training request these are the features that the data refer to, for a capture request those that are
         already stored.
 
         Args:
-            numbers: the data's indices in the whole operation.
+            datum_indices: the data's indices in the whole operation.
         Raises:
             OperationError: the features do not fit the draft or the data.
         """
@@ -112,21 +112,21 @@ class DraftPassRunner:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
         kind = self._models.draft(request.model_id).feature_kind
         stored: dict[int, CapturedFeatures] = {}
-        for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
+        for example, (datum_index, datum) in enumerate(zip(datum_indices, request.data, strict=True)):
             address = kind.address(datum.tokens)
-            referred = address_of(datum.feature_ref) if datum.feature_ref else address if place.captures else None
-            features = None if referred is None else CapturedFeatures.find(Path(place.directory), referred)
+            referred = address_of(datum.feature_ref) if datum.feature_ref else address if location.captures else None
+            features = None if referred is None else CapturedFeatures.find(Path(location.directory), referred)
             if features is not None:
-                features.check(kind, address, number)
+                features.check(kind, address, datum_index)
                 if features.is_complete(kind, len(datum.tokens)):
-                    stored[row] = features
+                    stored[example] = features
         return stored
 
     def plan(self, operations: Sequence[RankOperation]) -> DraftPlan:
         """Returns the sources of features that this rank's share of the data needs, and what it has found."""
-        of_rows = [each.stored.get(row) for each in operations for row in range(len(each.batch.rows))]
+        found = [each.stored.get(example) for each in operations for example in range(len(each.batch.examples))]
         stored = {each.part.operation_id: frozenset(each.stored) for each in operations if each.stored}
-        return DraftPlan(NeededSources.for_sequences(of_rows), stored)
+        return DraftPlan(NeededSources.for_examples(found), stored)
 
     def start(
         self,
@@ -154,7 +154,7 @@ class DraftPassRunner:
             needed: what any of the ranks that run together needs; None if this rank runs alone.
         """
         draft = self._models.draft(operations[0].run_id)
-        needed = needed or NeededSources.for_sequences(_stored(micro_batch, operations))
+        needed = needed or NeededSources.for_examples(_stored(micro_batch, operations))
         captures = [operation.capture_directory is not None for operation in operations]
         # Otherwise the features are those of the tokens that this rank scores.
         covers_all = needed.stored or any(captures)
@@ -186,13 +186,13 @@ class DraftPassRunner:
                     inputs = self._inputs(draft, features.mapped(lambda whole, rows=rows: whole[rows]), mask, share)
                     self._score(draft, inputs, operation.batch, scores, trains)
                 of_ranks = draft.groups.feature_team.all_gather_object(scores.finish())
-                if share.batch.part is not None:
-                    operation.add_scores(share.batch.part, _merge(share.batch, of_ranks))
+                if share.batch.segment is not None:
+                    operation.add_scores(share.batch.segment, _merge(share.batch, of_ranks))
 
     def _features_of_all_tokens(
         self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> TargetFeatures:
-        """Returns the features of all tokens. The target runs only over sequences without stored features."""
+        """Returns the features of all tokens. The target runs only over examples without stored features."""
         stored, hooked = _stored(micro_batch, operations), self._hooked(draft)
         if not needed.stored:
             return hooked.features(micro_batch)
@@ -202,11 +202,11 @@ class DraftPassRunner:
         parts: list[tuple[Tensor, TargetFeatures]] = []
         sources: list[tuple[FeatureSource, bool]] = [(hooked, False), (reader, True)]
         for source, is_stored in sources:
-            rows = zip(micro_batch.packed_rows(), stored, strict=True)
-            own = [(row.start, row.stop) for row, each in rows if (each is not None) is is_stored]
+            examples = zip(micro_batch.packed_examples(), stored, strict=True)
+            own = [(example.start, example.stop) for example, each in examples if (each is not None) is is_stored]
             tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
-            parts.append((of_source, source.features(select_sequences(micro_batch, own))))
+            parts.append((of_source, source.features(select_examples(micro_batch, own))))
         return TargetFeatures.join(parts)
 
     def _hooked(self, draft: DraftModel) -> HookedTarget:
@@ -216,11 +216,11 @@ class DraftPassRunner:
         self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens if there is such an operation."""
-        for part in micro_batch.segments:
-            operation = operations[part.operation]
+        for segment in micro_batch.segments:
+            operation = operations[segment.operation]
             if (directory := operation.capture_directory) is not None:
                 own = features if self._shard_of(micro_batch).is_first else None
-                error = store_features(directory, draft.feature_kind, operation, part, own)
+                error = store_features(directory, draft.feature_kind, operation, segment, own)
                 if error is not None:
                     operation.fail(Failure(write_failure_message(directory, error), "server"))
 
@@ -292,22 +292,22 @@ class DraftPassRunner:
 
 
 def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
-    """Drops stored features that another rank of the same sequences has not found, so that the target runs over these
-    sequences on all of them.
+    """Drops stored features that another rank of the same examples has not found, so that the target runs over these
+    examples on all of them.
 
     Args:
         of_ranks: DraftPlan.stored of each of these ranks.
     """
     for operation in operations:
         if operation.stored:
-            number = operation.part.operation_id
-            of_all = frozenset.intersection(*(rows.get(number, frozenset()) for rows in of_ranks))
-            operation.stored = {row: features for row, features in operation.stored.items() if row in of_all}
+            operation_id = operation.part.operation_id
+            on_all = frozenset.intersection(*(found.get(operation_id, frozenset()) for found in of_ranks))
+            operation.stored = {example: each for example, each in operation.stored.items() if example in on_all}
 
 
 def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
-    """Returns the stored features of each sequence, in order."""
-    return [operations[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
+    """Returns the stored features of each example, in order."""
+    return [operations[each.operation].stored.get(each.example) for each in micro_batch.packed_examples()]
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,26 +37,26 @@ def store_features(
     directory: Path,
     kind: FeatureKind,
     operation: RankOperation,
-    part: MicroBatchSegment,
+    segment: MicroBatchSegment,
     target_features: TargetFeatures | None,
 ) -> OSError | None:
-    """Stores the features of the segment's rows that have none yet.
+    """Stores the features of the segment's examples that have none yet.
 
     Args:
         target_features: those of the micro-batch; None if another rank stores them.
     Returns:
-        The error of the last row that could not be stored.
+        The error of the last example that could not be stored.
     """
     if target_features is None:
         return None
     failure: OSError | None = None
-    for row, tokens in _rows_of(part):
-        features = operation.stored.get(row)
+    for example, tokens in _examples_of(segment):
+        features = operation.stored.get(example)
         try:
             if features is None:
-                address = kind.address(operation.batch.rows[row].tokens)
+                address = kind.address(operation.batch.examples[example].tokens)
                 features = CapturedFeatures.store(directory, address, kind, target_features.stored(tokens, kind))
-            operation.record_features(row, features)
+            operation.record_features(example, features)
         except OSError as error:
             failure = error
     return failure
@@ -85,13 +85,13 @@ class CapturingPassRunner:
         self._base, self._models, self._scoring = base, models, scoring
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
 
-    def check(self, run_id: str, place: FeatureLocation) -> None:
+    def check(self, run_id: str, location: FeatureLocation) -> None:
         """Raises OperationError if the run is not a policy."""
         program = self._models.get(run_id).program
         if not program.samples:
             raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
-        assert all(layer < num_layers for layer in place.layers), "the draft has the same base model"
+        assert all(layer < num_layers for layer in location.layers), "the draft has the same base model"
 
     def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
         """Returns the version by run of this rank's part of the weights, for runs that capture features.
@@ -122,27 +122,27 @@ class CapturingPassRunner:
         share: TokenShard,
     ) -> Tensor:
         """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
-        places = [operations[part.operation].policy_capture for part in micro_batch.segments]
-        layers = sorted({layer for place in places if place is not None for layer in place.layers})
+        locations = [operations[segment.operation].policy_capture for segment in micro_batch.segments]
+        layers = sorted({layer for location in locations if location is not None for layer in location.layers})
         if not layers:
             return self._base.shared_hidden_states(micro_batch, share)
         captured = dict.fromkeys(layers, torch.empty(0))
         hidden = self._base.shared_hidden_states(micro_batch, share, captured)
         gathered = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
-        needs_last = any(place is not None and _target_repr(place) is not None for place in places)
+        needs_last = any(each is not None and _target_repr(each) is not None for each in locations)
         last = _gather_on_first(hidden, share) if needs_last else None
         of_layers = {layer: each for layer, each in gathered.items() if each is not None}
-        for part, place in zip(micro_batch.segments, places, strict=True):
-            if place is not None and of_layers:
-                operation = operations[part.operation]
-                self._store(operation, place, part, versions[operation.run_id], of_layers, last)
+        for segment, location in zip(micro_batch.segments, locations, strict=True):
+            if location is not None and of_layers:
+                operation = operations[segment.operation]
+                self._store(operation, location, segment, versions[operation.run_id], of_layers, last)
         return hidden
 
     def _store(
         self,
         operation: RankOperation,
-        place: FeatureLocation,
-        part: MicroBatchSegment,
+        location: FeatureLocation,
+        segment: MicroBatchSegment,
         version: str,
         of_layers: Mapping[int, Tensor],
         last: Tensor | None,
@@ -152,12 +152,15 @@ class CapturingPassRunner:
         `of_layers` has the hidden states of all tokens by layer, `last` the final ones if the draft's algorithm reads
         them.
         """
-        captured, directory = torch.cat([of_layers[layer] for layer in place.layers], dim=-1), Path(place.directory)
+        captured, directory = (
+            torch.cat([of_layers[layer] for layer in location.layers], dim=-1),
+            Path(location.directory),
+        )
         # Embeddings are not stored: the draft looks them up in its target.
         target_features = TargetFeatures(captured, captured, last)
-        hidden = captured.shape[1] // len(place.layers)
-        kind = FeatureKind(version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
-        failure = store_features(directory, kind, operation, part, target_features)
+        hidden = captured.shape[1] // len(location.layers)
+        kind = FeatureKind(version, tuple(location.layers), _target_repr(location), hidden, self._base.dtype)
+        failure = store_features(directory, kind, operation, segment, target_features)
         if failure is not None and not operation.has_warned:
             operation.has_warned = True
             message = write_failure_message(directory, failure)
@@ -174,15 +177,15 @@ class CapturingPassRunner:
         return version
 
 
-def _target_repr(place: FeatureLocation) -> TargetRepr | None:
-    assert place.algorithm is not None
-    return DRAFT_PROGRAMS[place.algorithm].algorithm.target_repr
+def _target_repr(location: FeatureLocation) -> TargetRepr | None:
+    assert location.algorithm is not None
+    return DRAFT_PROGRAMS[location.algorithm].algorithm.target_repr
 
 
-def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
-    """Yields each row and the slice of its tokens in the micro-batch."""
-    for row, (start, stop) in zip(part.rows, pairwise(part.bounds), strict=True):
-        yield row, slice(part.start + start, part.start + stop)
+def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
+    """Yields the index of each example, and the slice of its tokens in the micro-batch."""
+    for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
+        yield example, slice(segment.start + start, segment.start + stop)
 
 
 def _gather_on_first(hidden: Tensor, share: TokenShard) -> Tensor | None:

@@ -121,8 +121,8 @@ class PassRunner:
         """Returns how the parts of a round run; the same on all ranks, whichever of them fail there."""
         if self._models.is_draft(parts[0].request.model_id):
             return self._draft_passes
-        places = [part.request.features for part in parts]
-        captures = any(place is not None and place.algorithm is not None for place in places)
+        locations = [part.request.features for part in parts]
+        captures = any(each is not None and each.algorithm is not None for each in locations)
         return self._capturing if captures else self.scoring
 
     def _begin(self, part: OperationPart) -> RankOperation:
@@ -144,15 +144,15 @@ class PassRunner:
         if operation.run_id not in self._models:
             raise OperationError(f"run {operation.run_id} is not on this worker: create it first", "server")
         model = self._models.get(operation.run_id)
-        program, place = model.program, request.features
+        program, location = model.program, request.features
         if not (program.trains or operation.forward_only):
             raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
-        losses = CAPTURES if place is not None and place.captures else program.losses
+        losses = CAPTURES if location is not None and location.captures else program.losses
         operation.batch = validate_request(request, self._limits, part.share, losses)
         if losses is not CAPTURES and model.missing_state is not None:
             raise OperationError(model.missing_state)
-        if place is not None:
-            operation.stored = self._stored(operation, place)
+        if location is not None:
+            operation.stored = self._stored(operation, location)
         if operation.num_data != part.first_datum:
             raise OperationError(
                 f"the results of the {part.first_datum} data before these are gone: since they were computed, the run's"
@@ -160,12 +160,15 @@ class PassRunner:
                 "server",
             )
 
-    def _stored(self, operation: RankOperation, place: FeatureLocation) -> dict[int, CapturedFeatures]:
-        """Returns the stored features by row. Raises OperationError if the run is not a draft or they are not its."""
-        if place.algorithm is not None:
-            self._capturing.check(operation.run_id, place)
+    def _stored(self, operation: RankOperation, location: FeatureLocation) -> dict[int, CapturedFeatures]:
+        """Returns the stored features by index of the example.
+
+        Raises OperationError if the run is not a draft, or they are another draft's.
+        """
+        if location.algorithm is not None:
+            self._capturing.check(operation.run_id, location)
             return {}
-        return self._draft_passes.find_stored(operation.part.request, place, operation.batch.datum_indices)
+        return self._draft_passes.find_stored(operation.part.request, location, operation.batch.datum_indices)
 
     def _run_coupled(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
         """Runs a round on ranks that share collectives in forward or backward.
@@ -204,16 +207,16 @@ class PassRunner:
         attempts = [(together, self._token_budget)] if together else []
         while attempts:
             tried, token_budget = attempts.pop()
-            trouble = self._attempt(tried, strategy, token_budget)
-            if trouble is None:
+            failure = self._attempt(tried, strategy, token_budget)
+            if failure is None:
                 continue
             for operation in [each for each in reversed(tried) if not each.computed]:
                 if len(tried) > 1:
                     attempts.append(([operation], token_budget))
-                elif trouble.out_of_memory and (smaller := smaller_budget(operation.batch, token_budget)):
+                elif failure.out_of_memory and (smaller := smaller_budget(operation.batch, token_budget)):
                     attempts.append(([operation], smaller))
                 else:
-                    self._give_up(operation, trouble, token_budget)
+                    self._give_up(operation, failure, token_budget)
 
     def _attempt(
         self, operations: list[RankOperation], strategy: PassStrategy, token_budget: int
@@ -292,14 +295,14 @@ class PassRunner:
                 operation.abandon(Failure(message, "user"))
         return [each for each in operations if not each.computed]
 
-    def _give_up(self, operation: RankOperation, trouble: BatchFailure, token_budget: int | None = None) -> None:
+    def _give_up(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
-        message = trouble.message
-        if trouble.out_of_memory and token_budget is not None:
+        message = failure.message
+        if failure.out_of_memory and token_budget is not None:
             message = out_of_memory_message(operation.batch, self._token_budget, token_budget, self._base.device)
-        if trouble.traceback:
-            logger.error("an operation of run %s failed\n%s", operation.run_id, trouble.traceback)
-        operation.abandon(Failure(message, trouble.category))
+        if failure.traceback:
+            logger.error("an operation of run %s failed\n%s", operation.run_id, failure.traceback)
+        operation.abandon(Failure(message, failure.category))
 
     def _finish(self, operation: RankOperation, result: PartialResult) -> PartAnswer:
         """Ends a part, in the same way on all ranks.

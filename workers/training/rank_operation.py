@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from ...schemas.training import FeatureLocation, ForwardBackwardOutput
-from ..batch.micro_batch import MicroBatchSegment, split_by_datum
+from ..batch.micro_batch import MicroBatchSegment, split_by_example
 from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
 from ..drafts.sequences.captured_features import CapturedFeatures
@@ -23,7 +23,7 @@ class RankOperation:
     """Holds an operation's running part and the results of its finished parts.
 
     part, batch: the running part and its data; a part that is refused before it runs has no batch.
-    stored: for drafts, the captured features of the part's rows.
+    stored: for drafts, the captured features of the part's examples, by their indices.
     failure: why the part contributes nothing; None so far.
     computed: true if nothing remains to be computed for the part.
     finished: the sums of the finished parts, on all ranks. num_data: their data, on all ranks.
@@ -55,20 +55,20 @@ class RankOperation:
     def restart(self) -> None:
         """Drops what an earlier attempt at the part has computed."""
         self.failure: Failure | None = None
-        # By the first row of each segment: lanes finish in any order, and float sums must not depend on it.
+        # By the first example of each segment: lanes finish in any order, and float sums must not depend on it.
         self._segments: dict[int, PartialResult] = {}
 
     @property
     def capture_directory(self) -> Path | None:
         """The directory for features if the part only captures; else None."""
-        place = self.part.request.features
-        return Path(place.directory) if place is not None and place.captures else None
+        location = self.part.request.features
+        return Path(location.directory) if location is not None and location.captures else None
 
     @property
     def policy_capture(self) -> FeatureLocation | None:
         """The directory and layers of the features if a policy's part captures in addition to training; else None."""
-        place = self.part.request.features
-        return place if place is not None and place.algorithm is not None else None
+        location = self.part.request.features
+        return location if location is not None and location.algorithm is not None else None
 
     def add_scores(self, segment: MicroBatchSegment, scored: ScoredRows) -> None:
         """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
@@ -76,19 +76,19 @@ class RankOperation:
             self.refuse(reason)
             return
         metrics = {name: float(values.sum(dtype=np.float64)) for name, values in scored.metrics.items()}
-        self._segments[segment.rows[0]] = PartialResult(
+        self._segments[segment.examples[0]] = PartialResult(
             loss=float(scored.losses.sum(dtype=np.float64)),
             metrics=metrics,
             ratios=scored.ratios,
             denominator=scored.denominator,
         )
-        for row, of_row in split_by_datum(segment, scored.scores, self.batch):
-            self.scores[self.batch.datum_indices[row]] = of_row
+        for example, scores in split_by_example(segment, scored.scores, self.batch):
+            self.scores[self.batch.datum_indices[example]] = scores
 
-    def record_features(self, row: int, features: CapturedFeatures) -> None:
-        """Records that the row's features are stored, on the rank that reports their address."""
+    def record_features(self, example: int, features: CapturedFeatures) -> None:
+        """Records that the example's features are stored, on the rank that reports their address."""
         address = f"{features.address} {features.num_bytes}".encode()
-        self.features[self.batch.datum_indices[row]] = np.frombuffer(address, np.uint8)
+        self.features[self.batch.datum_indices[example]] = np.frombuffer(address, np.uint8)
 
     def refuse(self, reason: str) -> None:
         self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
@@ -165,17 +165,17 @@ def _not_finite(segment: MicroBatchSegment, scored: ScoredRows, batch: Validated
     bad = ~np.isfinite(scored.losses) | np.isnan(scored.scores)
     if not bad.any():
         return None
-    row = int(bad.nonzero()[0][0])
-    sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
-    datum, position = batch.datum_indices[segment.rows[sequence]], row - segment.bounds[sequence]
+    token = int(bad.nonzero()[0][0])
+    number = int(np.searchsorted(segment.bounds, token, side="right")) - 1
+    datum, position = batch.datum_indices[segment.examples[number]], token - segment.bounds[number]
     what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]
     reads = ", ".join((*batch.loss.required, *batch.loss.optional))
-    if np.isnan(scored.scores[row]).any():
+    if np.isnan(scored.scores[token]).any():
         return (
             f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
             " continue from an earlier checkpoint with a lower learning rate"
         )
     return (
         f"datum {datum}: the {batch.loss_name} loss at position {position} is not finite, the model's"
-        f" {what} is {scored.scores[row].tolist()}: check its {reads}"
+        f" {what} is {scored.scores[token].tolist()}: check its {reads}"
     )

@@ -12,7 +12,7 @@ from trainhouse.workers.batch.micro_batch import (
     distribute,
     pack,
     smaller_budget,
-    split_by_datum,
+    split_by_example,
 )
 from trainhouse.workers.batch.validated import ModelLimits, ValidatedBatch
 from trainhouse.workers.training.batch_failure import out_of_memory_message
@@ -37,12 +37,12 @@ def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
     for batch in batches:
         (segment,) = batch.segments
         assert (segment.start, segment.stop) == (0, len(batch.tokens))
-        for datum, start, stop in zip(segment.rows, segment.bounds, segment.bounds[1:], strict=False):
-            row = operation.rows[datum]
+        for example, start, stop in zip(segment.examples, segment.bounds, segment.bounds[1:], strict=False):
+            expected = operation.examples[example]
             (objective,) = batch.objectives
-            assert batch.tokens[start:stop].tolist() == row.tokens.tolist()
-            assert batch.positions[start:stop].tolist() == list(range(len(row.tokens)))
-            assert objective.targets[start:stop].tolist() == row.targets.tolist()
+            assert batch.tokens[start:stop].tolist() == expected.tokens.tolist()
+            assert batch.positions[start:stop].tolist() == list(range(len(expected.tokens)))
+            assert objective.targets[start:stop].tolist() == expected.targets.tolist()
 
 
 def test_equal_lengths_attend_as_one_group() -> None:
@@ -52,13 +52,13 @@ def test_equal_lengths_attend_as_one_group() -> None:
 
 def outputs_of(batches: list[MicroBatch], operations: list[ValidatedBatch]) -> list[list[np.ndarray | None]]:
     """Returns the targets as outputs, in the order of the operations' data."""
-    collected: list[list[np.ndarray | None]] = [[None] * len(operation.rows) for operation in operations]
+    collected: list[list[np.ndarray | None]] = [[None] * len(operation.examples) for operation in operations]
     for batch in batches:
         for segment in batch.segments:
             (objective,) = (each for each in batch.objectives if segment in batch.segments_of(each))
             targets = objective.targets[segment.start - objective.start : segment.stop - objective.start]
-            for datum, values in split_by_datum(segment, targets.numpy(), operations[segment.operation]):
-                collected[segment.operation][datum] = values
+            for example, values in split_by_example(segment, targets.numpy(), operations[segment.operation]):
+                collected[segment.operation][example] = values
     return collected
 
 
@@ -70,9 +70,9 @@ def test_outputs_have_the_order_and_shape_of_the_data() -> None:
     operations = [read(*map(supervised, (3, 9, 4))), read(two_dimensional[0], supervised(4), two_dimensional[1])]
     collected = outputs_of(batches_of(pack(operations, 8, CPU)), operations)
     for operation, outputs in zip(operations, collected, strict=True):
-        for row, output in zip(operation.rows, outputs, strict=True):
+        for example, output in zip(operation.examples, outputs, strict=True):
             assert output is not None
-            np.testing.assert_array_equal(output, row.targets)
+            np.testing.assert_array_equal(output, example.targets)
 
 
 def test_several_operations_share_a_micro_batch_in_segments() -> None:
@@ -84,13 +84,13 @@ def test_several_operations_share_a_micro_batch_in_segments() -> None:
     assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 8), (8, 16), (16, 18)]
 
 
-def test_adjacent_rows_with_one_loss_are_one_objective() -> None:
+def test_adjacent_examples_with_one_loss_are_one_objective() -> None:
     operations = [read(*map(supervised, (3, 5))), read(supervised(4)), read(supervised(4), weight=0.5)]
     (batch,) = batches_of(pack(operations, 1000, CPU))
     assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 12), (12, 16)]
     assert batch.objectives[0].bounds == (0, 5, 8, 12)
     assert batch.objectives[0].targets.tolist() == [
-        token for i, j in ((0, 1), (0, 0), (1, 0)) for token in operations[i].rows[j].targets.tolist()
+        token for i, j in ((0, 1), (0, 0), (1, 0)) for token in operations[i].examples[j].targets.tolist()
     ]
     assert [each.operation for each in batch.segments_of(batch.objectives[0])] == [0, 1]
 
@@ -160,14 +160,14 @@ def test_short_or_indivisible_work_has_fewer_lanes() -> None:
     assert distribute([], 4096, 4) == [[]]
 
 
-def test_lanes_list_the_operations_of_their_rows() -> None:
+def test_lanes_list_the_operations_of_their_examples() -> None:
     limits = ModelLimits(vocab_size=1000, max_context_length=300)
     operations = [read(supervised(300), limits=limits), read(supervised(140), supervised(150), limits=limits)]
     lanes = pack(operations, 4096, CPU, most_lanes=2)
     assert [lane.operations for lane in lanes] == [{0}, {1}]
 
 
-def test_out_of_memory_budgets_halve_down_to_the_longest_row() -> None:
+def test_out_of_memory_budgets_halve_down_to_the_longest_example() -> None:
     operation = read(*map(supervised, (5, 16, 9, 2)))
     budgets = [4096]
     while smaller := smaller_budget(operation, budgets[-1]):
@@ -175,6 +175,6 @@ def test_out_of_memory_budgets_halve_down_to_the_longest_row() -> None:
     assert budgets == [4096, 16]
     assert smaller_budget(read(*[supervised(4)] * 16), 4096) == 32
     assert smaller_budget(read(supervised(4)), 4096) is None
-    without_rows = replace(read(supervised(4)), rows=(), datum_indices=())
-    assert smaller_budget(without_rows, 4096) is None
-    assert "no room for gradients" in out_of_memory_message(without_rows, 4096, 4096, torch.device("cpu"))
+    without_examples = replace(read(supervised(4)), examples=(), datum_indices=())
+    assert smaller_budget(without_examples, 4096) is None
+    assert "no room for gradients" in out_of_memory_message(without_examples, 4096, 4096, torch.device("cpu"))

@@ -128,21 +128,23 @@ def test_the_input_that_counts_decides_which_sampler_logprobs_are_read() -> None
 
 
 def test_absent_optional_inputs_are_filled() -> None:
-    absent = read(without(supervised(3), "weights")).rows[0].inputs["weights"]
+    absent = read(without(supervised(3), "weights")).examples[0].inputs["weights"]
     assert absent.tolist() == [1, 1, 1]
     advantages = np.array([0, 2, -1], np.float32)
-    inputs = read(sampled(3, advantages=advantages), loss_fn="gspo", config={"clip_low_threshold": 0.5}).rows[0].inputs
+    inputs = (
+        read(sampled(3, advantages=advantages), loss_fn="gspo", config={"clip_low_threshold": 0.5}).examples[0].inputs
+    )
     assert inputs["sequence_ratio_mask"].tolist() == [0, 1, 1]
     assert inputs["clip_low_threshold"].tolist() == [0.5] * 3
     per_token = np.array([0.1, 0.2, 0.3], np.float32)
     given = read(sampled(3, clip_low_threshold=per_token), sampled(2), loss_fn="ppo")
-    assert given.rows[0].inputs["clip_low_threshold"].tolist() == per_token.tolist()
-    assert given.rows[1].inputs["clip_low_threshold"].tolist() == np.float32([0.8, 0.8]).tolist()
+    assert given.examples[0].inputs["clip_low_threshold"].tolist() == per_token.tolist()
+    assert given.examples[1].inputs["clip_low_threshold"].tolist() == np.float32([0.8, 0.8]).tolist()
 
 
 def test_integer_weights_become_float32() -> None:
     operation = read(supervised(3, weights=np.array([0, 1, -2])))
-    assert operation.rows[0].inputs["weights"].dtype == np.float32
+    assert operation.examples[0].inputs["weights"].dtype == np.float32
     assert (operation.num_tokens, operation.denominator) == (2, -1.0)
 
 

@@ -44,7 +44,7 @@ class Blocks:
         anchors: list[int] = []
         stops: list[int] = []
         spans: list[Span] = []
-        for number, tokens in zip(labels.numbers, _sequences(packing), strict=True):
+        for number, tokens in zip(labels.datum_indices, _sequences(packing), strict=True):
             random = TokenRandom(int(options["seed"]), number)
             sampled = sample_anchors(weights[tokens], random, int(options["num_anchors"]))
             if len(sampled):

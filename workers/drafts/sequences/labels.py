@@ -14,9 +14,9 @@ class Labels:
     """Targets and weights of n tokens.
 
     targets: int64 [n], the token after each. weights: float32 [n], those of the targets.
-    numbers: of the sequences, their indices in their operation.
+    datum_indices: of the sequences, in their operation.
     """
 
     targets: Tensor
     weights: Tensor
-    numbers: Sequence[int]
+    datum_indices: Sequence[int]

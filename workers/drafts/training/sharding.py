@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,13 +23,13 @@ class DraftBatch:
     """The sequences of one operation in a micro-batch, n tokens in all.
 
     operation: its index. lengths: of the sequences. labels: targets and weights of the n tokens.
-    part: the segment of this rank's micro-batch that they are, None = they are in the micro-batch of another rank.
+    segment: the segment of this rank's micro-batch that they are, None = they are in the micro-batch of another rank.
     """
 
     operation: int
     lengths: tuple[int, ...]
     labels: Labels
-    part: MicroBatchSegment | None
+    segment: MicroBatchSegment | None
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +37,7 @@ class DraftBatch:
 
     def for_other_rank(self, device: torch.device | str) -> "DraftBatch":
         """Returns the batch as other ranks see it, with its labels on `device`."""
-        labels = Labels(self.labels.targets.to(device), self.labels.weights.to(device), self.labels.numbers)
+        labels = Labels(self.labels.targets.to(device), self.labels.weights.to(device), self.labels.datum_indices)
         return DraftBatch(self.operation, self.lengths, labels, None)
 
     @cached_property
@@ -76,7 +77,7 @@ class DraftBatchShare:
     def labels(self) -> Labels:
         labels = self.batch.labels
         rows = torch.from_numpy(self.tokens).to(labels.weights.device)
-        return Labels(labels.targets[rows], labels.weights[rows], [labels.numbers[i] for i in self.sequences])
+        return Labels(labels.targets[rows], labels.weights[rows], [labels.datum_indices[i] for i in self.sequences])
 
     def shard(self, team: Team) -> SequenceShard:
         return SequenceShard(len(self.tokens), team if team.size > 1 else None)
@@ -164,21 +165,25 @@ class FeatureExchange:
         return self._team.all_to_all(own[self._sent_rows], self._num_sent, self._num_received)[self._order]
 
 
-def draft_batches(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> list[DraftBatch]:
-    """Returns the draft batches of a micro-batch. `numbers` has the index of each operation's rows in it."""
+def draft_batches(micro_batch: MicroBatch, datum_indices: Sequence[Sequence[int]]) -> list[DraftBatch]:
+    """Returns the draft batches of a micro-batch.
+
+    Args:
+        datum_indices: ValidatedBatch.datum_indices of each operation.
+    """
     return [
         DraftBatch(
-            part.operation,
-            tuple(stop - start for start, stop in zip(part.bounds, part.bounds[1:], strict=False)),
+            segment.operation,
+            tuple(stop - start for start, stop in pairwise(segment.bounds)),
             Labels(
-                objective.targets[part.start - objective.start : part.stop - objective.start],
-                objective.inputs["weights"][part.start - objective.start : part.stop - objective.start],
-                [numbers[part.operation][datum] for datum in part.rows],
+                objective.targets[segment.start - objective.start : segment.stop - objective.start],
+                objective.inputs["weights"][segment.start - objective.start : segment.stop - objective.start],
+                [datum_indices[segment.operation][example] for example in segment.examples],
             ),
-            part,
+            segment,
         )
         for objective in micro_batch.objectives
-        for part in micro_batch.segments_of(objective)
+        for segment in micro_batch.segments_of(objective)
     ]
 
 

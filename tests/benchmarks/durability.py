@@ -1,7 +1,4 @@
-"""The cost of losing nothing that was acknowledged, and how long a death holds up those who wait.
-
-The durable server and one that writes nothing take turns.
-"""
+"""Durability: throughput and latency of a server and of one that writes nothing, in turn; and the time to recover."""
 
 import os
 import signal
@@ -75,7 +72,7 @@ def _speeds_of(loops: dict[str, RemoteLoop], name: str, tokens: int, rounds: int
 
 
 def _submits(on: LiveServer, off: LiveServer, data: Rows, rounds: int) -> dict[str, float]:
-    """Returns the median milliseconds from sending a forward to hearing that it is accepted, on and off.
+    """Returns the median milliseconds between sending a forward and its acknowledgement, on and off.
 
     Nothing else runs meanwhile.
     """

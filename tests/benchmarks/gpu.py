@@ -1,6 +1,6 @@
-"""`make bench-gpu`: one GPU in steps of a few minutes, each of which leaves a JSON file, also where it is cut off.
+"""`make bench-gpu`: measures one GPU in steps of a few minutes, each of which writes a JSON file, even if interrupted.
 
-In process: no server, no pool, no Ray, no SDK. Random weights of a real shape are made once, in --out.
+Everything runs in this process. Random weights of a real model's shape are created once, in --out.
 """
 
 import argparse

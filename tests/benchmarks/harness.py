@@ -60,7 +60,7 @@ def prompts(number: int, length: int, seed: int) -> Rows:
 
 
 def log_uniform(low: int, high: int, num_rows: int) -> list[int]:
-    """Many short and few long: equal steps of the logarithm from `low` to `high`, in random order."""
+    """Returns lengths from `low` to `high` at equal steps of their logarithm, in random order: many short, few long."""
     lengths = np.geomspace(low, high, num_rows).round().astype(int)
     return np.random.default_rng(0).permutation(lengths).tolist()
 
@@ -210,13 +210,13 @@ def in_turn(sides: Mapping[K, Callable[[], T]], rounds: int, warm_ups: int = 0) 
     return {name: [each[name] for each in found[warm_ups:]] for name in sides}
 
 
-def ratios(these: Iterable[float], those: Iterable[float]) -> list[float]:
-    """Returns these over those, round by round."""
-    return [this / that for this, that in zip(these, those, strict=True)]
+def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
+    """Returns the ratio of each round."""
+    return [numerator / denominator for numerator, denominator in zip(numerators, denominators, strict=True)]
 
 
-def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
-    return statistics.median(ratios(these, those))
+def median_ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
+    return statistics.median(ratios(numerators, denominators))
 
 
 def spread(column: str, values: Sequence[float]) -> dict[str, float]:

@@ -47,14 +47,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Sentence:
-    """Holds the results of a weight of 1."""
+    """Loss and gradient norm of the sentence at weight 1."""
 
     loss: float
     grad_norm: float
 
 
 class LedgerClient:
-    """A tenant that has one run. tries: counts its requests by how they ended."""
+    """A tenant that has one run. tries: number of its requests by outcome."""
 
     def __init__(self, http: httpx.AsyncClient, number: int, model: str, plan: Sequence[Planned]) -> None:
         self.entries: list[Entry] = []

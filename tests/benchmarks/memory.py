@@ -31,7 +31,7 @@ HANG_SECONDS = 600.0
 
 
 class MeasuredRun:
-    """A run in fresh processes, which has had a pass to warm up."""
+    """A run in fresh processes, after one pass to warm up."""
 
     def __init__(self, where: Layout, training: TrainingConfig, warm_up: ForwardBackwardRequest) -> None:
         self.where = where
@@ -124,12 +124,12 @@ LARGE_TOKENS = 4096
 IDLE_SECONDS = 60.0
 MOST_MB = 1200.0
 TIMES_ACCOUNT, BEYOND_MB = 1.3, 400.0
-"""A process at rest holds at most so many times what it accounts for, and so much more: interpreter and libraries."""
+"""A worker at rest may hold TIMES_ACCOUNT times what it reports, and BEYOND_MB for interpreter and libraries."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Megabytes of resident memory. minute: since the start of the work. account: what the worker says it holds."""
+    """Megabytes of resident memory. minute: since the start of the work. account: what the worker reports to hold."""
 
     minute: float
     server: float
@@ -146,7 +146,7 @@ class Sizes:
 
 
 def soak(setup: Setup) -> Section:
-    """Reads the rounds as minutes."""
+    """Measures for as many minutes as there are rounds."""
     with setup.server("soak") as server, ragged_tenants(server, 60.0 * setup.rounds) as tenants:
         small = list(_watched(server, 60.0 * setup.rounds))
         tenants.receive()

@@ -1,5 +1,5 @@
 """Work that overlaps: two RL runs on one worker, of which one trains while the other samples; and a reference's forward
-while a policy trains, in groups of their own, in one group, and in groups that take turns.
+while a policy trains, in separate groups, in one group, and in groups that take turns.
 """
 
 import asyncio

@@ -191,7 +191,7 @@ HANG_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Measured on the rank that takes most. least: of the passes, the one that took least of the machine."""
+    """Figures of the rank that takes most memory. least: the pass that grew its process least."""
 
     spec: ParallelSpec
     loading: Loading

@@ -1,8 +1,8 @@
-"""Programs that print figures without a promise.
+"""Programs that print figures for which docs/performance.md requires no bound.
 
 python -m trainhouse.tests.benchmarks.profiles PROGRAM [OPTIONS]
 
-CPU time says more than the clock on a machine that others use too.
+Most measure CPU time, which other processes disturb less than elapsed time.
 """
 
 import argparse
@@ -329,8 +329,8 @@ GIVE_UP_SECONDS = 180.0
 def after_death(options: argparse.Namespace, scratch: Path) -> None:
     """Measures when samples of three tokens and long ones are answered after the worker was killed amid the long ones.
 
-    It is killed once; or, with --most-megabytes, each time that it has grown by so much since before the requests, as
-    the kernel does when memory runs out.
+    It is killed once; or, with --most-megabytes, each time that it has grown by this much since before the requests, as
+    if the kernel killed it for lack of memory.
     """
     with Crashing(tiny_model("qwen3", scratch), scratch / "server").running() as crashing:
         figures = _measure_death(crashing, options.requests, options.samples, options.most_megabytes)

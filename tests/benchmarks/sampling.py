@@ -100,7 +100,7 @@ def sampling(setup: Setup) -> Section:
 
 
 def _sides(local: Child, samplers: list[Sampler], unseen: Prompts) -> dict[str, Callable[[], float]]:
-    """Returns what measures the seconds of each side."""
+    """Returns a function for each side that samples and returns the seconds it took."""
     first = samplers[0]
 
     def generate(num_prompts: int, num_samples: int, max_tokens: int) -> Callable[[], float]:
@@ -124,7 +124,7 @@ def _batch_seconds(samplers: list[Sampler], unseen: Prompts) -> float:
 
 
 def _ragged_seconds(sampler: Sampler, num_samples: int, unseen: Prompts) -> float:
-    """Each client sends a request at a moment of its own in the time that a batch takes."""
+    """Returns the seconds until requests that arrive at random within 0.3 s have been answered."""
     drawn = random.Random(1)
 
     async def sample(prompt: list[int], max_tokens: int, delay: float) -> None:
@@ -137,7 +137,7 @@ def _ragged_seconds(sampler: Sampler, num_samples: int, unseen: Prompts) -> floa
 
 
 def _seconds(works: list[Coroutine[object, object, None]]) -> float:
-    """Returns how long all of them take at once."""
+    """Runs all concurrently and returns the seconds they took."""
 
     async def run() -> None:
         await asyncio.gather(*works)
@@ -154,7 +154,7 @@ async def _sample(sampler: Sampler, prompt: list[int], num_samples: int, max_tok
 
 
 def _seconds_late(run: tinker.TrainingClient, first: list[int], second: list[int]) -> float:
-    """Returns how much longer the first token of weights just trained takes than that of another prompt."""
+    """Returns how many seconds longer the first token takes with weights just trained than with another prompt."""
     run.forward_backward([datum(first)], "cross_entropy").result(60)
     run.optim_step(ADAM).result(60)
     started = time.perf_counter()

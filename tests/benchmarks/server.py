@@ -1,5 +1,5 @@
-"""The server's own time: an empty operation layer by layer, alone and next to waiting futures; and large bodies, how
-long others wait for an answer meanwhile and how much memory they take.
+"""The server's own costs: an empty operation layer by layer, alone and next to waiting futures; and large bodies: their
+memory, and how long other requests wait meanwhile.
 """
 
 import asyncio

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import trainhouse
 
-from .live import EACH_LAYOUT, MANNERS, RUNNING, LiveServer, live_server, save_byte_tokenizer
+from .live import DEPLOYMENTS, EACH_LAYOUT, RUNNING, LiveServer, live_server, save_byte_tokenizer
 
 if TYPE_CHECKING:  # a machine with a GPU may have no SQLAlchemy
     from .postgres import Databases
@@ -68,7 +68,7 @@ def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
     model = tiny_model("llama", tmp_path_factory.mktemp("chat"))
     save_byte_tokenizer(model)
-    options = {"sdk_max_chunk_datums": 5} | MANNERS[request.param]
+    options = {"sdk_max_chunk_datums": 5} | DEPLOYMENTS[request.param]
     with live_server({"tiny/chat": model}, tmp_path_factory.mktemp("state"), **options) as server:
         yield server
 

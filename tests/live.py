@@ -17,15 +17,17 @@ import pytest
 READY_SECONDS = 120
 STOP_SECONDS = 60
 # Server options: pool and layout of the ranks of a base model.
-MANNERS: dict[str, dict[str, Any]] = {
+DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "local": {},
     "ray": {"pool": "ray"},
     "fsdp=2": {"parallel": "fsdp=2"},
     "tp=2": {"parallel": "tp=2"},
 }
 # For fixtures that start a server: a short test run uses only the first of them.
-EACH_MANNER = [pytest.param(manner, marks=[pytest.mark.full] if manner != "local" else []) for manner in MANNERS]
-EACH_LAYOUT = [each for each in EACH_MANNER if each.values != ("ray",)]
+EACH_DEPLOYMENT = [
+    pytest.param(deployment, marks=[pytest.mark.full] if deployment != "local" else []) for deployment in DEPLOYMENTS
+]
+EACH_LAYOUT = [each for each in EACH_DEPLOYMENT if each.values != ("ray",)]
 RUNNING: list["LiveServer"] = []  # conftest adds their logs to failed tests
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..live import MANNERS
+from ..live import DEPLOYMENTS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, Faults, assert_same, train
 
@@ -49,19 +49,19 @@ def faults_of(num_steps: int, **numbers: int) -> dict[int, str]:
 def test_thirteen_crashes_in_forty_steps_change_nothing(
     pool: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[pool]).running() as crashing:
+    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | DEPLOYMENTS[pool]).running() as crashing:
         found = train(crashing, 40, delayed(crashing, faults_of(40, worker=5, server=5, both=3)))
     assert_same(found, undisturbed(40))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
+@pytest.mark.parametrize("deployment", ["local", "fsdp=2"])
 def test_full_model_survives_crashes_unchanged(
-    manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+    deployment: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """An adapter trains on the same server; both sample the same before and after."""
-    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner]).running() as crashing:
+    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | DEPLOYMENTS[deployment]).running() as crashing:
         faults = delayed(crashing, faults_of(12, worker=2, server=2, both=1))
         found = train(crashing, 12, faults, "trainhouse", training="full")
         assert "the worker died" in crashing.log
@@ -75,7 +75,7 @@ def test_crashes_of_single_ranks_change_nothing(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """Other crashes happen too. Rounding differs from one rank, and grows tenfold every five steps."""
-    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS["fsdp=2"]).running() as crashing:
+    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | DEPLOYMENTS["fsdp=2"]).running() as crashing:
         found = train(crashing, 24, delayed(crashing, faults_of(24, rank=4, worker=1, server=2, both=1)))
         assert "the worker died" in crashing.log
     assert_same(found, undisturbed(24))

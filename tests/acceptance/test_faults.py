@@ -18,7 +18,7 @@ from trainhouse.server.journal.strikes import STRIKE
 
 from ..faults.damage import DAMAGES, TEARS, newest_segment, snapshots_of_runs
 from ..faults.disk import filled, small_disk
-from ..live import MANNERS
+from ..live import DEPLOYMENTS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, Faults, assert_same, train, until
 from .poisonable import POISON, POISONABLE, REFUSED
@@ -142,10 +142,10 @@ class Bystander:
 
 
 @contextmanager
-def on_a_small_disk(model: Path, directory: Path, manner: str = "local") -> Iterator[Crashing]:
+def on_a_small_disk(model: Path, directory: Path, deployment: str = "local") -> Iterator[Crashing]:
     with (
         small_disk(directory / "disk", 64 << 20) as disk,
-        Crashing(model, directory, OPTIONS | MANNERS[manner], state_dir=disk / "state").running() as crashing,
+        Crashing(model, directory, OPTIONS | DEPLOYMENTS[deployment], state_dir=disk / "state").running() as crashing,
     ):
         yield crashing
 
@@ -160,11 +160,11 @@ def fill_the_disk(crashing: Crashing, bystander: Bystander, seconds: float) -> N
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
+@pytest.mark.parametrize("deployment", ["local", "fsdp=2"])
 def test_scripts_wait_while_the_disk_is_full(
-    manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+    deployment: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    with on_a_small_disk(tiny_models["qwen3"], tmp_path, manner) as crashing:
+    with on_a_small_disk(tiny_models["qwen3"], tmp_path, deployment) as crashing:
         bystander = Bystander(crashing.url)
         found = train(crashing, STEPS, {7: partial(fill_the_disk, crashing, bystander, 1.0)})
         assert bystander.submit(2).status_code == 200
@@ -201,15 +201,15 @@ def test_full_disks_and_crashes_change_nothing(
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("manner", "steps"), [("local", (3, 17, 29)), ("fsdp=2", (3, 11))])
+@pytest.mark.parametrize(("deployment", "steps"), [("local", (3, 17, 29)), ("fsdp=2", (3, 11))])
 def test_a_hung_worker_is_replaced(
-    manner: str, steps: tuple[int, ...], tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+    deployment: str, steps: tuple[int, ...], tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     """If there are several ranks, one hangs and the others wait for it."""
-    num_steps = MANY_STEPS if manner == "local" else STEPS
-    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner] | {"hang_seconds": 2})
+    num_steps = MANY_STEPS if deployment == "local" else STEPS
+    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | DEPLOYMENTS[deployment] | {"hang_seconds": 2})
     with crashing.running():
-        hang = partial(crashing.signal_rank if manner == "fsdp=2" else crashing.signal_worker, signal.SIGSTOP)
+        hang = partial(crashing.signal_rank if deployment == "fsdp=2" else crashing.signal_worker, signal.SIGSTOP)
         found = train(crashing, num_steps, dict.fromkeys(steps, hang))
         assert crashing.log.count("it hung: ") >= len(steps)
     assert_same(found, undisturbed(num_steps))
@@ -218,12 +218,12 @@ def test_a_hung_worker_is_replaced(
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("strikes_before_restart", "manner", "token"),
+    ("strikes_before_restart", "deployment", "token"),
     [*((strikes, "local", POISON) for strikes in range(3)), (0, "fsdp=2", POISON), (0, "fsdp=2", REFUSED)],
 )
 def test_poison_operation_fails_alone(
     strikes_before_restart: int,
-    manner: str,
+    deployment: str,
     token: int,
     tiny_models: dict[str, Path],
     undisturbed: Undisturbed,
@@ -233,7 +233,7 @@ def test_poison_operation_fails_alone(
     while the other waits, for seconds and not for hang_seconds.
     """
     poison = [Datum([token] * 4, {"target_tokens": [5] * 4, "weights": [1.0] * 4})]
-    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner], module=POISONABLE)
+    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | DEPLOYMENTS[deployment], module=POISONABLE)
     with crashing.running(), ServiceClient(crashing.url, "tml-poisoner") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1)
         doomed = []

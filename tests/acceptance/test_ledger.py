@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from ..benchmarks.ledger import Entry, LedgerClient, Planned, Sentence, check, connected, final_moment, work
 from ..faults.proxy import Weather, proxy
-from ..live import MANNERS
+from ..live import DEPLOYMENTS
 from .crashing import Crashing, worker_pids
 from .training_script import MODEL
 
@@ -57,21 +57,21 @@ LONG = Plan(200, 50, 600.0, (60.0, 300.0), {"worker": 5, "server": 3, "both": 2}
 
 
 @pytest.fixture
-def manner() -> str:
+def deployment() -> str:
     return "local"
 
 
 @pytest.fixture
-def crashing(manner: str, tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]:
-    options = {"snapshot_steps": 5, "max_lora_rank": 4} | MANNERS[manner]
+def crashing(deployment: str, tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]:
+    options = {"snapshot_steps": 5, "max_lora_rank": 4} | DEPLOYMENTS[deployment]
     with Crashing(tiny_models["qwen3"], tmp_path, options).running() as crashing:
         yield crashing
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
-def test_every_operation_runs_once_despite_faults(manner: str, crashing: Crashing) -> None:
-    carry_out(crashing, SHORT_OF_RANKS if manner == "fsdp=2" else SHORT)
+@pytest.mark.parametrize("deployment", ["local", "fsdp=2"])
+def test_every_operation_runs_once_despite_faults(deployment: str, crashing: Crashing) -> None:
+    carry_out(crashing, SHORT_OF_RANKS if deployment == "fsdp=2" else SHORT)
     once = [Planned("forward_backward", 3), Planned("optim_step", 3, 1)]
     check_carried_out(crashing, once)
     for wrong in ([once[0], *once], [*once[:1], Planned("optim_step", 6, 2)], [once[1], once[0]]):

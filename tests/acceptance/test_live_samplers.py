@@ -7,7 +7,7 @@ import pytest
 import trainhouse
 from trainhouse import AdamParams, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 
-from ..live import MANNERS
+from ..live import DEPLOYMENTS
 from .crashing import Crashing
 from .training_script import MODEL, batch
 
@@ -29,12 +29,12 @@ def scored(sampler: SamplingClient) -> np.ndarray:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("manner", "struck"), STRUCK)
+@pytest.mark.parametrize(("deployment", "struck"), STRUCK)
 def test_live_sampler_has_the_current_weights_after_a_crash(
-    manner: str, struck: str, tiny_models: dict[str, Path], tmp_path: Path
+    deployment: str, struck: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with (
-        Crashing(tiny_models["qwen3"], tmp_path, INFLIGHT | MANNERS[manner]).running() as crashing,
+        Crashing(tiny_models["qwen3"], tmp_path, INFLIGHT | DEPLOYMENTS[deployment]).running() as crashing,
         ServiceClient(crashing.url, "tml-live") as service,
     ):
         training = service.create_full_training_client(MODEL)

@@ -17,7 +17,7 @@ from safetensors.numpy import load
 from tinker import types
 from tinker.types import LossFnType
 
-from ..live import EACH_MANNER, MANNERS, LiveServer, live_server
+from ..live import DEPLOYMENTS, EACH_DEPLOYMENT, LiveServer, live_server
 from ..official import official_service
 
 # The SDK leaves connections to its interpreter's end.
@@ -29,10 +29,10 @@ STEPS = 3
 PASS_TOKENS = 512
 
 
-@pytest.fixture(scope="module", params=EACH_MANNER)
+@pytest.fixture(scope="module", params=EACH_DEPLOYMENT)
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
     """Passes are small, so that tenants share them and large operations are split; adapters take turns on the slots."""
-    options = {"pass_tokens": PASS_TOKENS, "micro_batch_tokens": 256, "adapter_slots": 4} | MANNERS[request.param]
+    options = {"pass_tokens": PASS_TOKENS, "micro_batch_tokens": 256, "adapter_slots": 4} | DEPLOYMENTS[request.param]
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), **options) as running:
         yield running
 

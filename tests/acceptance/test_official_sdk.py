@@ -20,7 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from ..live import EACH_MANNER, MANNERS, LiveServer, live_server
+from ..live import DEPLOYMENTS, EACH_DEPLOYMENT, LiveServer, live_server
 from ..official import official_service
 
 # The SDK leaves connections to its interpreter's end.
@@ -30,13 +30,13 @@ MODEL = "tiny/qwen3"
 VOCAB = 512
 
 
-@pytest.fixture(scope="module", params=EACH_MANNER)
+@pytest.fixture(scope="module", params=EACH_DEPLOYMENT)
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
     with live_server(
         {MODEL: tiny_models["qwen3"]},
         tmp_path_factory.mktemp("state"),
         sdk_max_chunk_datums=3,
-        **MANNERS[request.param],
+        **DEPLOYMENTS[request.param],
     ) as running:
         yield running
 

@@ -19,7 +19,7 @@ from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..letters import SPECIAL, save_letter_tokenizer
-from ..live import EACH_LAYOUT, MANNERS, LiveServer, live_server
+from ..live import DEPLOYMENTS, EACH_LAYOUT, LiveServer, live_server
 from ..tiny import tiny_model
 
 pytestmark = pytest.mark.anyio
@@ -51,7 +51,7 @@ def tokenizer(model: Path) -> PreTrainedTokenizerFast:
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveServer]:
-    with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **MANNERS[request.param]) as running:
+    with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **DEPLOYMENTS[request.param]) as running:
         yield running
 
 

@@ -7,7 +7,7 @@ import pytest
 import tinker
 from tinker import types
 
-from ..live import EACH_LAYOUT, MANNERS, LiveServer, live_server, save_byte_tokenizer
+from ..live import DEPLOYMENTS, EACH_LAYOUT, LiveServer, live_server, save_byte_tokenizer
 from ..official import official_service
 from ..tiny import tiny_model
 from .test_official_sdk import batch, datum, logprobs_of, train
@@ -41,8 +41,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     save_byte_tokenizer(model)
     if request.param == "vllm":
         options = {"sampler": "vllm", "vllm_python": request.getfixturevalue("vllm_python"), "max_lora_rank": 8}
-    elif request.param in MANNERS:
-        options = {"sampler_workers": 2} | MANNERS[request.param]
+    elif request.param in DEPLOYMENTS:
+        options = {"sampler_workers": 2} | DEPLOYMENTS[request.param]
     else:
         options = FSDP_AND_TP
     with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **options) as running:

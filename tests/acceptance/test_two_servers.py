@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ..live import MANNERS
+from ..live import DEPLOYMENTS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, assert_same, train, until
 
@@ -38,8 +38,8 @@ class Pair:
 
 
 @contextmanager
-def pair(model: Path, directory: Path, database_url: str, manner: str = "local") -> Iterator[Pair]:
-    options = {**OPTIONS, **MANNERS[manner], "database_url": database_url, "lease_seconds": LEASE_SECONDS}
+def pair(model: Path, directory: Path, database_url: str, deployment: str = "local") -> Iterator[Pair]:
+    options = {**OPTIONS, **DEPLOYMENTS[deployment], "database_url": database_url, "lease_seconds": LEASE_SECONDS}
     servers = [Crashing(model, directory / name, options, state_dir=directory / "state") for name in "ab"]
     with ExitStack() as stack:
         for server in servers:
@@ -61,16 +61,16 @@ def refused_in(log: str) -> bool:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("num_steps", "manner"), [(15, "local"), (40, "ray"), (15, "fsdp=2")], ids=str)
+@pytest.mark.parametrize(("num_steps", "deployment"), [(15, "local"), (40, "ray"), (15, "fsdp=2")], ids=str)
 def test_standby_takes_over_when_the_leader_is_killed(
     num_steps: int,
-    manner: str,
+    deployment: str,
     tiny_models: dict[str, Path],
     undisturbed: Undisturbed,
     tmp_path: Path,
     postgres_url: str,
 ) -> None:
-    with pair(tiny_models["qwen3"], tmp_path, postgres_url, manner) as servers:
+    with pair(tiny_models["qwen3"], tmp_path, postgres_url, deployment) as servers:
         assert readiness(servers.second) | {"status": "standby", "holder": servers.first.url} == readiness(
             servers.second
         )

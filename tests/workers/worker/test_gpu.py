@@ -208,8 +208,8 @@ def test_more_runs_than_slots_take_turns_on_the_device(new_worker: NewWorker) ->
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_recomputed_or_offloaded_activations_give_the_same_gradient(new_worker: NewWorker, activations: str) -> None:
     norms = []
-    for manner in ("keep", activations):
-        worker = new_worker(activations=manner)
+    for choice in ("keep", activations):
+        worker = new_worker(activations=choice)
         new_run(worker, "run")
         train(worker, "run")
         for data in (rows(30, 12), rows(30, 13)):

@@ -73,7 +73,7 @@ def _parse_sampler_layout(text: str, place: str) -> object:
 
 
 INTEGER = ValueKind("an integer", "N", lambda text, place: int(text), number=int)
-NUMBER = ValueKind("a number", "N", lambda text, place: float(text), number=float, show=lambda value: f"{value:g}")
+NUMBER = ValueKind("a number", "N", lambda text, place: float(text), number=float, show=lambda value: f"{value:.12g}")
 BYTES = ValueKind(
     "a number of bytes, such as 268435456 or 256MiB",
     "N",

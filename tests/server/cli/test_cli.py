@@ -66,6 +66,7 @@ def test_the_full_help_names_every_knob() -> None:
     headings = [line[1:-1] for line in text.splitlines() if line.startswith("[")]
     assert headings == list(SECTIONS)
     assert max(map(len, text.splitlines())) <= 120
+    assert "(2592000)" in text, "large defaults are written out"
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])

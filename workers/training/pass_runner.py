@@ -161,10 +161,7 @@ class PassRunner:
             )
 
     def _stored(self, operation: RankOperation, location: FeatureLocation) -> dict[int, CapturedFeatures]:
-        """Returns the stored features by index of the example.
-
-        Raises OperationError if the run is not a draft, or they are another draft's.
-        """
+        """Returns the stored features by example. Raises OperationError unless the run is a draft and they are its."""
         if location.algorithm is not None:
             self._capturing.check(operation.run_id, location)
             return {}

@@ -1,5 +1,5 @@
 """The interface of a head, which computes one or more numbers from each final hidden state, and of its pass over the
-rows of a micro-batch."""
+tokens of a micro-batch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,25 +11,25 @@ from ..lora import Segment
 
 
 class HeadPass(Protocol):
-    """A head's pass over n rows of final hidden states, in chunks."""
+    """A head's pass over the final hidden states of n tokens, in chunks of m."""
 
     @property
-    def chunk_rows(self) -> int:
-        """Returns how many rows to score at a time."""
+    def chunk_tokens(self) -> int:
+        """Returns how many tokens to score at a time."""
         ...
 
-    def scores(self, rows: slice) -> Tensor:
-        """Returns the scores, float32, in the shape of the rows' targets: [m] or [m, K]."""
+    def scores(self, tokens: slice) -> Tensor:
+        """Returns the scores, float32, in the shape of the tokens' targets: [m] or [m, K]."""
         ...
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
-        """Computes the gradients of the rows that were scored last.
+        """Computes the gradients of the tokens that were scored last.
 
-        Writes the gradient by their hidden states, [m, hidden], and adds those by trained weights to the models'
-        scratch.
+        Adds the gradients by trained weights to the models' scratch.
 
         Args:
-            gradient: by the scores.
+            gradient: by the scores, in their shape.
+            hidden_gradient: receives the gradient by the hidden states, [m, hidden].
         """
         ...
 
@@ -50,11 +50,12 @@ class Head(Protocol):
 
         Args:
             hidden: [n, hidden].
-            segments: in order, the model whose part of the head each row uses.
+            segments: in order, the model whose part of the head each token uses.
             targets: int64, [n] or [n, K].
         """
         ...
 
 
-def chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
-    return (slice(i, min(i + chunk_rows, num_rows)) for i in range(0, num_rows, chunk_rows))
+def chunks(num: int, size: int) -> Iterator[slice]:
+    """Divides `num` items into slices of `size`; the last may be shorter."""
+    return (slice(i, min(i + size, num)) for i in range(0, num, size))

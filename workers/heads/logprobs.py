@@ -1,6 +1,6 @@
-"""The output head: log-probabilities of target tokens, in chunks of rows, and their gradients.
+"""The output head: log-probabilities of targets, for a chunk of tokens at a time, and their gradients.
 
-The rows of a chunk may belong to any adapters. No [tokens, vocabulary] tensor exists beyond one chunk.
+The tokens of a chunk may belong to any adapters. No [tokens, vocabulary] tensor exists beyond one chunk.
 Log-probabilities are float32 even if the base model is bfloat16.
 """
 
@@ -18,17 +18,17 @@ from ..ops.linear import add_product
 
 
 class LogprobHead:
-    """Has no state but the frozen weights. Segments say which adapter's part of the output head each row uses."""
+    """Has no state but the frozen weights. Segments say which adapter's part of the output head each token uses."""
 
-    def __init__(self, base: BaseModel, chunk_rows: int) -> None:
+    def __init__(self, base: BaseModel, chunk_tokens: int) -> None:
         self.unembedding, self.product = base.unembedding, base.product
         self._base = base
-        self.chunk_rows = chunk_rows
+        self.chunk_tokens = chunk_tokens
 
     def split_budget(self, number: int) -> "LogprobHead":
         """Returns one of `number` concurrent heads. Together they hold as many logits as a single one."""
         part = copy(self)
-        part.chunk_rows = max(1, self.chunk_rows // number)
+        part.chunk_tokens = max(1, self.chunk_tokens // number)
         return part
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -49,7 +49,7 @@ class LogprobHead:
 
     @torch.no_grad()
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Computes logits for rows of several adapters, [n, hidden] -> float32 [n, vocab]."""
+        """Computes logits for hidden states of several adapters, [n, hidden] -> float32 [n, vocab]."""
         logits = self.product(hidden, self.unembedding)
         _add_pairs(logits, hidden, segments)
         return logits.float()
@@ -64,45 +64,45 @@ class _LogprobPass:
 
     def __init__(self, head: LogprobHead, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
         self._head, self._hidden, self._segments, self._targets = head, hidden, segments, targets
-        num_rows = min(head.chunk_rows, len(hidden))
-        self._room = torch.empty(num_rows, len(head.unembedding), device=hidden.device)
-        self._some_rows: Tensor | None = None
-        self._rows = slice(0, 0)
+        num_tokens = min(head.chunk_tokens, len(hidden))
+        self._buffer = torch.empty(num_tokens, len(head.unembedding), device=hidden.device)
+        self._selection: Tensor | None = None
+        self._chunk = slice(0, 0)
 
     @property
-    def chunk_rows(self) -> int:
-        return self._head.chunk_rows
+    def chunk_tokens(self) -> int:
+        return self._head.chunk_tokens
 
-    def scores(self, rows: slice) -> Tensor:
-        self._rows = rows
-        return _gather(self._log_softmax(), self._targets[rows])
+    def scores(self, tokens: slice) -> Tensor:
+        self._chunk = tokens
+        return _gather(self._log_softmax(), self._targets[tokens])
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
         """Computes the gradients of the last chunk, in the buffer of its logits.
 
-        Rows without a gradient are skipped: their gradient is exactly 0, even if their logits are not finite.
+        Tokens whose scores have no gradient are skipped: theirs is exactly 0, even if their logits are not finite.
         """
-        log_softmax, hidden, targets = self._logits, self._hidden[self._rows], self._targets[self._rows]
-        segments = clip_segments(self._segments, self._rows)
+        log_softmax, hidden, targets = self._logits, self._hidden[self._chunk], self._targets[self._chunk]
+        segments = clip_segments(self._segments, self._chunk)
         has_gradient = gradient != 0 if gradient.ndim == 1 else (gradient != 0).any(dim=1)
         if bool(has_gradient.all()):
             hidden_gradient.copy_(self._gradient_of(log_softmax, targets, gradient, hidden, segments))
             return
         hidden_gradient.zero_()
-        rows = has_gradient.nonzero().squeeze(1)
-        if len(rows):
-            hidden_gradient[rows] = self._gradient_of(
-                self._some_of(log_softmax, rows), targets[rows], gradient[rows], hidden[rows], _among(segments, rows)
+        some = has_gradient.nonzero().squeeze(1)
+        if len(some):
+            hidden_gradient[some] = self._gradient_of(
+                self._select(log_softmax, some), targets[some], gradient[some], hidden[some], _among(segments, some)
             )
 
     @property
     def _logits(self) -> Tensor:
         """Returns the part of the buffer that the last chunk uses."""
-        return self._room[: self._rows.stop - self._rows.start]
+        return self._buffer[: self._chunk.stop - self._chunk.start]
 
     def _log_softmax(self) -> Tensor:
-        head, hidden, logits = self._head, self._hidden[self._rows], self._logits
-        segments = clip_segments(self._segments, self._rows)
+        head, hidden, logits = self._head, self._hidden[self._chunk], self._logits
+        segments = clip_segments(self._segments, self._chunk)
         if head.product.is_torch and hidden.dtype == logits.dtype:
             torch.mm(hidden, head.unembedding.t(), out=logits)
             _add_pairs(logits, hidden, segments)
@@ -122,33 +122,33 @@ class _LogprobPass:
         if self._head.unembedding.grad is not None:
             add_product(self._head.unembedding.grad, d_logits, hidden)
         for segment, pair in _with_pair(segments):
-            rows = slice(segment.start, segment.stop)
-            pair.backward(d_logits[rows], hidden[rows], pair.project_down(hidden[rows]), d_hidden[rows])
+            tokens = slice(segment.start, segment.stop)
+            pair.backward(d_logits[tokens], hidden[tokens], pair.project_down(hidden[tokens]), d_hidden[tokens])
         return d_hidden
 
-    def _some_of(self, log_softmax: Tensor, rows: Tensor) -> Tensor:
-        """Returns a copy of these rows, valid until the next call."""
-        if self._some_rows is None:
-            self._some_rows = torch.empty_like(self._room)
-        return torch.index_select(log_softmax, 0, rows, out=self._some_rows[: len(rows)])
+    def _select(self, log_softmax: Tensor, tokens: Tensor) -> Tensor:
+        """Returns a copy of the rows of these tokens, int64, valid until the next call."""
+        if self._selection is None:
+            self._selection = torch.empty_like(self._buffer)
+        return torch.index_select(log_softmax, 0, tokens, out=self._selection[: len(tokens)])
 
 
-def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
-    """Returns the segments of a selection of rows, int64 in ascending order, with positions within the selection."""
+def _among(segments: Sequence[Segment], tokens: Tensor) -> list[Segment]:
+    """Returns the segments of a selection of tokens, int64 in ascending order, counted within the selection."""
     if not any(True for _ in _with_pair(segments)):
         return []
-    borders = torch.tensor([[segment.start, segment.stop] for segment in segments], device=rows.device)
+    borders = torch.tensor([[segment.start, segment.stop] for segment in segments], device=tokens.device)
     return [
         Segment(start, stop, segment.model)
-        for segment, (start, stop) in zip(segments, torch.searchsorted(rows, borders).tolist(), strict=True)
+        for segment, (start, stop) in zip(segments, torch.searchsorted(tokens, borders).tolist(), strict=True)
         if start < stop
     ]
 
 
 def _add_pairs(logits: Tensor, hidden: Tensor, segments: Sequence[Segment]) -> None:
     for segment, pair in _with_pair(segments):
-        rows = slice(segment.start, segment.stop)
-        pair.add_projection_up(logits[rows], pair.project_down(hidden[rows]))
+        tokens = slice(segment.start, segment.stop)
+        pair.add_projection_up(logits[tokens], pair.project_down(hidden[tokens]))
 
 
 def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:

@@ -15,8 +15,8 @@ from ..state.trainable import Trainable
 class ValueHead:
     """Computes values in float32, even if the base model is bfloat16. The weights belong to each run's adapter."""
 
-    def __init__(self, base: BaseModel, chunk_rows: int) -> None:
-        """Ignores chunk_rows, which limits heads that need as much memory as logits do."""
+    def __init__(self, base: BaseModel, chunk_tokens: int) -> None:
+        """Ignores chunk_tokens, which limits heads that need as much memory as logits do."""
 
     def split_budget(self, number: int) -> "ValueHead":
         return self
@@ -25,36 +25,36 @@ class ValueHead:
         return nullcontext()
 
     def start_pass(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_ValuePass":
-        """Starts a pass. Each row has one score, which does not depend on its target; further columns are 0."""
+        """Starts a pass. Each token has one score, which does not depend on its target; further columns are 0."""
         return _ValuePass(hidden, segments, targets)
 
 
 class _ValuePass:
-    """Implements HeadPass, with all rows in one chunk."""
+    """Implements HeadPass, with all tokens in one chunk."""
 
     def __init__(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
         self._hidden, self._segments, self._targets = hidden, segments, targets
 
     @property
-    def chunk_rows(self) -> int:
+    def chunk_tokens(self) -> int:
         return max(1, len(self._hidden))
 
-    def scores(self, rows: slice) -> Tensor:
+    def scores(self, tokens: slice) -> Tensor:
         scores = torch.zeros(self._targets.shape, device=self._hidden.device)
         values = _first_column(scores)
-        for of_segment, model in self._parts():
+        for tokens, model in self._parts():
             weight, bias = model.tensor(WEIGHT), model.tensor(BIAS)
-            values[of_segment] = torch.addmv(bias, self._hidden[of_segment].float(), weight[0])
+            values[tokens] = torch.addmv(bias, self._hidden[tokens].float(), weight[0])
         return scores
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
         by_value = _first_column(gradient)
         hidden_gradient.zero_()
-        for rows, model in self._parts():
-            own = by_value[rows]
-            model.gradient(WEIGHT)[0].addmv_(self._hidden[rows].float().t(), own)
+        for tokens, model in self._parts():
+            own = by_value[tokens]
+            model.gradient(WEIGHT)[0].addmv_(self._hidden[tokens].float().t(), own)
             model.gradient(BIAS).add_(own.sum())
-            hidden_gradient[rows] = torch.outer(own, model.tensor(WEIGHT)[0]).to(hidden_gradient.dtype)
+            hidden_gradient[tokens] = torch.outer(own, model.tensor(WEIGHT)[0]).to(hidden_gradient.dtype)
 
     def _parts(self) -> Iterator[tuple[slice, Trainable]]:
         for segment in self._segments:

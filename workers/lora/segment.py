@@ -107,7 +107,7 @@ def _padding(adapters: Sequence[Adapter]) -> float:
     return max(ranks) * len(ranks) / sum(ranks)
 
 
-def clip_segments(segments: Sequence[Segment], rows: slice) -> list[Segment]:
-    """Returns the parts of the segments inside `rows`, counted from its first row."""
-    parts = [(overlap(rows, segment.start, segment.stop), segment.model) for segment in segments]
+def clip_segments(segments: Sequence[Segment], tokens: slice) -> list[Segment]:
+    """Returns the parts of the segments inside `tokens`, counted from its first token."""
+    parts = [(overlap(tokens, segment.start, segment.stop), segment.model) for segment in segments]
     return [Segment(part.start, part.stop, model) for part, model in parts if part.start < part.stop]

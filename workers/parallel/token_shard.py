@@ -16,7 +16,7 @@ class TokenShard:
     padded with tokens of no sequence.
 
     num_padded: the number of tokens with padding. tokens: those that this rank runs.
-    rows: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
+    scored: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
     """
 
     def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
@@ -29,7 +29,7 @@ class TokenShard:
         each = -(-num_tokens // self._scorers.size)
         self.num_padded = each * self._scorers.size
         self.tokens = _part(self.num_padded, mesh.along("sp").index, mesh.along("sp").size, ring)
-        self.rows = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
+        self.scored = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
 
     @property
     def is_all(self) -> bool:
@@ -42,12 +42,12 @@ class TokenShard:
 
     @property
     def hidden(self) -> slice:
-        return self.rows if self._sharded else self.tokens
+        return self.scored if self._sharded else self.tokens
 
     @property
     def own_of_tokens(self) -> slice | None:
         """Returns which of the tokens that this rank runs are its own between linear layers, None = all."""
-        return self._rows_of(self.tokens) if self._sharded else None
+        return self._scored_within(self.tokens) if self._sharded else None
 
     @property
     def num_padding(self) -> int:
@@ -57,21 +57,25 @@ class TokenShard:
         """Selects the tokens that this rank runs from [num_tokens, ...]."""
         return self._filled(whole)[self.tokens]
 
-    def of_rows(self, whole: Tensor) -> Tensor:
+    def of_scored(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank scores from [num_tokens, ...]."""
-        return self._filled(whole)[self.rows]
+        return self._filled(whole)[self.scored]
 
-    def places(self, rows: slice) -> slice:
-        """Returns where in the micro-batch some of this rank's rows are. `rows` counts from its first row."""
-        first = self.rows.start
-        return slice(first + self._ring * rows.start, first + self._ring * rows.stop, self._ring)
+    def in_micro_batch(self, scored: slice) -> slice:
+        """Returns which tokens of the micro-batch some of this rank's scored tokens are.
 
-    def scored(self, hidden: Tensor) -> Tensor:
+        Args:
+            scored: counted from the first one that this rank scores.
+        """
+        first = self.scored.start
+        return slice(first + self._ring * scored.start, first + self._ring * scored.stop, self._ring)
+
+    def select_scored(self, hidden: Tensor) -> Tensor:
         """Selects the hidden states that this rank scores from those that it has."""
-        return hidden[self._rows_of(self.hidden)]
+        return hidden[self._scored_within(self.hidden)]
 
     def joined(self, own: Tensor) -> Tensor:
-        """Gathers the ranks' rows [rows, ...] to [num_tokens, ...]."""
+        """Gathers the ranks' scored tokens [scored, ...] to all tokens [num_tokens, ...]."""
         return self._in_order(self._scorers.all_gather(own))
 
     def joined_at_first(self, own: Tensor) -> Tensor | None:
@@ -80,18 +84,18 @@ class TokenShard:
         return None if parts is None else self._in_order(torch.cat(parts))
 
     def joined_to_hidden(self, own: Tensor) -> Tensor:
-        """Gathers the ranks' rows to the tokens whose hidden states this rank has."""
+        """Gathers the ranks' scored tokens to the tokens whose hidden states this rank has."""
         return own if self._sharded else self._among_tokens.all_gather(own)
 
     def _in_order(self, of_ranks: Tensor) -> Tensor:
-        """Reorders the ranks' concatenated rows [num_padded, ...] to the order of the tokens, [num_tokens, ...]."""
+        """Reorders the ranks' concatenated tokens [num_padded, ...] to those of the micro-batch [num_tokens, ...]."""
         by_stripe = of_ranks.unflatten(0, (self._ring, -1))
         return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
 
-    def _rows_of(self, some: slice) -> slice:
-        """Returns this rank's rows as positions within `some` of the tokens."""
-        first = (self.rows.start - some.start) // self._ring
-        return slice(first, first + num_rows(self.rows))
+    def _scored_within(self, tokens: slice) -> slice:
+        """Returns which of these tokens, counted from their first, this rank scores."""
+        first = (self.scored.start - tokens.start) // self._ring
+        return slice(first, first + num_tokens_in(self.scored))
 
     def _filled(self, whole: Tensor) -> Tensor:
         if not self.num_padding:
@@ -99,20 +103,20 @@ class TokenShard:
         return pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.num_padding))
 
 
-def scored_rows(num_tokens: int, index: int, num_ranks: int, ring: int = 1) -> range:
+def scored_tokens(num_tokens: int, index: int, num_ranks: int, ring: int = 1) -> range:
     """Returns the tokens that TokenShard lets rank `index` of the ranks along sp and tp score."""
-    rows = _part(-(-num_tokens // num_ranks) * num_ranks, index, num_ranks, ring)
-    return range(rows.start, min(rows.stop, num_tokens), rows.step)
+    scored = _part(-(-num_tokens // num_ranks) * num_ranks, index, num_ranks, ring)
+    return range(scored.start, min(scored.stop, num_tokens), scored.step)
 
 
-def num_rows(rows: slice) -> int:
-    return len(range(rows.start, rows.stop, rows.step or 1))
+def num_tokens_in(tokens: slice) -> int:
+    return len(range(tokens.start, tokens.stop, tokens.step or 1))
 
 
-def overlap(rows: slice, start: int, stop: int) -> slice:
-    """Returns which of `rows`, counted from their first, are in start:stop."""
-    step, number = rows.step or 1, num_rows(rows)
-    first, end = (min(max(0, -((rows.start - bound) // step)), number) for bound in (start, stop))
+def overlap(tokens: slice, start: int, stop: int) -> slice:
+    """Returns which of `tokens`, counted from their first, are in start:stop."""
+    step, number = tokens.step or 1, num_tokens_in(tokens)
+    first, end = (min(max(0, -((tokens.start - bound) // step)), number) for bound in (start, stop))
     return slice(first, end)
 
 

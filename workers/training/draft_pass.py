@@ -43,7 +43,7 @@ from ..registry.model_registry import ModelRegistry
 from ..state.trainable import Trainable
 from .feature_capture import store_features, write_failure_message
 from .rank_operation import RankOperation
-from .scoring import ScoredRows
+from .scoring import ScoredTokens
 from .scoring_pass import RunMicroBatch
 
 
@@ -93,7 +93,7 @@ class DraftPassRunner:
             shard_of: returns this rank's shard of a micro-batch's tokens.
         """
         self._base, self._models, self._mesh, self._head, self._shard_of = base, models, mesh, head, shard_of
-        self._budget = LogitBudget.on(base.device, head.chunk_rows)
+        self._budget = LogitBudget.on(base.device, head.chunk_tokens)
 
     def find_stored(
         self, request: ForwardBackwardRequest, location: FeatureLocation, datum_indices: Sequence[int]
@@ -245,7 +245,7 @@ class DraftPassRunner:
             own = torch.from_numpy(needed[groups.feature_team.index]).to(self._base.device)
             return features.mapped(lambda whole: whole[own])
         if covers_all:
-            features = features.mapped(self._shard_of(micro_batch).of_rows)
+            features = features.mapped(self._shard_of(micro_batch).of_scored)
         computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
         return features.mapped(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 
@@ -364,7 +364,7 @@ class _ShareScores:
         return _RankScores(losses, self._totals, self._survivals and self._survivals.survivals(self.share.tokens))
 
 
-def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredRows:
+def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
     """Merges the scores of ranks that each scored some of the draft tokens."""
     losses, totals = sum(each.losses for each in of_ranks), PartialResult()
     assert isinstance(losses, np.ndarray)
@@ -372,7 +372,7 @@ def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredRows:
         totals.add(each.totals)
     survivals = [each.survivals for each in of_ranks if each.survivals is not None]
     lengths = acceptance_lengths(survivals, batch.labels.weights.cpu().numpy(), batch.lengths)
-    return ScoredRows(losses, losses, {}, totals.ratios | lengths, totals.denominator)
+    return ScoredTokens(losses, losses, {}, totals.ratios | lengths, totals.denominator)
 
 
 def _score_chunk(

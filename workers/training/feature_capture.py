@@ -191,5 +191,5 @@ def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
 def _gather_on_first(hidden: Tensor, share: TokenShard) -> Tensor | None:
     """Gathers hidden states of the tokens `share.hidden` to those of all tokens, on the first of the ranks that run
     them; returns None elsewhere."""
-    scored = share.scored(hidden.detach())
+    scored = share.select_scored(hidden.detach())
     return scored if share.is_all else share.joined_at_first(scored)

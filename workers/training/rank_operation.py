@@ -13,7 +13,7 @@ from ..batch.validated import ValidatedBatch
 from ..drafts.sequences.captured_features import CapturedFeatures
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
 from ..state.trainable import Trainable
-from .scoring import ScoredRows
+from .scoring import ScoredTokens
 
 FEATURES = "features"
 """Key of a datum's output that holds the address of its features and their size in bytes."""
@@ -70,7 +70,7 @@ class RankOperation:
         location = self.part.request.features
         return location if location is not None and location.algorithm is not None else None
 
-    def add_scores(self, segment: MicroBatchSegment, scored: ScoredRows) -> None:
+    def add_scores(self, segment: MicroBatchSegment, scored: ScoredTokens) -> None:
         """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
         if reason := _not_finite(segment, scored, self.batch):
             self.refuse(reason)
@@ -157,7 +157,7 @@ class RankOperation:
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
 
-def _not_finite(segment: MicroBatchSegment, scored: ScoredRows, batch: ValidatedBatch) -> str | None:
+def _not_finite(segment: MicroBatchSegment, scored: ScoredTokens, batch: ValidatedBatch) -> str | None:
     """Returns an error message that names the first datum whose loss is not finite, or None.
 
     Log-probabilities can be infinite at positions that do not count.

@@ -16,7 +16,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
 from ..state.trainable import Trainable
 from .rank_operation import RankOperation
-from .scoring import Heads, ScoredRows, score, score_with_gradient
+from .scoring import Heads, ScoredTokens, score, score_with_gradient
 
 RunMicroBatch = Callable[[MicroBatch], None]
 
@@ -70,7 +70,7 @@ class ScoringPassRunner:
         share = self.shard_of(micro_batch)
         with self._adapters.applied(()):
             hidden = self._base.shared_hidden_states(micro_batch, share)
-        return share.joined(share.scored(hidden))
+        return share.joined(share.select_scored(hidden))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ class _JointPass:
             hidden = self.hidden_states(micro_batch, share)
         with self._heads_in_use():
             if micro_batch.objectives:
-                of_rows = clip_segments(segments, share.rows)
-                found = score(self.heads, share.scored(hidden), of_rows, micro_batch.objectives, share)
+                scored = clip_segments(segments, share.scored)
+                found = score(self.heads, share.select_scored(hidden), scored, micro_batch.objectives, share)
                 self._add_scores(micro_batch, found)
 
     def forward_backward(self, micro_batch: MicroBatch) -> None:
@@ -105,15 +105,15 @@ class _JointPass:
         segments = _segments(micro_batch, self.models, share)
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share)
-            own, of_rows = share.scored(hidden.detach()), clip_segments(segments, share.rows)
-            of_own = torch.empty_like(own)
+            own, scored = share.select_scored(hidden.detach()), clip_segments(segments, share.scored)
+            own_gradient = torch.empty_like(own)
             with self._heads_in_use():
                 if micro_batch.objectives:
-                    found = score_with_gradient(self.heads, own, of_rows, micro_batch.objectives, of_own, share)
+                    found = score_with_gradient(self.heads, own, scored, micro_batch.objectives, own_gradient, share)
                     self._add_scores(micro_batch, found)
                 else:
-                    of_own.zero_()
-            gradient = share.joined_to_hidden(of_own)
+                    own_gradient.zero_()
+            gradient = share.joined_to_hidden(own_gradient)
             for segment in micro_batch.segments:
                 if self.operations[segment.operation].failure:  # other operations share the backward pass
                     gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
@@ -122,18 +122,18 @@ class _JointPass:
 
     @contextmanager
     def _heads_in_use(self) -> Iterator[None]:
-        """Holds the heads that score the operations in use, on all ranks alike, even if a micro-batch has no rows for
-        one."""
+        """Holds the heads that score the operations in use, on all ranks alike, even if a micro-batch has no tokens
+        for one."""
         with ExitStack() as held:
             for scores in sorted({each.batch.loss.scores for each in self.operations}):
                 held.enter_context(self.heads[scores].gathered())
             yield
 
-    def _add_scores(self, micro_batch: MicroBatch, found: list[ScoredRows]) -> None:
+    def _add_scores(self, micro_batch: MicroBatch, found: list[ScoredTokens]) -> None:
         for objective, scored in zip(micro_batch.objectives, found, strict=True):
             for segment in micro_batch.segments_of(objective):
-                rows = slice(segment.start - objective.start, segment.stop - objective.start)
-                self.operations[segment.operation].add_scores(segment, scored.part(rows))
+                tokens = slice(segment.start - objective.start, segment.stop - objective.start)
+                self.operations[segment.operation].add_scores(segment, scored.part(tokens))
 
 
 def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:
@@ -148,10 +148,10 @@ def _segments(micro_batch: MicroBatch, models: Sequence[Trainable], share: Token
     """Returns the micro-batch's segments, with neighbours of the same model merged, and one for the padding, which no
     adapter adapts."""
     segments: list[Segment] = []
-    for part in micro_batch.segments:
-        model = models[part.operation]
-        start = segments.pop().start if segments and segments[-1].model is model else part.start
-        segments.append(Segment(start, part.stop, model))
+    for each in micro_batch.segments:
+        model = models[each.operation]
+        start = segments.pop().start if segments and segments[-1].model is model else each.start
+        segments.append(Segment(start, each.stop, model))
     if share.num_padding:
         segments.append(Segment(share.num_tokens, share.num_padded, None))
     return segments

@@ -16,14 +16,14 @@ from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training.scoring import ScoredRows, score, score_with_gradient
+from trainhouse.workers.training.scoring import ScoredTokens, score, score_with_gradient
 
 from ..adapted import new_adapter
 
 LENGTHS = (7, 4, 12, 1)
-NUM_ROWS = sum(LENGTHS)
+NUM_TOKENS = sum(LENGTHS)
 BOUNDS = (0, 7, 11, 23, 24)
-CHUNKS = (1, 5, NUM_ROWS, 100)
+CHUNKS = (1, 5, NUM_TOKENS, 100)
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def adapter(base: BaseModel) -> Adapter:
 
 
 def some_hidden(base: BaseModel) -> Tensor:
-    return torch.randn(NUM_ROWS, base.unembedding.shape[1], generator=torch.Generator().manual_seed(2)).to(base.dtype)
+    return torch.randn(NUM_TOKENS, base.unembedding.shape[1], generator=torch.Generator().manual_seed(2)).to(base.dtype)
 
 
 def objective(name: str, num_targets: int | None = None) -> Objective:
-    shape = (NUM_ROWS,) if num_targets is None else (NUM_ROWS, num_targets)
+    shape = (NUM_TOKENS,) if num_targets is None else (NUM_TOKENS, num_targets)
     generator = torch.Generator().manual_seed(3)
     random = {key: torch.randn(shape, generator=generator) for key in ("weights", "logprobs", "advantages")}
     random["logprobs"] -= 4
@@ -54,7 +54,7 @@ def objective(name: str, num_targets: int | None = None) -> Objective:
     bounds = {key: torch.full(shape, value) for key, value in loss.config.items() if key in loss.optional}
     inputs = {key: (random | ones | bounds)[key] for key in (*loss.required, *loss.optional)}
     targets = torch.randint(512, shape, generator=generator)
-    return Objective(0, NUM_ROWS, loss, loss.config, 1.0, targets, inputs, BOUNDS)
+    return Objective(0, NUM_TOKENS, loss, loss.config, 1.0, targets, inputs, BOUNDS)
 
 
 def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective) -> tuple[Tensor, ...]:
@@ -67,7 +67,7 @@ def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: O
         logits = logits + adapter.unembed.scale * leaves[0] @ a.t() @ b.t()
         leaves += [a, b]
     all_logprobs = torch.log_softmax(logits, dim=-1)
-    targets = objective.targets.reshape(NUM_ROWS, -1)
+    targets = objective.targets.reshape(NUM_TOKENS, -1)
     logprobs = all_logprobs.gather(1, targets).reshape(objective.targets.shape)
     losses = [
         objective.loss.function(
@@ -82,32 +82,34 @@ def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: O
 
 
 def ours(
-    hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective, chunk_rows: int
+    hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective, chunk_tokens: int
 ) -> tuple[Tensor, ...]:
     gradient = torch.full_like(hidden, float("nan"))
     pair = adapter.unembed if adapter is not None else None
     if adapter is not None:
         adapter.gradients.begin_operation()
-    output = score_alone(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
+    output = score_alone(LogprobHead(base, chunk_tokens), hidden, adapter, objective, gradient)
     pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
     return torch.from_numpy(output.scores), torch.from_numpy(output.losses).sum(), gradient, *pair_gradients
 
 
 def score_alone(
     head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
-) -> ScoredRows:
-    (output,) = score_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
+) -> ScoredTokens:
+    (output,) = score_with_gradient(
+        {"logprobs": head}, hidden, [Segment(0, NUM_TOKENS, adapter)], [objective], gradient
+    )
     return output
 
 
-@pytest.mark.parametrize("chunk_rows", CHUNKS)
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_are_those_of_autograd_for_any_chunk(
-    name: str, chunk_rows: int, base: BaseModel, adapter: Adapter
+    name: str, chunk_tokens: int, base: BaseModel, adapter: Adapter
 ) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     expected = plain(hidden, base, adapter, wanted)
-    for found, reference in zip(ours(hidden, base, adapter, wanted, chunk_rows), expected, strict=True):
+    for found, reference in zip(ours(hidden, base, adapter, wanted, chunk_tokens), expected, strict=True):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
 
 
@@ -129,7 +131,7 @@ def test_tolerance_detects_a_missing_pair(base: BaseModel, adapter: Adapter) -> 
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_uncounted_rows_get_no_gradient_even_if_infinite(name: str, base: BaseModel, adapter: Adapter) -> None:
+def test_uncounted_tokens_get_no_gradient_even_if_infinite(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     counts = wanted.inputs[wanted.loss.counted_by]
     counts[:7] = 0  # the whole first sequence
@@ -155,7 +157,7 @@ def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adap
 def test_forward_alone_gives_the_same_without_gradients(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     head, before = LogprobHead(base, 5), adapter.gradients.scratch.clone()
-    (output,) = score({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
+    (output,) = score({"logprobs": head}, hidden, [Segment(0, NUM_TOKENS, adapter)], [wanted])
     assert torch.equal(adapter.gradients.scratch, before)
     with_gradient = score_alone(head, hidden, adapter, wanted, torch.empty_like(hidden))
     np.testing.assert_array_equal(output.scores, with_gradient.scores)
@@ -180,14 +182,14 @@ def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str,
 
 def test_rows_of_several_adapters_use_their_own_pair(base: BaseModel, adapter: Adapter) -> None:
     hidden, head = some_hidden(base), LogprobHead(base, 100)
-    segments = [Segment(0, 7, adapter), Segment(7, NUM_ROWS, None)]
+    segments = [Segment(0, 7, adapter), Segment(7, NUM_TOKENS, None)]
     logits = head.logits_of_segments(hidden, segments)
     torch.testing.assert_close(logits[:7], head.logits(hidden[:7], adapter.unembed))
     torch.testing.assert_close(logits[7:], head.logits(hidden[7:], None))
 
 
 MIXED = ("cross_entropy", "gspo", "ppo", "dro")
-SPLIT = (0, 6, 13, 14, NUM_ROWS)
+SPLIT = (0, 6, 13, 14, NUM_TOKENS)
 """First row of each of the mixed losses, at a sequence start; chunks of 5 rows cut across them."""
 
 
@@ -208,16 +210,16 @@ def mixed_objectives() -> list[Objective]:
     ]
 
 
-@pytest.mark.parametrize("chunk_rows", CHUNKS)
-def test_mixed_losses_and_adapters_match_each_alone(chunk_rows: int, base: BaseModel, adapter: Adapter) -> None:
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_mixed_losses_and_adapters_match_each_alone(chunk_tokens: int, base: BaseModel, adapter: Adapter) -> None:
     other = new_adapter(LoraLayers(base, max_rank=8), LoraConfig(rank=8, seed=2))
     other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
-    hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
+    hidden, gradient = some_hidden(base), torch.full((NUM_TOKENS, base.unembedding.shape[1]), float("nan"))
     owners = [adapter, other, None, adapter]
     segments = [Segment(each.start, each.stop, owner) for each, owner in zip(mixed_objectives(), owners, strict=True)]
     for each in (adapter, other):
         each.gradients.begin_operation()
-    heads = {"logprobs": LogprobHead(base, chunk_rows)}
+    heads = {"logprobs": LogprobHead(base, chunk_tokens)}
     found = score_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
     pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
     pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
@@ -261,10 +263,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def largest(chunk_rows: int, name: str, base: BaseModel, adapter: Adapter) -> int:
+def largest(chunk_tokens: int, name: str, base: BaseModel, adapter: Adapter) -> int:
     hidden, wanted = some_hidden(base), objective(name)
     with LargestTensor(base.unembedding, adapter.weights, adapter.gradients.scratch) as recorder:
-        ours(hidden, base, adapter, wanted, chunk_rows)
+        ours(hidden, base, adapter, wanted, chunk_tokens)
     return recorder.num_elements
 
 
@@ -272,4 +274,6 @@ def largest(chunk_rows: int, name: str, base: BaseModel, adapter: Adapter) -> in
 def test_no_tensor_of_tokens_by_vocabulary_is_created(name: str, base: BaseModel, adapter: Adapter) -> None:
     vocab_size = base.unembedding.shape[0]
     assert largest(5, name, base, adapter) <= 5 * vocab_size
-    assert largest(NUM_ROWS, name, base, adapter) == NUM_ROWS * vocab_size  # control: the recorder sees such a tensor
+    assert (
+        largest(NUM_TOKENS, name, base, adapter) == NUM_TOKENS * vocab_size
+    )  # control: the recorder sees such a tensor

@@ -15,7 +15,7 @@ from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pac
 from trainhouse.workers.ops.partial_attention import attend_part, part_gradients
 from trainhouse.workers.parallel.mesh import Mesh, Team
 from trainhouse.workers.parallel.ring import Ring
-from trainhouse.workers.parallel.token_shard import TokenShard, num_rows, overlap
+from trainhouse.workers.parallel.token_shard import TokenShard, num_tokens_in, overlap
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
@@ -152,11 +152,11 @@ def test_each_query_meets_each_key_once_and_work_is_even(ring: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, 4), (4, 30), (7, 7), (20, 40), (40, 50)])
-@pytest.mark.parametrize("rows", [slice(0, 30), slice(2, 32, 3), slice(10, 20, 1), slice(5, 5, 2)])
-def test_overlap_selects_the_rows_in_range(rows: slice, start: int, stop: int) -> None:
-    places = np.arange(60)[rows]
-    assert num_rows(rows) == len(places)
-    inside = places[overlap(rows, start, stop)]
+@pytest.mark.parametrize("tokens", [slice(0, 30), slice(2, 32, 3), slice(10, 20, 1), slice(5, 5, 2)])
+def test_overlap_selects_the_tokens_in_range(tokens: slice, start: int, stop: int) -> None:
+    places = np.arange(60)[tokens]
+    assert num_tokens_in(tokens) == len(places)
+    inside = places[overlap(tokens, start, stop)]
     assert np.array_equal(inside, places[(places >= start) & (places < stop)])
 
 

@@ -95,7 +95,7 @@ class HookedTarget:
         with self._lora.applied(clip_segments(segments, shard.tokens)):
             last = self._base.shared_hidden_states(micro_batch, shard, captured)
         of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
-        return TargetFeatures(captured[EMBEDDING], of_layers, last).mapped(shard.scored)
+        return TargetFeatures(captured[EMBEDDING], of_layers, last).mapped(shard.select_scored)
 
 
 class StoredFeatureSource:

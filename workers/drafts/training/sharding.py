@@ -12,7 +12,7 @@ from torch import Tensor
 from ...batch.micro_batch import MicroBatch, MicroBatchSegment, balance_bins
 from ...ops.attention import Packing, pack_lengths
 from ...parallel.mesh import Team
-from ...parallel.token_shard import scored_rows
+from ...parallel.token_shard import scored_tokens
 from ..groups import DraftGroups
 from ..sequences.labels import Labels
 from ..sequences.sequence_shard import SequenceShard, shard_slice
@@ -208,7 +208,7 @@ def tokens_by_rank(groups: DraftGroups, lengths: Sequence[int], ring: int) -> li
     """
     firsts, num = np.cumsum([0, *lengths]), groups.num_sharing
     return [
-        first + np.array(scored_rows(length, index, num, ring), np.int64)
+        first + np.array(scored_tokens(length, index, num, ring), np.int64)
         for first, length in zip(firsts, lengths, strict=False)
         for index in range(num)
     ]

@@ -60,8 +60,8 @@ class WorkerDispatch:
         _check_weights(config.tenant_weights)
         self.models = {}
         self._config = config
-        self._source = PoolFactory(config)
-        self._device_turns = DeviceScheduler() if config.shared_devices == "turns" else None
+        self._pool_factory = PoolFactory(config)
+        self._device_scheduler = DeviceScheduler() if config.shared_devices == "turns" else None
         models = policy_configs(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._role_groups = {model.model.name: self._new_role_groups(model) for model in models}  # by role
@@ -78,7 +78,7 @@ class WorkerDispatch:
             ValueError: a model is missing or unusable, its layout is impossible, or memory does not suffice.
         """
         try:
-            await self._source.open()
+            await self._pool_factory.open()
             for name in self._groups:
                 for each in self._groups_of(name):
                     await each.start(on_progress)
@@ -94,7 +94,7 @@ class WorkerDispatch:
         """Stops the workers; operations still waiting for them fail."""
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
         await asyncio.gather(*(group.close() for group in self._all_groups()))
-        await self._source.close()
+        await self._pool_factory.close()
 
     def status(self, base_model: str, role: str | None = None) -> str | None:
         """Describes for the user why work on this base model is waiting; None if nothing waits.
@@ -128,8 +128,8 @@ class WorkerDispatch:
 
     async def drop_run(self, run_id: str) -> None:
         """Frees the run; does nothing if it is unknown or lost."""
-        home = self._locations.get(run_id)
-        if home is not None and not home.group.forget_lost(run_id):
+        location = self._locations.get(run_id)
+        if location is not None and not location.group.forget_lost(run_id):
             # If the caller stops waiting, the run stays registered and the caller must drop it again.
             await self._call_worker(run_id, "drop_run", run_id, drops=run_id)
         self._locations.pop(run_id, None)
@@ -305,9 +305,9 @@ class WorkerDispatch:
 
     def _new_group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> RankGroup:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
-        config, new_pool = self._config, partial(self._source.new_pool, name)
-        turns, idle_seconds = self._device_turns, config.idle_device_seconds
-        return RankGroup(model, new_pool, limits, config.slice_milliseconds, name, turns, idle_seconds, suspect_jobs)
+        config, new_pool = self._config, partial(self._pool_factory.new_pool, name)
+        devices, idle_seconds = self._device_scheduler, config.idle_device_seconds
+        return RankGroup(model, new_pool, limits, config.slice_milliseconds, name, devices, idle_seconds, suspect_jobs)
 
     def _new_role_groups(self, model: WorkerConfig) -> dict[str | None, RankGroup]:
         apart: dict[str | None, RankGroup] = {}

@@ -38,7 +38,7 @@ class RankGroup:
         limits: PassLimits,
         slice_milliseconds: float,
         name: str | None = None,
-        device_turns: DeviceScheduler | None = None,
+        device_scheduler: DeviceScheduler | None = None,
         idle_seconds: float | None = None,
         suspect_jobs: Suspects | None = None,
     ) -> None:
@@ -46,14 +46,14 @@ class RankGroup:
 
         Args:
             name: for messages; the model's served name unless given.
-            device_turns: None if the group does not share its devices by turns.
+            device_scheduler: None if the group does not share its devices by turns.
             idle_seconds: idle time after which it is offloaded from its devices; None means never.
             suspect_jobs: shared by groups that may receive each other's sampling jobs; None means private.
         """
         self.name = name or config.model.name
         self._wake = asyncio.Event()
-        device = (device_turns or DeviceScheduler()).turn(self.name, self._wake.set, idle_seconds)
-        takes_turns = device_turns is not None
+        device = (device_scheduler or DeviceScheduler()).lease(self.name, self._wake.set, idle_seconds)
+        takes_turns = device_scheduler is not None
         self.supervisor = Supervisor(self.name, config, new_pool, device, self._wake.set, takes_turns)
         self.work = GroupWork(limits, suspect_jobs)
         self._scheduler = Scheduler(self.work, slice_milliseconds)

@@ -1,12 +1,12 @@
-"""Lets groups that share devices use them in turns."""
+"""Leases devices to groups that share them, one group at a time."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-# A group keeps its device for this many times the time that moving on and off took, which bounds the cost of moving.
-_STAYS = 10.0
-_FEWEST_SECONDS = 0.2
+# A group keeps its devices for this many times the time that moving on and off took, which bounds the cost of moving.
+_MOVES_PER_STAY = 10.0
+_MIN_STAY_SECONDS = 0.2
 
 
 class DeviceScheduler:
@@ -19,61 +19,61 @@ class DeviceScheduler:
         self._holding: list[DeviceLease] = []
         self._waiting: list[DeviceLease] = []
 
-    def turn(self, name: str, wake: Callable[[], None], idle_seconds: float | None = None) -> "DeviceLease":
-        """Returns a group's turn.
+    def lease(self, name: str, wake: Callable[[], None], idle_seconds: float | None = None) -> "DeviceLease":
+        """Returns a group's lease, which is not requested yet.
 
         Args:
             name: the group's name, for messages.
-            wake: called when the turn begins, and when another group waits for its devices.
+            wake: called when the lease is granted, and when another group waits for its devices.
             idle_seconds: see DeviceLease.seconds_left.
         """
         return DeviceLease(self, name, wake, idle_seconds)
 
-    def enter(self, turn: "DeviceLease") -> None:
-        self._waiting.append(turn)
-        self._grant()
+    def request(self, lease: "DeviceLease") -> None:
+        self._waiting.append(lease)
+        self._grant_free()
 
-    def leave(self, turn: "DeviceLease") -> None:
-        self._waiting = [each for each in self._waiting if each is not turn]
-        self._holding = [each for each in self._holding if each is not turn]
-        self._grant()
+    def release(self, lease: "DeviceLease") -> None:
+        self._waiting = [each for each in self._waiting if each is not lease]
+        self._holding = [each for each in self._holding if each is not lease]
+        self._grant_free()
 
-    def holders(self, turn: "DeviceLease") -> list["DeviceLease"]:
-        """Returns the turns that hold a device this turn wants."""
-        return [each for each in self._holding if each is not turn and not each.devices.isdisjoint(turn.devices)]
+    def holders(self, lease: "DeviceLease") -> list["DeviceLease"]:
+        """Returns the other leases that hold one of this lease's devices."""
+        return [each for each in self._holding if each is not lease and not each.devices.isdisjoint(lease.devices)]
 
-    def is_wanted(self, turn: "DeviceLease") -> bool:
-        """True if another turn waits for one of this turn's devices."""
-        return any(not each.devices.isdisjoint(turn.devices) for each in self._waiting)
+    def is_wanted(self, lease: "DeviceLease") -> bool:
+        """True if another lease waits for one of this lease's devices."""
+        return any(not each.devices.isdisjoint(lease.devices) for each in self._waiting)
 
-    def _grant(self) -> None:
-        taken = {device for turn in self._holding for device in turn.devices}
-        for turn in list(self._waiting):
-            if turn.devices.isdisjoint(taken):
-                self._waiting.remove(turn)
-                self._holding.append(turn)
-                turn.begin()
-            taken |= turn.devices
-        for turn in self._holding:
-            if self.is_wanted(turn):
-                turn.wake()
+    def _grant_free(self) -> None:
+        taken = {device for lease in self._holding for device in lease.devices}
+        for lease in list(self._waiting):
+            if lease.devices.isdisjoint(taken):
+                self._waiting.remove(lease)
+                self._holding.append(lease)
+                lease.grant()
+            taken |= lease.devices
+        for lease in self._holding:
+            if self.is_wanted(lease):
+                lease.wake()
 
 
 class DeviceLease:
     """A group's claim on the devices that it shares.
 
-    devices: those of its ranks, by names that all groups agree on. Empty until the ranks have reported them; the turn
+    devices: those of its ranks, by names that all groups agree on. Empty until the ranks have reported them; the lease
         then waits for no one.
     """
 
     def __init__(
-        self, turns: DeviceScheduler, name: str, wake: Callable[[], None], idle_seconds: float | None = None
+        self, scheduler: DeviceScheduler, name: str, wake: Callable[[], None], idle_seconds: float | None = None
     ) -> None:
         self.name, self.wake = name, wake
         self.devices: frozenset[str] = frozenset()
-        self._turns = turns
-        self._begun = asyncio.Event()
-        self._has_asked = False
+        self._scheduler = scheduler
+        self._granted = asyncio.Event()
+        self._is_requested = False
         self._idle_seconds = idle_seconds
         self._since = self._used_at = 0.0
         self._moving_seconds = 0.0
@@ -81,33 +81,33 @@ class DeviceLease:
     @property
     def is_held(self) -> bool:
         """True while the group owns all its devices, until `release`."""
-        return self._begun.is_set()
+        return self._granted.is_set()
 
     def request(self) -> None:
         """Requests the devices; `wake` is called when they are held."""
-        if not self._has_asked:
-            self._has_asked = True
-            self._turns.enter(self)
+        if not self._is_requested:
+            self._is_requested = True
+            self._scheduler.request(self)
 
     async def acquire(self) -> None:
         """Requests the devices and waits until they are held."""
         self.request()
         try:
-            await self._begun.wait()
+            await self._granted.wait()
         except asyncio.CancelledError:
             self.release()
             raise
 
-    def begin(self) -> None:
+    def grant(self) -> None:
         self._since = self._used_at = time.monotonic()
-        self._begun.set()
+        self._granted.set()
         self.wake()
 
     def release(self) -> None:
         """Releases the devices or withdraws the request; does nothing if there is neither."""
-        self._begun.clear()
-        self._has_asked = False
-        self._turns.leave(self)
+        self._granted.clear()
+        self._is_requested = False
+        self._scheduler.release(self)
 
     def record_use(self) -> None:
         """Records that the devices were in use until now."""
@@ -129,12 +129,12 @@ class DeviceLease:
         Args:
             has_work: whether this group has work waiting.
         """
-        if not (self.is_held and self._turns.is_wanted(self)):
+        if not (self.is_held and self._scheduler.is_wanted(self)):
             return False
-        least = max(_FEWEST_SECONDS, _STAYS * self._moving_seconds)
+        least = max(_MIN_STAY_SECONDS, _MOVES_PER_STAY * self._moving_seconds)
         return not has_work or time.monotonic() - self._since >= least
 
     def blocked_by(self) -> str | None:
         """Describes which groups hold the requested devices, or returns None."""
-        names = [turn.name for turn in self._turns.holders(self)]
-        return f"{' and '.join(names)} has the device" if names and self._has_asked and not self.is_held else None
+        names = [lease.name for lease in self._scheduler.holders(self)]
+        return f"{' and '.join(names)} has the device" if names and self._is_requested and not self.is_held else None

@@ -24,7 +24,7 @@ _PLACE_SECONDS = 2.0
 
 
 class Supervisor:
-    """Owns the ranks of a group and its turn on shared devices.
+    """Owns the ranks of a group and its lease of shared devices.
 
     info: the loaded model.
     num_deaths: deaths of the workers so far.
@@ -44,7 +44,12 @@ class Supervisor:
         wake: Callable[[], None],
         takes_turns: bool,
     ) -> None:
-        """Args: wake: called when a rank dies; takes_turns: whether the group shares its devices with others."""
+        """Builds the supervisor; `start` loads the model.
+
+        Args:
+            wake: called when a rank dies.
+            takes_turns: whether the group shares its devices with others.
+        """
         self.num_deaths = 0
         self.is_restarting = False
         self.placement_error: PlacementError | None = None
@@ -160,7 +165,7 @@ class Supervisor:
             await self._register_devices(ranks)
 
     async def _register_devices(self, ranks: Ranks) -> None:
-        """Learns the ranks' devices. The ranks loaded as if alone there, so the group leaves and takes its turn."""
+        """Sets the lease's devices. The ranks loaded as if alone there, so the group leaves and waits for its turn."""
         hang_seconds = self.timeouts.for_method("device_name")
         devices = frozenset(await ranks.call_each("device_name", hang_seconds=hang_seconds))
         if devices != self.device.devices:

@@ -99,11 +99,11 @@ class FairQueue:
     def __init__(self, limits: PassLimits) -> None:
         self._limits = limits
         self._tenants: OrderedDict[str, TenantShare] = OrderedDict()
-        self._hurried: OrderedDict[str, TenantShare] = OrderedDict()
-        self._num_lines = 0
+        self._with_short_work: OrderedDict[str, TenantShare] = OrderedDict()
+        self._num_runs = 0
 
     def __bool__(self) -> bool:
-        return self._num_lines > 0
+        return self._num_runs > 0
 
     def add(self, run: RunQueue) -> None:
         """Adds a run whose head is an operation, behind the tenant's other runs."""
@@ -111,17 +111,17 @@ class FairQueue:
         if tenant is None:
             tenant = self._tenants[run.tenant_id] = TenantShare(run.tenant_id, self._limits)
         tenant.runs[run.key] = run
-        self._num_lines += 1
+        self._num_runs += 1
         if self._limits.is_short(run.operation):
             tenant.short[run.key] = run
-            self._hurried[run.tenant_id] = tenant
+            self._with_short_work[run.tenant_id] = tenant
 
     def remove(self, run: RunQueue) -> None:
         tenant = self._tenants[run.tenant_id]
         del tenant.runs[run.key]
-        self._num_lines -= 1
+        self._num_runs -= 1
         if tenant.short.pop(run.key, None) is not None and not tenant.short:
-            del self._hurried[run.tenant_id]
+            del self._with_short_work[run.tenant_id]
 
     def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[TenantShare, RunQueue] | None:
         """Returns the tenant whose turn it is and its next run; None if no operation is ready.
@@ -130,7 +130,7 @@ class FairQueue:
             awaited: tenants that will have an operation for the next pass. They keep their places; if the pass may end,
                 it ends at their turn, because otherwise other tenants would take their tokens.
         """
-        while self._num_lines:
+        while self._num_runs:
             tenant = self._first()
             if tenant.credit <= 0:
                 self.end_turn()
@@ -156,9 +156,9 @@ class FairQueue:
         """Yields tenants with short operations and an advance left. A tenant at which the caller stops is first next
         time.
         """
-        for _ in range(len(self._hurried)):
-            tenant = next(iter(self._hurried.values()))
+        for _ in range(len(self._with_short_work)):
+            tenant = next(iter(self._with_short_work.values()))
             if tenant.advance > 0:
                 yield tenant
             if tenant.short:
-                self._hurried.move_to_end(tenant.tenant_id)
+                self._with_short_work.move_to_end(tenant.tenant_id)

@@ -27,8 +27,8 @@ class GroupQueue:
         self._runs: dict[str, RunQueue] = {}
         # Each run is in one of these, by the type of its head.
         self._operations, self._suspect_operations = FairQueue(limits), _TenantRoundRobin()
-        self._steps, self._calls, self._snapshots = _TenantRoundRobin(), _TenantRoundRobin(), _TenantRoundRobin()
-        self._by_head = {StepWork: self._steps, MethodWork: self._calls, SnapshotWork: self._snapshots}
+        self._steps, self._methods, self._snapshots = _TenantRoundRobin(), _TenantRoundRobin(), _TenantRoundRobin()
+        self._by_head = {StepWork: self._steps, MethodWork: self._methods, SnapshotWork: self._snapshots}
         self._waits_in: dict[str, FairQueue | _TenantRoundRobin] = {}
         self._steps_went_last = False
         self._suspect_stepped_last = self._suspect_passed_last = False
@@ -41,8 +41,8 @@ class GroupQueue:
         return bool(self._snapshots)
 
     @property
-    def wants_call(self) -> bool:
-        return bool(self._calls)
+    def wants_method(self) -> bool:
+        return bool(self._methods)
 
     @property
     def wants_training(self) -> bool:
@@ -81,14 +81,14 @@ class GroupQueue:
             self._forget(work)
 
     def next_method(self) -> MethodWork:
-        """Returns the next call, which stays in the queue."""
-        head = self._calls.next().head
+        """Returns the next method, which stays in the queue."""
+        head = self._methods.next().head
         assert isinstance(head, MethodWork)
         return head
 
     def take_method(self) -> MethodWork:
         """Takes the next method: tenants take turns, and a tenant's runs take turns."""
-        return self._pop(self._calls.next())
+        return self._pop(self._methods.next())
 
     def take_snapshot(self) -> SnapshotWork:
         """Takes the next snapshot, by the same turns as methods; until then only its run is blocked by it."""
@@ -114,59 +114,59 @@ class GroupQueue:
         self._suspect_passed_last = bool(self._suspect_operations) and not (
             self._operations and self._suspect_passed_last
         )
-        forming = _PassBuilder(self._limits)
+        builder = _PassBuilder(self._limits)
         if self._suspect_passed_last:
             run = self._suspect_operations.next()
-            self._take(run, forming, self._limits.quantum(run.tenant_id), self._limits.half)
+            self._take(run, builder, self._limits.quantum(run.tenant_id), self._limits.half)
         else:
-            self._fill(forming)
-        return list(forming.works.values())
+            self._fill(builder)
+        return list(builder.works.values())
 
-    def _fill(self, forming: "_PassBuilder") -> None:
+    def _fill(self, builder: "_PassBuilder") -> None:
         """Fills a pass: first the run whose turn it is, so that it always progresses; then short operations, which wait
         for one pass at most; then other runs by turns until the pass is full.
         """
         first = self._operations.next()
         assert first is not None, "taken only while operations are ready"
-        self._move(*first, forming, self._limits.half)
-        self._move_short_operations(forming)
-        while (turn := self._operations.next(forming.awaited, forming.may_end)) and forming.admits(
-            turn[1].operation, forming.room
+        self._move(*first, builder, self._limits.half)
+        self._move_short_operations(builder)
+        while (turn := self._operations.next(builder.awaited, builder.may_end)) and builder.admits(
+            turn[1].operation, builder.room
         ):
-            self._move(*turn, forming, forming.room)
-        if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
+            self._move(*turn, builder, builder.room)
+        if turn and turn[0] is first[0] and not builder.has_slot(turn[1].key):
             # A run with few tokens would otherwise keep the first place for very many passes.
             self._operations.end_turn()
 
-    def _move_short_operations(self, forming: "_PassBuilder") -> None:
+    def _move_short_operations(self, builder: "_PassBuilder") -> None:
         """Moves short operations into the pass; they may use half a pass even if the first sequence left less room."""
-        room = max(forming.room, self._limits.half)
+        room = max(builder.room, self._limits.half)
         for tenant in self._operations.tenants_with_short_work():
-            taken = self._move_short_ones_of(tenant, forming, room)
+            taken = self._move_short_ones_of(tenant, builder, room)
             if not taken:
                 return
             room -= taken
 
-    def _move_short_ones_of(self, tenant: TenantShare, forming: "_PassBuilder", room: float) -> int:
+    def _move_short_ones_of(self, tenant: TenantShare, builder: "_PassBuilder", room: float) -> int:
         taken = 0
-        while (run := tenant.next_short()) and forming.admits(run.operation, room - taken):
+        while (run := tenant.next_short()) and builder.admits(run.operation, room - taken):
             if taken and not self._limits.allows_short(run.operation, taken):
                 break
-            taken += self._move(tenant, run, forming, room)
+            taken += self._move(tenant, run, builder, room)
         tenant.advance -= taken
         return taken
 
-    def _move(self, tenant: TenantShare, run: RunQueue, forming: "_PassBuilder", room: float) -> int:
-        tokens = self._take(run, forming, tenant.credit, room)
+    def _move(self, tenant: TenantShare, run: RunQueue, builder: "_PassBuilder", room: float) -> int:
+        tokens = self._take(run, builder, tenant.credit, room)
         tenant.credit -= tokens
         if run.awaits_step_only:
-            forming.awaited.add(run.tenant_id)
+            builder.awaited.add(run.tenant_id)
         return tokens
 
-    def _take(self, run: RunQueue, forming: "_PassBuilder", credit: float, room: float) -> int:
+    def _take(self, run: RunQueue, builder: "_PassBuilder", credit: float, room: float) -> int:
         operation = run.operation
         self._dequeue(run)
-        tokens = forming.take(operation, credit, room)
+        tokens = builder.take(operation, credit, room)
         self.num_tokens -= tokens
         if operation.is_taken:
             self._end(run)
@@ -181,7 +181,7 @@ class GroupQueue:
         return work
 
     def _end(self, run: RunQueue) -> None:
-        """Removes the head of a run that is not filed, and files the run for its next head."""
+        """Removes the head of a run that was dequeued, and enqueues the run for its next head."""
         self._forget(run.works.popleft())
         if run.works:
             self._enqueue(run)

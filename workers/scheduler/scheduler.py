@@ -31,20 +31,18 @@ class Scheduler:
         self._slice_milliseconds = slice_milliseconds
         self._clock = clock
         self._slices_since_pause = 0
-        self._next: dict[str, Callable[[], RankCall]] = {
-            "training": self._next_training,
-            "methods": lambda: MethodCall(self._work.queue.take_method()),
-            "snapshots": self._next_snapshot,
-            "sampling": self._next_slice,
-        }
-        self._shares = TimeShares(tuple(self._next))
+        self._shares = TimeShares(("training", "methods", "snapshots", "sampling"))
 
     def wanted(self) -> list[str]:
         """Returns the kinds of calls for which there is work."""
         queue = self._work.queue
-        snapshots = self._snapshots_due or (queue.wants_snapshot and self._work.snapshots.has_room)
-        wants = (queue.wants_training, queue.wants_call, snapshots, self._work.cohorts.wants_slice)
-        return [kind for kind, is_wanted in zip(self._next, wants, strict=True) if is_wanted]
+        wants = {
+            "training": queue.wants_training,
+            "methods": queue.wants_method,
+            "snapshots": self._snapshots_due or (queue.wants_snapshot and self._work.snapshots.has_room),
+            "sampling": self._work.cohorts.wants_slice,
+        }
+        return [kind for kind, is_wanted in wants.items() if is_wanted]
 
     def without_device(self, kinds: Sequence[str]) -> list[str]:
         """Returns those of the wanted kinds whose next call needs nothing on the devices."""
@@ -61,7 +59,15 @@ class Scheduler:
         Args:
             kinds: of `wanted`, those that are possible now.
         """
-        return self._next[self._shares.next(kinds)]()
+        match self._shares.next(kinds):
+            case "training":
+                return self._next_training()
+            case "methods":
+                return MethodCall(self._work.queue.take_method())
+            case "snapshots":
+                return self._next_snapshot()
+            case _:
+                return self._next_slice()
 
     def finish(self, call: RankCall, answer: Any, seconds: float) -> None:
         """Answers the call's work. Args: see RankCall.finish; seconds: the time it took."""

@@ -175,8 +175,9 @@ class SamplingWork(AwaitedWork):
 
 @dataclass(eq=False)
 class RunQueue:
-    """Holds the work of one run, in order. Only the head can run: an optimizer step or a call blocks what follows until
-    answered.
+    """Holds the work of one run, in order.
+
+    Only the head can run: an optimizer step or a method blocks what follows until it is answered.
     """
 
     key: str

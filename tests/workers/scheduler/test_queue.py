@@ -98,7 +98,7 @@ class CheckedConsumer:
         self.done: dict[str, list[WorkItem]] = defaultdict(list)
 
     def take(self) -> bool:
-        if self.queue.wants_call:
+        if self.queue.wants_method:
             self._finish([self.queue.take_method()])
         elif self.queue.wants_training and self.queue.steps_are_next():
             self._finish(self.queue.take_steps())
@@ -204,7 +204,7 @@ def test_suspects_steps_do_not_hold_up_those_of_others() -> None:
 def test_tenants_take_turns_with_their_calls() -> None:
     queue = queue_of(*(call(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
     taken = []
-    while queue.wants_call:
+    while queue.wants_method:
         taken.append(queue.take_method().key)
     assert taken == ["a0", "b0", "a1", "b1", "a2", "a0"]
 

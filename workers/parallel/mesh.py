@@ -159,7 +159,7 @@ class Mesh:
         self.coordinates = spec.coordinates(rank)
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
         self._torch_mesh: DeviceMesh | None = None
-        self._words = None if self.is_single else dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._object_group = None if self.is_single else dist.new_group(backend="gloo", timeout=_FOREVER)
 
     @property
     def is_single(self) -> bool:
@@ -182,10 +182,10 @@ class Mesh:
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Returns each rank's value, in rank order. For small values, sent from host to host."""
-        if self._words is None:
+        if self._object_group is None:
             return [value]
         values: list[Value] = [value] * self.spec.num_ranks
-        dist.all_gather_object(values, value, group=self._words)
+        dist.all_gather_object(values, value, group=self._object_group)
         return values
 
     def first_values(self, values: Sequence[Value | None]) -> list[Value | None]:
@@ -283,32 +283,34 @@ def interface_of(address: str) -> str | None:
     """Returns this machine's network interface with the address, None if it is unknown."""
     if not sys.platform.startswith("linux"):
         return "lo0" if address == LOOPBACK else None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            if _address_of(name, asking) == address:
+            if _address_of(name, probe) == address:
                 return name
     return None
 
 
-def _address_of(interface: str, asking: socket.socket) -> str | None:
+def _address_of(interface: str, probe: socket.socket) -> str | None:
     request = struct.pack("256s", interface.encode())
     try:
-        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
     except OSError:
         return None
     return socket.inet_ntoa(answer[20:24])
 
 
-def connect(meeting: Rendezvous, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
+def connect(
+    rendezvous: Rendezvous, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float
+) -> None:
     """Connects this process to the other ranks, once per process. Raises RuntimeError if they do not connect in
     time."""
-    interface = interface_of(own_host(towards=meeting.store.host))
+    interface = interface_of(own_host(towards=rendezvous.store.host))
     if interface is not None:
         # By default gloo listens on the address of the machine's host name, which others often cannot reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=meeting.store,
+        store=rendezvous.store,
         rank=rank,
         world_size=spec.num_ranks,
         timeout=timedelta(seconds=timeout_seconds),

@@ -23,15 +23,15 @@ class SharedFileProbe:
 
     @staticmethod
     def write_into(directory: str) -> "SharedFileProbe":
-        """Writes a landmark into the directory, which is created if missing.
+        """Writes a probe into the directory, which is created if missing.
 
         Raises:
             OSError: the directory cannot be written.
         """
-        landmark = SharedFileProbe(str(Path(directory, f".shared-{secrets.token_hex(8)}")), secrets.token_hex(16))
+        probe = SharedFileProbe(str(Path(directory, f".shared-{secrets.token_hex(8)}")), secrets.token_hex(16))
         Path(directory).mkdir(parents=True, exist_ok=True)
-        Path(landmark.path).write_text(landmark.contents)
-        return landmark
+        Path(probe.path).write_text(probe.contents)
+        return probe
 
     def remove(self) -> None:
         Path(self.path).unlink(missing_ok=True)
@@ -39,11 +39,11 @@ class SharedFileProbe:
     def find_problem(self) -> str | None:
         """Returns why this machine does not share the directory, or None if it can read and write it."""
         deadline = time.monotonic() + _SECONDS
-        while (trouble := self._trouble()) is not None and time.monotonic() < deadline:
+        while (problem := self._problem()) is not None and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)  # a network file system's client may lag a moment
-        return trouble and f"on {socket.gethostname()} {trouble}"
+        return problem and f"on {socket.gethostname()} {problem}"
 
-    def _trouble(self) -> str | None:
+    def _problem(self) -> str | None:
         beside = Path(f"{self.path}-{os.getpid()}")
         try:
             if Path(self.path).read_text() != self.contents:

@@ -73,7 +73,7 @@ class Worker:
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         config = self._config = with_local_model(config)
         self._name = config.model.name
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         if config.parallel.num_ranks == 1:
             self._load(Mesh())
 
@@ -82,8 +82,8 @@ class Worker:
         if self._config.rank > 0:
             return None
         host = LOOPBACK if self._config.is_local else own_host()
-        self._meeting = Rendezvous.open(host, self._config.hang_seconds)
-        return self._meeting.address
+        self._rendezvous = Rendezvous.open(host, self._config.hang_seconds)
+        return self._rendezvous.address
 
     def load(self, address: str) -> None:
         """Loads the base model after all ranks have met at the address.
@@ -92,8 +92,8 @@ class Worker:
             ValueError: the model cannot be served.
         """
         config = self._config
-        meeting = self._meeting or Rendezvous.join(address, config.hang_seconds)
-        connect(meeting, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
+        rendezvous = self._rendezvous or Rendezvous.join(address, config.hang_seconds)
+        connect(rendezvous, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
         self._load(Mesh(config.parallel, config.rank))
 
     def reset(self) -> None:
@@ -104,9 +104,9 @@ class Worker:
             self.drop_run(model_id)
         self._snapshots.wait()
 
-    def check_shared(self, landmark: SharedFileProbe) -> str | None:
-        """Returns why this rank does not share the landmark's directory; None if it does."""
-        return landmark.find_problem()
+    def check_shared(self, probe: SharedFileProbe) -> str | None:
+        """Returns why this rank does not share the probe's directory; None if it does."""
+        return probe.find_problem()
 
     def _load(self, mesh: Mesh) -> None:
         config = self._config

@@ -88,7 +88,7 @@ class WatchedWorker(CountingWorker):
     def shortest_timeout(self) -> float:
         """Returns the shortest timeout of exchanges with other ranks, in seconds."""
         groups = [team._group for team in self._mesh._teams.values() if team._group is not None]
-        backends = [group._get_backend(torch.device("cpu")) for group in [*groups, self._mesh._words]]
+        backends = [group._get_backend(torch.device("cpu")) for group in [*groups, self._mesh._object_group]]
         return min(backend.options._timeout.total_seconds() for backend in backends)
 
     def lose_pages(self, rank: int) -> None:

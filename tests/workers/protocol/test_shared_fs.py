@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from trainhouse.workers.protocol import shared_fs as landmark
+from trainhouse.workers.protocol import shared_fs
 from trainhouse.workers.protocol.shared_fs import SharedFileProbe
 
 
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landmark, "_SECONDS", 0.0)
+    monkeypatch.setattr(shared_fs, "_SECONDS", 0.0)
 
 
 def test_shared_directory_is_recognized_by_the_file_left_there(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_unshared_directory_is_reported_with_the_reason(tmp_path: Path) -> None:
     left.remove()
     assert "the file just written there was not found" in str(left.find_problem())
     assert "cannot be read and written (Not a directory)" in str(
-        SharedFileProbe(f"{__file__}/landmark", "x").find_problem()
+        SharedFileProbe(f"{__file__}/probe", "x").find_problem()
     )
     if os.geteuid():
         left = SharedFileProbe.write_into(str(tmp_path))

@@ -27,7 +27,7 @@ class Ranks:
         self._pool = pool
         self._spec = spec
         self._shared_directories = shared_directories
-        self._samplers = _JobPlacement(spec)
+        self._placement = _JobPlacement(spec)
 
     @property
     def death(self) -> "asyncio.Future[WorkerDied]":
@@ -67,17 +67,17 @@ class Ranks:
             raise self._pool.kill(f"it could not be reset ({error})") from error
 
     async def _check_shared(self, directory: str, hang_seconds: float) -> None:
-        landmark = await asyncio.to_thread(SharedFileProbe.write_into, directory)
+        probe = await asyncio.to_thread(SharedFileProbe.write_into, directory)
         try:
-            for rank, trouble in enumerate(await self._pool.call("check_shared", landmark, hang_seconds=hang_seconds)):
-                if trouble is not None:
+            for rank, problem in enumerate(await self._pool.call("check_shared", probe, hang_seconds=hang_seconds)):
+                if problem is not None:
                     raise ValueError(
-                        f"{directory} is not shared with rank {rank}: {trouble}; ranks read and write there: mount one "
+                        f"{directory} is not shared with rank {rank}: {problem}; ranks read and write there: mount one "
                         "file system at the same path on every machine, or set --state-dir (and --checkpoints, if it "
                         "is a directory) to a directory on such a file system"
                     )
         finally:
-            await asyncio.to_thread(landmark.remove)
+            await asyncio.to_thread(probe.remove)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -104,9 +104,9 @@ class Ranks:
     async def run_slice(self, work: SamplingSlice, hang_seconds: float) -> SliceResult:
         if self._spec.num_ranks == 1:
             return await self.call("sample_slice", work, hang_seconds=hang_seconds)
-        of_ranks = PerRank(self._samplers.split(work))
+        of_ranks = PerRank(self._placement.split(work))
         results = await self._answers("sample_slice", of_ranks, hang_seconds=hang_seconds)
-        return self._samplers.merge(results)
+        return self._placement.merge(results)
 
     async def _answers(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
         """Returns all answers. If some ranks fail and others do not, kills all: their states would diverge."""
@@ -140,7 +140,7 @@ def _share_of(work: Pass, places: list[tuple[int, int]]) -> Pass:
     by_part: list[list[int]] = [[] for _ in work.parts]
     for i, j in places:
         by_part[i].append(j)
-    return Pass(tuple(_part_of(part, numbers) for part, numbers in zip(work.parts, by_part, strict=True)))
+    return Pass(tuple(_part_of(part, indices) for part, indices in zip(work.parts, by_part, strict=True)))
 
 
 def _part_of(part: OperationPart, indices: list[int]) -> OperationPart:

@@ -63,7 +63,7 @@ class DraftFormat:
         """
         if self._model.has_full_vocabulary:
             return {}
-        said = self._model.vocabulary.cpu()
-        can_say = torch.zeros(self._model.shape.target_vocabulary, dtype=torch.bool)
-        can_say[said] = True
-        return {"d2t": said - torch.arange(len(said)), "t2d": can_say}
+        vocabulary = self._model.vocabulary.cpu()
+        is_covered = torch.zeros(self._model.shape.target_vocabulary, dtype=torch.bool)
+        is_covered[vocabulary] = True
+        return {"d2t": vocabulary - torch.arange(len(vocabulary)), "t2d": is_covered}

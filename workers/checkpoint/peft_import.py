@@ -44,10 +44,10 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
     found = _by_expert(_read(source), every, lora.rank)
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
-    learned = TrainedState(
+    state = TrainedState(
         adapter, {"weights": FlatTensors(adapter.layout.unsharded, _filled(adapter, found))}, 0, has_optimizer=False
     )
-    save(learned, target, base_name=base_name)
+    save(state, target, base_name=base_name)
     return wanted
 
 

@@ -57,8 +57,9 @@ class DownloadOrigin:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model has the name that clients request and the local directory or hub id that it is loaded from.
+    """A base model to serve.
 
+    name: the name that clients request. source: the local directory or hub id that it is loaded from.
     origin: set if the model was downloaded from a URL; `source` is then its copy on this machine.
     """
 
@@ -194,7 +195,7 @@ class RoleGroup:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """Configures one rank group for each base model, its sampler replicas, and the groups of roles with ranks of their
+    """Configures one rank group for each base model, its sampler workers, and the groups of roles with ranks of their
     own.
 
     pool: "local" starts processes on this machine, "ray" starts actors.

@@ -28,8 +28,8 @@ class RunSaver:
     def save(self, run_id: str, directory: Path, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step; returns when it is written."""
         with self._models.resident(run_id, STEP_VECTORS if optimizer else FORWARD_VECTORS) as model:
-            learned = TrainedState.without_gradients(model, self._mesh, optimizer=optimizer)
-            self._agreement.on_all(partial(save, learned, directory, base_name=self._base_name))
+            state = TrainedState.without_gradients(model, self._mesh, optimizer=optimizer)
+            self._agreement.on_all(partial(save, state, directory, base_name=self._base_name))
 
     def begin(self, snapshot_id: int, run_id: str, directory: Path, contents: SavedContents) -> None:
         """Begins to write the run as it is now; see `take_ended`."""
@@ -37,8 +37,8 @@ class RunSaver:
             if contents == "all" and model.gradients.window.num_operations:
                 all_reduce_gradients([model], self._mesh)
             try:
-                learned = _contents(model, contents, self._mesh)
-                self._agreement.on_all(partial(self._writer.begin, snapshot_id, learned, directory))
+                state = _contents(model, contents, self._mesh)
+                self._agreement.on_all(partial(self._writer.begin, snapshot_id, state, directory))
             except Exception:
                 self._writer.forget(snapshot_id)
                 raise

@@ -17,7 +17,7 @@ _NUM_THREADS = 2
 
 
 class SnapshotWriter:
-    """Writes one rank's snapshots. The caller bounds how many are under way, because each holds a copy in memory."""
+    """Writes one rank's snapshots. The caller bounds how many at a time, because each holds a copy in memory."""
 
     def __init__(self, device: torch.device, base_name: str) -> None:
         self._device = device
@@ -26,16 +26,16 @@ class SnapshotWriter:
         self._writing: dict[int, Future[None]] = {}
         self._forgotten: list[Future[None]] = []
 
-    def begin(self, snapshot_id: int, learned: TrainedState, directory: Path) -> None:
+    def begin(self, snapshot_id: int, state: TrainedState, directory: Path) -> None:
         """Copies the state and writes it in the background; the model may change at once. Errors are reported by
-        `ended`.
+        `take_ended`.
 
         A snapshot that only other ranks write counts as ended here.
         """
-        if not learned.has_part_to_write:
+        if not state.has_part_to_write:
             self._writing[snapshot_id] = _done()
             return
-        copy, event = learned.copied(), None
+        copy, event = state.copied(), None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
@@ -53,18 +53,18 @@ class SnapshotWriter:
         return {snapshot_id: _outcome(self._writing.pop(snapshot_id)) for snapshot_id in done}
 
     def wait(self) -> None:
-        """Waits until none is under way and forgets them."""
+        """Waits until none is being written and forgets them."""
         wait([*self._writing.values(), *self._forgotten])
         self._writing.clear()
 
     def _write(self, taken: list[TrainedState], copied: torch.cuda.Event | None, directory: Path) -> None:
-        learned = taken.pop()
+        state = taken.pop()
         if copied is not None:
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 torch.cuda.current_stream(self._device).wait_event(copied)
-                learned = learned.mapped(Tensor.cpu)
+                state = state.mapped(Tensor.cpu)
         try:
-            save(learned, directory, base_name=self._base_name)
+            save(state, directory, base_name=self._base_name)
         except Exception:
             if directory.exists():
                 raise

@@ -199,7 +199,7 @@ class Job:
     @property
     def num_reusable(self) -> int:
         """Prompt tokens that the prefix cache may replace: hidden states are needed where the prompt is scored."""
-        return len(self.prompt) if self.scores is None or self.scores.is_done else self.scores.first_row
+        return len(self.prompt) if self.scores is None or self.scores.is_done else self.scores.first_position
 
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
@@ -297,9 +297,8 @@ def _check_sizes(spec: SampleJob, limits: ModelLimits) -> None:
     ):
         if k * num_tokens > MAX_TOPK_CELLS:
             raise OperationError(
-                f"{name} {k} at {num_tokens} {kind} tokens makes more than {MAX_TOPK_CELLS} cells: lower it or "
-                "split the"
-                " request"
+                f"{name} {k} at {num_tokens} {kind} tokens makes more than {MAX_TOPK_CELLS} cells: lower it or split"
+                " the request"
             )
 
 

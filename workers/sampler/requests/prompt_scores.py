@@ -34,20 +34,20 @@ def wants_scores(spec: SampleJob) -> bool:
 class PromptScoring:
     """Scores a prompt from its hidden states, which arrive in order and perhaps repeatedly.
 
-    first_row: the first position whose hidden state is needed; it predicts the next token.
+    first_position: the first position whose hidden state is needed; it predicts the next token.
     """
 
     def __init__(self, spec: SampleJob) -> None:
         self.scores = _empty_scores(spec)
         self._spec = spec
-        self._last_row = len(spec.prompt) - 1
-        self._first_scored = self._last_row - (spec.prompt_logprobs_last_n or self._last_row)
-        scores_every_row = spec.target_prompt_tokens is not None or spec.prompt_alt_tokens_k > 0
-        self.first_row = self._next_row = 0 if scores_every_row else self._first_scored
+        self._last_position = len(spec.prompt) - 1
+        self._first_scored = self._last_position - (spec.prompt_logprobs_last_n or self._last_position)
+        scores_every_position = spec.target_prompt_tokens is not None or spec.prompt_alt_tokens_k > 0
+        self.first_position = self._next_position = 0 if scores_every_position else self._first_scored
 
     @property
     def is_done(self) -> bool:
-        return self._next_row >= self._last_row
+        return self._next_position >= self._last_position
 
     def score(self, start: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], chunk: int) -> None:
         """Scores the positions from `start` on, except those already scored and those behind the prompt.
@@ -56,20 +56,25 @@ class PromptScoring:
             hidden: [n, hidden_size].
             logits_of: maps at most `chunk` hidden states to logits.
         """
-        stop = min(start + len(hidden), self._last_row)
-        for first in range(self._next_row, stop, chunk):
-            # Row i of the hidden states predicts the token at position i + 1.
-            rows = np.arange(first, min(first + chunk, stop))
-            log_softmax = torch.log_softmax(logits_of(hidden[rows[0] - start : rows[-1] + 1 - start]), dim=-1)
+        stop = min(start + len(hidden), self._last_position)
+        for first in range(self._next_position, stop, chunk):
+            # The hidden state at position i predicts the token at position i + 1.
+            positions = np.arange(first, min(first + chunk, stop))
+            log_softmax = torch.log_softmax(logits_of(hidden[positions[0] - start : positions[-1] + 1 - start]), dim=-1)
             skipped = max(0, self._first_scored - first)
-            _score_tokens(self._spec, self.scores, rows[skipped:], log_softmax[skipped:])
-            _score_targets(self._spec, self.scores, rows, log_softmax)
-            _draw_alternatives(self._spec, self.scores, rows, log_softmax)
-        self._next_row = max(self._next_row, stop)
+            _score_tokens(self._spec, self.scores, positions[skipped:], log_softmax[skipped:])
+            _score_targets(self._spec, self.scores, positions, log_softmax)
+            _draw_alternatives(self._spec, self.scores, positions, log_softmax)
+        self._next_position = max(self._next_position, stop)
 
 
 def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
-    """Returns the k likeliest tokens of each row. log_softmax: [n, vocab]; k: at most the vocabulary size."""
+    """Returns the k likeliest tokens at each position.
+
+    Args:
+        log_softmax: [n, vocab].
+        k: at most the vocabulary size.
+    """
     best = log_softmax.topk(k)
     return TopkLogprobs(best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
 
@@ -89,34 +94,34 @@ def _empty_scores(spec: SampleJob) -> PromptScores:
     )
 
 
-def _score_tokens(spec: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+def _score_tokens(spec: SampleJob, scores: PromptScores, positions: np.ndarray, log_softmax: Tensor) -> None:
     if scores.logprobs is not None:
-        scores.logprobs[rows + 1] = _logprobs_of(spec.prompt[rows + 1, None], log_softmax)[:, 0]
+        scores.logprobs[positions + 1] = _logprobs_of(spec.prompt[positions + 1, None], log_softmax)[:, 0]
     if scores.top is not None:
         top = top_logprobs(log_softmax, spec.topk_prompt_logprobs)
-        scores.top.token_ids[rows + 1], scores.top.logprobs[rows + 1] = top.token_ids, top.logprobs
+        scores.top.token_ids[positions + 1], scores.top.logprobs[positions + 1] = top.token_ids, top.logprobs
 
 
-def _score_targets(spec: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+def _score_targets(spec: SampleJob, scores: PromptScores, positions: np.ndarray, log_softmax: Tensor) -> None:
     if scores.targets is None or spec.target_prompt_tokens is None:
         return
-    targets = spec.target_prompt_tokens[rows]
+    targets = spec.target_prompt_tokens[positions]
     logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
-    scores.targets[rows] = np.where(targets >= 0, logprobs, 0.0)
+    scores.targets[positions] = np.where(targets >= 0, logprobs, 0.0)
 
 
-def _draw_alternatives(spec: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+def _draw_alternatives(spec: SampleJob, scores: PromptScores, positions: np.ndarray, log_softmax: Tensor) -> None:
     """Samples alternatives at the request's temperature, without top_k and top_p. Greedy ones are all equal."""
     if scores.alternative_tokens is None or scores.alternative_logprobs is None:
         return
     if is_greedy(spec.params):
         drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, spec.prompt_alt_tokens_k)
     else:
-        noise = torch.from_numpy(_alternative_noise(spec, rows + 1)).to(log_softmax)
+        noise = torch.from_numpy(_alternative_noise(spec, positions + 1)).to(log_softmax)
         drawn = invert_cdf(torch.softmax(log_softmax / spec.params.temperature, dim=-1), noise)
     tokens = drawn.cpu().numpy()
-    scores.alternative_tokens[rows] = tokens
-    scores.alternative_logprobs[rows] = _logprobs_of(tokens, log_softmax)
+    scores.alternative_tokens[positions] = tokens
+    scores.alternative_logprobs[positions] = _logprobs_of(tokens, log_softmax)
 
 
 def _alternative_noise(spec: SampleJob, positions: np.ndarray) -> np.ndarray:

@@ -122,7 +122,7 @@ class SequenceTable:
         Args:
             lines: int64, [n].
         Returns:
-            End values, int64, [n].
+            EndReason values, int64, [n].
         """
         count = self.count[lines]
         self._widen(int(count.max()) + 1, 0)

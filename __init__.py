@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> object:
     """The client's public names, loaded when first asked for: the server and its workers need none of them."""
     if name not in __all__:

@@ -42,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"trainhouse {command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

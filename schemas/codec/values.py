@@ -140,10 +140,24 @@ def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
     if array.size == 0:
         return array.astype(np.int64 if integer else np.float32)
     if integer and array.dtype.kind != "i":
-        raise Invalid(f"expected 64-bit integers, not {show_value(values[0])} ...")
+        wrong = next((each for each in _flattened(values) if not _is_int64(each)), values[0])
+        raise Invalid(f"expected 64-bit integers, not {show_value(wrong)}")
     if array.dtype.kind not in "biuf":
-        raise Invalid(f"expected numbers, not {show_value(values[0])} ...")
+        wrong = next((each for each in _flattened(values) if not isinstance(each, (int, float))), values[0])
+        raise Invalid(f"expected numbers, not {show_value(wrong)}")
     return array.astype(np.int64) if integer else to_float32(array)
+
+
+def _flattened(values: Sequence[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _flattened(value)
+        else:
+            yield value
+
+
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
 
 
 def json_numbers(array: np.ndarray) -> list[float | None]:

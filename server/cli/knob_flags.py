@@ -56,7 +56,7 @@ class PrintText(argparse.Action):
         self.text = text
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(self.text())
+        print(self.text(), flush=True)
         parser.exit()
 
 

@@ -3,7 +3,7 @@ which overrides the default."""
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -114,15 +114,19 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
             entries = text if separator is None else [entry.strip() for entry in text.split(separator)]
             found[name] = KNOBS[name].kind.read(entries, key)
         elif name in REPLACED or difflib.get_close_matches(name, KNOBS, cutoff=0.9):
-            raise ConfigError(f"unknown environment variable {key}{_nearest(name)}")
+            raise ConfigError(f"unknown environment variable {key}{_nearest(name, _variable)}")
     return found
 
 
-def _nearest(name: str) -> str:
+def _variable(name: str) -> str:
+    return f"{ENVIRONMENT_PREFIX}{name.upper()}"
+
+
+def _nearest(name: str, spelled: Callable[[str], str] = str) -> str:
     if name in REPLACED:
         return f": {WORKERS_ARE_ON_RAY}"
     near = difflib.get_close_matches(name, KNOBS, n=1)
-    return f": did you mean {near[0]}?" if near else ": see `trainhouse serve --help-all` for all knobs"
+    return f": did you mean {spelled(near[0])}?" if near else ": see `trainhouse serve --help-all` for all options"
 
 
 def _check_effect(config: ServerConfig, knob: Knob) -> None:

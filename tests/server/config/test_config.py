@@ -229,7 +229,7 @@ def test_misspelt_environment_variables_are_refused_and_foreign_ones_ignored() -
         "TRAINHOUSE_CONFIG": "",
     }
     assert load_config(MODEL, foreign, None) == config_of()
-    with pytest.raises(ConfigError, match="TRAINHOUSE_MAX_LORA_RANKS: did you mean max_lora_rank"):
+    with pytest.raises(ConfigError, match="TRAINHOUSE_MAX_LORA_RANKS: did you mean TRAINHOUSE_MAX_LORA_RANK"):
         load_config(MODEL, {"TRAINHOUSE_MAX_LORA_RANKS": "3"}, None)
 
 

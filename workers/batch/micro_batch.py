@@ -122,7 +122,7 @@ class Lane:
 
 
 def pack(
-    operations: Sequence[ValidatedBatch], token_budget: int, device: torch.device, most_lanes: int = 1
+    operations: Sequence[ValidatedBatch], token_budget: int, device: torch.device, max_lanes: int = 1
 ) -> list[Lane]:
     """Packs all examples into micro-batches with at most `token_budget` tokens at a time over all lanes.
 
@@ -137,7 +137,7 @@ def pack(
             len(bins),
             (_micro_batch(operations, [places[k] for k in members], device) for members in bins),
         )
-        for bins in distribute(lengths, token_budget, most_lanes)
+        for bins in distribute(lengths, token_budget, max_lanes)
     ]
 
 
@@ -158,10 +158,10 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
     return MicroBatch(token, token, Packing(pack_lengths([1])), (), ())
 
 
-def distribute(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
+def distribute(lengths: Sequence[int], budget: int, max_lanes: int) -> list[list[list[int]]]:
     """Divides the lengths into lanes, and those into bins of indices. Lanes are about equally long and share the
     budget, since they run in parallel."""
-    num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE_TOKENS, budget // max(lengths, default=1))
+    num_lanes = min(max_lanes, len(lengths), sum(lengths) // _LEAST_LANE_TOKENS, budget // max(lengths, default=1))
     if num_lanes < 2:
         return [best_fit_bins(lengths, budget)]
     share = budget // num_lanes

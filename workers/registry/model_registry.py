@@ -51,7 +51,7 @@ class ModelRegistry:
         self._base = base
         self.lora = lora
         self.residency = residency or Residency(base.device, dict.fromkeys(KINDS))
-        self._most_full = max_full_models
+        self._max_full_models = max_full_models
         self._moments = MOMENTS[optimizer_states]
         self._draft_groups = draft_groups or DraftGroups.alone()
         self._models: dict[str, Trainable] = {}
@@ -231,7 +231,7 @@ class ModelRegistry:
     def _check_full_models(self, model_id: str) -> None:
         """Raises OperationError if a copy with this id would exceed the limit on models with full weights."""
         others = {model for each, model in self._models.items() if each != model_id and isinstance(model, FullWeights)}
-        if len(others) >= self._most_full:
+        if len(others) >= self._max_full_models:
             raise OperationError(
                 f"there are {len(others)} models with full weights, trained ones and copies for samplers, and"
                 " max_full_models allows no more: save with kind inflight, which updates one copy, end a session that"

@@ -91,7 +91,7 @@ class Cohorts:
         return [each for cohort in self._all() for each in chain(cohort.joining.values(), cohort.running.values())]
 
     def add(self, waiting: SamplingWork) -> None:
-        most = self._suspects.most_together([waiting.job.job_id])
+        most = self._suspects.max_together([waiting.job.job_id])
         cohort = self._main if most == self._main.max_jobs else self._with_room(most)
         cohort.joining[waiting.job.job_id] = waiting
         self._cohort_of[waiting.job.job_id] = cohort

@@ -76,16 +76,16 @@ class TenantShare:
     def __init__(self, tenant_id: str, limits: PassLimits) -> None:
         self.tenant_id = tenant_id
         self._quantum = limits.quantum(tenant_id)
-        self._most_advance = limits.max_tokens
+        self._max_advance = limits.max_tokens
         self.credit = self._quantum
-        self.advance: float = self._most_advance
+        self.advance: float = self._max_advance
         self.runs: OrderedDict[str, RunQueue] = OrderedDict()
         self.short: OrderedDict[str, RunQueue] = OrderedDict()
 
     def end_turn(self) -> None:
         """Starts the next turn: debt is kept, unused credit is lost."""
         self.credit = min(self.credit, 0.0) + self._quantum
-        self.advance = min(self._most_advance, self.advance + self._quantum)
+        self.advance = min(self._max_advance, self.advance + self._quantum)
 
     def next_short(self) -> RunQueue | None:
         return next(iter(self.short.values()), None)

@@ -116,7 +116,7 @@ class GroupWork:
 def _consequences(what: str, accused: Collection[str], suspects: Suspects) -> str:
     if len(accused) < 2:
         return ""
-    most = suspects.most_together(accused)
+    most = suspects.max_together(accused)
     return (
         f"; {len(accused)} {what} were in the call: until they get past that point they run apart from all"
         f" others, {most:.0f} at a time"

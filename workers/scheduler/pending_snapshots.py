@@ -8,7 +8,7 @@ from ..protocol.calls import Failure
 from .supervision.backoff import backoff
 from .work import SnapshotWork
 
-_MOST = 4
+_MAX_SNAPSHOTS = 4
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.01, 0.5
 
 
@@ -27,7 +27,7 @@ class PendingSnapshots:
     @property
     def has_room(self) -> bool:
         """True if another snapshot may begin; each holds a copy of its run in the worker's memory."""
-        return len(self._writing) < _MOST
+        return len(self._writing) < _MAX_SNAPSHOTS
 
     def works(self) -> list[SnapshotWork]:
         return list(self._writing.values())

@@ -30,7 +30,7 @@ _SLOWER, _MARGIN_SECONDS = 1.5, 5.0
 @dataclass(frozen=True)
 class _Accusation:
     position: float | None
-    most_together: int
+    max_together: int
     at: float
 
 
@@ -61,9 +61,9 @@ class Suspects:
         max_together = max(1, int(len(positions) // self._shrinks))
         self._accused |= {key: _Accusation(at, max_together, now) for key, at in positions.items()}
 
-    def most_together(self, keys: Iterable[str]) -> float:
+    def max_together(self, keys: Iterable[str]) -> float:
         """Returns how many suspects may run together if these keys are among them."""
-        return min((self._accused[key].most_together for key in keys if key in self._accused), default=math.inf)
+        return min((self._accused[key].max_together for key in keys if key in self._accused), default=math.inf)
 
     def position(self, key: str) -> float | None:
         """Returns the position that the key must get past; None if that is unknown, or it is no suspect."""
@@ -164,7 +164,7 @@ class Quarantine:
         others = "no other request runs" if self._alone is not None else "other requests run alongside"
         logger.error(
             "%s crashed with %d requests: %d of them are retried, %.0f at a time, for up to %.0f s each, and %s",
-            self._name, num_fatal, len(accused), self._suspects.most_together(accused), seconds, others,
+            self._name, num_fatal, len(accused), self._suspects.max_together(accused), seconds, others,
         )  # fmt: skip
 
     def _admit(self) -> None:
@@ -181,4 +181,4 @@ class Quarantine:
         if key not in self._suspects:
             return True
         num_suspects = sum(each in self._suspects for each in self._admitted)
-        return num_suspects < self._suspects.most_together([key, *self._admitted])
+        return num_suspects < self._suspects.max_together([key, *self._admitted])

@@ -78,7 +78,7 @@ class Residency:
             host_bytes: most bytes in host memory, of each kind; None means no bound.
             directory: see PageFile.
         """
-        self._device, self._most_host_bytes = device, host_bytes
+        self._device, self._max_host_bytes = device, host_bytes
         self._kinds = {kind: ModelsOfKind(most) for kind, most in slots.items()}
         self._pages = PageFile(directory)
         self._saved: dict[Trainable, DiskPage] = {}
@@ -191,9 +191,9 @@ class Residency:
         self._bound_host(models)
 
     def _bound_host(self, models: ModelsOfKind) -> None:
-        if self._most_host_bytes is None:
+        if self._max_host_bytes is None:
             return
-        surplus = sum(models.on_host.values()) - self._most_host_bytes
+        surplus = sum(models.on_host.values()) - self._max_host_bytes
         idle = ((each, num_bytes) for each, num_bytes in tuple(models.on_host.items()) if each.gradients.is_empty)
         for model, num_bytes in idle:
             if surplus <= 0 or not self._to_disk(models, model):

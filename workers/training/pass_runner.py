@@ -89,19 +89,19 @@ class PassRunner:
         self._models = models
         self._limits = limits
         self._lanes = Lanes(base.device)
-        self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
+        self._max_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self.scoring = ScoringPassRunner(base, models.lora, mesh, config.head_chunk_tokens)
         self._capturing = CapturingPassRunner(base, models, self.scoring)
         head = LogprobHead(base, config.head_chunk_tokens)
         self._draft_passes = DraftPassRunner(base, models, mesh, head, self.scoring.shard_of)
         self._token_budget = config.micro_batch_tokens
-        self._most_runs = config.adapter_slots
+        self._max_runs = config.adapter_slots
         self._unfinished: dict[int, RankOperation] = {}
 
     def run_pass(self, parts: Sequence[OperationPart]) -> tuple[PartAnswer, ...]:
         """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
         answers: dict[int, PartAnswer] = {}
-        for members in rounds(parts, self._most_runs, self._models.is_exclusive):
+        for members in rounds(parts, self._max_runs, self._models.is_exclusive):
             operations = [self._begin(parts[i]) for i in members]
             strategy = self._strategy([parts[i] for i in members])
             if self._mesh.has_forward_collectives:
@@ -245,8 +245,8 @@ class PassRunner:
         if not operations:
             return
         own, trains = [models[each.run_id] for each in operations], not operations[0].forward_only
-        most_lanes = 1 if self._models.is_exclusive(operations[0].run_id) else self._most_lanes
-        lanes = pack([each.batch for each in operations], token_budget, self._base.device, most_lanes)
+        max_lanes = 1 if self._models.is_exclusive(operations[0].run_id) else self._max_lanes
+        lanes = pack([each.batch for each in operations], token_budget, self._base.device, max_lanes)
         for i, (operation, model) in enumerate(zip(operations, own, strict=True)):
             operation.restart()
             model.vectors.weight_views()  # makes the copy in the base's dtype before several lanes use it

@@ -6,11 +6,11 @@ from ..protocol.calls import OperationPart
 
 
 def rounds(
-    parts: Sequence[OperationPart], most_runs: int, runs_alone: Callable[[str], bool] = lambda _: False
+    parts: Sequence[OperationPart], max_runs: int, runs_alone: Callable[[str], bool] = lambda _: False
 ) -> Iterator[list[int]]:
     """Yields the rounds as indices of their parts; every part is in exactly one.
 
-    A round has parts of at most `most_runs` runs, all with or all without gradients. Parts of one run that need
+    A round has parts of at most `max_runs` runs, all with or all without gradients. Parts of one run that need
     gradients go to different rounds, in order, because they share the adapter's scratch. Those without share nothing.
 
     Args:
@@ -18,13 +18,13 @@ def rounds(
     """
     waiting = list(range(len(parts)))
     while waiting:
-        chosen = _next_round(parts, waiting, most_runs, runs_alone)
+        chosen = _next_round(parts, waiting, max_runs, runs_alone)
         yield chosen
         waiting = sorted(set(waiting).difference(chosen))
 
 
 def _next_round(
-    parts: Sequence[OperationPart], waiting: list[int], most_runs: int, runs_alone: Callable[[str], bool]
+    parts: Sequence[OperationPart], waiting: list[int], max_runs: int, runs_alone: Callable[[str], bool]
 ) -> list[int]:
     """Returns the first waiting part and all that can run with it."""
     first = parts[waiting[0]].request
@@ -35,7 +35,7 @@ def _next_round(
         if run_id in runs:
             has_room = first.forward_only
         else:
-            has_room = not runs or (len(runs) < most_runs and not (runs_alone(run_id) or runs_alone(first.model_id)))
+            has_room = not runs or (len(runs) < max_runs and not (runs_alone(run_id) or runs_alone(first.model_id)))
         if has_room and parts[i].request.forward_only == first.forward_only:
             runs.add(run_id)
             chosen.append(i)

@@ -12,14 +12,14 @@ from .rank_models import unknown_run
 
 
 class StepRunner:
-    """Loads runs and steps them, at most `most_adapters` in one chunk."""
+    """Loads runs and steps them, at most `max_adapters` in one chunk."""
 
-    def __init__(self, models: ModelRegistry, mesh: Mesh, most_adapters: int) -> None:
-        self._models, self._mesh, self._most_adapters = models, mesh, most_adapters
+    def __init__(self, models: ModelRegistry, mesh: Mesh, max_adapters: int) -> None:
+        self._models, self._mesh, self._max_adapters = models, mesh, max_adapters
 
     def apply(self, steps: Sequence[OptimizerStep]) -> tuple[dict[str, float] | Failure, ...]:
         """Returns the metrics of each step, or why it failed. Runs with full weights go alone."""
-        chunks = _chunks(steps, self._most_adapters, self._models.is_exclusive)
+        chunks = _chunks(steps, self._max_adapters, self._models.is_exclusive)
         return tuple(answer for chunk in chunks for answer in self._apply_chunk(chunk))
 
     def _apply_chunk(self, steps: list[OptimizerStep]) -> list[dict[str, float] | Failure]:
@@ -46,14 +46,15 @@ class StepRunner:
 
 
 def _chunks(
-    steps: Sequence[OptimizerStep], most: int, is_alone: Callable[[str], bool]
+    steps: Sequence[OptimizerStep], max_steps: int, is_alone: Callable[[str], bool]
 ) -> Iterator[list[OptimizerStep]]:
-    """Yields chunks in order, none longer than `most` and none with a run twice; runs for which `is_alone` holds go
-    alone.
+    """Yields chunks in order, none longer than `max_steps` and none with a run twice.
+
+    Runs for which `is_alone` holds go alone.
     """
     chunk: dict[str, OptimizerStep] = {}
     for step in steps:
-        if len(chunk) == most or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
+        if len(chunk) == max_steps or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
             yield list(chunk.values())
             chunk = {}
         chunk[step.run_id] = step

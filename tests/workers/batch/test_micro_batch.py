@@ -138,15 +138,15 @@ def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("most_lanes", [2, 4])
-def test_lanes_get_equal_work_and_share_the_budget(mix: str, most_lanes: int) -> None:
+@pytest.mark.parametrize("max_lanes", [2, 4])
+def test_lanes_get_equal_work_and_share_the_budget(mix: str, max_lanes: int) -> None:
     budget = 8192
     lengths = MIXES[mix](np.random.default_rng(1)).tolist()
-    lanes = distribute(lengths, budget, most_lanes)
-    assert len(lanes) == most_lanes
+    lanes = distribute(lengths, budget, max_lanes)
+    assert len(lanes) == max_lanes
     assert sorted(i for bins in lanes for members in bins for i in members) == list(range(len(lengths)))
     tokens = [[sum(lengths[i] for i in members) for members in bins] for bins in lanes]
-    assert max(map(max, tokens)) <= budget // most_lanes
+    assert max(map(max, tokens)) <= budget // max_lanes
     assert max(map(sum, tokens)) < 1.02 * min(map(sum, tokens))
     assert all(len(each) <= 1.1 * sum(lengths) / budget + 1 for each in tokens)
 
@@ -163,7 +163,7 @@ def test_short_or_indivisible_work_has_fewer_lanes() -> None:
 def test_lanes_list_the_operations_of_their_examples() -> None:
     limits = ModelLimits(vocab_size=1000, max_context_length=300)
     operations = [read(supervised(300), limits=limits), read(supervised(140), supervised(150), limits=limits)]
-    lanes = pack(operations, 4096, CPU, most_lanes=2)
+    lanes = pack(operations, 4096, CPU, max_lanes=2)
     assert [lane.operations for lane in lanes] == [{0}, {1}]
 
 

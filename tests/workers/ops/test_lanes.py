@@ -119,7 +119,7 @@ RUNS = {"a": 4, "b": 8, "c": 4}
 
 def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Returns the answers and gradients of a pass. spoil: the run whose losses overflow."""
-    torch.set_num_threads(1 if worker._passes._most_lanes == 1 else 2)
+    torch.set_num_threads(1 if worker._passes._max_lanes == 1 else 2)
     parts = []
     for i, (run_id, rank) in enumerate(RUNS.items()):
         worker.create_run(RunSpec(run_id, LoraConfig(rank=rank, seed=i)))

@@ -11,7 +11,7 @@ from trainhouse.workers.scheduler.quarantine import MAX_STRIKES, Quarantine, Sus
 
 def test_a_member_of_the_fatal_call_is_a_suspect_until_it_is_past_it() -> None:
     suspects = Suspects()
-    assert not suspects and suspects.most_together(["a"]) == math.inf
+    assert not suspects and suspects.max_together(["a"]) == math.inf
     suspects.accuse({"a": 7, "b": 3})
     assert suspects and "a" in suspects and "c" not in suspects
     for position in (5, 6):
@@ -56,16 +56,16 @@ def test_groups_of_suspects_shrink_to_one_and_never_below() -> None:
     group_size = 64
     for expected in (16, 4, 1, 1):
         suspects.accuse({str(number): 0 for number in range(group_size)})
-        group_size = int(suspects.most_together(["0", "innocent"]))
+        group_size = int(suspects.max_together(["0", "innocent"]))
         assert group_size == expected
-    assert suspects.most_together(["innocent"]) == math.inf
-    assert suspects.most_together(["0", "40"]) == 1 and suspects.most_together(["40"]) == 16
+    assert suspects.max_together(["innocent"]) == math.inf
+    assert suspects.max_together(["0", "40"]) == 1 and suspects.max_together(["40"]) == 16
 
 
 def test_suspects_run_alone_by_default() -> None:
     suspects = Suspects()
     suspects.accuse({str(number): 0 for number in range(64)})
-    assert suspects.most_together(["0"]) == 1
+    assert suspects.max_together(["0"]) == 1
 
 
 # --- requests of a server that schedules them itself ---

@@ -18,8 +18,8 @@ class ActiveJobs:
     finished: results of the jobs that ended in this slice, by id; cancelled ones get none.
     """
 
-    def __init__(self, schedule: SequenceScheduler, limits: ModelLimits, text: LazyTokenizer) -> None:
-        self._schedule, self._limits, self._text = schedule, limits, text
+    def __init__(self, scheduler: SequenceScheduler, limits: ModelLimits, text: LazyTokenizer) -> None:
+        self._scheduler, self._limits, self._text = scheduler, limits, text
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self.finished: dict[str, SampleResponse | Failure] = {}
@@ -46,18 +46,18 @@ class ActiveJobs:
         try:
             check_spec(spec, self._limits)
             job = Job(spec, self._num_joined, self._limits, self._text)
-            self._schedule.check(job.sequences[0])
+            self._scheduler.check(job.sequences[0])
         except OperationError as error:
             self.finished[spec.job_id] = Failure(error.message, error.category)
             return
         self._num_joined += 1
         self._jobs[spec.job_id] = job
-        self._schedule.enqueue(job.sequences)
+        self._scheduler.enqueue(job.sequences)
 
     def remove(self, job_id: str) -> None:
         """Frees everything that a job holds. Unknown ids are ignored: the job may just have ended."""
         if job := self._jobs.pop(job_id, None):
-            self._schedule.remove(job)
+            self._scheduler.remove(job)
 
     def fail(self, job_id: str, message: str, category: Category = "user") -> None:
         """Ends a job with a failure. Ignored if it has ended."""
@@ -88,7 +88,7 @@ class ActiveJobs:
             )
             return
         sequence.stop_reason = "stop" if reason is EndReason.STOP else "length"
-        self._schedule.end(sequence)
+        self._scheduler.end(sequence)
         job.num_open -= 1
         if job.num_open == 0:
             self.finished[job_id] = self._jobs.pop(job_id).result()
@@ -99,10 +99,10 @@ class ActiveJobs:
         for job in streaming.values():
             for sequence in job.sequences:
                 if sequence.line != NOWHERE:
-                    self._schedule.table.copy_to(sequence)
+                    self._scheduler.table.copy_to(sequence)
         parts = {job_id: job.take_new_parts() for job_id, job in streaming.items()}
         return {job_id: new for job_id, new in parts.items() if new}
 
     def clear(self) -> None:
-        """Forgets the jobs, which get no result. The caller clears the schedule."""
+        """Forgets the jobs, which get no result. The caller clears the scheduler."""
         self._jobs.clear()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from .decoding.batch import Batch, DraftTokensPart, runs_of
+from .decoding.batch import Batch, DraftTokensPart, adapter_spans
 from .decoding.rank_sync import RankSync, VerifyResult
 from .logits.token_choice import SamplingTensors, probabilities
 from .model_runner import ModelRunner, PassOutput
@@ -21,13 +21,13 @@ class DraftVerifier:
 
     def __init__(
         self,
-        schedule: SequenceScheduler,
+        scheduler: SequenceScheduler,
         speculation: SpeculativeDecoder,
         runner: ModelRunner,
         recorder: TokenRecorder,
         ranks: RankSync,
     ) -> None:
-        self._schedule, self._speculation, self._ranks = schedule, speculation, ranks
+        self._scheduler, self._speculation, self._ranks = scheduler, speculation, ranks
         self._runner, self._recorder = runner, recorder
 
     def verify(self, batch: Batch, proposed: Mapping[SequenceState, DraftTokens], output: PassOutput) -> None:
@@ -47,7 +47,7 @@ class DraftVerifier:
         rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])
         logits = self._runner.logits(
             output.hidden[self._runner.tensor(rows)],
-            runs_of((part.sequence.job.adapter_id, part.length) for part in parts),
+            adapter_spans((part.sequence.job.adapter_id, part.length) for part in parts),
         )
         stops = np.cumsum([part.length for part in parts]).tolist()
         places = [slice(stop - part.length, stop) for stop, part in zip(stops, parts, strict=True)]
@@ -57,9 +57,9 @@ class DraftVerifier:
             for (start, part), here, result in zip(placed, places, verified, strict=True)
         ]
         self._recorder.append_accepted(accepted)
-        for sequence in self._schedule.with_drafts():
+        for sequence in self._scheduler.with_drafts():
             if sequence.without_draft:
-                self._schedule.stop_drafting(sequence)
+                self._scheduler.stop_drafting(sequence)
 
     def _verified(
         self,
@@ -69,7 +69,7 @@ class DraftVerifier:
         logits: Tensor,
     ) -> list[VerifyResult]:
         """Returns the result of each part, the same on all ranks. places: the part's rows of the logits."""
-        table = self._schedule.table
+        table = self._scheduler.table
         lines = np.repeat([part.sequence.line for part in parts], [part.length for part in parts])
         choice = SamplingTensors.of(table.settings(lines), logits.shape[-1], logits.device)
         target = probabilities(logits, choice)
@@ -86,5 +86,5 @@ class DraftVerifier:
         sequence, num = part.sequence, verified.num_accepted
         self._speculation.accept(sequence, slice(start, start + part.length), output.captured, num)
         sequence.draft_stats.add(part.length - 1, num)
-        sequence.without_draft = not self._speculation.payoff.pays(sequence, self._schedule.num_sampled)
+        sequence.without_draft = not self._speculation.payoff.pays(sequence, self._scheduler.num_sampled)
         return AcceptedTokens(sequence, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])

@@ -13,7 +13,7 @@ from ..lora import Adapter, BatchPlan, Segment
 from ..models.model import BaseModel
 from ..registry.model_registry import ModelRegistry
 from .cache.cache import KVCache
-from .decoding.batch import AdapterRun, Batch
+from .decoding.batch import AdapterSpan, Batch
 from .decoding.decode_loop import DecodeLoop
 from .decoding.rank_sync import RankSync
 from .decoding.sampling_batch import SampledBatch, SamplingBatch
@@ -50,15 +50,15 @@ class ModelRunner:
         """
         tokens, positions = self.tensor(batch.tokens(table)), self.tensor(batch.positions(table))
         packing = batch.packing(table, self._cache, self._base.device)
-        with self.applied(batch.runs(), batch.num_tokens):
+        with self.applied(batch.adapter_spans(), batch.num_tokens):
             hidden = self._base.hidden_states(tokens, positions, packing, captured=captured)
         return PassOutput(hidden, captured or {})
 
     @contextmanager
-    def applied(self, runs: Sequence[AdapterRun], num_tokens: int) -> Iterator[None]:
+    def applied(self, spans: Sequence[AdapterSpan], num_tokens: int) -> Iterator[None]:
         """Applies the adapters, with as many threads as passes of `num_tokens` use best."""
         self._base.threads.set_for(self._base.weights_per_product, num_tokens, self._cache.values_per_layer())
-        segments = self._segments(runs)
+        segments = self._segments(spans)
         if self._plan is None or not self._plan.is_valid_for(segments):
             self._plan = self._models.lora.plan(segments, self._plan)
         with self._models.lora.applied(self._plan):
@@ -76,13 +76,13 @@ class ModelRunner:
             hidden: the hidden state of each, [rows, hidden].
             noise: in [0, 1), [rows].
         """
-        logits = self.logits(hidden, sampling.runs)
+        logits = self.logits(hidden, sampling.adapter_spans)
         chosen = choose(logits, sampling.choice, noise.to(logits.dtype), sampling.processed(logits))
         return SampledBatch(sampling, logits, self._ranks.agree_on_tokens(chosen))
 
-    def logits(self, hidden: Tensor, runs: Sequence[AdapterRun]) -> Tensor:
+    def logits(self, hidden: Tensor, spans: Sequence[AdapterSpan]) -> Tensor:
         """Returns float32, [n, vocab]."""
-        return self._head.logits_of_segments(hidden, self._segments(runs))
+        return self._head.logits_of_segments(hidden, self._segments(spans))
 
     def logits_with(self, adapter_id: str | None) -> Callable[[Tensor], Tensor]:
         """Returns a function from hidden states to the logits with this adapter."""
@@ -97,10 +97,10 @@ class ModelRunner:
         """Returns int64 on the model's device."""
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
 
-    def _segments(self, runs: Sequence[AdapterRun]) -> tuple[Segment, ...]:
+    def _segments(self, spans: Sequence[AdapterSpan]) -> tuple[Segment, ...]:
         segments, start = [], 0
-        for run in runs:
-            model = None if run.adapter_id is None else self._models.get(run.adapter_id)
-            segments.append(Segment(start, start + run.length, model))
-            start += run.length
+        for span in spans:
+            model = None if span.adapter_id is None else self._models.get(span.adapter_id)
+            segments.append(Segment(start, start + span.length, model))
+            start += span.length
         return tuple(segments)

@@ -45,8 +45,11 @@ class MultiModelSampler:
         mesh: Mesh | None = None,
         shared: SharedState | None = None,
     ) -> None:
-        """mesh: None if there is one rank.
-        shared: None if there are no other samplers.
+        """Builds the samplers without jobs.
+
+        Args:
+            mesh: None if there is one rank.
+            shared: None if there are no other samplers.
         """
         self._base, self._models, self._limits, self._config = base, models, limits, config
         self._mesh = mesh or Mesh()

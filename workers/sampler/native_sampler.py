@@ -48,8 +48,11 @@ class NativeSampler:
         mesh: Mesh | None = None,
         shared: SharedState | None = None,
     ) -> None:
-        """mesh: None if there is one rank.
-        shared: None if there are no other samplers.
+        """Builds a sampler without jobs.
+
+        Args:
+            mesh: None if there is one rank.
+            shared: None if there are no other samplers.
         """
         shared = shared or SharedState.of(base, models, config)
         head = LogprobHead(base, config.head_chunk_tokens)
@@ -57,12 +60,12 @@ class NativeSampler:
         self._ranks = RankSync(mesh or Mesh())
         self._speculation = SpeculativeDecoder(base, models, head, self._ranks, shared.draft_caches)
         slots = SequenceSlots(shared.cache, self._speculation, shared.weight_versions)
-        self._schedule = SequenceScheduler(slots, self._speculation, config, base)
-        self._jobs = ActiveJobs(self._schedule, limits, shared.text)
-        self._models = SliceModels(models, config, self._jobs, self._schedule, self._speculation, self._ranks)
+        self._scheduler = SequenceScheduler(slots, self._speculation, config, base)
+        self._jobs = ActiveJobs(self._scheduler, limits, shared.text)
+        self._models = SliceModels(models, config, self._jobs, self._scheduler, self._speculation, self._ranks)
         self._runner = ModelRunner(base, models, head, self._ranks, shared.cache)
-        self._recorder = TokenRecorder(self._schedule, self._jobs)
-        self._verifier = DraftVerifier(self._schedule, self._speculation, self._runner, self._recorder, self._ranks)
+        self._recorder = TokenRecorder(self._scheduler, self._jobs)
+        self._verifier = DraftVerifier(self._scheduler, self._speculation, self._runner, self._recorder, self._ranks)
         self._sampling: SamplingBatch | None = None
 
     def slice(self, work: SamplingSlice) -> SliceResult:
@@ -98,12 +101,12 @@ class NativeSampler:
     def forget_all(self) -> None:
         """Forgets jobs and cached prefixes. The jobs get no result."""
         self._jobs.clear()
-        self._schedule.clear()
+        self._scheduler.clear()
         self._forget_tensors()
 
     def park(self) -> None:
         """Frees the cache slots of its jobs, which continue at the next slice."""
-        self._schedule.preempt_all()
+        self._scheduler.preempt_all()
         self._forget_tensors()
 
     def forget_plan(self) -> None:
@@ -116,11 +119,11 @@ class NativeSampler:
 
     def cache_bytes(self) -> int:
         """Returns the used part of the budget: used slots, free slots and prefixes, with those of drafts."""
-        return self._schedule.slots.cache.budget.used_bytes()
+        return self._scheduler.slots.cache.budget.used_bytes()
 
     def held_bytes(self) -> int:
         """Returns the bytes of the slots in use."""
-        return self._schedule.slots.cache.budget.held_bytes()
+        return self._scheduler.slots.cache.budget.held_bytes()
 
     @torch.no_grad()
     def _run_until(self, deadline: float) -> None:
@@ -130,21 +133,21 @@ class NativeSampler:
             began = time.monotonic()
             held.enter_context(self._base.gathered())
             deadline += time.monotonic() - began  # else gathering could leave little time for steps
-            while not self._schedule.is_idle:
+            while not self._scheduler.is_idle:
                 has_run = self._iterate(deadline)
                 if self._ranks.is_over(deadline) or not has_run:
                     break
-        if not self._schedule.table.num_lines:
+        if not self._scheduler.table.num_lines:
             # The table may have grown for one long sample; the plan and the batch keep adapters and jobs alive.
-            self._schedule.table = SequenceTable()
+            self._scheduler.table = SequenceTable()
             self._forget_tensors()
 
     def _iterate(self, deadline: float) -> bool:
         """Runs one iteration. Returns False if nothing could run, as when other samplers fill the cache."""
         try:
-            self._schedule.make_room_for_drafts()
-            proposed = self._speculation.propose(self._schedule.with_drafts(), self._schedule.table)
-            batch = self._schedule.next_batch(proposed)
+            self._scheduler.make_room_for_drafts()
+            proposed = self._speculation.propose(self._scheduler.with_drafts(), self._scheduler.table)
+            batch = self._scheduler.next_batch(proposed)
         except KVCacheFull as error:
             self._jobs.fail(error.sequence.job.spec.job_id, error.message, error.category)
             return True
@@ -152,7 +155,7 @@ class NativeSampler:
             self._decode(batch.decoding, deadline)
         elif batch.num_tokens:
             captured = self._speculation.captured([part.sequence for part in batch.parts])
-            output = self._runner.run(batch, self._schedule.table, captured)
+            output = self._runner.run(batch, self._scheduler.table, captured)
             self._extend(batch, output)
             self._verifier.verify(batch, proposed, output)
         return batch.num_tokens > 0
@@ -161,8 +164,8 @@ class NativeSampler:
         """Runs decode steps until a sequence ends or may outgrow its slot."""
         if self._sampling is None or self._sampling.sequences is not decoding.sequences:
             self._sampling = self._sampling_batch(decoding.sequences)
-        loop = DecodeLoop(decoding, self._sampling, self._schedule.table, self._base.device)
-        with self._runner.applied(self._sampling.runs, len(decoding.sequences)):
+        loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device)
+        with self._runner.applied(self._sampling.adapter_spans, len(decoding.sequences)):
             while True:
                 sampled = self._runner.decode_step(loop)
                 has_more = loop.accept(sampled.chosen)
@@ -204,10 +207,10 @@ class NativeSampler:
             scores.score(part.start, output.hidden[rows], logits_of, self._config.head_chunk_tokens)
         prefill.computed = part.stop
         if part.is_last:
-            self._schedule.end_prefill(prefill)
+            self._scheduler.end_prefill(prefill)
 
     def _sampling_batch(self, sequences: Sequence[SequenceState]) -> SamplingBatch:
-        return SamplingBatch(sequences, self._schedule.table, self._limits.vocab_size, self._base.device)
+        return SamplingBatch(sequences, self._scheduler.table, self._limits.vocab_size, self._base.device)
 
     def _forget_tensors(self) -> None:
         self._runner.forget_plan()

@@ -32,7 +32,10 @@ class KVCacheFull(OperationError):
 
 
 class SequenceScheduler:
-    """table: one line for each sequence that is admitted."""
+    """Decides what each pass runs, and which sequences have slots.
+
+    table: one line for each sequence that is admitted.
+    """
 
     def __init__(
         self, slots: SequenceSlots, speculation: SpeculativeDecoder, config: WorkerConfig, base: BaseModel

@@ -24,19 +24,19 @@ class SliceModels:
         models: ModelRegistry,
         config: WorkerConfig,
         jobs: ActiveJobs,
-        schedule: SequenceScheduler,
+        scheduler: SequenceScheduler,
         speculation: SpeculativeDecoder,
         ranks: RankSync,
     ) -> None:
         self._models, self._config, self._ranks = models, config, ranks
-        self._jobs, self._schedule, self._speculation = jobs, schedule, speculation
+        self._jobs, self._scheduler, self._speculation = jobs, scheduler, speculation
 
     def load(self, held: ExitStack) -> None:
-        """Holds the slice's models on the device until `held` closes. The schedule then admits only their sequences.
+        """Holds the slice's models on the device until `held` closes. The scheduler then admits only their sequences.
 
         An adapter that does not load fails its jobs; without its draft a sequence continues.
         """
-        self._schedule.serve(self._load_adapters(self._choose_adapters(), held))
+        self._scheduler.serve(self._load_adapters(self._choose_adapters(), held))
         self._agree(self._load_drafts(held))
 
     def _choose_adapters(self) -> list[str]:
@@ -44,7 +44,7 @@ class SliceModels:
 
         Those of running sequences first, then those of waiting jobs in order of arrival.
         """
-        under_way = [sequence.job for sequence in self._schedule.admitted()]
+        under_way = [sequence.job for sequence in self._scheduler.admitted()]
         wanted = dict.fromkeys(job.adapter_id for job in (*under_way, *self._jobs))
         return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
 
@@ -62,7 +62,7 @@ class SliceModels:
     def _load_drafts(self, held: ExitStack) -> dict[str, bool]:
         """Loads the drafts of this slice, as many as the device holds. Returns which of them loaded."""
         wanted = dict.fromkeys(
-            sequence.job.spec.draft_id for sequence in [*self._schedule.with_drafts(), *self._draft_candidates()]
+            sequence.job.spec.draft_id for sequence in [*self._scheduler.with_drafts(), *self._draft_candidates()]
         )
         known = [one for one in wanted if one is not None and self._models.is_draft(one)]
         is_loaded = dict.fromkeys(known[: self._config.full_slots], False)
@@ -78,7 +78,7 @@ class SliceModels:
         return [sequence for sequence in of_jobs if sequence is not None]
 
     def _may_start_drafting(self, sequence: SequenceState) -> bool:
-        return self._schedule.is_pending(sequence) and may_use_draft(sequence)
+        return self._scheduler.is_pending(sequence) and may_use_draft(sequence)
 
     def _agree(self, drafts: Mapping[str, bool]) -> None:
         """Merges failures over the ranks that decode together.
@@ -90,6 +90,6 @@ class SliceModels:
         for job_id, failure in merged.failures.items():
             self._jobs.fail(job_id, failure.message, failure.category)
         self._speculation.serve([draft_id for draft_id in drafts if draft_id not in merged.missing_drafts])
-        for sequence in self._schedule.with_drafts():
+        for sequence in self._scheduler.with_drafts():
             if not self._speculation.is_ready(sequence):
-                self._schedule.stop_drafting(sequence)
+                self._scheduler.stop_drafting(sequence)

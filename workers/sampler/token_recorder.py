@@ -31,21 +31,21 @@ class AcceptedTokens:
 
 
 class TokenRecorder:
-    """Writes tokens to the schedule's table. Sequences that end with them leave the schedule."""
+    """Writes tokens to the scheduler's table. Sequences that end with them leave it."""
 
-    def __init__(self, schedule: SequenceScheduler, jobs: ActiveJobs) -> None:
-        self._schedule, self._jobs = schedule, jobs
+    def __init__(self, scheduler: SequenceScheduler, jobs: ActiveJobs) -> None:
+        self._scheduler, self._jobs = scheduler, jobs
 
     def append(self, sampled: SampledBatch) -> None:
         """Appends one token to each sequence of the batch."""
         batch, tokens = sampled.sampling, sampled.chosen.tokens.cpu().numpy()
-        ends = self._schedule.table.append(batch.lines, tokens, sampled.chosen.logprobs.cpu().numpy())
+        ends = self._scheduler.table.append(batch.lines, tokens, sampled.chosen.logprobs.cpu().numpy())
         self._watch(batch.sequences, batch.watched, sampled.logits, tokens, ends)
         self._end_all(batch.sequences, ends)
 
     def append_accepted(self, accepted: Sequence[AcceptedTokens]) -> None:
         """Appends each sequence's tokens one by one until it ends."""
-        table = self._schedule.table
+        table = self._scheduler.table
         for number in range(max(len(each.tokens) for each in accepted)):
             going = [each for each in accepted if number < len(each.tokens) and each.sequence.line != NOWHERE]
             if not going:
@@ -79,12 +79,12 @@ class TokenRecorder:
 
     def _stops_after(self, sequence: SequenceState, token: int) -> bool:
         try:
-            return sequence.stops_after(token, self._schedule.table.count[sequence.line])
+            return sequence.stops_after(token, self._scheduler.table.count[sequence.line])
         except OperationError as error:
             self._jobs.fail(sequence.job.spec.job_id, error.message, error.category)
             return False
 
     def _end_all(self, sequences: Sequence[SequenceState], ends: np.ndarray) -> None:
         ended = {sequences[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
-        for sequence in self._schedule.slots.cache.in_removal_order(ended):
+        for sequence in self._scheduler.slots.cache.in_removal_order(ended):
             self._jobs.end(sequence, ended[sequence])

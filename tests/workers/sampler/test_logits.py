@@ -232,7 +232,7 @@ def test_many_stop_tokens_do_not_widen_the_shared_table(adapted: Adapted) -> Non
     few, many = job_with("few", stop_token_ids=stops[:20]), job_with("many", stop_token_ids=stops * 50)
     sampler = new_sampler(adapted)
     found = finish(sampler, few, many)
-    assert sampler._schedule.table.stops.shape[1] <= 32
+    assert sampler._scheduler.table.stops.shape[1] <= 32
     for one, own in ((few, stops[:20]), (many, stops)):
         free = sample(new_sampler(adapted), job_with("free", max_tokens=NUM_TOKENS)).tokens.tolist()
         first = next((number for number, token in enumerate(free) if token in own), NUM_TOKENS - 1)

@@ -14,7 +14,10 @@ from ..weights import ScratchDirectory, adapter_gone_error, adapter_not_stored_e
 
 @dataclass(frozen=True)
 class AdapterCopy:
-    """version: increases with each copy. file: its weights, flat float32."""
+    """A version of an adapter's weights in a file.
+
+    version: increases with each copy. file: flat float32.
+    """
 
     training: TrainingConfig
     version: int

@@ -87,7 +87,7 @@ class VllmProcess(VllmServer):
     retry_seconds = None
 
     def __init__(self, model: WorkerConfig, config: VllmConfig, directory: Path | None) -> None:
-        """directory: for the log; None means the system's directory for temporary files."""
+        """Starts nothing yet. `directory` is for the log; None means the system's directory for temporary files."""
         super().__init__("", secrets.token_hex(16))
         self.name = f"vLLM of {model.model.name}"
         self.is_on_cpu = runs_on_cpu(model)

@@ -46,8 +46,11 @@ class PrefixCache:
     """
 
     def __init__(self, clock: Iterator[int], num_ahead: int = 0) -> None:
-        """clock: counts uses, also those of other caches.
-        num_ahead: how many of the next tokens an entry depends on; a block's hash includes these.
+        """Creates an empty cache.
+
+        Args:
+            clock: counts uses, also those of other caches.
+            num_ahead: how many of the next tokens an entry depends on; a block's hash includes these.
         """
         self.num_bytes = 0
         self._clock, self._num_ahead = clock, num_ahead

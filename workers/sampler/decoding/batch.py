@@ -122,17 +122,17 @@ class _PoolMembers:
 
 
 @dataclass(frozen=True)
-class AdapterRun:
+class AdapterSpan:
     """Adjacent tokens of the packed row, or rows of logits, of one adapter."""
 
     adapter_id: str | None
     length: int
 
 
-def runs_of(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterRun]:
-    """Merges adjacent runs of the same adapter."""
+def adapter_spans(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterSpan]:
+    """Merges adjacent lengths of the same adapter."""
     return [
-        AdapterRun(adapter_id, sum(length for _, length in part))
+        AdapterSpan(adapter_id, sum(length for _, length in part))
         for adapter_id, part in groupby(lengths, key=lambda pair: pair[0])
     ]
 
@@ -141,7 +141,7 @@ class DecodeBatch:
     """The sequences that decode one token each, in the order of the packed row.
 
     lines: theirs in the table, int64, [n].
-    runs: of their adapters.
+    adapter_spans: of their tokens.
 
     Valid until a sequence joins, leaves or moves to another slot.
     """
@@ -156,7 +156,7 @@ class DecodeBatch:
             places[sequence] = sequence.job.adapter_key, slot.capacity, slot.index
         self.sequences = sorted(sequences, key=places.__getitem__)
         self.lines = np.array([sequence.line for sequence in self.sequences], dtype=np.int64)
-        self.runs = runs_of((sequence.job.adapter_id, 1) for sequence in self.sequences)
+        self.adapter_spans = adapter_spans((sequence.job.adapter_id, 1) for sequence in self.sequences)
         self._capacities = np.array([places[sequence][1] for sequence in self.sequences])
         self._device, self._num_threads = device, num_threads
         self._cache, self._num_moves = cache, cache.num_moves
@@ -231,7 +231,10 @@ def _groups(sequences: Sequence[SequenceState], device: torch.device) -> PrefixG
 
 @dataclass(frozen=True)
 class Batch:
-    """decoding: None if no sequence decodes. parts: in the order of the packed row, new prompts last."""
+    """The packed row of one pass.
+
+    decoding: None if no sequence decodes. parts: in the order of the packed row, new prompts last.
+    """
 
     decoding: DecodeBatch | None
     parts: Sequence[PrefillChunk | DraftTokensPart]
@@ -257,9 +260,10 @@ class Batch:
     def num_tokens(self) -> int:
         return self.num_decoding + sum(part.length for part in self.parts)
 
-    def runs(self) -> list[AdapterRun]:
-        decoding = [] if self.decoding is None else [(run.adapter_id, run.length) for run in self.decoding.runs]
-        return runs_of([*decoding, *((part.sequence.job.adapter_id, part.length) for part in self.parts)])
+    def adapter_spans(self) -> list[AdapterSpan]:
+        spans = () if self.decoding is None else self.decoding.adapter_spans
+        decoding = [(span.adapter_id, span.length) for span in spans]
+        return adapter_spans([*decoding, *((part.sequence.job.adapter_id, part.length) for part in self.parts)])
 
     def tokens(self, table: SequenceTable) -> np.ndarray:
         """Returns int64, [tokens]."""

@@ -22,14 +22,20 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class RankFailures:
-    """failures: of jobs, by id. missing_drafts: drafts that could not be loaded to the device."""
+    """Reports what a rank could not load.
+
+    failures: of jobs, by id. missing_drafts: drafts that could not be loaded to the device.
+    """
 
     failures: Mapping[str, Failure]
     missing_drafts: frozenset[str]
 
 
 class RankSync:
-    """is_leader: whether this rank is the leader, which returns results."""
+    """Makes the ranks of a team decide alike.
+
+    is_leader: true on the rank that returns results.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

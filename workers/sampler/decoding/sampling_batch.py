@@ -11,15 +11,17 @@ from ..logits.noise import uniforms
 from ..logits.token_choice import ChosenTokens, SamplingTensors
 from ..requests.jobs import SequenceState
 from ..requests.sequence_table import SequenceTable
-from .batch import runs_of
+from .batch import adapter_spans
 from .logits_processors import LogitsProcessors
 
 
 class SamplingBatch:
-    """sequences: at least one; those of the same adapter are adjacent.
+    """The sequences that sample their next token together.
+
+    sequences: at least one; those of the same adapter are adjacent.
     lines: theirs in the table, int64, [n].
-    runs: of their adapters.
-    watched: the indices of the sequences that need a look at each token.
+    adapter_spans: of their tokens.
+    watched: the indices of the sequences whose tokens are checked one by one.
     is_plain: whether all sequences need only tokens and their log-probabilities.
     stops: stop tokens, padded with -1, int64, [n, k]; None if there are none.
     """
@@ -29,7 +31,7 @@ class SamplingBatch:
     ) -> None:
         self.sequences = sequences
         self.lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
-        self.runs = runs_of((sequence.job.adapter_id, 1) for sequence in sequences)
+        self.adapter_spans = adapter_spans((sequence.job.adapter_id, 1) for sequence in sequences)
         self.choice = SamplingTensors.of(table.settings(self.lines), vocab_size, device)
         self.watched = np.flatnonzero(table.is_watched[self.lines]).tolist()
         stops = table.stops[self.lines]

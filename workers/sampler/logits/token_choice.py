@@ -81,7 +81,11 @@ class SamplingTensors:
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """tokens: int64, [n]. logprobs: the model's at temperature 1, without filters and processors, float32, [n]."""
+    """The sampled tokens of n sequences.
+
+    tokens: int64, [n]. logprobs: the model's at temperature 1, without filters and processors, float32, [n].
+    are_finite: whether all log-probabilities are finite.
+    """
 
     tokens: Tensor
     logprobs: Tensor

@@ -1,6 +1,7 @@
-"""Reads an adapter_config.json. Settings that change what the adapter computes and that are not supported are refused
-    by
-name: if they were ignored, the same matrices would give other numbers.
+"""Reads an adapter_config.json.
+
+Settings that change what the adapter computes and that are not supported are refused by name: if they were ignored, the
+same matrices would give other numbers.
 """
 
 import math

@@ -70,8 +70,7 @@ class Runs:
         """Resumes the runs of sessions that an earlier process left open; returns the journal places they need.
 
         A run cannot be resumed if its base model is not served now or its entries cannot be read; then the journal
-        keeps all of
-        its entries until its session ends.
+        keeps all of its entries until its session ends.
         """
         of_runs: dict[str, list[EntryLocation]] = defaultdict(list)
         for one in journaled:
@@ -112,10 +111,10 @@ class Runs:
         await self._services.sessions.require_open(tenant, request.session_id)
         target_path = await self._target(tenant, request)
         drawn = {} if asked.seed is not None else {_SEEDS[type(asked)]: draw_seed()}
-        shape = _ModelParameters(
+        model = _RequestedModel(
             request.base_model, _training_with_seed(request, drawn), request.model_role, target_path
         )
-        record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
+        record = _record(tenant, request.session_id, request.model_seq_id, model, request)
         return await self._create(record, CreateRun(target_path, drawn), received, reservation)
 
     async def create_from_checkpoint(
@@ -134,8 +133,8 @@ class Runs:
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
         target_path = await self._target_of_saved_draft(tenant, checkpoint)
-        shape = _ModelParameters(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
-        record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
+        model = _RequestedModel(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
+        record = _record(tenant, request.session_id, request.model_seq_id, model, request)
         creation = CreateRunFromCheckpoint(target_path, path=checkpoint.tinker_path, optimizer=request.optimizer)
         return await self._create(record, creation, received, reservation)
 
@@ -278,15 +277,15 @@ class Runs:
         request = await decode_entry(entry)
         if isinstance(request, CreateModelRequest):
             accepted = _training_with_seed(request, header.drawn)
-            shape = _ModelParameters(request.base_model, accepted, request.model_role, header.target_path)
-            return _record(tenant, session_id, int(number), shape, request)
+            model = _RequestedModel(request.base_model, accepted, request.model_role, header.target_path)
+            return _record(tenant, session_id, int(number), model, request)
         assert isinstance(request, LoadWeightsRequest)
         checkpoint = await self._checkpoints.find(request.path)
         if checkpoint is None:
             raise RequestError(f"checkpoint {request.path}, from which it was created, no longer exists", 404)
         role = _role_from(checkpoint, request)
-        shape = _ModelParameters(checkpoint.base_model, checkpoint.training, role, header.target_path)
-        return _record(tenant, session_id, int(number), shape, request)
+        model = _RequestedModel(checkpoint.base_model, checkpoint.training, role, header.target_path)
+        return _record(tenant, session_id, int(number), model, request)
 
     async def _create(
         self, record: RunRecord, operation: CreateRun, received: ReceivedBody, reservation: Reservation
@@ -397,8 +396,8 @@ def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Rol
 
 
 @dataclass(frozen=True)
-class _ModelParameters:
-    """Determines the parameters of a model."""
+class _RequestedModel:
+    """Describes the model of a new run."""
 
     base_model: str
     training: TrainingConfig
@@ -410,7 +409,7 @@ def _record(
     tenant: Tenant,
     session_id: str,
     model_seq_id: int,
-    shape: _ModelParameters,
+    model: _RequestedModel,
     request: CreateModelRequest | LoadWeightsRequest,
 ) -> RunRecord:
     now = time.time()
@@ -418,10 +417,10 @@ def _record(
         run_id=f"{session_id}:train:{model_seq_id}",
         session_id=session_id,
         tenant_id=tenant.id,
-        base_model=shape.base_model,
-        training=shape.training,
-        role=shape.role,
-        target_path=shape.target_path,
+        base_model=model.base_model,
+        training=model.training,
+        role=model.role,
+        target_path=model.target_path,
         created_at=now,
         last_request_at=now,
         user_metadata=string_metadata(request.user_metadata),

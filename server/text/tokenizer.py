@@ -86,17 +86,15 @@ class Tokenizer:
         self._names: dict[int, str] = {}
         self.num_prefix_spaces = self._count_marks()
 
-    def encode(self, text: str, max_tokens: int) -> list[int]:
+    def encode(self, text: str, most_tokens: int) -> list[int]:
         """Encodes a text, with the tokens that begin every text of the model, such as BOS.
 
         Args:
-            max_tokens: size of the context.
+            most_tokens: size of the context. A text that is returned may exceed it.
         Raises:
-            RequestError: the text exceeds the context for certain, by its length alone. This spares the time to encode
-                it;
-                other results may exceed `most_tokens`, too.
+            RequestError: the text is so long that it must exceed the context; it is not encoded then.
         """
-        return self._encode(text, max_tokens, add_special_tokens=True)
+        return self._encode(text, most_tokens, add_special_tokens=True)
 
     def encode_chat(self, chat: Chat, most_tokens: int) -> list[int]:
         """Encodes a chat like `AutoTokenizer.apply_chat_template`.

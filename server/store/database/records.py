@@ -47,7 +47,7 @@ class ApiKeyRecord:
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Counts a tenant's API keys.
+    """Counts the API keys of all tenants.
 
     created: includes revoked keys.
     """

@@ -58,7 +58,7 @@ def replace_unstorable(value: JsonValue) -> JsonValue:
 
 
 class PortableJson(TypeDecorator):
-    """JSON that replaces unstorable characters like Text, also when reading rows of earlier versions."""
+    """JSON that replaces unstorable characters as PortableText does, also when reading rows of earlier versions."""
 
     impl = JSON
     cache_ok = True

@@ -173,7 +173,7 @@ def test_tokens_are_named_by_their_text_their_bytes_or_their_number() -> None:
 @pytest.mark.parametrize("text", ["Hello world", "Hello 😀😀 world", "é\n"])
 def test_words_with_spaces_and_bytes_of_other_tokenizers_read_as_text(text: str) -> None:
     tokenizer = byte_fallback_tokenizer()
-    tokens = tokenizer.encode(text, max_tokens=100)
+    tokens = tokenizer.encode(text, most_tokens=100)
     sample = SampleText(tokenizer)
     taken = []
     for token in tokens:

@@ -195,9 +195,9 @@ async def test_text_that_cannot_fit_the_context_is_refused_before_tokenizing(tmp
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
     longest = max(letter_tokenizer().get_vocab(), key=len)
-    assert tokenizer.encode("a" * 10 * len(longest), max_tokens=10)
+    assert tokenizer.encode("a" * 10 * len(longest), most_tokens=10)
     with pytest.raises(RequestError, match="shorten it"):
-        tokenizer.encode("a" * (10 * len(longest) + 1), max_tokens=10)
+        tokenizer.encode("a" * (10 * len(longest) + 1), most_tokens=10)
     with pytest.raises(RequestError, match="shorten it"):
         tokenizer.encode_chat(Chat([{"role": "user", "content": "a" * 10 * len(longest)}]), most_tokens=10)
 

@@ -25,7 +25,7 @@ class OperationContext:
     checkpoints: Checkpoints
     samplers: Samplers
     recordings: Recordings
-    pinned: PinnedCheckpoints
+    pinned_checkpoints: PinnedCheckpoints
     features: FeatureStore
     infos: dict[str, RunInfo] = field(default_factory=dict)
 
@@ -48,18 +48,10 @@ class OperationContext:
         await self.features.end_run(run)
         await self.dispatch.drop_run(run.run_id)
 
-    async def discard(self, run: RunRecord) -> None:
-        """Drops what the workers may still have of a run that is about to be created. Raises OperationError."""
-        await self.dispatch.drop_run(run.run_id)
-
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
         """Loads a snapshot into a run that has been created. Raises OperationError."""
         with hiding_directory_as(f"snapshot {snapshot.name}", snapshot):
             await self.dispatch.load_run(run.run_id, snapshot, optimizer=True)
-
-    async def snapshot(self, run: RunRecord, directory: Path) -> None:
-        """Writes the state after the operations handed over so far into an empty directory. Raises OperationError."""
-        await self.dispatch.snapshot_run(run.run_id, directory)
 
     async def find_checkpoint(self, path: str) -> CheckpointRecord:
         """Returns the checkpoint without an access check, for a tenant whose access was checked before."""

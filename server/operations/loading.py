@@ -54,7 +54,7 @@ class CreateRun(Operation):
         return replace(base, target_path=self.target_path, drawn=self.drawn)
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
-        await context.discard(run)  # left by an earlier try that the database could not store
+        await context.dispatch.drop_run(run.run_id)  # left by an earlier try that the database could not store
         info = await self._create(context, run, is_replay=False)
         if await context.store.runs.get(run.run_id) is None:  # it may have been inserted before a crash
             await context.store.runs.insert(replace(run, training=info.training))
@@ -66,7 +66,7 @@ class CreateRun(Operation):
     async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
         # It may exist without its checkpoint, and use memory until its session ends; a crash has dropped it.
         if not isinstance(error, PoisonOperation):
-            await context.discard(run)
+            await context.dispatch.drop_run(run.run_id)
 
     async def _create(self, context: OperationContext, run: RunRecord, *, is_replay: bool) -> RunInfo:
         tenant = await context.store.tenants.get(run.tenant_id)
@@ -241,7 +241,7 @@ async def _pinned_directory(
 ) -> Path:
     """Returns the directory of the checkpoint pinned for this operation; if there is none, pins what `find` returns."""
     try:
-        directory = await context.pinned.find(run.run_id, seq_id, part)
+        directory = await context.pinned_checkpoints.find(run.run_id, seq_id, part)
     except ValueError as error:
         if is_replay:
             logger.error("a checkpoint that %s has loaded is damaged: %s", run.run_id, error)
@@ -252,4 +252,4 @@ async def _pinned_directory(
     if directory is not None:
         return directory
     async with context.checkpoints.reading(await find()) as files:
-        return await context.pinned.pin(run.run_id, seq_id, files, part)
+        return await context.pinned_checkpoints.pin(run.run_id, seq_id, files, part)

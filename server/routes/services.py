@@ -34,7 +34,7 @@ class Services:
     sessions: Sessions
     checkpoints: Checkpoints
     runs: Runs
-    adapters: SamplerWeights
+    sampler_weights: SamplerWeights
     drafts: DraftLoader
     features: FeatureStore
     samplers: Samplers

@@ -25,7 +25,7 @@ class RunServices:
     config: ServerConfig
     futures: Futures
     journal: Journal
-    snapshots: SnapshotStore
+    snapshot_store: SnapshotStore
     pinned_checkpoints: PinnedCheckpoints
     features: FeatureStore
     context: OperationContext

@@ -178,7 +178,7 @@ class Runs:
     async def sweep(self) -> None:
         """Deletes snapshots, pinned checkpoints and features of runs that no longer exist; for server start."""
         live = {*self._runs, *self._not_resumed}
-        await asyncio.to_thread(self._services.snapshots.sweep, live)
+        await asyncio.to_thread(self._services.snapshot_store.sweep, live)
         await asyncio.to_thread(self._services.pinned_checkpoints.sweep, live)
         await self._services.features.sweep(live)
 

@@ -29,14 +29,14 @@ _BYTES_WITHOUT_STEP = 2
 class Boundary:
     """The point in a run's order of operations right after one operation.
 
-    window: of the operations after it. entry, ended: log entry and task of the operation, unless it has already
+    window: of the operations after it. entry, task: log entry and task of the operation, unless it has already
     succeeded.
     """
 
     seq_id: int
     window: OperationWindow
     entry: ReplayEntry | None = None
-    ended: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class RunSnapshots:
@@ -62,10 +62,10 @@ class RunSnapshots:
         Raises:
             ValueError: the run cannot be rebuilt from what exists.
         """
-        found = await self._services.snapshots.find(self._run_id)
+        found = await self._services.snapshot_store.find(self._run_id)
         self._kept = found[:_NUM_KEPT]
         for old in found[_NUM_KEPT:]:
-            await self._services.snapshots.remove(old.directory)
+            await self._services.snapshot_store.remove(old.directory)
         has_beginning = all(seq_id in journaled for seq_id in range(self.newest_seq_id + 1 if self._kept else 1))
         if len(self._kept) >= _NUM_KEPT or (self._kept and not has_beginning):
             self._first_held = self._kept[-1].seq_id + 1
@@ -104,10 +104,10 @@ class RunSnapshots:
     async def newest_whole(self) -> RunSnapshot | None:
         """Returns the newest snapshot that is undamaged, deleting damaged ones; call it while holding `keeping`."""
         for snapshot in list(self._kept):
-            if await self._services.snapshots.is_whole(snapshot):
+            if await self._services.snapshot_store.is_whole(snapshot):
                 return snapshot
             self._kept.remove(snapshot)
-            await self._services.snapshots.remove(snapshot.directory)
+            await self._services.snapshot_store.remove(snapshot.directory)
         return None
 
     def take_if_due(self, boundary: Boundary, *, is_step: bool) -> None:
@@ -150,13 +150,13 @@ class RunSnapshots:
         """Deletes everything of the run, which is over."""
         await self.stop()
         self._state.log.close()
-        await self._services.snapshots.remove_all(self._run_id)
+        await self._services.snapshot_store.remove_all(self._run_id)
         await self._services.pinned_checkpoints.unpin_all(self._run_id)
 
     def take(self, boundary: Boundary) -> None:
         """Starts taking a snapshot at a boundary, which must be the current one."""
         try:
-            staging = self._services.snapshots.stage(self._run_id)
+            staging = self._services.snapshot_store.stage(self._run_id)
         except OSError as error:
             logger.error("%s: no snapshot can be taken (%s)", self._run_id, error)
             return
@@ -168,9 +168,9 @@ class RunSnapshots:
     async def _take(self, staging: Path, boundary: Boundary) -> None:
         try:
             # Handed over before anything else is awaited, so that it follows the operation directly.
-            await self._services.context.snapshot(self._state.record, staging)
-            if boundary.ended is not None:
-                await asyncio.wait({boundary.ended})
+            await self._services.context.dispatch.snapshot_run(self._run_id, staging)
+            if boundary.task is not None:
+                await asyncio.wait({boundary.task})
             # Otherwise a crash could leave a snapshot with operations that are not known to be done.
             await self._state.log.all_answered(boundary.seq_id)
             if boundary.entry is None or boundary.entry.outcome is Outcome.DONE:
@@ -184,7 +184,7 @@ class RunSnapshots:
             logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._run_id, boundary.seq_id, error)
         finally:
             self._tasks -= {asyncio.current_task()}
-            await self._services.snapshots.remove(staging)
+            await self._services.snapshot_store.remove(staging)
 
     async def _publish(self, staging: Path, boundary: Boundary) -> None:
         """Publishes the snapshot with its taint.
@@ -192,13 +192,16 @@ class RunSnapshots:
         A taint added to the window later is no problem: its operation is then in the replay log whenever the snapshot
         is used.
         """
-        snapshots, tainted_by = self._services.snapshots, boundary.window.tainted_by
         held = self._services.features.pending_uses(self._state.record, boundary.seq_id)
-        await self._keep(await snapshots.publish(staging, self._run_id, boundary.seq_id, tainted_by, held))
+        await self._keep(
+            await self._services.snapshot_store.publish(
+                staging, self._run_id, boundary.seq_id, boundary.window.tainted_by, held
+            )
+        )
 
     async def _keep_copy(self, snapshot: RunSnapshot) -> None:
         try:
-            await self._keep(await self._services.snapshots.copy(snapshot, self._run_id))
+            await self._keep(await self._services.snapshot_store.copy(snapshot, self._run_id))
         except (OSError, ValueError) as error:
             logger.error("%s: %s cannot be copied: %s", self._run_id, snapshot.directory, error)
             if snapshot in self._kept and isinstance(error, ValueError):
@@ -214,7 +217,7 @@ class RunSnapshots:
                 self._state.log.cover(self._kept[-1].seq_id)
                 await self._services.pinned_checkpoints.unpin_up_to(self._run_id, self._kept[-1].seq_id)
             for old in dropped:
-                await self._services.snapshots.remove(old.directory)
+                await self._services.snapshot_store.remove(old.directory)
 
     @property
     def _run_id(self) -> str:

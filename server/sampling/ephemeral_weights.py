@@ -31,6 +31,7 @@ class EphemeralWeights:
         return of_adapter / str(numbers[-1]) if numbers else of_adapter
 
     def has(self, adapter_id: str | None) -> bool:
+        """True if the weights of this adapter are on disk."""
         return adapter_id is not None and bool(_numbers(self._adapter_directory(adapter_id)))
 
     @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
@@ -13,25 +12,17 @@ logger = logging.getLogger(__name__)
 
 
 class SamplerWeights:
-    """Saves and drops the weights of samplers; `WeightLoader` loads them."""
+    """Saves and drops the weights of samplers; `WeightLoader` loads them. files: of ephemeral samplers."""
 
-    def __init__(self, dispatch: WorkerDispatch, weights: EphemeralWeights) -> None:
+    def __init__(self, dispatch: WorkerDispatch, files: EphemeralWeights) -> None:
+        self.files = files
         self._dispatch = dispatch
-        self._weights = weights
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         for dropping in self._dropping:
             dropping.cancel()
         await asyncio.gather(*self._dropping, return_exceptions=True)
-
-    def has(self, adapter_id: str | None) -> bool:
-        """True if the weights of an ephemeral sampler are on disk."""
-        return self._weights.has(adapter_id)
-
-    async def remove_all_but(self, wanted: Collection[str | None]) -> None:
-        """Deletes the files that belong to none of the wanted adapters. Called at server start."""
-        await self._weights.remove_all_but(wanted)
 
     async def save_from_run(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights to an ephemeral sampler, first to disk and then in the workers.
@@ -40,14 +31,10 @@ class SamplerWeights:
             OperationError: the weights could not be saved or copied.
         """
         with refusing_full_disk("the sampler's weights were"):
-            async with self._weights.writing(adapter_id) as directory:
+            async with self.files.writing(adapter_id) as directory:
                 await self._dispatch.save_run(run_id, directory, optimizer=False)
         # Copied only after the files are written, so that a concurrent reload reads the new weights.
         await self._dispatch.copy_adapter(run_id, adapter_id)
-
-    async def remove(self, adapter_id: str) -> None:
-        """Deletes the saved weights of an adapter that did not reach the workers."""
-        await self._weights.remove(adapter_id)
 
     def drop(self, adapter_id: str, loading: asyncio.Future[None] | None) -> None:
         """Deletes the adapter's files and drops it from the workers in the background, after `loading` has ended."""
@@ -58,7 +45,7 @@ class SamplerWeights:
     async def _drop(self, adapter_id: str, loading: asyncio.Future[None] | None) -> None:
         if loading is not None:
             await asyncio.wait({loading})
-        await self._weights.remove(adapter_id)
+        await self.files.remove(adapter_id)
         try:
             await self._dispatch.drop_adapter(adapter_id)
         except OperationError as error:

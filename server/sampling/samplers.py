@@ -46,7 +46,7 @@ class Samplers:
         store: Store,
         sessions: Sessions,
         checkpoints: Checkpoints,
-        adapters: SamplerWeights,
+        weights: SamplerWeights,
         drafts: DraftLoader,
         completions: Completions,
     ) -> None:
@@ -54,7 +54,7 @@ class Samplers:
         self._store = store
         self._sessions = sessions
         self._checkpoints = checkpoints
-        self._adapters = adapters
+        self._weights = weights
         self._drafts = drafts
         self._completions = completions
         self._samplers: dict[str, Sampler] = {}
@@ -67,9 +67,9 @@ class Samplers:
         first_seq_id = int(time.time() * 1e6)
         for record in await self._store.samplers.list_open():
             sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
-            if record.is_ephemeral and not self._adapters.has(record.adapter_id):
+            if record.is_ephemeral and not self._weights.files.has(record.adapter_id):
                 sampler.adapter_id = None
-        await self._adapters.remove_all_but({sampler.adapter_id for sampler in self._samplers.values()})
+        await self._weights.files.remove_all_but({sampler.adapter_id for sampler in self._samplers.values()})
 
     @property
     def is_busy(self) -> bool:
@@ -123,12 +123,12 @@ class Samplers:
     async def _save_weights(self, run_id: str, adapter_id: str) -> None:
         """Takes the weights; if the workers refuse them, deletes the files unless other samplers use the adapter."""
         try:
-            await self._adapters.save_from_run(run_id, adapter_id)
+            await self._weights.save_from_run(run_id, adapter_id)
         except WorkerLost:
             raise
         except OperationError:
             if all(sampler.record.adapter_id != adapter_id for sampler in self._samplers.values()):
-                await self._adapters.remove(adapter_id)
+                await self._weights.files.remove(adapter_id)
             raise
 
     async def _share_creation(self, key: str | _OneShotKey, create: Callable[[], Coroutine[None, None, str]]) -> str:
@@ -276,7 +276,7 @@ class Samplers:
         self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
         loading = {sampler.adapter_id: sampler.loading for sampler in ended if sampler.adapter_id}
         for adapter_id, task in loading.items():
-            self._adapters.drop(adapter_id, task)
+            self._weights.drop(adapter_id, task)
 
 
 def _done() -> "asyncio.Future[None]":

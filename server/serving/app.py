@@ -156,22 +156,31 @@ def _services(
     )
     journal = Journal(directory / "journal", journal_config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
-    weights = EphemeralWeights(directory / "ephemeral", sync)
-    adapters = SamplerWeights(dispatch, weights)
+    sampler_weights = SamplerWeights(dispatch, EphemeralWeights(directory / "ephemeral", sync))
     completions = Completions(futures)
     drafts = DraftLoader(dispatch, checkpoints)
-    samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
-    pinned = PinnedCheckpoints(directory / "loaded", sync)
+    samplers = Samplers(dispatch, store, sessions, checkpoints, sampler_weights, drafts, completions)
+    pinned_checkpoints = PinnedCheckpoints(directory / "loaded", sync)
     features = FeatureStore(directory / "features", config)
-    context = OperationContext(dispatch, store, sessions, checkpoints, samplers, recordings, pinned, features)
-    snapshots = SnapshotStore(directory / "snapshots", sync)
-    status, copied = dispatch.status, RestoreMarker(directory)
-    of_runs = RunServices(
-        config, futures, journal, snapshots, pinned, features, context, sessions, quotas, status, copied
+    context = OperationContext(
+        dispatch, store, sessions, checkpoints, samplers, recordings, pinned_checkpoints, features
     )
-    runs = Runs(store, dispatch, checkpoints, of_runs)
-    loader = WeightLoader(dispatch, checkpoints, weights, live=runs)
-    of_samplers = SamplingService(
+    run_services = RunServices(
+        config=config,
+        futures=futures,
+        journal=journal,
+        snapshot_store=SnapshotStore(directory / "snapshots", sync),
+        pinned_checkpoints=pinned_checkpoints,
+        features=features,
+        context=context,
+        sessions=sessions,
+        quotas=quotas,
+        status=dispatch.status,
+        restore_marker=RestoreMarker(directory),
+    )
+    runs = Runs(store, dispatch, checkpoints, run_services)
+    loader = WeightLoader(dispatch, checkpoints, sampler_weights.files, live=runs)
+    sampling = SamplingService(
         dispatch, samplers, loader, drafts, sessions, futures, journal, recordings, completions, quotas
     )
     return Services(
@@ -182,11 +191,11 @@ def _services(
         sessions=sessions,
         checkpoints=checkpoints,
         runs=runs,
-        adapters=adapters,
+        sampler_weights=sampler_weights,
         drafts=drafts,
         features=features,
         samplers=samplers,
-        sampling=of_samplers,
+        sampling=sampling,
         futures=futures,
         journal=journal,
         recordings=recordings,
@@ -209,7 +218,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.checkpoints.close)
         await services.features.open()
         await services.samplers.restore()
-        stack.push_async_callback(services.adapters.close)
+        stack.push_async_callback(services.sampler_weights.close)
         stack.push_async_callback(services.drafts.close)
         stack.push_async_callback(services.sampling.close)
         stack.push_async_callback(services.runs.close)

@@ -45,7 +45,7 @@ CREATION = ReceivedBody(b'{"session_id": "session", "model_seq_id": 0, "base_mod
 
 @dataclass
 class RecordingOperations:
-    """Records the seq_ids of operations when they begin and when they end."""
+    """Records the seq_ids of operations when they begin and when they end. Is also the dispatch of its operations."""
 
     begun: list[Any] = field(default_factory=list)
     performed: list[Any] = field(default_factory=list)
@@ -70,8 +70,12 @@ class RecordingOperations:
     async def stored_record(self, run: RunRecord) -> RunRecord:
         return run
 
-    async def discard(self, run: RunRecord) -> None:
-        self.performed.append("discard")
+    @property
+    def dispatch(self) -> "RecordingOperations":
+        return self
+
+    async def drop_run(self, run_id: str) -> None:
+        self.performed.append("drop_run")
 
     async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:
         self.performed.append("create")
@@ -79,7 +83,7 @@ class RecordingOperations:
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
         self.performed.append(f"restore {snapshot.name}")
 
-    async def snapshot(self, run: RunRecord, directory: Path) -> None:
+    async def snapshot_run(self, run_id: str, directory: Path) -> None:
         self.performed.append("snapshot")
         (directory / "state").write_bytes(b"state")
 
@@ -221,7 +225,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 config=config,
                 futures=futures,
                 journal=journal,
-                snapshots=snapshots,
+                snapshot_store=snapshots,
                 pinned_checkpoints=PinnedCheckpoints(tmp_path / "loaded", sync=False),
                 features=FeatureStore(tmp_path / "features", config),
                 context=operations,  # pyright: ignore[reportArgumentType]

@@ -155,7 +155,7 @@ async def test_a_restart_repeats_nothing_that_a_snapshot_covers(make_bench: Make
     async with resumed(bench, {2: EarlierOperation("optim_step", place)}):
         await bench.optim_step(3)
         assert await bench.result(3) == {"seq_id": 3}
-    assert bench.operations.performed[num_performed:][:4] == ["discard", "create", "restore 2", 3]
+    assert bench.operations.performed[num_performed:][:4] == ["drop_run", "create", "restore 2", 3]
 
 
 async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeBench) -> None:
@@ -175,7 +175,7 @@ async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeB
         found[seq_id] = EarlierOperation(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
     async with resumed(bench, found):
         assert await bench.result(3) == {"seq_id": 3}
-    assert bench.operations.performed == [0, "discard", "create", 1, 3]
+    assert bench.operations.performed == [0, "drop_run", "create", 1, 3]
 
 
 async def test_a_gap_in_a_damaged_journal_stops_recovery(make_bench: MakeBench) -> None:
@@ -297,14 +297,14 @@ async def test_a_load_is_snapshotted_at_once_while_another_snapshot_is_written(
 ) -> None:
     """Otherwise the operations after it would be applied twice."""
     bench = await make_bench(snapshot_steps=1)
-    is_written, take = asyncio.Event(), bench.operations.snapshot
+    is_written, take = asyncio.Event(), bench.operations.snapshot_run
 
-    async def snapshot(run, directory: Path) -> None:
-        await take(run, directory)
+    async def snapshot(run_id: str, directory: Path) -> None:
+        await take(run_id, directory)
         (directory / "state").write_text(str(bench.operations.performed))
         await is_written.wait()
 
-    bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    bench.operations.snapshot_run = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     await bench.optim_step(1)
     await bench.submit(2, LoadWeights("tinker://a/weights/b", optimizer=False))
     for seq_id in (3, 4):
@@ -318,10 +318,10 @@ async def test_a_load_is_snapshotted_at_once_while_another_snapshot_is_written(
 async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(make_bench: MakeBench) -> None:
     """The rebuild began with an earlier state, so it still needs the operations that they cover."""
     bench = await make_bench()
-    is_written, take, make = asyncio.Event(), bench.operations.snapshot, bench.operations.create_in_workers
+    is_written, take, make = asyncio.Event(), bench.operations.snapshot_run, bench.operations.create_in_workers
 
-    async def snapshot(run, directory: Path) -> None:
-        await take(run, directory)
+    async def snapshot(run_id: str, directory: Path) -> None:
+        await take(run_id, directory)
         await is_written.wait()
 
     def are_published() -> bool:
@@ -334,7 +334,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
             async with asyncio.timeout(1):
                 await wait_until(bench, are_published)
 
-    bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    bench.operations.snapshot_run = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     bench.operations.create_in_workers = make_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
     body = ReceivedBody(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}', UNLIMITED)
     for seq_id in (1, 2):
@@ -406,7 +406,7 @@ async def test_an_idle_run_is_rebuilt_after_a_restart_to_be_settled(make_bench: 
     async with resumed(bench, found):
         await bench.run.snapshot_if_older_than(held_seconds=0)
         assert (bench.snapshots / "0-copy" / "manifest.json").exists()
-    assert bench.operations.performed == [0, "discard", "create", "snapshot"]
+    assert bench.operations.performed == [0, "drop_run", "create", "snapshot"]
 
 
 async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings(
@@ -416,17 +416,17 @@ async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings
     await bench.optim_step(1)
     await bench.result(1)
     await wait_until(bench, lambda: len(bench.run._state.log._entries) == 2)
-    snapshot, bench.operations.performed = bench.operations.snapshot, []
+    snapshot, bench.operations.performed = bench.operations.snapshot_run, []
 
-    async def lost(run: RunRecord, directory: Path) -> None:
+    async def lost(run_id: str, directory: Path) -> None:
         if "create" not in bench.operations.performed:
-            raise WorkerLost(f"{run.run_id} was lost when the worker died: create it again")
-        await snapshot(run, directory)
+            raise WorkerLost(f"{run_id} was lost when the worker died: create it again")
+        await snapshot(run_id, directory)
 
-    bench.operations.snapshot = lost  # pyright: ignore[reportAttributeAccessIssue]
+    bench.operations.snapshot_run = lost  # pyright: ignore[reportAttributeAccessIssue]
     for _ in range(2):
         await bench.run.snapshot_if_older_than(held_seconds=0)
-    assert bench.operations.performed == ["discard", "create", 1, "snapshot"]
+    assert bench.operations.performed == ["drop_run", "create", 1, "snapshot"]
     assert (bench.snapshots / "1-copy" / "manifest.json").exists()
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 

@@ -44,14 +44,14 @@ class CheckpointFiles:
     """
 
     def __init__(
-        self, state_dir: Path, config: CheckpointStorageConfig, places: ObjectStore, copies: FindCopies
+        self, state_dir: Path, config: CheckpointStorageConfig, object_store: ObjectStore, copies: FindCopies
     ) -> None:
         self._own_root = state_dir.absolute() / "checkpoints"
         place = config.checkpoints or str(self._own_root)
         is_here = not is_url(place)
         self.local_root = Path(place).expanduser().absolute() if is_here else self._own_root
         self._root = str(self.local_root) if is_here else place.rstrip("/")
-        self._places = places
+        self._object_store = object_store
         self._copies = copies
         self._staging = state_dir.absolute() / "staging"
         self._cache = CheckpointCache(state_dir.absolute() / "cache", config.checkpoint_cache_bytes)
@@ -96,7 +96,7 @@ class CheckpointFiles:
         if not is_url(directory):
             await asyncio.to_thread(remove_now, Path(directory).parents[1])
 
-    async def publish(self, staging: Path, directory: str, about: Mapping[str, object]) -> int:
+    async def publish(self, staging: Path, directory: str, entries: Mapping[str, object]) -> int:
         """Hashes the files, writes the manifest and moves everything into place, durably. Returns the bytes of the
         files.
 
@@ -105,21 +105,21 @@ class CheckpointFiles:
             ObjectStoreError: the upload failed.
         """
         if not is_url(directory):
-            return await asyncio.to_thread(self._seal_and_rename, staging, Path(directory), about)
-        size_bytes = await asyncio.to_thread(write_manifest, staging, about, sync=False)
-        await self._places.upload(staging, directory)
+            return await asyncio.to_thread(self._seal_and_rename, staging, Path(directory), entries)
+        size_bytes = await asyncio.to_thread(write_manifest, staging, entries, sync=False)
+        await self._object_store.upload(staging, directory)
         return size_bytes
 
     def can_copy_remotely(self, source: str, directory: str) -> bool:
         """True if source and target are in the same object store, which can copy without a download."""
         return is_url(directory) and source.startswith(f"{self._root}/")
 
-    async def copy_remotely(self, source: str, directory: str, about: Mapping[str, object]) -> int:
+    async def copy_remotely(self, source: str, directory: str, entries: Mapping[str, object]) -> int:
         """Copies within the object store, instead of `publish`.
 
         Returns the bytes of the files. Raises ObjectStoreError.
         """
-        return await self._places.copy(source, directory, about)
+        return await self._object_store.copy(source, directory, entries)
 
     async def mark_deleted(self, directory: str) -> None:
         """Marks the checkpoint as deleted. Must run before its row is deleted: after a crash in between, the files
@@ -163,7 +163,7 @@ class CheckpointFiles:
         """
         try:
             if is_url(directory):
-                return await self._places.manifest(directory)
+                return await self._object_store.manifest(directory)
             return await asyncio.to_thread(read_manifest, Path(directory))
         except (ObjectStoreError, OSError, ValueError):
             here = self._local_path(directory)
@@ -216,7 +216,7 @@ class CheckpointFiles:
         """
         if not is_url(self._root):
             return
-        found = await self._places.list(self._root)
+        found = await self._object_store.list(self._root)
         # Taken before the rows are read: an upload that was running either has its row by then or is in this set.
         kept = set(self._being_written)
         kept |= set(await published())
@@ -224,14 +224,14 @@ class CheckpointFiles:
             directory = f"{self._root}/{key}"
             if key.partition("/")[0] in runs and MANIFEST not in names and directory not in kept:
                 logger.info("removing %s: it was never published, or it was deleted", directory)
-                await self._places.remove(directory)
+                await self._object_store.remove(directory)
 
     def _local_path(self, directory: str) -> Path:
         return self._cache.path(directory) if is_url(directory) else Path(directory)
 
     async def _remove_at(self, url: str) -> None:
         try:
-            await self._places.remove(url)
+            await self._object_store.remove(url)
         except ObjectStoreError as error:
             logger.warning("a checkpoint could not be removed: %s", error)
 
@@ -273,7 +273,7 @@ class CheckpointFiles:
         for source in sources:
             try:
                 await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True)
-                await self._places.download(source, staging)
+                await self._object_store.download(source, staging)
                 await asyncio.to_thread(_replace_with, staging, here)
             except (ObjectStoreError, OSError) as error:
                 reasons.append(str(error))
@@ -287,8 +287,8 @@ class CheckpointFiles:
         remedy = "" if sources else "; it has no copy: start the server with --mirror to keep copies"
         raise OperationError(f"the checkpoint's files cannot be read: {'; '.join(reasons)}{remedy}", "server")
 
-    def _seal_and_rename(self, staging: Path, directory: Path, about: Mapping[str, object]) -> int:
-        size_bytes = write_manifest(staging, about)
+    def _seal_and_rename(self, staging: Path, directory: Path, entries: Mapping[str, object]) -> int:
+        size_bytes = write_manifest(staging, entries)
         move_into_place(staging, directory, root=directory.parents[KEY_PARTS - 1])
         return size_bytes
 

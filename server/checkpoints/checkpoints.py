@@ -65,9 +65,9 @@ class Checkpoints:
     ) -> None:
         self._store = store
         self._auth = auth
-        self._places = ObjectStore(config.retry_pauses_seconds, config.mirrors)
-        self._mirror = CheckpointMirrors(store, self._places, config)
-        self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.complete_copies)
+        self._object_store = ObjectStore(config.retry_pauses_seconds, config.mirrors)
+        self._mirror = CheckpointMirrors(store, self._object_store, config)
+        self._files = CheckpointFiles(state_dir, config, self._object_store, self._mirror.complete_copies)
         self._publication = CheckpointPublication(store, self._files, self._mirror)
         self._secret_file = state_dir / "url_secret"
         self._signer = UrlSigner(b"")
@@ -84,11 +84,11 @@ class Checkpoints:
 
         Used at the end of a process; the next one resumes unfinished work.
         """
-        asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._places.close)
+        asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._object_store.close)
 
     async def close(self) -> None:
         await asyncio.gather(self._upkeep.close(), self._mirror.close(), self._files.close(), return_exceptions=True)
-        self._places.close()
+        self._object_store.close()
 
     @asynccontextmanager
     async def writing(
@@ -111,15 +111,15 @@ class Checkpoints:
             OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be
                 saved.
         """
-        draft = self._draft(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
+        checkpoint = self._new_checkpoint(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
-            await self._require_free(draft)
+            await self._require_free(checkpoint)
 
-        async with self._files.staging(draft.directory) as staging:
+        async with self._files.staging(checkpoint.directory) as staging:
             yield staging
-            move = partial(self._files.publish, staging, draft.directory)
+            move = partial(self._files.publish, staging, checkpoint.directory)
             insert = partial(self._publication.insert_or_replace, overwrite)
-            await self._publication.publish(draft, move, insert, request_id)
+            await self._publication.publish(checkpoint, move, insert, request_id)
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
         """True if this very save published the checkpoint before a crash lost its response.
@@ -223,10 +223,12 @@ class Checkpoints:
             last_request_at=now,
             user_metadata={"copied_from": source.tinker_path},
         )
-        draft = self._draft(run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer)
+        checkpoint = self._new_checkpoint(
+            run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer
+        )
         with _as_request_errors():
-            await self._copy(source, draft, partial(self._store.checkpoints.insert_copied, to, run))
-        return await self.resolve(Tenant(to.tenant_id, ""), draft.tinker_path)
+            await self._copy(source, checkpoint, partial(self._store.checkpoints.insert_copied, to, run))
+        return await self.resolve(Tenant(to.tenant_id, ""), checkpoint.tinker_path)
 
     async def create(
         self,
@@ -247,19 +249,19 @@ class Checkpoints:
         """
         if known := await self._store.checkpoints.find_copied(session):
             return known
-        draft = self._draft(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
-        new_run, staging = self._files.marking_new_run(draft.directory), self._files.staging(draft.directory)
+        checkpoint = self._new_checkpoint(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
+        new_run, staging = self._files.marking_new_run(checkpoint.directory), self._files.staging(checkpoint.directory)
         async with new_run, staging as staging:
             try:
                 training = await write(staging)
             except OperationError:
-                await self._files.discard_new_run(draft.directory)
+                await self._files.discard_new_run(checkpoint.directory)
                 raise
-            draft, run = replace(draft, training=training), replace(run, training=training)
-            move = partial(self._files.publish, staging, draft.directory)
+            checkpoint, run = replace(checkpoint, training=training), replace(run, training=training)
+            move = partial(self._files.publish, staging, checkpoint.directory)
             insert = partial(self._store.checkpoints.insert_copied, session, run)
-            await self._publication.publish(draft, move, insert)
-        return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
+            await self._publication.publish(checkpoint, move, insert)
+        return await self.resolve(Tenant(session.tenant_id, ""), checkpoint.tinker_path)
 
     async def sign_files(self, checkpoint: CheckpointRecord) -> list[SignedFile]:
         """Returns the files with signatures that allow downloads without a key for URL_LIFETIME_SECONDS.
@@ -321,19 +323,21 @@ class Checkpoints:
     async def _copy(
         self,
         source: CheckpointRecord,
-        draft: CheckpointRecord,
+        checkpoint: CheckpointRecord,
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
-        if self._files.can_copy_remotely(source.directory, draft.directory):
-            move = partial(self._files.copy_remotely, source.directory, draft.directory)
-            await self._publication.publish(draft, move, insert)
+        if self._files.can_copy_remotely(source.directory, checkpoint.directory):
+            move = partial(self._files.copy_remotely, source.directory, checkpoint.directory)
+            await self._publication.publish(checkpoint, move, insert)
             return
-        new_run, staging = self._files.marking_new_run(draft.directory), self._files.staging(draft.directory)
+        new_run, staging = self._files.marking_new_run(checkpoint.directory), self._files.staging(checkpoint.directory)
         async with new_run, staging as staging, self.reading(source) as files:
             await asyncio.to_thread(link_files, files, staging)
-            await self._publication.publish(draft, partial(self._files.publish, staging, draft.directory), insert)
+            await self._publication.publish(
+                checkpoint, partial(self._files.publish, staging, checkpoint.directory), insert
+            )
 
-    def _draft(
+    def _new_checkpoint(
         self,
         run: RunRecord,
         kind: CheckpointKind,
@@ -360,10 +364,10 @@ class Checkpoints:
             has_optimizer=has_optimizer,
         )
 
-    async def _require_free(self, draft: CheckpointRecord) -> None:
-        if await self._find(draft.run_id, draft.kind, draft.name):
-            raise name_in_use_error(draft)
-        if expired := await self._store.checkpoints.get(draft.run_id, draft.kind, draft.name):
+    async def _require_free(self, checkpoint: CheckpointRecord) -> None:
+        if await self._find(checkpoint.run_id, checkpoint.kind, checkpoint.name):
+            raise name_in_use_error(checkpoint)
+        if expired := await self._store.checkpoints.get(checkpoint.run_id, checkpoint.kind, checkpoint.name):
             await self.delete(expired)
 
     async def _find(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:

@@ -13,28 +13,30 @@ _MANIFEST_FORMAT = 1
 
 
 async def manifest_entries(
-    store: Store, draft: CheckpointRecord, request_id: str | None = None
+    store: Store, checkpoint: CheckpointRecord, request_id: str | None = None
 ) -> Mapping[str, object]:
     """Returns what the manifest records in addition to the files: the content of the row, in case the row is lost."""
-    tenant = await store.tenants.get(draft.tenant_id)
+    tenant = await store.tenants.get(checkpoint.tenant_id)
     return {
         "format": _MANIFEST_FORMAT,
-        "tinker_path": draft.tinker_path,
-        "tenant_id": draft.tenant_id,
-        "tenant_name": draft.tenant_id if tenant is None else tenant.name,
-        "base_model": draft.base_model,
-        "training": draft.training.model_dump(),
-        "role": draft.role,
-        "target_path": draft.target_path,
-        "has_optimizer": draft.has_optimizer,
-        "user_metadata": draft.user_metadata,
-        "created_at": draft.created_at,
-        "expires_at": draft.expires_at,
+        "tinker_path": checkpoint.tinker_path,
+        "tenant_id": checkpoint.tenant_id,
+        "tenant_name": checkpoint.tenant_id if tenant is None else tenant.name,
+        "base_model": checkpoint.base_model,
+        "training": checkpoint.training.model_dump(),
+        "role": checkpoint.role,
+        "target_path": checkpoint.target_path,
+        "has_optimizer": checkpoint.has_optimizer,
+        "user_metadata": checkpoint.user_metadata,
+        "created_at": checkpoint.created_at,
+        "expires_at": checkpoint.expires_at,
         "request_id": request_id,
     }
 
 
-async def path_of_lost_row(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
+async def path_of_lost_row(
+    store: Store, directory: str, manifest: Mapping[str, Any], is_ours_alone: bool
+) -> str | None:
     """Returns the path of a complete checkpoint whose row the database has lost, so that `restore_row` can restore it.
 
     None if the manifest does not name the owner, if the name is in use, or if the run is unknown and other servers use
@@ -42,53 +44,53 @@ async def path_of_lost_row(store: Store, directory: str, about: Mapping[str, Any
 
     Args:
         directory: a path or a URL.
-        about: the manifest.
+        manifest: of the checkpoint.
         is_ours_alone: no other server uses the place.
     """
     try:
-        run_id, kind, name = parse_path(about["tinker_path"])
-        training_of(about["training"] if "training" in about else about["lora"])
+        run_id, kind, name = parse_path(manifest["tinker_path"])
+        training_of(manifest["training"] if "training" in manifest else manifest["lora"])
     except (RequestError, KeyError, AttributeError, ValueError):
         return None
     is_elsewhere = run_id.replace(":", "_") != PurePosixPath(directory).parts[-3]
     if is_elsewhere or await store.checkpoints.get(run_id, kind, name):
         return None
-    is_known = await store.runs.get(run_id) is not None or (is_ours_alone and "tenant_id" in about)
-    return about["tinker_path"] if is_known else None
+    is_known = await store.runs.get(run_id) is not None or (is_ours_alone and "tenant_id" in manifest)
+    return manifest["tinker_path"] if is_known else None
 
 
-async def restore_row(store: Store, directory: str, about: Mapping[str, Any]) -> str:
+async def restore_row(store: Store, directory: str, manifest: Mapping[str, Any]) -> str:
     """Restores the row of a checkpoint that has a `path_of_lost_row`, and the rows it depends on. Returns that path.
 
     The manifest does not record whether it was public, so it is private now.
     """
-    run_id, kind, name = parse_path(about["tinker_path"])
-    run = await store.runs.get(run_id) or await _restore_run_row(store, run_id, about)
+    run_id, kind, name = parse_path(manifest["tinker_path"])
+    run = await store.runs.get(run_id) or await _restore_run_row(store, run_id, manifest)
     record = CheckpointRecord(
         run_id=run_id,
         tenant_id=run.tenant_id,
         kind=kind,
         name=name,
         directory=directory,
-        size_bytes=sum(listed["size_bytes"] for listed in about["files"].values()),
-        created_at=about["created_at"],
-        expires_at=about.get("expires_at"),
+        size_bytes=sum(listed["size_bytes"] for listed in manifest["files"].values()),
+        created_at=manifest["created_at"],
+        expires_at=manifest.get("expires_at"),
         public=False,
-        user_metadata=about.get("user_metadata"),
-        base_model=about["base_model"],
+        user_metadata=manifest.get("user_metadata"),
+        base_model=manifest["base_model"],
         training=run.training,
-        has_optimizer=about["has_optimizer"],
+        has_optimizer=manifest["has_optimizer"],
         role=run.role,
-        target_path=about.get("target_path"),
+        target_path=manifest.get("target_path"),
     )
     await store.checkpoints.put(record, overwrite=False)
     return record.tinker_path
 
 
-async def _restore_run_row(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
+async def _restore_run_row(store: Store, run_id: str, manifest: Mapping[str, Any]) -> RunRecord:
     """Restores a run that can no longer be trained, with its session and its tenant."""
-    created_at = about["created_at"]
-    named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
+    created_at = manifest["created_at"]
+    named = TenantRecord(manifest["tenant_id"], manifest["tenant_name"], created_at)
     tenant = await store.tenants.get(named.tenant_id) or await store.tenants.find(named.name)
     if tenant is None:
         await store.tenants.ensure(tenant := named)
@@ -96,9 +98,9 @@ async def _restore_run_row(store: Store, run_id: str, about: Mapping[str, Any]) 
     if await store.sessions.get(session_id) is None:
         ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
         await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
-    training, role, target_path = training_of(about["training"]), about["role"], about["target_path"]
+    training, role, target_path = training_of(manifest["training"]), manifest["role"], manifest["target_path"]
     run = RunRecord(
-        *(run_id, session_id, tenant.tenant_id, about["base_model"], training, created_at, created_at),
+        *(run_id, session_id, tenant.tenant_id, manifest["base_model"], training, created_at, created_at),
         role=role,
         target_path=target_path,
     )

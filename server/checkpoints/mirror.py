@@ -41,10 +41,14 @@ class CheckpointMirrors:
     """
 
     def __init__(
-        self, store: Store, places: ObjectStore, config: CheckpointStorageConfig, clock: Callable[[], float] = time.time
+        self,
+        store: Store,
+        object_store: ObjectStore,
+        config: CheckpointStorageConfig,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._places = places
+        self._object_store = object_store
         self._urls = tuple(url.rstrip("/") for url in config.mirrors)
         self._first_pause_seconds = config.mirror_pause_seconds
         self._clock = clock
@@ -197,7 +201,7 @@ class CheckpointMirrors:
         try:
             async with files.reading(copy.directory) as here:
                 if not await self._is_complete_at(copy.url, here):
-                    await self._places.upload(here, copy.url)
+                    await self._object_store.upload(here, copy.url)
         except (ObjectStoreError, OperationError, OSError, ValueError) as error:
             return self._failed(copy, error)
         self._logged_reasons.pop(copy.directory, None)
@@ -207,7 +211,7 @@ class CheckpointMirrors:
 
     async def _is_complete_at(self, url: str, here: Path) -> bool:
         try:
-            return await self._places.manifest(url) == await asyncio.to_thread(read_manifest, here)
+            return await self._object_store.manifest(url) == await asyncio.to_thread(read_manifest, here)
         except ObjectStoreError:
             return False
 
@@ -237,7 +241,7 @@ class CheckpointMirrors:
         failed = []
         for copy in copies:
             try:
-                await self._places.remove(copy.url)
+                await self._object_store.remove(copy.url)
             except ObjectStoreError as error:
                 if copy.mirror not in self._urls and copy.num_tries >= _MOST_TRIES_ELSEWHERE:
                     logger.warning("%s; giving up, since this mirror is no longer configured: delete it by hand", error)
@@ -256,14 +260,14 @@ class CheckpointMirrors:
 
     def _log_failure(self, copy: CheckpointCopyRecord, error: Exception) -> None:
         """Logs why copies fail, once per reason."""
-        about, reason = copy.directory, str(error)
+        cause, reason = copy.directory, str(error)
         if isinstance(error, ObjectStoreError):
-            about, reason = copy.mirror, error.reason.replace(key_of(copy.url), "...")
-        if reason not in self._logged_reasons[about]:
-            self._logged_reasons[about].add(reason)
+            cause, reason = copy.mirror, error.reason.replace(key_of(copy.url), "...")
+        if reason not in self._logged_reasons[cause]:
+            self._logged_reasons[cause].add(reason)
             logger.warning(
                 "%s: copying failed (%s); retrying with growing pauses, logged again only for a new reason",
-                about,
+                cause,
                 reason,
             )
 

@@ -29,7 +29,7 @@ class CheckpointPublication:
 
     async def publish(
         self,
-        draft: CheckpointRecord,
+        checkpoint: CheckpointRecord,
         move_files: Callable[[Mapping[str, object]], Awaitable[int]],
         insert: Callable[[CheckpointRecord], Awaitable[None]],
         request_id: str | None = None,
@@ -37,14 +37,14 @@ class CheckpointPublication:
         """Publishes the checkpoint, to the end even if the caller is cancelled.
 
         Args:
-            move_files: gets the manifest's entries, moves the files to the draft's directory, and returns their bytes.
+            move_files: gets the manifest's entries, moves the files to the checkpoint's directory, and returns their bytes.
             insert: inserts the row.
             request_id: of the save.
         Raises:
             OperationError: (user) the name is in use; (server) the files cannot be stored.
         """
-        about = await manifest_entries(self._store, draft, request_id)
-        await _shielded(self._publish(draft, partial(move_files, about), insert))
+        entries = await manifest_entries(self._store, checkpoint, request_id)
+        await _shielded(self._publish(checkpoint, partial(move_files, entries), insert))
 
     async def insert_or_replace(self, overwrite: bool, record: CheckpointRecord) -> None:
         """Inserts the row, replacing a checkpoint of the same name if `overwrite`."""
@@ -58,28 +58,30 @@ class CheckpointPublication:
 
     async def _publish(
         self,
-        draft: CheckpointRecord,
+        checkpoint: CheckpointRecord,
         move_files: Callable[[], Awaitable[int]],
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
         """Brings the files into place, then inserts the row; removes the files if that fails.
 
         Args:
-            move_files: moves the files to the draft's directory and returns their bytes.
+            move_files: moves the files to the checkpoint's directory and returns their bytes.
         """
         try:
-            record = replace(draft, size_bytes=await move_files())
+            record = replace(checkpoint, size_bytes=await move_files())
             await insert(record)
         except (ObjectStoreError, OSError) as error:
-            await self._files.remove(draft.directory)
-            raise OperationError(f"checkpoint {draft.tinker_path} could not be saved: {error}", "server") from error
+            await self._files.remove(checkpoint.directory)
+            raise OperationError(
+                f"checkpoint {checkpoint.tinker_path} could not be saved: {error}", "server"
+            ) from error
         except IntegrityError:
-            await self._files.remove(draft.directory)
-            raise name_in_use_error(draft) from None
+            await self._files.remove(checkpoint.directory)
+            raise name_in_use_error(checkpoint) from None
         except DatabaseUnreachable:
             raise  # the row may have been committed; if not, the files are swept
         except Exception:
-            await self._files.remove(draft.directory)
+            await self._files.remove(checkpoint.directory)
             raise
         await self._mirror.add(record.directory)
 

@@ -59,10 +59,10 @@ class CheckpointUpkeep:
         """
         taken = set()
         for directory in unlisted:
-            about = await asyncio.to_thread(read_manifest, directory)
-            path = await path_of_lost_row(self._store, str(directory), about, self._files.is_ours_alone(directory))
-            if path is not None and "tenant_id" in about:
-                await restore_row(self._store, str(directory), about)
+            manifest = await asyncio.to_thread(read_manifest, directory)
+            path = await path_of_lost_row(self._store, str(directory), manifest, self._files.is_ours_alone(directory))
+            if path is not None and "tenant_id" in manifest:
+                await restore_row(self._store, str(directory), manifest)
                 logger.warning("the database had lost %s, which is in %s: its row is restored", path, directory)
                 taken.add(str(directory))
         return taken

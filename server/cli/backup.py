@@ -28,7 +28,7 @@ from ..journal.restore_marker import mark_copy
 from ..replication.leases import live_directory
 from ..replication.state_lock import STATE_PATTERNS, check_database_kind, keep_private
 from ..store import DATABASE_NAME
-from .knob_flags import Commands, add_place, given
+from .knob_flags import Commands, add_state_flags, given
 
 _SECRET = "url_secret"
 _MOST_ROUNDS = 5
@@ -39,7 +39,7 @@ def add_backup(commands: Commands) -> None:
     parser.add_argument(
         "target", metavar="DIR", type=Path, help="directory of the copy; fast on the same file system, by hard links"
     )
-    add_place(parser, _backup)
+    add_state_flags(parser, _backup)
 
 
 def _backup(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from ..replication.state_lock import STATE_PATTERNS, check_database_exists, chec
 from ..store import Store, open_store
 from ..tenants.auth import create_key, list_keys, revoke_key
 from ..tenants.scopes import SCOPES, TENANT_SCOPES, parse_scopes
-from .knob_flags import Commands, add_place, given
+from .knob_flags import Commands, add_state_flags, given
 
 
 def add_keys(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def add_keys(commands: Commands) -> None:
         (verbs.add_parser("list", help="list all keys"), _list_keys),
         (revoke, _revoke_key),
     ):
-        add_place(verb, _with_store(command, makes=verb is create))
+        add_state_flags(verb, _with_store(command, makes=verb is create))
 
 
 def _with_store(

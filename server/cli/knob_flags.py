@@ -26,7 +26,7 @@ def add_knobs(parser: argparse.ArgumentParser, knobs: Iterable[Knob]) -> None:
         parser.add_argument(knob.flag, dest=knob.name, action=action, default=argparse.SUPPRESS)
 
 
-def add_place(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+def add_state_flags(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
     """Adds the flags that locate a server's state."""
     parser.add_argument("--state-dir", default=argparse.SUPPRESS, help="the server's --state-dir (.trainhouse)")
     parser.add_argument("--database-url", default=argparse.SUPPRESS, help="the server's --database-url, if it has one")

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DatabaseError
 
 from ...schemas.errors import OperationError
-from ..config.load import place_config_of, store_config_of
+from ..config.load import storage_config_of, store_config_of
 from ..files.manifest import ManifestMismatch
 from ..files.object_store import ObjectStore, ObjectStoreError
 from ..files.storage_config import CheckpointStorageConfig
@@ -25,7 +25,7 @@ from ..replication.state_lock import StartError, check_database_exists, check_da
 from ..store import Store, open_store
 from ..store.database.schema import checkpoint_copies, checkpoints, results
 from ..store.sqlite import DAMAGE_REMEDY
-from .knob_flags import FAILED, Commands, add_place, given
+from .knob_flags import FAILED, Commands, add_state_flags, given
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
 from .verification.problem import Problem
@@ -47,11 +47,11 @@ def add_verify(commands: Commands) -> None:
     parser = commands.add_parser("verify", allow_abbrev=False)
     parser.add_argument("--repair", action="store_true", help="repair what is safe to; needs the server stopped")
     parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="the server's --checkpoints, if it has one")
-    add_place(parser, _verify)
+    add_state_flags(parser, _verify)
 
 
 def _verify(options: argparse.Namespace) -> int:
-    store_config, place_config = store_config_of(*given(options)), place_config_of(*given(options))
+    store_config, storage_config = store_config_of(*given(options)), storage_config_of(*given(options))
     check_database_kind(store_config)
     check_database_exists(store_config)
     logging.disable()  # verify itself reports what it finds
@@ -60,7 +60,7 @@ def _verify(options: argparse.Namespace) -> int:
             lock_to_verify(store_config.state_dir, options.repair) as is_running,
             closing(open_store(store_config)) as store,
         ):
-            work = verify(store, store_config.state_dir, place_config, is_running, options.repair, print)
+            work = verify(store, store_config.state_dir, storage_config, is_running, options.repair, print)
             return FAILED if asyncio.run(work) else 0
     finally:
         logging.disable(logging.NOTSET)
@@ -113,8 +113,8 @@ async def verify(
         if repair:
             raise ValueError(f"the server at {holder} uses this state directory: stop all servers on it first")
         is_running = True
-    with closing(ObjectStore(())) as places:
-        state = VerifiedState(store, state_dir, places, config)
+    with closing(ObjectStore(())) as object_store:
+        state = VerifiedState(store, state_dir, object_store, config)
         found = await _find_problems(state, is_running)
         problems = found.problems
         if is_running and problems:

@@ -38,8 +38,8 @@ def store_config_of(flags: Flags, environment: Mapping[str, str], file: Path | N
     return StoreConfig(**_chosen(StoreConfig, _given(flags, environment, file)))
 
 
-def place_config_of(flags: Flags, environment: Mapping[str, str], file: Path | None) -> CheckpointStorageConfig:
-    """Returns the place config of a server with these settings. Raises ConfigError."""
+def storage_config_of(flags: Flags, environment: Mapping[str, str], file: Path | None) -> CheckpointStorageConfig:
+    """Returns the checkpoint storage config of a server with these settings. Raises ConfigError."""
     return CheckpointStorageConfig(**_chosen(CheckpointStorageConfig, _given(flags, environment, file)))
 
 

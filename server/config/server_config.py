@@ -129,7 +129,7 @@ class ServerConfig:
     def store_config(self) -> StoreConfig:
         return StoreConfig(**self._shared(StoreConfig))
 
-    def place_config(self) -> CheckpointStorageConfig:
+    def storage_config(self) -> CheckpointStorageConfig:
         return CheckpointStorageConfig(**self._shared(CheckpointStorageConfig))
 
     def dispatch_config(self) -> DispatchConfig:

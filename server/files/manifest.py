@@ -29,8 +29,8 @@ class ManifestMismatch(ValueError):
         self.reason = reason
 
 
-def write_manifest(directory: Path, about: Mapping[str, object], *, sync: bool = True) -> int:
-    """Writes a manifest of the directory's files, together with the entries of `about`. Returns the bytes of the files.
+def write_manifest(directory: Path, entries: Mapping[str, object], *, sync: bool = True) -> int:
+    """Writes a manifest of the directory's files, together with the entries of `entries`. Returns the bytes of the files.
 
     Args:
         sync: whether everything must survive a crash of the machine.
@@ -38,7 +38,7 @@ def write_manifest(directory: Path, about: Mapping[str, object], *, sync: bool =
     files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
     listed = {name: {"size_bytes": path.stat().st_size, "sha256": _hash(path, sync)} for name, path in files.items()}
     with (directory / MANIFEST).open("w") as file:
-        json.dump({**about, "files": listed}, file, indent=1)
+        json.dump({**entries, "files": listed}, file, indent=1)
         file.flush()
         if sync:
             os.fsync(file.fileno())

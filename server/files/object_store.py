@@ -66,7 +66,7 @@ def key_of(directory: str) -> str:
 class ObjectStore:
     """Transfers directories to and from URLs, and retries errors that may be temporary.
 
-    It has its own threads, so that an unresponsive place blocks nothing else.
+    It has its own threads, so that an unresponsive store blocks nothing else.
 
     pauses_seconds: between attempts; there is one attempt more than pauses.
     quiet_urls: URLs below which failed attempts are only logged at level DEBUG, since the caller retries and reports.
@@ -75,7 +75,7 @@ class ObjectStore:
     def __init__(self, pauses_seconds: tuple[float, ...], quiet_urls: Collection[str] = ()) -> None:
         self._pauses_seconds = pauses_seconds
         self._quiet = tuple(quiet_urls)
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="places")
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="object-store")
         self._waiting: set[asyncio.Task[Any] | None] = set()
         self._is_closed = False
 
@@ -91,16 +91,18 @@ class ObjectStore:
             await self._try(url, lambda at, name=name, listed=listed: at.get(name, listed, target / name))
         await asyncio.to_thread((target / MANIFEST).write_text, json.dumps(manifest, indent=1))
 
-    async def copy(self, source: str, target: str, about: Mapping[str, object]) -> int:
+    async def copy(self, source: str, target: str, entries: Mapping[str, object]) -> int:
         """Copies within one object store, without a download. Returns the bytes of the files. Raises ObjectStoreError.
 
         Args:
-            about: further entries for the copy's manifest.
+            entries: further ones for the copy's manifest.
         """
         files = (await self.manifest(source))["files"]
         for name in files:
             await self._try(target, lambda at, name=name: at.copy(source, name))
-        await self._try(target, lambda at: at.write(MANIFEST, json.dumps({**about, "files": files}, indent=1).encode()))
+        await self._try(
+            target, lambda at: at.write(MANIFEST, json.dumps({**entries, "files": files}, indent=1).encode())
+        )
         return sum(listed["size_bytes"] for listed in files.values())
 
     async def manifest(self, url: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class SnapshotStore:
     def _seal_and_rename(self, staging: Path, snapshot: RunSnapshot) -> None:
         if (snapshot.directory / MANIFEST).exists():  # the same state, published before a crash
             shutil.rmtree(snapshot.directory)
-        about = {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by, "held": snapshot.held}
-        write_manifest(staging, about, sync=self._sync)
+        entries = {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by, "held": snapshot.held}
+        write_manifest(staging, entries, sync=self._sync)
         # The first snapshot also creates the directories above it, which must be synced too.
         move_into_place(staging, snapshot.directory, root=self._root.parent if self._sync else None)

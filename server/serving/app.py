@@ -143,7 +143,7 @@ def _services(
     auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.limits.unauthenticated_per_minute)
     quotas = Quotas(config)
     sessions = Sessions(store, config.sessions.session_expiry_seconds, check_room=quotas.check_sessions)
-    checkpoints = Checkpoints(store, auth, config.store.state_dir, config=config.place_config())
+    checkpoints = Checkpoints(store, auth, config.store.state_dir, config=config.storage_config())
     sync = config.store.durability == "power"
     journal_config = config.journal
     futures = Futures(

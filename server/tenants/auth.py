@@ -258,11 +258,11 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
     if not (await store.keys.count()).active:
         raise ValueError(
             f"host {config.network.host} can be reached from other machines and no API key is in force: "
-            f"make one with `trainhouse keys create NAME {_place_of(config)}`, or listen on 127.0.0.1"
+            f"make one with `trainhouse keys create NAME {_state_flag(config)}`, or listen on 127.0.0.1"
         )
 
 
-def _place_of(config: ServerConfig) -> str:
+def _state_flag(config: ServerConfig) -> str:
     """Returns the flag with which `trainhouse keys` finds this server's keys. Hides a URL: it may have a password."""
     if config.store.database_url is not None:
         return "--database-url URL"

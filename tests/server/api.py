@@ -86,7 +86,7 @@ async def running_api(
     state_dir: Path,
     source: Path | str = "tiny/source",
     host: str = "127.0.0.1",
-    places: CheckpointStorageConfig = CheckpointStorageConfig(),  # noqa: B008
+    storage: CheckpointStorageConfig = CheckpointStorageConfig(),  # noqa: B008
 ) -> AsyncIterator[Api]:
     """Runs the API; entering it again with the same `state_dir` is a restart."""
     clock = Clock()
@@ -101,7 +101,7 @@ async def running_api(
         store=store,
         auth=auth,
         sessions=Sessions(store, config.sessions.session_expiry_seconds, clock),
-        checkpoints=Checkpoints(store, auth, state_dir, clock, places),
+        checkpoints=Checkpoints(store, auth, state_dir, clock, storage),
     )
     app = create_app(config, dispatch)
     app.state.services = services

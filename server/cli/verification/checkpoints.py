@@ -20,15 +20,15 @@ async def check_checkpoints(state: VerifiedState) -> AsyncIterator[Problem]:
         path = checkpoint_path(row.run_id, row.kind, row.name)
         try:
             if is_url(directory):
-                about = await state.places.check(directory)
+                manifest = await state.object_store.check(directory)
             else:
                 await asyncio.to_thread(check_directory, Path(directory))
-                about = await asyncio.to_thread(read_manifest, Path(directory))
+                manifest = await asyncio.to_thread(read_manifest, Path(directory))
         except (ObjectStoreError, ManifestMismatch) as error:
             yield await _damaged(state, path, directory, error.reason)
         else:
-            if about.get("tinker_path") != path:
-                meaning = f"the files in {directory} are those of {about.get('tinker_path')}"
+            if manifest.get("tinker_path") != path:
+                meaning = f"the files in {directory} are those of {manifest.get('tinker_path')}"
                 yield Problem(path, meaning, f"restore its files from a backup, or {_deletion(path)}")
 
 
@@ -47,7 +47,7 @@ def _deletion(path: str) -> str:
 async def _restore(state: VerifiedState, directory: str) -> str:
     async with state.files.reading(directory) as here:
         if is_url(directory):
-            await state.places.upload(here, directory)
+            await state.object_store.upload(here, directory)
     return "restored from its mirror"
 
 
@@ -57,7 +57,7 @@ async def check_copies(state: VerifiedState) -> AsyncIterator[Problem]:
         if row.state != "copied":
             continue
         try:
-            await state.places.check(row.url)
+            await state.object_store.check(row.url)
         except ObjectStoreError as error:
             waiting = replace(CheckpointCopyRecord(**row._mapping), state="waiting", num_tries=0)
             meaning = f"the copy of {paths.get(row.directory, row.directory)} is damaged: {error.reason}"

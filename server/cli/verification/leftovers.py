@@ -57,24 +57,24 @@ def _is_ours(state: VerifiedState, path: Path) -> bool:
 async def _unlisted(state: VerifiedState, path: Path) -> Problem:
     when = f"servers remove it {UNLISTED_DAYS} days after one first reported it"
     remedy = f"delete it by hand, or leave it: {when}"
-    about = await asyncio.to_thread(read_manifest, path)
-    lost = await path_of_lost_row(state.store, str(path), about, state.files.is_ours_alone(path))
+    manifest = await asyncio.to_thread(read_manifest, path)
+    lost = await path_of_lost_row(state.store, str(path), manifest, state.files.is_ours_alone(path))
     if lost is None:
         return Problem(str(path), f"is whole, but {_UNKNOWN}", remedy)
-    return _lost_row(state, str(path), about, lost, remedy)
+    return _lost_row(state, str(path), manifest, lost, remedy)
 
 
-def _lost_row(state: VerifiedState, directory: str, about: Mapping[str, Any], path: str, remedy: str) -> Problem:
-    repair = Repair("restores its row", lambda: _take_back(state, directory, about))
+def _lost_row(state: VerifiedState, directory: str, manifest: Mapping[str, Any], path: str, remedy: str) -> Problem:
+    repair = Repair("restores its row", lambda: _take_back(state, directory, manifest))
     return Problem(directory, f"is whole, but the database has no row of {path}", remedy, repair)
 
 
-async def _take_back(state: VerifiedState, directory: str, about: Mapping[str, Any]) -> str:
+async def _take_back(state: VerifiedState, directory: str, manifest: Mapping[str, Any]) -> str:
     if is_url(directory):
-        about = await state.places.check(directory)
+        manifest = await state.object_store.check(directory)
     else:
         await asyncio.to_thread(check_directory, Path(directory))
-    return f"{await restore_row(state.store, directory, about)} has its row again"
+    return f"{await restore_row(state.store, directory, manifest)} has its row again"
 
 
 async def check_leftovers_at_url(state: VerifiedState) -> AsyncIterator[Problem]:
@@ -83,7 +83,7 @@ async def check_leftovers_at_url(state: VerifiedState) -> AsyncIterator[Problem]
         return
     published = await state.store.checkpoints.list_directories()
     try:
-        found = await state.places.list(root)
+        found = await state.object_store.list(root)
     except ObjectStoreError as error:
         yield Problem(root, f"cannot be listed: {error.reason}", "check whether it can be reached from here")
         return
@@ -102,13 +102,13 @@ async def check_leftovers_at_url(state: VerifiedState) -> AsyncIterator[Problem]
 
 async def _unlisted_at(state: VerifiedState, url: str) -> Problem:
     try:
-        about = await state.places.check(url)
+        manifest = await state.object_store.check(url)
     except ObjectStoreError as error:
         return Problem(url, f"{_UNKNOWN}, and damaged: {error.reason}", _BY_HAND)
-    lost = await path_of_lost_row(state.store, url, about, is_ours_alone=False)
-    return Problem(url, _UNKNOWN, _BY_HAND) if lost is None else _lost_row(state, url, about, lost, _BY_HAND)
+    lost = await path_of_lost_row(state.store, url, manifest, is_ours_alone=False)
+    return Problem(url, _UNKNOWN, _BY_HAND) if lost is None else _lost_row(state, url, manifest, lost, _BY_HAND)
 
 
 async def _remove_at(state: VerifiedState, url: str) -> str:
-    await state.places.remove(url)
+    await state.object_store.remove(url)
     return "removed"

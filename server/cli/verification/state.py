@@ -15,20 +15,22 @@ from ...store import RunRecord, Store
 
 
 class VerifiedState:
-    """A state directory with its database and its places of checkpoints.
+    """A state directory with its database and the stores of its checkpoints.
 
     moves: former directories of checkpoints -> the present ones, which rows may not name yet.
     run_directories: names of the directories of all runs in the database.
     """
 
-    def __init__(self, store: Store, state_dir: Path, places: ObjectStore, config: CheckpointStorageConfig) -> None:
+    def __init__(
+        self, store: Store, state_dir: Path, object_store: ObjectStore, config: CheckpointStorageConfig
+    ) -> None:
         self.store = store
         self.state_dir = state_dir.absolute()
         self.live_dir = live_directory(self.state_dir)
-        self.places = places
+        self.object_store = object_store
         self.config = config
-        self.mirror = CheckpointMirrors(store, places, config)
-        self.files = CheckpointFiles(state_dir, config, places, self.copies_of)
+        self.mirror = CheckpointMirrors(store, object_store, config)
+        self.files = CheckpointFiles(state_dir, config, object_store, self.copies_of)
         self.moves: Mapping[str, str] = {}
         self.run_directories: set[str] = set()
 

@@ -38,7 +38,7 @@ def mirrored(*mirrors: str, **options) -> CheckpointStorageConfig:
 
 @pytest.fixture
 async def mirroring(mirror: str, tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
-    async with running_api(tmp_path / "state", places=mirrored(mirror)) as api:
+    async with running_api(tmp_path / "state", storage=mirrored(mirror)) as api:
         yield api
 
 
@@ -90,7 +90,7 @@ async def test_a_failed_copy_does_not_fail_the_save_and_is_retried(mirroring: Ap
 
 async def test_an_unreachable_mirror_does_not_delay_others(tmp_path: Path, mirror: str, s3: S3) -> None:
     s3.fails = lambda request: "/away/" in request
-    async with running_api(tmp_path, places=mirrored(f"s3://{BUCKET}/away", mirror)) as api:
+    async with running_api(tmp_path, storage=mirrored(f"s3://{BUCKET}/away", mirror)) as api:
         record = await api.save(await api.run())
         copies = await wait_for_copies(api, record, lambda copies: any(copy.state == "copied" for copy in copies))
         assert {copy.mirror: copy.state for copy in copies}[mirror] == "copied"
@@ -99,15 +99,15 @@ async def test_an_unreachable_mirror_does_not_delay_others(tmp_path: Path, mirro
 async def test_copying_resumes_after_a_restart_and_fills_a_new_mirror(tmp_path: Path, mirror: str, s3: S3) -> None:
     other = f"memory://{mirror.rpartition('/')[2]}"
     s3.fails = lambda request: request.startswith("PUT")
-    async with running_api(tmp_path, places=mirrored(mirror)) as api:
+    async with running_api(tmp_path, storage=mirrored(mirror)) as api:
         record = await api.save(await api.run())
         await wait_for_copies(api, record, lambda copies: copies[0].state == "failed")
     s3.fails = lambda request: False
-    async with running_api(tmp_path, places=mirrored(mirror, other)) as api:
+    async with running_api(tmp_path, storage=mirrored(mirror, other)) as api:
         copies = await wait_for_copies(api, record, all_copied)
         assert [copy.mirror for copy in copies] == sorted([mirror, other])
         puts = len([request for request in s3.requests if request.startswith("PUT")])
-    async with running_api(tmp_path, places=mirrored(mirror, other)):
+    async with running_api(tmp_path, storage=mirrored(mirror, other)):
         await asyncio.sleep(0.2)
     assert len([request for request in s3.requests if request.startswith("PUT")]) == puts, "once is enough"
 
@@ -121,7 +121,7 @@ async def test_a_failing_mirror_is_logged_once_until_it_recovers(
     config = replace(mirrored(f"file://{tmp_path}/file/mirror", mirror), retry_pauses_seconds=(0.01, 0.01))
     (tmp_path / "file").touch()
     s3.fails = lambda request: "/mirror" in request
-    async with running_api(tmp_path / "state", places=config) as api:
+    async with running_api(tmp_path / "state", storage=config) as api:
         run = await api.run()
         records = [await api.save(run, name) for name in ("a", "b")]
         for record in records:
@@ -143,14 +143,14 @@ async def test_a_failing_mirror_is_logged_once_until_it_recovers(
 async def test_failed_copies_at_a_removed_mirror_are_forgotten(tmp_path: Path, mirror: str, s3: S3) -> None:
     away = f"s3://{BUCKET}/away"
     s3.fails = lambda request: "/away/" in request
-    async with running_api(tmp_path, places=mirrored(away, mirror)) as api:
+    async with running_api(tmp_path, storage=mirrored(away, mirror)) as api:
         record = await api.save(await api.run())
         await wait_for_copies(api, record, lambda copies: [copy.state for copy in copies] == ["failed", "copied"])
     async with running_api(tmp_path) as api:
         (copy,) = await api.services.store.copies.list_in([record.directory])
         assert (copy.mirror, copy.state) == (mirror, "copied"), "finished copies are remembered"
     s3.fails = lambda request: False
-    async with running_api(tmp_path, places=mirrored(away)) as api:
+    async with running_api(tmp_path, storage=mirrored(away)) as api:
         assert len(await wait_for_copies(api, record, all_copied)) == 2, (
             "it is copied when the mirror is configured again"
         )
@@ -224,8 +224,8 @@ async def test_damage_without_a_copy_is_logged_with_the_remedy(
 
 
 async def test_a_lost_remote_checkpoint_is_read_from_its_mirror(tmp_path: Path, mirror: str) -> None:
-    places = replace(mirrored(mirror), checkpoints=f"memory://place-{mirror.rpartition('/')[2]}")
-    async with running_api(tmp_path, places=places) as api:
+    storage = replace(mirrored(mirror), checkpoints=f"memory://place-{mirror.rpartition('/')[2]}")
+    async with running_api(tmp_path, storage=storage) as api:
         record = await api.save(await api.run(), content=b"right")
         await wait_for_copies(api, record, all_copied)
         shutil.rmtree(tmp_path / "cache")
@@ -236,7 +236,7 @@ async def test_a_lost_remote_checkpoint_is_read_from_its_mirror(tmp_path: Path, 
 @pytest.mark.slow
 async def test_deleting_or_overwriting_removes_the_copies(tmp_path: Path, mirror: str, s3: S3) -> None:
     other = f"memory://{mirror.rpartition('/')[2]}"
-    async with running_api(tmp_path, places=mirrored(mirror, other)) as api:
+    async with running_api(tmp_path, storage=mirrored(mirror, other)) as api:
         run = await api.run()
         first = await api.save(run)
         await wait_for_copies(api, first, all_copied)
@@ -254,7 +254,7 @@ async def test_deleting_or_overwriting_removes_the_copies(tmp_path: Path, mirror
 
 
 async def test_a_crash_after_a_deletion_leaves_no_copy(tmp_path: Path, mirror: str) -> None:
-    async with running_api(tmp_path, places=mirrored(mirror)) as api:
+    async with running_api(tmp_path, storage=mirrored(mirror)) as api:
         record = await api.save(await api.run())
         await wait_for_copies(api, record, all_copied)
         mirrors = api.services.checkpoints._mirror
@@ -263,7 +263,7 @@ async def test_a_crash_after_a_deletion_leaves_no_copy(tmp_path: Path, mirror: s
         await mirrors._mark_waiting(record.directory)
         await api.services.store.checkpoints.delete(record)
     assert names_at(mirror)
-    async with running_api(tmp_path, places=mirrored(mirror)) as api:
+    async with running_api(tmp_path, storage=mirrored(mirror)) as api:
         await wait_for_copies(api, record, lambda copies: copies == ())
     await wait_for_names(mirror, [])
 
@@ -313,12 +313,12 @@ async def test_a_copy_finished_during_a_deletion_is_still_removed(mirroring: Api
 
 
 async def test_copies_follow_a_moved_state_directory(tmp_path: Path, mirror: str) -> None:
-    async with running_api(tmp_path / "here", places=mirrored(mirror)) as api:
+    async with running_api(tmp_path / "here", storage=mirrored(mirror)) as api:
         run = await api.run()
         record = await api.save(run, content=b"moved")
         await wait_for_copies(api, record, all_copied)
     (tmp_path / "here").rename(tmp_path / "there")
-    async with running_api(tmp_path / "there", places=mirrored(mirror)) as api:
+    async with running_api(tmp_path / "there", storage=mirrored(mirror)) as api:
         record = await api.services.checkpoints.resolve(await api.tenant(), record.tinker_path)
         assert all_copied(await api.services.store.copies.list_in([record.directory]))
         shutil.rmtree(record.directory)

@@ -98,7 +98,7 @@ async def test_a_backup_collects_checkpoints_from_every_place_in_the_database(
     state, copy = tmp_path / "state", tmp_path / "copy"
     records = []
     for number, place in enumerate((None, str(tmp_path / "elsewhere"), f"file://{tmp_path}/afar")):
-        async with running_api(state, places=CheckpointStorageConfig(place)) as api:
+        async with running_api(state, storage=CheckpointStorageConfig(place)) as api:
             records.append(await save_and_end(api, f"{number}".encode()))
     assert await backup(copy, state) == 0
     printed = capsys.readouterr().out

@@ -325,7 +325,7 @@ async def test_a_damaged_checkpoint_is_restored_from_its_mirror(
     tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
     state, mirror = tmp_path / "state", f"file://{tmp_path}/mirror"
-    async with running_api(state, places=mirrored(mirror)) as api:
+    async with running_api(state, storage=mirrored(mirror)) as api:
         record = await save_and_end(api, b"right")
         (copy,) = await wait_for_copies(api, record, all_copied)
     (Path(record.directory) / "adapter_model.safetensors").write_bytes(b"wrong")
@@ -339,7 +339,7 @@ async def test_a_damaged_checkpoint_is_restored_from_its_mirror(
     shutil.rmtree(copy.url.removeprefix("file://"))
     found = await asyncio.to_thread(verify, state, "--repair")
     assert f"{copy.url}: the copy of {record.tinker_path} is damaged: manifest.json is missing; " in found.lines[0]
-    async with running_api(state, places=mirrored(mirror)) as api:
+    async with running_api(state, storage=mirrored(mirror)) as api:
         await wait_for_copies(api, replace(record, directory=str(moved)), all_copied)
     assert (await asyncio.to_thread(verify, state)).status == 0
 
@@ -347,7 +347,7 @@ async def test_a_damaged_checkpoint_is_restored_from_its_mirror(
 async def test_failed_copies_are_counted_as_failed(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     state, file = tmp_path / "state", tmp_path / "file"
     file.touch()
-    async with running_api(state, places=mirrored(f"file://{file}/mirror")) as api:
+    async with running_api(state, storage=mirrored(f"file://{file}/mirror")) as api:
         record = await save_and_end(api, b"weights")
         await wait_for_copies(api, record, lambda copies: copies[0].state == "failed")
     found = await asyncio.to_thread(verify, state)
@@ -357,7 +357,7 @@ async def test_failed_copies_are_counted_as_failed(tmp_path: Path, verify: Calla
 
 async def test_checkpoints_at_a_url_are_verified(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     state, place = tmp_path / "state", f"file://{tmp_path}/place"
-    async with running_api(state, places=CheckpointStorageConfig(place)) as api:
+    async with running_api(state, storage=CheckpointStorageConfig(place)) as api:
         record = await save_and_end(api, b"weights")
     here = Path(record.directory.removeprefix("file://"))
     flag = f"--checkpoints={place}"

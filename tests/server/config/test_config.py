@@ -404,11 +404,11 @@ def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:
     environment = {"TRAINHOUSE_CHECKPOINTS": "file:///c", "TRAINHOUSE_MIRRORS": "file:///a, file:///b"}
     flags = {"mirrors": ["file:///a", "file:///b"], "checkpoints": "file:///c"}
     given = [load_config(MODEL, {}, file), load_config(MODEL, environment, None), load_config(MODEL | flags, {}, None)]
-    assert {(config.place_config().checkpoints, config.place_config().mirrors) for config in given} == {
+    assert {(config.storage_config().checkpoints, config.storage_config().mirrors) for config in given} == {
         ("file:///c", ("file:///a", "file:///b"))
     }
-    assert given[0].place_config().checkpoint_cache_bytes == 1 << 20
-    assert config_of().place_config() == CheckpointStorageConfig()
+    assert given[0].storage_config().checkpoint_cache_bytes == 1 << 20
+    assert config_of().storage_config() == CheckpointStorageConfig()
     for place in ("checkpoints", "mirrors"):
         with pytest.raises(ConfigError, match="fsspec does not support nofs://"):
             config_of(**{place: "nofs://b"})

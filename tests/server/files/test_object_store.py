@@ -39,7 +39,7 @@ def config(place: str, **options) -> CheckpointStorageConfig:
 
 @pytest.fixture
 async def remote(place: str, tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
-    async with running_api(tmp_path, places=config(place)) as api:
+    async with running_api(tmp_path, storage=config(place)) as api:
         yield api
 
 
@@ -118,7 +118,7 @@ async def test_a_failed_save_names_url_and_reason_and_leaves_nothing(remote: Api
 
 async def test_permanent_failures_are_not_retried(tmp_path: Path, place: str, s3: S3) -> None:
     nowhere = f"s3://no-such-{BUCKET}"
-    async with running_api(tmp_path, places=config(nowhere)) as api:
+    async with running_api(tmp_path, storage=config(nowhere)) as api:
         with pytest.raises(OperationError, match=f"{nowhere}/.*bucket does not exist"):
             await api.save(await api.run())
     assert sum(request.startswith("PUT") for request in s3.requests) == 1
@@ -126,7 +126,7 @@ async def test_permanent_failures_are_not_retried(tmp_path: Path, place: str, s3
 
 async def test_unpublished_files_are_swept_and_foreign_ones_stay(tmp_path: Path, place: str, s3: S3) -> None:
     files = fsspec.filesystem("s3")
-    async with running_api(tmp_path, places=config(place)) as api:
+    async with running_api(tmp_path, storage=config(place)) as api:
         run = await api.run()
         await api.save(run)
         kind = f"{place}/{run.run_id.replace(':', '_')}/weights"
@@ -134,7 +134,7 @@ async def test_unpublished_files_are_swept_and_foreign_ones_stay(tmp_path: Path,
         files.pipe_file(f"{kind}/whole.00000000/manifest.json", b"of a newer database")
         files.pipe_file(f"{place}/of_another_database/weights/b.00000000/adapter_model.safetensors", b"half")
         before = names_at(place)
-    async with running_api(tmp_path, places=config(place)) as api:
+    async with running_api(tmp_path, storage=config(place)) as api:
         async with asyncio.timeout(SOON_SECONDS):
             while (after := names_at(place)) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -167,7 +167,7 @@ async def test_a_checkpoint_published_during_a_sweep_stays(remote: Api, place: s
 async def test_a_hanging_upload_is_abandoned_at_shutdown(tmp_path: Path, place: str, s3: S3) -> None:
     may_continue = threading.Event()
     s3.fails = lambda request: request.startswith("PUT") and not may_continue.wait(SOON_SECONDS)
-    async with running_api(tmp_path, places=config(place)) as api:
+    async with running_api(tmp_path, storage=config(place)) as api:
         run = await api.run()
         saving = asyncio.create_task(api.save(run))
         async with asyncio.timeout(SOON_SECONDS):
@@ -184,9 +184,9 @@ async def test_a_hanging_upload_is_abandoned_at_shutdown(tmp_path: Path, place: 
 
 
 async def test_transfers_after_close_are_cancelled_at_once(tmp_path: Path) -> None:
-    places = ObjectStore((60.0,))
-    places.close()
-    task = asyncio.create_task(places.manifest(tmp_path.as_uri()))
+    object_store = ObjectStore((60.0,))
+    object_store.close()
+    task = asyncio.create_task(object_store.manifest(tmp_path.as_uri()))
     await asyncio.wait({task}, timeout=SOON_SECONDS)
     assert task.cancelled()
 
@@ -249,8 +249,8 @@ async def test_checkpoints_stay_readable_after_the_place_changes(tmp_path: Path,
     async with running_api(tmp_path) as api:
         run = await api.run()
         await api.save(run, "local", content=b"local")
-    for places, name in ((config(place), "remote"), (CheckpointStorageConfig(str(tmp_path / "other")), "other")):
-        async with running_api(tmp_path, places=places) as api:
+    for storage, name in ((config(place), "remote"), (CheckpointStorageConfig(str(tmp_path / "other")), "other")):
+        async with running_api(tmp_path, storage=storage) as api:
             await api.save(run, name, content=name.encode())
     async with running_api(tmp_path) as api:
         for name in ("local", "remote", "other"):
@@ -307,7 +307,7 @@ def test_the_cache_evicts_nothing_that_is_being_read(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 async def test_other_kinds_of_urls_work(tmp_path: Path, scheme: str) -> None:
     place = f"{scheme}://{tmp_path}/place"
-    async with running_api(tmp_path / "state", places=config(place)) as api:
+    async with running_api(tmp_path / "state", storage=config(place)) as api:
         record = await api.save(await api.run(), content=b"anywhere")
         assert await weights_of(api, record) == b"anywhere"
         await api.services.checkpoints.delete(record)
@@ -316,10 +316,10 @@ async def test_other_kinds_of_urls_work(tmp_path: Path, scheme: str) -> None:
 
 async def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path, place: str) -> None:
     fsspec.filesystem("s3").pipe_file(f"{place}/r/k/n.0/file", b"x")
-    places = ObjectStore(())
+    object_store = ObjectStore(())
     with pytest.raises(ObjectStoreError, match=f"{place}/r/k/n.0"):
-        await places.download(f"{place}/r/k/n.0", tmp_path)
-    places.close()
+        await object_store.download(f"{place}/r/k/n.0", tmp_path)
+    object_store.close()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class CheckpointPublication:
         """Publishes the checkpoint, to the end even if the caller is cancelled.
 
         Args:
-            move_files: gets the manifest's entries, moves the files to the checkpoint's directory, and returns their bytes.
+            move_files: gets the manifest's entries, moves the files into place, and returns their bytes.
             insert: inserts the row.
             request_id: of the save.
         Raises:
@@ -65,7 +65,7 @@ class CheckpointPublication:
         """Brings the files into place, then inserts the row; removes the files if that fails.
 
         Args:
-            move_files: moves the files to the checkpoint's directory and returns their bytes.
+            move_files: moves the files into place and returns their bytes.
         """
         try:
             record = replace(checkpoint, size_bytes=await move_files())

@@ -30,7 +30,7 @@ class ManifestMismatch(ValueError):
 
 
 def write_manifest(directory: Path, entries: Mapping[str, object], *, sync: bool = True) -> int:
-    """Writes a manifest of the directory's files, together with the entries of `entries`. Returns the bytes of the files.
+    """Writes a manifest of the directory's files, together with these entries. Returns the bytes of the files.
 
     Args:
         sync: whether everything must survive a crash of the machine.

@@ -91,7 +91,7 @@ class Operation(ABC):
     changes_record: ClassVar[bool] = False
     taints_if_failed: ClassVar[bool] = False
 
-    entry: ReplayEntry = field(init=False)
+    log_entry: ReplayEntry = field(init=False)
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
@@ -106,13 +106,13 @@ class Operation(ABC):
 
     def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
         """Gives the operation its place in a run's queue."""
-        self.entry = ReplayEntry(seq_id, self.kind, None)
+        self.log_entry = ReplayEntry(seq_id, self.kind, None)
         self.journaled = journaled
         self.arrived_at = time.monotonic()
 
     @property
     def seq_id(self) -> int:
-        return self.entry.seq_id
+        return self.log_entry.seq_id
 
     @property
     def num_bytes(self) -> int:
@@ -190,7 +190,11 @@ class RefusedOperation(Operation):
 
     def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
         super().queue(seq_id, journaled)
-        self.entry.outcome, self.entry.taints, self.entry.is_result_stored = Outcome.FAILED, self.taints, True
+        self.log_entry.outcome, self.log_entry.taints, self.log_entry.is_result_stored = (
+            Outcome.FAILED,
+            self.taints,
+            True,
+        )
 
     def header(self, base: Header) -> Header:
         return replace(base, kind=self.refused_kind, refused=self.reason)

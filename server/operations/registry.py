@@ -48,7 +48,7 @@ async def read_operation(journal: Journal, place: RecordPosition, outcome: Outco
     """Returns the operation as it was accepted.
 
     Args:
-        outcome: how it ended, if it is read to be repeated.
+        outcome: how it ended, if it is read to be replayed.
     Raises:
         OSError, ValueError: the entry cannot be read.
         RequestError: this version would not accept the operation.

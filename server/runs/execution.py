@@ -31,7 +31,7 @@ class Execution:
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        entry, state = operation.entry, self._state
+        entry, state = operation.log_entry, self._state
         try:
             result = await self._perform(operation, window)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Rebuilds a run after the workers have lost it: from its newest snapshot, by repeating the operations after that."""
+"""Rebuilds a run after the workers have lost it: from its newest snapshot, by replaying the operations after that."""
 
 import asyncio
 import logging
@@ -122,28 +122,28 @@ class Rebuilder:
         if snapshot is not None:
             await context.restore(record, snapshot.directory)
         after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
-        repeats = list(self._state.log.replay_actions(after, is_tainted))
-        await self._repeat(repeats)
+        replays = list(self._state.log.replay_actions(after, is_tainted))
+        await self._replay(replays)
         begun = "its beginning" if snapshot is None else f"the snapshot behind seq_id {snapshot.seq_id}"
-        logger.info("%s is rebuilt, from %s and %d operations", record.run_id, begun, len(repeats))
+        logger.info("%s is rebuilt, from %s and %d operations", record.run_id, begun, len(replays))
 
-    async def _repeat(self, repeats: list[tuple[ReplayEntry, ReplayAction]]) -> None:
-        """Repeats operations in order; chained ones are handed over several at a time, since the dispatch keeps their
+    async def _replay(self, replays: list[tuple[ReplayEntry, ReplayAction]]) -> None:
+        """Replays operations in order; chained ones are handed over several at a time, since the dispatch keeps their
         order.
         """
         in_progress: list[asyncio.Task[None]] = []
-        for entry, action in repeats:
+        for entry, action in replays:
             operation = None
-            if action is ReplayAction.AGAIN:
+            if action is ReplayAction.REPLAY:
                 operation = await self._read(entry)
             is_chained = operation is not None and operation.is_chained
             if not is_chained or len(in_progress) >= _MOST_AT_ONCE:
                 await _wait_for_all(in_progress)
                 in_progress = []
-            repeating = asyncio.create_task(self._repeat_one(entry, operation))
+            replaying = asyncio.create_task(self._replay_one(entry, operation))
             # Retrieve the exception: if several fail, only the first is reported.
-            repeating.add_done_callback(lambda task: task.cancelled() or task.exception())
-            in_progress.append(repeating)
+            replaying.add_done_callback(lambda task: task.cancelled() or task.exception())
+            in_progress.append(replaying)
             # Let the task take its first step, which hands the operation over.
             await asyncio.sleep(0)
             if not is_chained:
@@ -154,11 +154,11 @@ class Rebuilder:
     async def _read(self, entry: ReplayEntry) -> Operation:
         assert entry.place is not None
         operation = await read_operation(self._services.journal, entry.place, entry.outcome)
-        operation.entry = entry
+        operation.log_entry = entry
         return operation
 
-    async def _repeat_one(self, entry: ReplayEntry, operation: Operation | None) -> None:
-        """Repeats one operation, or clears the pending gradients if `operation` is None."""
+    async def _replay_one(self, entry: ReplayEntry, operation: Operation | None) -> None:
+        """Replays one operation, or clears the pending gradients if `operation` is None."""
         context, record = self._services.context, self._state.record
         if operation is None:
             await context.clear_gradients(record, entry.seq_id)
@@ -170,7 +170,7 @@ class Rebuilder:
         except (OperationError, RequestError) as error:
             await operation.undo(context, record, error)
             if entry.outcome is not Outcome.FAILED:
-                message = f"{entry.kind} with seq_id {entry.seq_id} cannot be repeated: {error}"
+                message = f"{entry.kind} with seq_id {entry.seq_id} cannot be replayed: {error}"
                 raise OperationError(message, "server") from error
         else:
             if entry.outcome is Outcome.FAILED:

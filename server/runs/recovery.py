@@ -92,19 +92,19 @@ class RunRecovery:
         services: RunServices,
         snapshots: RunSnapshots,
         rebuilder: Rebuilder,
-        inherited: JournaledRun,
+        journaled: JournaledRun,
     ) -> None:
         self._state = state
         self._services = services
         self._snapshots = snapshots
         self._rebuilder = rebuilder
-        self._found = inherited.operations
-        self._strikes = inherited.strikes
+        self._operations = journaled.operations
+        self._strikes = journaled.strikes
         # Operations after the newest snapshot whose gradients are pending, by seq_id.
         self._waiting: dict[int, EarlierOperation] = {}
         self._num_strikes = Counter(one.header.seq_id for one in self._strikes if one.header.kind == STRIKE)
         # Refusals do not count: they may be ahead of operations that have not arrived.
-        ended = (seq_id for seq_id, one in self._found.items() if one.outcome is not None and one.refused is None)
+        ended = (seq_id for seq_id, one in self._operations.items() if one.outcome is not None and one.refused is None)
         self._last_ended = max(ended, default=-1)
 
     async def recover(self) -> RecoveredState:
@@ -113,36 +113,36 @@ class RunRecovery:
         Raises:
             ValueError, OSError, RequestError: the run cannot continue; none of its operations has begun.
         """
-        first = await self._snapshots.find(self._found)
+        first = await self._snapshots.find(self._operations)
         self._rebuilder.restore_strikes([one for one in self._strikes if one.header.kind != STRIKE])
         await self._begin()
-        resumed = RecoveredState(first, self._snapshots.first_window(), dict(self._snapshots.held_features))
+        recovered = RecoveredState(first, self._snapshots.first_window(), dict(self._snapshots.held_features))
         for one in self._strikes:
             if one.header.kind == STRIKE and one.header.seq_id < first:
                 self._services.journal.release(one.place)
             elif one.header.kind == STRIKE:
                 self._state.log.add_strike(STRIKE, one.header.seq_id, one.place)
-        for seq_id, earlier in self._found.items():
+        for seq_id, earlier in self._operations.items():
             if seq_id < first:
                 self._services.journal.release(earlier.place)
-        while await self._add_next_to_log(resumed):
-            resumed.next_seq_id += 1
+        while await self._add_next_to_log(recovered):
+            recovered.next_seq_id += 1
         operations = await self._read_all(list(self._waiting.values()))
-        resumed.held |= zip(self._waiting, (one.feature_uses for one in operations), strict=True)
-        resumed.unfinished = await self._unfinished(resumed.next_seq_id)
-        return resumed
+        recovered.held |= zip(self._waiting, (one.feature_uses for one in operations), strict=True)
+        recovered.unfinished = await self._unfinished(recovered.next_seq_id)
+        return recovered
 
     async def _begin(self) -> None:
         if self._snapshots:
             self._state.created = CreateRun()
-        elif self._found[0].outcome is Outcome.DONE:
-            created = await read_operation(self._services.journal, self._found[0].place)
+        elif self._operations[0].outcome is Outcome.DONE:
+            created = await read_operation(self._services.journal, self._operations[0].place)
             assert isinstance(created, CreateRun)
             self._state.created = created
 
-    async def _add_next_to_log(self, resumed: RecoveredState) -> bool:
+    async def _add_next_to_log(self, recovered: RecoveredState) -> bool:
         """Adds the next operation to the replay log if the earlier process had finished it; else returns False."""
-        seq_id, earlier = resumed.next_seq_id, self._found.get(resumed.next_seq_id)
+        seq_id, earlier = recovered.next_seq_id, self._operations.get(recovered.next_seq_id)
         covered = self._snapshots.covers(seq_id)
         if earlier is None:
             # Operations that changed no state leave the journal early, and their results expire.
@@ -156,24 +156,24 @@ class RunRecovery:
         outcome = Outcome.POISONED if self._num_strikes[seq_id] >= MAX_STRIKES else earlier.outcome
         entry = ReplayEntry(seq_id, earlier.kind, earlier.place, outcome=outcome, is_result_stored=True)
         if self._state.record.role == "draft" and not covered:
-            await self._follow_gradients(resumed, seq_id, replace(earlier, outcome=outcome))
+            await self._follow_gradients(recovered, seq_id, replace(earlier, outcome=outcome))
         if earlier.refused is not None:
             entry.kind, entry.taints = REFUSED, earlier.refused.taints
-            resumed.refusals[seq_id] = earlier.refused.reason
-            resumed.window.refused(seq_id, earlier.refused)
+            recovered.refusals[seq_id] = earlier.refused.reason
+            recovered.window.refused(seq_id, earlier.refused)
         elif outcome is None:
             await self._services.futures.fail_lost([self._state.header(earlier.kind, seq_id)])
         elif earlier.kind == OptimStep.kind or (earlier.kind in CLEARING_KINDS and outcome is Outcome.DONE):
-            resumed.window = OperationWindow()
+            recovered.window = OperationWindow()
         elif earlier.kind in TAINTING_KINDS and outcome is not Outcome.DONE:
-            resumed.window.taint(f"forward_backward with seq_id {seq_id} failed")
+            recovered.window.taint(f"forward_backward with seq_id {seq_id} failed")
         self._state.log.add(entry)
         return True
 
-    async def _follow_gradients(self, resumed: RecoveredState, seq_id: int, earlier: EarlierOperation) -> None:
+    async def _follow_gradients(self, recovered: RecoveredState, seq_id: int, earlier: EarlierOperation) -> None:
         """Tracks the operations whose features are held until their gradients are used or dropped."""
-        if await self._ends_gradients(earlier, resumed.window):
-            resumed.held.clear()
+        if await self._ends_gradients(earlier, recovered.window):
+            recovered.held.clear()
             self._waiting.clear()
         elif earlier.kind == ForwardBackward.kind and earlier.outcome is Outcome.DONE:
             self._waiting[seq_id] = earlier
@@ -195,8 +195,8 @@ class RunRecovery:
 
         Operations that changed no state also disappear from the journal, but only together with their whole segment.
         """
-        before = max((one.place.segment for number, one in self._found.items() if number < seq_id), default=0)
-        behind = max((one.place.segment for number, one in self._found.items() if number > seq_id), default=0)
+        before = max((one.place.segment for number, one in self._operations.items() if number < seq_id), default=0)
+        behind = max((one.place.segment for number, one in self._operations.items() if number > seq_id), default=0)
         unreadable = self._services.journal.unreadable
         if lost_in := [segment for segment in unreadable if before <= segment <= behind]:
             raise ValueError(
@@ -205,7 +205,7 @@ class RunRecovery:
 
     async def _unfinished(self, first: int) -> Mapping[int, UnfinishedOperation]:
         """Returns the operations from this seq_id on, in order."""
-        found = {seq_id: self._found[seq_id] for seq_id in sorted(self._found) if seq_id >= first}
+        found = {seq_id: self._operations[seq_id] for seq_id in sorted(self._operations) if seq_id >= first}
         operations = await self._read_all(list(found.values()))
         return {
             seq_id: UnfinishedOperation(earlier, operation, self._num_strikes[seq_id])

@@ -16,14 +16,14 @@ from ..operations.training import OptimStep
 
 _PAUSE_SECONDS = 0.05
 
-_REPEATED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, OptimStep.kind, RefusedOperation.kind}
-"""Kinds that a rebuild repeats, in addition to creation and optimizer steps."""
+_REPLAYED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, OptimStep.kind, RefusedOperation.kind}
+"""Kinds that a rebuild replays, in addition to creation and optimizer steps."""
 
 
 class ReplayAction(Enum):
-    """An action of a rebuild for a logged operation. AGAIN: run it again. CLEAR: drop the pending gradients."""
+    """An action of a rebuild for a logged operation. REPLAY: run it again. CLEAR: drop the pending gradients."""
 
-    AGAIN = "again"
+    REPLAY = "replay"
     CLEAR = "clear"
 
 
@@ -100,10 +100,10 @@ class ReplayLog:
                 continue
             if entry.kind == OptimStep.kind:
                 clears = is_tainted or entry.outcome is Outcome.POISONED
-                yield entry, ReplayAction.CLEAR if clears else ReplayAction.AGAIN
+                yield entry, ReplayAction.CLEAR if clears else ReplayAction.REPLAY
                 is_tainted = False
-            elif entry.kind in _REPEATED_KINDS and is_done:
-                yield entry, ReplayAction.AGAIN
+            elif entry.kind in _REPLAYED_KINDS and is_done:
+                yield entry, ReplayAction.REPLAY
                 is_tainted &= entry.kind not in CLEARING_KINDS
             is_tainted |= entry.taints or (entry.kind in TAINTING_KINDS and not is_done)
 

@@ -122,7 +122,7 @@ class Run:
             self._add(seq_id, refused)
             await self._wait_until_journaled(refused)
 
-    async def resume(self, inherited: JournaledRun, loadable: Sequence[str] = ()) -> None:
+    async def resume(self, journaled: JournaledRun, loadable: Sequence[str] = ()) -> None:
         """Continues where an earlier process ended.
 
         Args:
@@ -130,7 +130,7 @@ class Run:
         Raises:
             ValueError, OSError, RequestError: the run cannot be resumed.
         """
-        recovery = RunRecovery(self._state, self._services, self._snapshots, self._rebuilder, inherited)
+        recovery = RunRecovery(self._state, self._services, self._snapshots, self._rebuilder, journaled)
         recovered = await recovery.recover()
         self._queue.next_seq_id, self._state.window = recovered.next_seq_id, recovered.window
         for seq_id, reason in recovered.refusals.items():
@@ -274,7 +274,7 @@ class Run:
         """
         seq_id = operation.seq_id
         try:
-            operation.entry.place = await asyncio.shield(operation.journaled)
+            operation.log_entry.place = await asyncio.shield(operation.journaled)
         except RequestError:
             if self._queue.waiting.get(seq_id) is operation:
                 del self._queue.waiting[seq_id]
@@ -304,7 +304,7 @@ class Run:
         self._queue.waiting[seq_id] = operation
 
     def _new_future(self, operation: Operation) -> Future:
-        entry = operation.entry
+        entry = operation.log_entry
         pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_result_stored, entry)
         record = self.record
         return self._services.futures.create(record.request_id(entry.seq_id), record.tenant_id, pending, answered)
@@ -339,7 +339,7 @@ class Run:
         """Begins an operation. Tasks take their first steps in the order of creation, so the dispatch receives them in
         order.
         """
-        entry, state, window = operation.entry, self._state, self._state.window
+        entry, state, window = operation.log_entry, self._state, self._state.window
         self._services.quotas.mark_unstalled(self.record.tenant_id, self.record.run_id)
         entry.num_bytes = operation.num_bytes
         state.log.add(entry)
@@ -361,13 +361,13 @@ class Run:
             # Without a client that waits, it is run only for its effect: it must not be published again.
             if operation.future is not None or operation.changes_state:
                 await self._execution.execute(operation, window)
-                if operation.entry.outcome is Outcome.DONE and operation.loads_files:
+                if operation.log_entry.outcome is Outcome.DONE and operation.loads_files:
                     # The pinned checkpoint can then be deleted soon.
                     self._snapshots.take(Boundary(operation.seq_id, self._state.window))
                 self._services.sessions.touch(self.record.session_id)
         finally:
             if operation.future is None:
-                self._state.log.mark_result_stored(operation.entry)
+                self._state.log.mark_result_stored(operation.log_entry)
             self._end_turn(operation.seq_id)
 
     def _end_turn(self, seq_id: int) -> None:

@@ -205,7 +205,7 @@ class Runs:
         return sum(run.is_lost for run in self._runs.values())
 
     async def snapshot(self) -> None:
-        """Takes snapshots of all idle runs, so that the next process has no operations to repeat."""
+        """Takes snapshots of all idle runs, so that the next process has no operations to replay."""
         await asyncio.gather(*(run.snapshot() for run in self._runs.values()))
 
     async def save_request_times(self) -> None:

@@ -29,13 +29,12 @@ _BYTES_WITHOUT_STEP = 2
 class Boundary:
     """The point in a run's order of operations right after one operation.
 
-    window: of the operations after it. entry, task: log entry and task of the operation, unless it has already
-    succeeded.
+    window: of the operations after it. log_entry, task: those of the operation, unless it has already succeeded.
     """
 
     seq_id: int
     window: OperationWindow
-    entry: ReplayEntry | None = None
+    log_entry: ReplayEntry | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -173,7 +172,7 @@ class RunSnapshots:
                 await asyncio.wait({boundary.task})
             # Otherwise a crash could leave a snapshot with operations that are not known to be done.
             await self._state.log.all_answered(boundary.seq_id)
-            if boundary.entry is None or boundary.entry.outcome is Outcome.DONE:
+            if boundary.log_entry is None or boundary.log_entry.outcome is Outcome.DONE:
                 await self._publish(staging, boundary)
         except WorkerLost as lost:
             # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.

@@ -1,4 +1,4 @@
-"""The replay log: which operations must be repeated to rebuild a run, and when the journal may release them."""
+"""The replay log: which operations must be replayed to rebuild a run, and when the journal may release them."""
 
 import pytest
 from trainhouse.schemas.errors import OperationError
@@ -8,7 +8,7 @@ from trainhouse.server.operations.operation import REFUSED, Outcome, ReplayEntry
 from trainhouse.server.runs.replay_log import ReplayAction, ReplayLog
 
 DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.SERVER_FAILED, Outcome.POISONED
-AGAIN, CLEAR = ReplayAction.AGAIN, ReplayAction.CLEAR
+REPLAY, CLEAR = ReplayAction.REPLAY, ReplayAction.CLEAR
 
 
 def history(*ended: tuple[str, Outcome | None]) -> tuple[ReplayLog, list[int]]:
@@ -23,7 +23,7 @@ def history(*ended: tuple[str, Outcome | None]) -> tuple[ReplayLog, list[int]]:
     return made, released
 
 
-def repeats(made: ReplayLog, after: int = 0, is_tainted: bool = False) -> list[tuple[int, ReplayAction]]:
+def replays(made: ReplayLog, after: int = 0, is_tainted: bool = False) -> list[tuple[int, ReplayAction]]:
     return [(past.seq_id, repeat) for past, repeat in made.replay_actions(after, is_tainted)]
 
 
@@ -32,57 +32,57 @@ FB, STEP, FORWARD = "forward_backward", "optim_step", "forward"
 
 def test_operations_that_changed_the_state_are_repeated_in_order() -> None:
     made, released = history((FB, DONE), (FORWARD, DONE), (STEP, DONE), ("save_weights", DONE), (FB, DONE), (FB, None))
-    assert repeats(made) == [(1, AGAIN), (3, AGAIN), (5, AGAIN)]
-    assert repeats(made, after=3) == [(5, AGAIN)]
+    assert replays(made) == [(1, REPLAY), (3, REPLAY), (5, REPLAY)]
+    assert replays(made, after=3) == [(5, REPLAY)]
     assert released == [2, 4]
 
 
-@pytest.mark.parametrize(("outcome", "step"), [(DONE, AGAIN), (FAILED, CLEAR), (BROKE, CLEAR)])
+@pytest.mark.parametrize(("outcome", "step"), [(DONE, REPLAY), (FAILED, CLEAR), (BROKE, CLEAR)])
 def test_a_step_over_an_incomplete_batch_clears_the_gradients(outcome: Outcome, step: ReplayAction) -> None:
-    made, _ = history((FB, DONE), (FB, outcome), (STEP, DONE if step is AGAIN else FAILED), (FB, DONE), (STEP, DONE))
-    wanted = [(1, AGAIN), *([(2, AGAIN)] if outcome is DONE else []), (3, step), (4, AGAIN), (5, AGAIN)]
-    assert repeats(made) == wanted
+    made, _ = history((FB, DONE), (FB, outcome), (STEP, DONE if step is REPLAY else FAILED), (FB, DONE), (STEP, DONE))
+    wanted = [(1, REPLAY), *([(2, REPLAY)] if outcome is DONE else []), (3, step), (4, REPLAY), (5, REPLAY)]
+    assert replays(made) == wanted
 
 
-@pytest.mark.parametrize(("outcome", "repeated"), [(FAILED, [(2, AGAIN)]), (STRUCK, [(2, CLEAR)]), (BROKE, [])])
+@pytest.mark.parametrize(("outcome", "replayed"), [(FAILED, [(2, REPLAY)]), (STRUCK, [(2, CLEAR)]), (BROKE, [])])
 def test_a_failed_step_affects_the_gradients_as_it_did_before(
-    outcome: Outcome, repeated: list[tuple[int, ReplayAction]]
+    outcome: Outcome, replayed: list[tuple[int, ReplayAction]]
 ) -> None:
     made, _ = history((FB, DONE), (STEP, outcome), (STEP, DONE))
-    assert repeats(made) == [(1, AGAIN), *repeated, (3, AGAIN)]
+    assert replays(made) == [(1, REPLAY), *replayed, (3, REPLAY)]
 
 
 def test_a_refused_part_taints_the_step_and_a_load_clears_the_taint() -> None:
     made, _ = history((FB, DONE))
     made.add(ReplayEntry(2, REFUSED, RecordPosition(0, 2), outcome=FAILED, taints=True, is_result_stored=True))
     made.add(ReplayEntry(3, STEP, RecordPosition(0, 3), outcome=FAILED, is_result_stored=True))
-    assert repeats(made) == [(1, AGAIN), (3, CLEAR)]
+    assert replays(made) == [(1, REPLAY), (3, CLEAR)]
     made.add(ReplayEntry(4, REFUSED, RecordPosition(0, 4), outcome=FAILED, taints=True, is_result_stored=True))
     made.add(ReplayEntry(5, "load_weights", RecordPosition(0, 5), outcome=DONE, is_result_stored=True))
     made.add(ReplayEntry(6, STEP, RecordPosition(0, 6), outcome=DONE, is_result_stored=True))
-    assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
+    assert replays(made, after=3) == [(5, REPLAY), (6, REPLAY)]
 
 
 def test_targets_and_vocabularies_are_repeated_and_a_target_keeps_the_taint() -> None:
     made, _ = history(("build_vocab_map", DONE), (FB, DONE), ("set_target", DONE), ("set_target", FAILED), (STEP, DONE))
-    assert repeats(made) == [(1, AGAIN), (2, AGAIN), (3, AGAIN), (5, AGAIN)]
-    assert repeats(made, after=3) == [(5, AGAIN)]
-    assert repeats(made, after=2, is_tainted=True) == [(3, AGAIN), (5, CLEAR)]
+    assert replays(made) == [(1, REPLAY), (2, REPLAY), (3, REPLAY), (5, REPLAY)]
+    assert replays(made, after=3) == [(5, REPLAY)]
+    assert replays(made, after=2, is_tainted=True) == [(3, REPLAY), (5, CLEAR)]
 
 
 def test_passes_refused_for_a_missing_vocabulary_do_not_taint_the_next_step() -> None:
     made, _ = history((FB, FAILED), ("build_vocab_map", DONE), (FB, DONE), (STEP, DONE))
-    assert repeats(made) == [(2, AGAIN), (3, AGAIN), (4, AGAIN)]
+    assert replays(made) == [(2, REPLAY), (3, REPLAY), (4, REPLAY)]
     made, _ = history((FB, FAILED), ("build_vocab_map", FAILED), (FB, DONE), (STEP, FAILED))
-    assert repeats(made) == [(3, AGAIN), (4, CLEAR)]
+    assert replays(made) == [(3, REPLAY), (4, CLEAR)]
 
 
 def test_an_operation_of_unknown_outcome_cannot_be_repeated() -> None:
     made, _ = history((FB, DONE))
     made.add(ReplayEntry(2, STEP, RecordPosition(0, 2), is_result_stored=True))
-    assert repeats(made, after=2) == []
+    assert replays(made, after=2) == []
     with pytest.raises(OperationError, match="the outcome of optim_step with seq_id 2 is not known"):
-        repeats(made)
+        replays(made)
 
 
 def test_the_journal_releases_what_is_answered_and_covered() -> None:
@@ -93,7 +93,7 @@ def test_the_journal_releases_what_is_answered_and_covered() -> None:
     made.mark_result_stored(waiting)
     made.mark_result_stored(waiting)
     assert released == [1, 2, 3, 4]
-    assert repeats(made) == [(5, AGAIN)]
+    assert replays(made) == [(5, REPLAY)]
     made.close()
     assert released == [1, 2, 3, 4, 5]
 

@@ -35,7 +35,7 @@ class Strikes:
     def __init__(self, work: str, record: Callable[[], Awaitable[None]] | None = None, num: int = 0) -> None:
         self.num = num
         self._work = work
-        self._note = record
+        self._record = record
 
     @property
     def is_exhausted(self) -> bool:
@@ -56,9 +56,9 @@ class Strikes:
         if not lost.alone:
             return
         self.num += 1
-        if self._note is not None:
+        if self._record is not None:
             try:
-                await self._note()
+                await self._record()
             except RequestError as error:
                 logger.error("cannot journal a strike against %s: %s", self._work, error)
         self.check()

@@ -80,28 +80,28 @@ class ChatResponseWriter(ResponseWriter):
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def choices(self, told: PromptOutput) -> Iterator[ChatChoice]:
-        for fragment in told.fragments:
-            choice = self._choice(fragment)
-            choice["message"] = _message(fragment)
+    def choices(self, output: PromptOutput) -> Iterator[ChatChoice]:
+        for delta in output.deltas:
+            choice = self._choice(delta)
+            choice["message"] = _message(delta)
             yield choice
 
-    def chunk_choice(self, fragment: ChoiceDelta) -> ChatChoice:
-        choice = self._choice(fragment)
-        choice["delta"] = _message(fragment)
+    def chunk_choice(self, delta: ChoiceDelta) -> ChatChoice:
+        choice = self._choice(delta)
+        choice["delta"] = _message(delta)
         return choice
 
     def extra_fields(self, first: bool) -> dict[str, JsonValue]:
         return {"prompt_token_ids": list(self.prompts[0].token_ids)} if first and self.asked.return_token_ids else {}
 
-    def _choice(self, fragment: ChoiceDelta) -> ChatChoice:
+    def _choice(self, delta: ChoiceDelta) -> ChatChoice:
         choice: ChatChoice = {
-            "index": fragment.index,
-            "logprobs": None if fragment.scored is None else self._logprobs(fragment.scored),
-            "finish_reason": fragment.finish_reason,
+            "index": delta.index,
+            "logprobs": None if delta.scored is None else self._logprobs(delta.scored),
+            "finish_reason": delta.finish_reason,
         }
         if self.asked.return_token_ids:
-            choice["token_ids"] = fragment.token_ids
+            choice["token_ids"] = delta.token_ids
         return choice
 
     def _logprobs(self, scored: TokenScores) -> ChatLogprobs:
@@ -121,8 +121,8 @@ class ChatResponseWriter(ResponseWriter):
         return {"token": self.tokenizer.name_of(token_id), "logprob": logprob, "bytes": spelled}
 
 
-def _message(fragment: ChoiceDelta) -> AnswerMessage:
-    return {"role": "assistant", "content": fragment.text} if fragment.first else {"content": fragment.text}
+def _message(delta: ChoiceDelta) -> AnswerMessage:
+    return {"role": "assistant", "content": delta.text} if delta.first else {"content": delta.text}
 
 
 CHATS = CompletionKind(ChatCompletionRequest, check, render_prompts, ChatResponseWriter)

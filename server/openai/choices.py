@@ -1,4 +1,4 @@
-"""Turns the samples of an OpenAI request into the fragments of its choices, streamed or all at once."""
+"""Turns the samples of an OpenAI request into the deltas of its choices, streamed or all at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class ChoiceDelta:
 
     @property
     def has_content(self) -> bool:
-        """True if the fragment is worth a chunk; it is empty while its text could be the start of a stop string."""
+        """True if the delta is worth a chunk; it is empty while its text could be the start of a stop string."""
         return bool(self.first or self.text or self.finish_reason or self.scored is not None)
 
 
@@ -57,7 +57,7 @@ class Echo:
 
 
 class ChoiceStream:
-    """One sample as it grows. Its fragments, in order, add up to the choice. is_over: the last one was returned."""
+    """One sample as it grows. Its deltas, in order, add up to the choice. is_over: the last one was returned."""
 
     def __init__(self, asked: BaseCompletionRequest, index: int, text: SampleText) -> None:
         self._asked = asked
@@ -68,20 +68,20 @@ class ChoiceStream:
         self.is_over = False
 
     def echo(self, echo: Echo) -> ChoiceDelta:
-        """Returns the fragment with the prompt, which must precede all others."""
+        """Returns the delta with the prompt, which must precede all others."""
         return self._delta(echo.text, [], None, None)
 
     def grow(self, part: SampledPart, num_echoed: int) -> ChoiceDelta:
-        """Returns the fragment for the part.
+        """Returns the delta for the part.
 
         Args:
             num_echoed: characters of the choice's text that belong to the echoed prompt.
         """
         self.is_over = part.stop_reason is not None
-        return self._fragment(part.tokens, part.logprobs, part.topk_logprobs, part.stop_reason, num_echoed)
+        return self._delta_of_tokens(part.tokens, part.logprobs, part.topk_logprobs, part.stop_reason, num_echoed)
 
     def finish(self, sequence: SampledSequence, num_echoed: int) -> ChoiceDelta:
-        """Returns the last fragment, with all tokens of the finished sample that earlier fragments did not have.
+        """Returns the last delta, with all tokens of the finished sample that earlier deltas did not have.
 
         Args:
             sequence: the whole sample.
@@ -93,9 +93,9 @@ class ChoiceStream:
         start, top = self._num_tokens, sequence.topk_logprobs
         rest = None if top is None else TopkLogprobs(top.token_ids[start:], top.logprobs[start:])
         tokens, logprobs = sequence.tokens[start:], sequence.logprobs[start:]
-        return self._fragment(tokens, logprobs, rest, sequence.stop_reason, num_echoed)
+        return self._delta_of_tokens(tokens, logprobs, rest, sequence.stop_reason, num_echoed)
 
-    def _fragment(
+    def _delta_of_tokens(
         self,
         tokens: np.ndarray,
         logprobs: np.ndarray,
@@ -172,7 +172,7 @@ class RequestChoices:
             yield self._choices[event.job][part.sample].grow(part, self._num_echoed[event.job])
 
     def finish(self, event: JobResult) -> Iterator[ChoiceDelta]:
-        """Returns the last fragments of the job's unfinished choices; the usage is counted at the call, not lazily."""
+        """Returns the last deltas of the job's unfinished choices; the usage is counted at the call, not lazily."""
         response = event.response
         self._num_cached += response.prompt_cache_hit_tokens
         if response.guesses is not None:

@@ -21,4 +21,4 @@ class CompletionKind(Generic[Asked]):
     request: type[Asked]
     check: Callable[[Asked], None]
     prompts: Callable[[Asked, Tokenizer, int], list[Prompt]]
-    answer: type[ResponseWriter]
+    writer: type[ResponseWriter]

@@ -40,26 +40,26 @@ class CompletionResponseWriter(ResponseWriter):
     chunk_kind = kind
     id_prefix = "cmpl"
 
-    def choices(self, told: PromptOutput) -> Iterator[CompletionChoice]:
-        echoed = self._logprobs(told.echo.scored)
-        for fragment in told.fragments:
-            logprobs = _joined(echoed, self._logprobs(fragment.scored))
-            yield self._choice(fragment, told.echo.text + fragment.text, logprobs)
+    def choices(self, output: PromptOutput) -> Iterator[CompletionChoice]:
+        echoed = self._logprobs(output.echo.scored)
+        for delta in output.deltas:
+            logprobs = _joined(echoed, self._logprobs(delta.scored))
+            yield self._choice(delta, output.echo.text + delta.text, logprobs)
 
-    def chunk_choice(self, fragment: ChoiceDelta) -> CompletionChoice:
-        return self._choice(fragment, fragment.text, self._logprobs(fragment.scored))
+    def chunk_choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        return self._choice(delta, delta.text, self._logprobs(delta.scored))
 
-    def _choice(self, fragment: ChoiceDelta, text: str, logprobs: CompletionLogprobs | None) -> CompletionChoice:
+    def _choice(self, delta: ChoiceDelta, text: str, logprobs: CompletionLogprobs | None) -> CompletionChoice:
         choice: CompletionChoice = {
-            "index": fragment.index,
+            "index": delta.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": fragment.finish_reason,
+            "finish_reason": delta.finish_reason,
         }
         if self.asked.return_token_ids:
-            choice["token_ids"] = fragment.token_ids
-            if fragment.first:
-                choice["prompt_token_ids"] = list(self.prompts[fragment.index // self.asked.n].token_ids)
+            choice["token_ids"] = delta.token_ids
+            if delta.first:
+                choice["prompt_token_ids"] = list(self.prompts[delta.index // self.asked.n].token_ids)
         return choice
 
     def _logprobs(self, scored: TokenScores | None) -> CompletionLogprobs | None:

@@ -22,10 +22,10 @@ from .choices import ChoiceDelta, Echo, TokenScores
 
 @dataclass(frozen=True)
 class PromptOutput:
-    """Everything that a whole response contains about one prompt: the echoed prompt, and one fragment per sample."""
+    """Everything that a whole response contains about one prompt: the echoed prompt, and one delta per sample."""
 
     echo: Echo
-    fragments: Iterable[ChoiceDelta]
+    deltas: Iterable[ChoiceDelta]
 
 
 class ResponseWriter(ABC):
@@ -47,11 +47,11 @@ class ResponseWriter(ABC):
         self._head, self._chunk_head = self._begin(self.kind), self._begin(self.chunk_kind)
 
     @abstractmethod
-    def choices(self, told: PromptOutput) -> Iterator[object]:
+    def choices(self, output: PromptOutput) -> Iterator[object]:
         """Returns the choices of a whole response."""
 
     @abstractmethod
-    def chunk_choice(self, fragment: ChoiceDelta) -> object:
+    def chunk_choice(self, delta: ChoiceDelta) -> object:
         """Returns the choice of one stream chunk."""
 
     def extra_fields(self, first: bool) -> dict[str, JsonValue]:
@@ -62,12 +62,12 @@ class ResponseWriter(ABC):
         """
         return {}
 
-    def encode(self, told: Iterable[PromptOutput], usage: Usage) -> bytes:
-        choices = b",".join(encode_json(choice) for one in told for choice in self.choices(one))
+    def encode(self, outputs: Iterable[PromptOutput], usage: Usage) -> bytes:
+        choices = b",".join(encode_json(choice) for output in outputs for choice in self.choices(output))
         return self._body(self._head, choices, {**self.extra_fields(first=True), "usage": usage})
 
-    def encode_chunk(self, fragment: ChoiceDelta) -> bytes:
-        return self._body(self._chunk_head, encode_json(self.chunk_choice(fragment)), self.extra_fields(fragment.first))
+    def encode_chunk(self, delta: ChoiceDelta) -> bytes:
+        return self._body(self._chunk_head, encode_json(self.chunk_choice(delta)), self.extra_fields(delta.first))
 
     def encode_usage_chunk(self, usage: Usage) -> bytes:
         """Returns the chunk that carries the usage and no choice."""

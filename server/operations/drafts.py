@@ -106,7 +106,7 @@ class Capture(FeatureCapture):
             )
             output = await context.dispatch.forward_backward(request)
             uses, seconds = self.request.uses, self.request.ttl_seconds
-            kept = await context.features.keep(run, f"{run.run_id}:{self.seq_id}", output, uses, seconds)
+            kept = await context.features.keep(run, run.request_id(self.seq_id), output, uses, seconds)
             if kept is None:
                 what = f"features have disappeared from {location.directory}: capture again"
                 raise OperationError(what, "server")
@@ -166,7 +166,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     ) -> ForwardBackwardOutput:
         """Returns the output with references to the captured features in place of what the workers wrote about them."""
         captured = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
-        request_id = f"{run.run_id}:{self.seq_id}"
+        request_id = run.request_id(self.seq_id)
         try:
             kept = await context.features.keep(draft, request_id, replace(output, loss_fn_outputs=captured), uses=1)
         except OSError as error:

@@ -73,4 +73,4 @@ async def cancel_future(request: Request, services: ServicesDependency, tenant: 
     """Cancels a running sampling request. Operations of a training run are never cancelled, to keep their order."""
     asked = await receive_json(request, CancelFutureRequest)
     await services.futures.require(asked.request_id, tenant.id)
-    services.sampling.cancel(asked.request_id)
+    services.dispatch.cancel(asked.request_id)

@@ -139,22 +139,22 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
         try:
             prepared = await _prepare(services, tenant, kind, asked, reservation.num_bytes)
             _admit(services, tenant, stack, reservation, prepared, len(submit.received.body))
-            draws = SampleBatch(
+            batch = SampleBatch(
                 services.sampling, prepared.jobs, reservation, asked.stream and not asked.wants_prompt_only
             )
-            stack.callback(draws.close)
-            answer = kind.answer(asked, prepared.tokenizer, prepared.prompts)
+            stack.callback(batch.close)
+            writer = kind.writer(asked, prepared.tokenizer, prepared.prompts)
             choices = RequestChoices(asked, prepared.tokenizer, prepared.stops, prepared.prompts)
             if not asked.stream:
-                drawn = await _while_connected(request, _collect_results(draws))
-                return await _whole_response(answer, choices, drawn)
+                results = await _while_connected(request, _collect_results(batch))
+                return await _whole_response(writer, choices, results)
             # Waits for the first event, so that an early failure is answered with its own HTTP status.
-            events = draws.events()
+            events = batch.events()
             events = _prepend(await _while_connected(request, anext(events)), events)
         except (OperationError, DraftNotFound) as error:
             raise openai_error(asked, error) from None
         closing = stack.pop_all()
-    return _EventStream(_stream(asked, answer, choices, prepared.prompts, events), closing.close)
+    return _EventStream(_stream(asked, writer, choices, prepared.prompts, events), closing.close)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ async def _prepare(
     def prepare() -> _PreparedRequest:
         prompts = kind.prompts(asked, tokenizer, model.max_context_length)
         requests = sample_requests(asked, prompts, model.max_context_length)
-        jobs = [services.sampling.job_for_draw(sampler, one, stops) for one in requests]
+        jobs = [services.sampling.job_for_sample_now(sampler, one, stops) for one in requests]
         sizes = [job.num_bytes for job in jobs]
         return _PreparedRequest(tokenizer, stops, prompts, jobs, sizes)
 
@@ -223,18 +223,18 @@ async def _sampler(services: Services, tenant: Tenant, name: str) -> Sampler:
         raise _no_model(services, name, error) from None
 
 
-async def _collect_results(draws: SampleBatch) -> list[JobResult]:
+async def _collect_results(batch: SampleBatch) -> list[JobResult]:
     """Waits for all results and returns them in the order of the jobs."""
-    drawn = [event async for event in draws.events() if isinstance(event, JobResult)]
-    return sorted(drawn, key=lambda event: event.job)
+    results = [event async for event in batch.events() if isinstance(event, JobResult)]
+    return sorted(results, key=lambda event: event.job)
 
 
-async def _whole_response(answer: ResponseWriter, choices: RequestChoices, drawn: list[JobResult]) -> Response:
+async def _whole_response(writer: ResponseWriter, choices: RequestChoices, results: list[JobResult]) -> Response:
     def make() -> bytes:
-        told = [PromptOutput(choices.echo(event.job, event.response), choices.finish(event)) for event in drawn]
-        return answer.encode(told, choices.usage())
+        outputs = [PromptOutput(choices.echo(event.job, event.response), choices.finish(event)) for event in results]
+        return writer.encode(outputs, choices.usage())
 
-    num_numbers = sum(map(choices.count_numbers, drawn))
+    num_numbers = sum(map(choices.count_numbers, results))
     body = await _offload_if(num_numbers > _MANY_NUMBERS, make)
     return Response(body, media_type="application/json")
 
@@ -249,7 +249,7 @@ async def _prepend(
 
 async def _stream(
     asked: BaseCompletionRequest,
-    answer: ResponseWriter,
+    writer: ResponseWriter,
     choices: RequestChoices,
     prompts: Sequence[Prompt],
     events: AsyncIterator[JobProgress | JobResult],
@@ -258,17 +258,17 @@ async def _stream(
     try:
         for job, prompt in enumerate(prompts if asked.echoes else ()):
             echo = await _offload_if(len(prompt.token_ids) > _MANY_NUMBERS, partial(choices.echo, job))
-            async for piece in _pieces(answer, choices.echo_choices(job, echo)):
+            async for piece in _pieces(writer, choices.echo_choices(job, echo)):
                 yield piece
         async for event in events:
             if isinstance(event, JobProgress):
-                pieces = _pieces(answer, choices.grow(event))
+                pieces = _pieces(writer, choices.grow(event))
             else:
-                pieces = _pieces(answer, choices.finish(event), choices.count_numbers(event) > _MANY_NUMBERS)
+                pieces = _pieces(writer, choices.finish(event), choices.count_numbers(event) > _MANY_NUMBERS)
             async for piece in pieces:
                 yield piece
         if asked.stream_options.include_usage:
-            yield _event(answer.encode_usage_chunk(choices.usage()))
+            yield _event(writer.encode_usage_chunk(choices.usage()))
         yield b"data: [DONE]\n\n"
     except (OperationError, DraftNotFound) as error:
         yield _error_event(openai_error(asked, error))
@@ -276,25 +276,23 @@ async def _stream(
         yield _error_event(OpenAiError(error.message, error.status))
 
 
-async def _pieces(
-    answer: ResponseWriter, fragments: Iterator[ChoiceDelta], large: bool = False
-) -> AsyncIterator[bytes]:
+async def _pieces(writer: ResponseWriter, deltas: Iterator[ChoiceDelta], large: bool = False) -> AsyncIterator[bytes]:
     """Yields server-sent events, several per piece, and lets other tasks run in between.
 
     Args:
-        large: True if a fragment may be so large that it must be encoded off the event loop.
+        large: True if a delta may be so large that it must be encoded off the event loop.
     """
-    while piece := await _offload_if(large, partial(_piece, answer, fragments)):
+    while piece := await _offload_if(large, partial(_piece, writer, deltas)):
         yield piece
         await asyncio.sleep(0)
 
 
-def _piece(answer: ResponseWriter, fragments: Iterator[ChoiceDelta]) -> bytes:
-    """Returns the next piece of server-sent events; empty when there are no more fragments."""
+def _piece(writer: ResponseWriter, deltas: Iterator[ChoiceDelta]) -> bytes:
+    """Returns the next piece of server-sent events; empty when there are no more deltas."""
     events, num_bytes = [], 0
-    for fragment in fragments:
-        if fragment.has_content:
-            events.append(_event(answer.encode_chunk(fragment)))
+    for delta in deltas:
+        if delta.has_content:
+            events.append(_event(writer.encode_chunk(delta)))
             num_bytes += len(events[-1])
             if num_bytes > _PIECE_BYTES:
                 break

@@ -16,7 +16,8 @@ class Sampler:
     adapter_id: None for the bare base model. first_seq_id: first number for requests without a seq_id; not 0 if an
     earlier process created the sampler. loading: the adapter's load, None before the first request. accepted: seq_id ->
     the task that journals the request, None when it is done. running_jobs: ids of the jobs that are loading or
-    sampling.
+    sampling. sample_now_numbers: for the requests of `SamplingService.sample_now`, which have no seq_id. num_joined:
+    clients that have joined the session.
     draft: the record's draft, None before the first request. has_ended: its session has ended.
     outage: why its requests wait for the database, None if they do not.
     """
@@ -27,7 +28,7 @@ class Sampler:
     loading: asyncio.Future[None] | None = None
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
     running_jobs: set[str] = field(default_factory=set)
-    draw_numbers: Iterator[int] = field(default_factory=partial(count, 1))
+    sample_now_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_joined: int = 0
     draft: CheckpointRecord | None = None
     has_ended: bool = False
@@ -37,9 +38,9 @@ class Sampler:
         next_seq_id = self.first_seq_id + len(self.accepted)
         return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
 
-    def next_drawing_id(self) -> str:
-        """Returns an id for a request of `SamplingService.sample_now`; no seq_id has it. Thread-safe."""
-        return f"{self.record.sampler_id}:draw-{next(self.draw_numbers)}"
+    def next_sample_now_id(self) -> str:
+        """Returns an id for a request of `SamplingService.sample_now`. Thread-safe."""
+        return f"{self.record.sampler_id}:draw-{next(self.sample_now_numbers)}"
 
     def join(self) -> int:
         """Returns a number for another client, counting from 1."""

@@ -232,7 +232,7 @@ class Samplers:
             return sampler
         raise RequestError(f"no sampler {sampler_id} exists: create one with create_sampling_session", 404)
 
-    async def asked(self, tenant: Tenant, request: SampleRequest) -> Sampler:
+    async def find_requested(self, tenant: Tenant, request: SampleRequest) -> Sampler:
         """Returns the sampler that a sampling request addresses.
 
         Raises:

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _JournalRecords:
-    """The journal records that a request needs until its result is stored: its submit first, then its strikes."""
+class _JournaledRequest:
+    """The journal entries that a request needs until its result is stored: its own, then those of its strikes."""
 
     header: Header
     places: list[RecordPosition]
@@ -51,7 +51,7 @@ class SamplingService:
     """Runs sampling requests.
 
     `submit` returns immediately and the result is retrieved through a future; `sample_now` waits for the samples and
-    keeps nothing. The class is long because accepting, resuming and answering a request share its journal records.
+    keeps nothing. The class is long because accepting, resuming and answering a request share its journal entries.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class SamplingService:
         self._completions = completions
         self._quotas = quotas
         self._tasks: set[asyncio.Task[None]] = set()
-        self._drawing: set[asyncio.Timeout] = set()
+        self._sample_now_timeouts: set[asyncio.Timeout] = set()
         self._is_stopping = False
 
     async def resume(self, journaled: Iterable[EntryLocation]) -> set[RecordPosition]:
         """Resumes the requests that an earlier process left unanswered.
 
         Returns:
-            The journal records that they still need.
+            The places of the journal entries that they still need.
         """
         strikes: dict[str, list[RecordPosition]] = defaultdict(list)
         waiting: dict[str, EntryLocation] = {}
@@ -102,7 +102,7 @@ class SamplingService:
             if request_id in answered:
                 continue
             try:
-                await self._resume(one, [one.place, *strikes[request_id]])
+                await self._resume(one, strikes[request_id])
             except (RequestError, OSError, ValueError) as error:
                 logger.error("%s cannot be resumed: %s", request_id, error)
             else:
@@ -122,7 +122,7 @@ class SamplingService:
         Raises:
             RequestError: the request is wrong, over a limit, or cannot be journaled.
         """
-        sampler = await self._samplers.asked(tenant, request)
+        sampler = await self._samplers.find_requested(tenant, request)
         if request.seq_id is not None and request.seq_id < 0:
             raise RequestError(f"seq_id {request.seq_id} must not be negative")
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
@@ -153,9 +153,9 @@ class SamplingService:
         reservation.grow(num_bytes, UNORDERED)
         reservation.keep(num_bytes, len(job.prompt))
 
-    def job_for_draw(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
+    def job_for_sample_now(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
         """Returns a job for `sample_now`, with `stops` in place of the request's own. Raises RequestError."""
-        return self._job(sampler, request, sampler.next_drawing_id(), stops)
+        return self._job(sampler, request, sampler.next_sample_now_id(), stops)
 
     async def sample_now(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Samples and returns the response. Cancelling the call cancels the job; nothing of it is kept.
@@ -167,7 +167,7 @@ class SamplingService:
             OperationError, RequestError: the job failed, or the server is stopping.
         """
         end = asyncio.timeout(0 if self._is_stopping else None)
-        self._drawing.add(end)
+        self._sample_now_timeouts.add(end)
         try:
             async with end:
                 with self._sessions.kept_open(job.sampler.record.session_id):
@@ -178,13 +178,13 @@ class SamplingService:
                 raise
             raise OperationError("the server is stopping: try again when it is back", "server") from None
         finally:
-            self._drawing.discard(end)
+            self._sample_now_timeouts.discard(end)
 
     def stop_sample_now(self) -> None:
         """Fails the running and all future calls of `sample_now`."""
         self._is_stopping = True
         now = asyncio.get_running_loop().time()
-        for end in self._drawing:
+        for end in self._sample_now_timeouts:
             if not end.expired():
                 end.reschedule(now)
 
@@ -203,11 +203,7 @@ class SamplingService:
         await self._futures.long_polls.wait(log.has_unseen, seconds)
         return RetrieveFuturesResponse(completions=log.unseen(), cursor=log.cursor)
 
-    def cancel(self, request_id: str) -> None:
-        """Cancels a running sampling request. No-op for finished, unknown and training requests."""
-        self._dispatch.cancel(request_id)
-
-    async def _resume(self, one: EntryLocation, held: list[RecordPosition]) -> None:
+    async def _resume(self, one: EntryLocation, strikes: list[RecordPosition]) -> None:
         header = one.header
         sampler = self._samplers.find(header.run_id)
         assert sampler is not None
@@ -217,7 +213,7 @@ class SamplingService:
         job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
         job.was_begun, job.draft = True, await self._draft_if_available(job)
         sampler.accepted[header.seq_id] = None
-        self._begin(job, _JournalRecords(header, held), None)
+        self._begin(job, _JournaledRequest(header, [one.place, *strikes]), None)
 
     async def _draft_if_available(self, job: SamplingJob) -> CheckpointRecord | None:
         try:
@@ -248,24 +244,26 @@ class SamplingService:
             reservation.release()
             raise
         sampler.accepted[seq_id] = None
-        performing = self._begin(job, _JournalRecords(header, [place]), reservation)
+        performing = self._begin(job, _JournaledRequest(header, [place]), reservation)
         # A task that is cancelled before its first step never runs its `finally`.
         performing.add_done_callback(lambda _: reservation.release())
 
-    def _begin(self, job: SamplingJob, held: _JournalRecords, reservation: Reservation | None) -> asyncio.Task[None]:
+    def _begin(
+        self, job: SamplingJob, journaled: _JournaledRequest, reservation: Reservation | None
+    ) -> asyncio.Task[None]:
         """Starts the job and creates its future. reservation: None if an earlier process accepted the request."""
         record = job.sampler.record
-        job.strikes = Strikes("this request", partial(self._note_strike, held), len(held.places) - 1)
+        job.strikes = Strikes("this request", partial(self._record_strike, journaled), len(journaled.places) - 1)
         future = self._futures.create(
-            job.request_id, record.tenant_id, partial(self._pending, job.sampler), partial(self._release, held)
+            job.request_id, record.tenant_id, partial(self._pending, job.sampler), partial(self._release, journaled)
         )
         performing = asyncio.create_task(self._run_and_complete(job, future, reservation))
         self._tasks.add(performing)
         performing.add_done_callback(self._tasks.discard)
         return performing
 
-    def _release(self, held: _JournalRecords) -> None:
-        for place in held.places:
+    def _release(self, journaled: _JournaledRequest) -> None:
+        for place in journaled.places:
             self._journal.release(place)
 
     def _job(
@@ -307,5 +305,6 @@ class SamplingService:
         async with self._futures.large_result_lock:
             return await asyncio.to_thread(encode_sample_response, response, job.target_layout)
 
-    async def _note_strike(self, held: _JournalRecords) -> None:
-        held.places.append(await self._journal.append(replace(held.header, kind=STRIKE, drawn={})))
+    async def _record_strike(self, journaled: _JournaledRequest) -> None:
+        place = await self._journal.append(replace(journaled.header, kind=STRIKE, drawn={}))
+        journaled.places.append(place)

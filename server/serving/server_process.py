@@ -282,14 +282,14 @@ class _LeasedServer:
             logger.error("the lease could not be released, and will expire by itself: %s", error)
 
     async def _take_lease(self) -> Tenure:
-        taking, told = asyncio.create_task(self._lease.acquire()), None
+        taking, announced = asyncio.create_task(self._lease.acquire()), None
         try:
             while not taking.done():
                 await asyncio.wait({taking}, timeout=_HOLDER_SECONDS)
                 self._standby.drop_others()
-                if self._lease.holder_url not in (None, told):
-                    told, self._switch.target = self._lease.holder_url, self._standby
-                    self._announce(f"standing by: {told} holds the lease")
+                if self._lease.holder_url not in (None, announced):
+                    announced, self._switch.target = self._lease.holder_url, self._standby
+                    self._announce(f"standing by: {announced} holds the lease")
         finally:
             taking.cancel()
         return taking.result()
@@ -474,7 +474,7 @@ class _HttpServer(uvicorn.Server):
         self._on_ready = on_ready
         self._services = services
         self._drain_seconds = config.process.drain_seconds
-        self._draw_seconds = max(0.0, config.process.shutdown_seconds - _ANSWER_SECONDS)
+        self._sampling_seconds = max(0.0, config.process.shutdown_seconds - _ANSWER_SECONDS)
 
     async def run_until_cancelled(self, listener: socket.socket) -> None:
         """Serves until cancelled, then drains accepted work and lets open requests end."""
@@ -503,7 +503,7 @@ class _HttpServer(uvicorn.Server):
         # uvicorn closes the listeners and idle connections before its first await, so no client polls again.
         asyncio.get_running_loop().call_soon(services.futures.long_polls.stop)
         # uvicorn cuts connections at its timeout; samples are stopped before, so that their clients are answered.
-        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.sampling.stop_sample_now)
+        stopping = asyncio.get_running_loop().call_later(self._sampling_seconds, services.sampling.stop_sample_now)
         try:
             await super().shutdown(sockets)
         finally:

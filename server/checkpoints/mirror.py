@@ -149,17 +149,17 @@ class CheckpointMirrors:
 
     async def _repeat(self, work: Callable[[], Awaitable[float | None]]) -> None:
         """Runs `work` for ever. It returns the seconds until more work is due, or None if only a change brings more."""
-        change, trouble = asyncio.Event(), RepeatedErrorLog(logger, "keeping up the copies of checkpoints")
+        change, errors = asyncio.Event(), RepeatedErrorLog(logger, "keeping up the copies of checkpoints")
         self._changes.append(change)
         while True:
             change.clear()
             try:
                 seconds = await work()
             except SQLAlchemyError as error:  # possibly temporary, such as a full disk
-                trouble.failed(error)
+                errors.failed(error)
                 seconds = self._first_pause_seconds
             else:
-                trouble.succeeded()
+                errors.succeeded()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(change.wait(), seconds)
 

@@ -84,12 +84,12 @@ class CheckpointUpkeep:
             logger.warning("could not look for unfinished uploads that a crash may have left: %s", error)
 
     async def _expire_periodically(self) -> None:
-        trouble = RepeatedErrorLog(logger, "deleting expired checkpoints")
+        errors = RepeatedErrorLog(logger, "deleting expired checkpoints")
         while True:
             try:
                 await self._expire()
             except SQLAlchemyError as error:  # possibly temporary, such as a full disk
-                trouble.failed(error)
+                errors.failed(error)
             else:
-                trouble.succeeded()
+                errors.succeeded()
             await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)

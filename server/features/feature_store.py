@@ -30,13 +30,13 @@ _OVER = "the run that captured it has ended"
 
 
 class FeatureStore:
-    """Owns the captured features of all tenants; `room` reserves space for captures.
+    """Owns the captured features of all tenants; `space` limits what they take on disk.
 
     clock: seconds since 1970.
     """
 
     def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
-        self.room = FeatureSpace(config, self.expire)
+        self.space = FeatureSpace(config, self.expire)
         self._root = root.absolute()
         self._ttl_seconds = config.features.feature_ttl_seconds
         self._clock = clock
@@ -64,8 +64,8 @@ class FeatureStore:
             num_sequences=len(entries),
             num_references=sum(len(entry.references) for entry in entries),
             num_held=sum(bool(entry.holds) for entry in entries),
-            num_waiting=self.room.num_waiting,
-            num_put_off=self.room.num_put_off,
+            num_waiting=self.space.num_waiting,
+            num_put_off=self.space.num_put_off,
         )
 
     def check_ttl(self, ttl_seconds: float | None) -> None:
@@ -176,18 +176,18 @@ class FeatureStore:
         holds = self._holds[run.run_id]
         return {number: dict(+hold.uses) for number, hold in holds.items() if number <= seq_id and +hold.uses}
 
-    def with_feature_place(self, run: RunRecord, operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
-        """Returns the operation with the place of the features that its data refer to.
+    def with_feature_location(self, run: RunRecord, request: ForwardBackwardRequest) -> ForwardBackwardRequest:
+        """Returns the request with the location of the features that its data refer to.
 
         Raises:
             OperationError: the run is no draft, or a reference cannot be used.
         """
         if run.role != "draft":
             raise OperationError(f"feature_ref is only for draft models, and this is a {run.role}: leave it out")
-        hold = self._holds[run.run_id].get(operation.seq_id)
+        hold = self._holds[run.run_id].get(request.seq_id)
         if hold is not None and hold.refusal is not None:
             raise OperationError(hold.refusal)
-        return replace(operation, features=self._cache(run.tenant_id).location())
+        return replace(request, features=self._cache(run.tenant_id).location())
 
     async def release_hold(self, run: RunRecord, seq_id: int) -> None:
         """Ends the hold of an operation that was never accepted, or contributes nothing to a step."""
@@ -252,7 +252,7 @@ class FeatureStore:
     def _cache(self, tenant_id: str) -> FeatureCache:
         if tenant_id not in self._caches:
             directory = self._root / quote(tenant_id, safe="")
-            self._caches[tenant_id] = FeatureCache(tenant_id, directory, self.room, may_delete=self._is_swept)
+            self._caches[tenant_id] = FeatureCache(tenant_id, directory, self.space, may_delete=self._is_swept)
         return self._caches[tenant_id]
 
 

@@ -139,8 +139,8 @@ class Futures:
         self.large_result_lock = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._writing = RepeatedErrorLog(logger, f"writing results to {directory}")
-        self._storing = RepeatedErrorLog(logger, "storing the places of results")
+        self._write_errors = RepeatedErrorLog(logger, f"writing results to {directory}")
+        self._store_errors = RepeatedErrorLog(logger, "storing the places of results")
 
     async def open(self) -> None:
         await self._store_results_after(await self._store.results.newest())
@@ -285,12 +285,12 @@ class Futures:
         if error := written.exception():
             # Nothing is lost while this process lives: the result stays in memory, and the write is retried.
             if not self._closing.is_set():
-                self._writing.failed(cast(Exception, error))
+                self._write_errors.failed(cast(Exception, error))
                 asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._append, future)
                 return
             logger.error("result %s cannot be written (%s)", future.request_id, error)
         else:
-            self._writing.succeeded()
+            self._write_errors.succeeded()
             future.place = written.result()
             self._unstored.append(future)
         self._appending.discard(future)
@@ -311,10 +311,10 @@ class Futures:
             except SQLAlchemyError as error:
                 if self._closing.is_set():
                     raise
-                self._storing.failed(error)
+                self._store_errors.failed(error)
                 await self._linger(_RETRY_SECONDS)
                 continue
-            self._storing.succeeded()
+            self._store_errors.succeeded()
             del self._unstored[: len(batch)]
             for future in batch:
                 future.end()

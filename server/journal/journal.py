@@ -81,7 +81,7 @@ class Journal:
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
         self._segments = SegmentLog(directory, segment_bytes, sync, guard)
         self._directory = directory
-        self._trouble = RepeatedErrorLog(logger, f"writing the journal in {directory}")
+        self._write_errors = RepeatedErrorLog(logger, f"writing the journal in {directory}")
         self.unreadable: set[int] = set()
         # The offsets of held entries, by segment.
         self._held: defaultdict[int, set[int]] = defaultdict(set)
@@ -110,10 +110,10 @@ class Journal:
             if isinstance(error, RecordTooLarge):
                 appended.set_exception(RequestError(f"the request cannot be journaled: {error}", 413))
                 return
-            self._trouble.failed(_named(error))
+            self._write_errors.failed(_named(error))
             appended.set_exception(RequestError(self._unwritable(error), 503))
             return
-        self._trouble.succeeded()
+        self._write_errors.succeeded()
         place = written.result()
         self._held[place.segment].add(place.offset)
         self._newest = place.segment
@@ -125,9 +125,9 @@ class Journal:
         try:
             await self._segments.check_writable()
         except OSError as error:
-            self._trouble.failed(_named(error))
+            self._write_errors.failed(_named(error))
             return self._unwritable(error)
-        self._trouble.succeeded()
+        self._write_errors.succeeded()
         return None
 
     def _unwritable(self, error: OSError) -> str:

@@ -198,11 +198,11 @@ def _check_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None
         raise OperationError(f"capture_for is only for policies, and this is a {run.role}: leave it out")
 
 
-def _with_layers(place: FeatureLocation, draft: RunRecord) -> FeatureLocation:
-    """Returns the place with what a policy's pass must capture for the draft while it trains."""
+def _with_layers(location: FeatureLocation, draft: RunRecord) -> FeatureLocation:
+    """Returns the location with what a policy's pass must capture for the draft while it trains."""
     config = draft_of(draft.training)
     assert config is not None and config.capture_layers is not None
-    return replace(place, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
+    return replace(location, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
 
 
 async def _run_without_capture(context: OperationContext, request: ForwardBackwardRequest) -> ForwardBackwardOutput:

@@ -63,7 +63,7 @@ class ForwardBackward(Operation):
         if request.loss_fn == STABLE_REINFORCE:
             request = await context.recordings.fill_in(run.tenant_id, request)
         if self.feature_uses:
-            request = context.features.with_feature_place(run, request)
+            request = context.features.with_feature_location(run, request)
         output = await self._run_pass(context, run, request)
         arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
         if sum(array.nbytes for array in arrays) < LARGE_BYTES:

@@ -150,7 +150,7 @@ class Tenure:
     def __init__(self, lease: Lease, record: LeaseRecord, sent_at: float) -> None:
         self._lease = lease
         self.record = record
-        self._trouble: str | None = None
+        self._outage: str | None = None
         self._extend(sent_at)
 
     @property
@@ -161,7 +161,7 @@ class Tenure:
     @property
     def renewal_error(self) -> str | None:
         """Says why the lease cannot be renewed now, or is None."""
-        return self._trouble and f"the server's database does not answer ({self._trouble})"
+        return self._outage and f"the server's database does not answer ({self._outage})"
 
     def check(self) -> None:
         """Serves as the guard of segments. Raises LeaseExpired if the lease may have expired."""
@@ -185,9 +185,9 @@ class Tenure:
                 await asyncio.sleep(_LOOK_SECONDS)
             else:
                 self._extend(sent_at)
-                if self._trouble is not None:
+                if self._outage is not None:
                     logger.warning("the database answers again, and the lease is renewed")
-                    self._trouble = None
+                    self._outage = None
         self._valid_until = -math.inf
         logger.error("the lease of epoch %d is lost: another server has taken it", self.record.epoch)
 
@@ -204,9 +204,9 @@ class Tenure:
 
     def _report_outage(self, words: str) -> None:
         """Logs the outage when it begins."""
-        if self._trouble is None:
+        if self._outage is None:
             logger.error("the lease cannot be renewed: the database does not answer (%s)", words)
-        self._trouble = words
+        self._outage = words
 
     def take_live_state(self, state_dir: Path) -> Path:
         """Takes over the directory of live runs and results by renaming it, so that a former holder no longer finds it.
@@ -237,7 +237,7 @@ class Tenure:
             raise LeaseLost(f"the live state of epoch {found[-1]} has just been taken by another server") from None
         sync_directory(state_dir)
         for name in _SEGMENT_DIRECTORIES:
-            _try_to_shut_out(directory / name)
+            _try_to_fence_off(directory / name)
         for older in found[:-1]:  # a former holder may have created it before it noticed its loss
             shutil.rmtree(_directory(state_dir, older), ignore_errors=True)
         return directory
@@ -253,7 +253,7 @@ def _no_live_state(state_dir: Path) -> ValueError:
     )
 
 
-def _try_to_shut_out(directory: Path) -> None:
+def _try_to_fence_off(directory: Path) -> None:
     """Fences off a former holder. A full disk does not stop the takeover, since late records were never
     acknowledged.
     """

@@ -143,7 +143,7 @@ def locked_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[Sta
     """
     _make(state_dir, sync)
     try:
-        claim = StateLock(state_dir)
+        lock = StateLock(state_dir)
     except BlockingIOError as error:
         raise StartError(
             f"state directory {state_dir} is in use by {error.strerror}: stop that one, or choose another directory "
@@ -152,9 +152,9 @@ def locked_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[Sta
     except OSError as error:
         raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
     try:
-        yield claim
+        yield lock
     finally:
-        claim.close()
+        lock.close()
 
 
 class StateLockLost(OSError):

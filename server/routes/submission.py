@@ -166,7 +166,7 @@ async def _claim_features(
     services.features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
     num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
-    reservation.add_features(num_bytes, await services.features.room.reserve(tenant.id, num_bytes))
+    reservation.add_features(num_bytes, await services.features.space.reserve(tenant.id, num_bytes))
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:

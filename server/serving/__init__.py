@@ -1,1 +1,1 @@
-"""Runs one server process: assembles its parts, claims its state, opens its socket, and stops it."""
+"""Runs one server process: assembles its parts, takes its state, opens its socket, and stops it."""

@@ -272,16 +272,16 @@ async def _tidy_up(services: Services) -> None:
 
 
 async def _run_periodically(name: str, chores: Callable[[], Awaitable[object]]) -> None:
-    trouble = RepeatedErrorLog(logger, name)
+    errors = RepeatedErrorLog(logger, name)
     while True:
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
         try:
             await chores()
         except Exception as error:
             # The next round may succeed, for example after a full disk was cleaned up.
-            trouble.failed(error)
+            errors.failed(error)
         else:
-            trouble.succeeded()
+            errors.succeeded()
 
 
 def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:

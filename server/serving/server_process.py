@@ -1,6 +1,6 @@
-"""Runs one server process: claims the state directory, binds the socket, loads models, serves, and shuts down.
+"""Runs one server process: takes the state directory, binds the socket, loads models, serves, and shuts down.
 
-On SQLite the claim is a lock that lasts as long as the process. On PostgreSQL it is a lease: the process serves while
+On SQLite the state directory is locked for this process. On PostgreSQL there is a lease: the process serves while
 it holds the lease, and otherwise forwards requests to the holder.
 """
 
@@ -83,11 +83,11 @@ def serve(config: ServerConfig) -> None:
     check_certificate(config)
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    claimed = locked_state_directory if config.store.database_url is None else created_state_directory
+    opened = locked_state_directory if config.store.database_url is None else created_state_directory
     # The socket is bound first, so that no state directory is created if the server cannot listen.
     with (
         bound_socket(config.network.host, config.network.port) as listener,
-        claimed(config.store.state_dir, config.store.durability == "power") as claim,
+        opened(config.store.state_dir, config.store.durability == "power") as lock,
     ):
         disconnect_stalled_clients(listener)
         keep_private(config.store.state_dir, STATE_PATTERNS)
@@ -95,7 +95,7 @@ def serve(config: ServerConfig) -> None:
             keep_private(Path(config.checkpoint_storage.checkpoints).expanduser(), CHECKPOINT_PATTERNS)
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner, bounded_exit():
-            runner.run(until_signal(partial(_serve, config, listener, claim)))
+            runner.run(until_signal(partial(_serve, config, listener, lock)))
 
 
 @contextlib.contextmanager
@@ -148,7 +148,7 @@ def allow_many_connections() -> None:
 
 
 async def _serve(
-    config: ServerConfig, listener: socket.socket, claim: StateLock | None, on_ready: Callable[[], None]
+    config: ServerConfig, listener: socket.socket, lock: StateLock | None, on_ready: Callable[[], None]
 ) -> None:
     config = await download_models(config, say)
     url = url_of(config.network.host, listener, "http" if config.network.tls_certificate is None else "https")
@@ -162,8 +162,8 @@ async def _serve(
             write_ready(url)
             say(words)
 
-        if claim is not None:
-            async with _leading(config, None, claim.check) as app:
+        if lock is not None:
+            async with _leading(config, None, lock.check) as app:
                 greet = partial(announce, greeting(config, url, has_keys))
                 await _HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:

@@ -81,8 +81,8 @@ class LeaseGuard:
             if has_begun:
                 return
             reason = "this server no longer holds the lease"
-            if (trouble := self._tenure.renewal_error) is not None:
-                reason = f"{reason}, because {trouble}"
+            if (cause := self._tenure.renewal_error) is not None:
+                reason = f"{reason}, because {cause}"
             if scope["path"] == _READINESS:
                 await _readiness("unavailable", None, reason)(scope, receive, send)
             else:

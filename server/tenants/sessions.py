@@ -216,16 +216,16 @@ class Sessions:
                 logger.exception("releasing the resources of session %s failed", session_id)
 
     async def _expire_in_time(self) -> None:
-        period, trouble = min(10.0, self._expiry_seconds / 4), RepeatedErrorLog(logger, "bringing sessions up to date")
+        period, errors = min(10.0, self._expiry_seconds / 4), RepeatedErrorLog(logger, "bringing sessions up to date")
         while True:
             await asyncio.sleep(period)
             try:
                 await self._save_heartbeats()
                 await self.expire()
             except SQLAlchemyError as error:  # for example a full disk: the next round may succeed
-                trouble.failed(error)
+                errors.failed(error)
             else:
-                trouble.succeeded()
+                errors.succeeded()
 
     async def _save_heartbeats(self) -> None:
         """Stores the last heartbeats, which listings show; expiry does not read them from the store."""

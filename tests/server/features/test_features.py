@@ -626,7 +626,7 @@ async def test_references_written_by_earlier_versions_are_read(config: ServerCon
     (directory / f"{ADDRESS}.json").write_text(json.dumps(written))
     features = FeatureStore(tmp_path / "features", config)
     await features.open()
-    assert features.room.limits("tml-alice/a")["feature_bytes"].used == len("features")
+    assert features.space.limits("tml-alice/a")["feature_bytes"].used == len("features")
     assert (features.stock().num_sequences, features.stock().num_references) == (1, 2)
     await features.sweep({"s:train:0"})
     assert json.loads((directory / f"{ADDRESS}.json").read_text()) == written, "nothing is rewritten"

@@ -20,7 +20,7 @@ def remove_lock(state: Path) -> None:
 
 
 def test_removing_the_lock_file_admits_no_second_server(tmp_path: Path) -> None:
-    with locked_state_directory(tmp_path) as claim:
+    with locked_state_directory(tmp_path) as lock:
         with pytest.raises(StartError, match=f"process id {os.getpid()}"), locked_state_directory(tmp_path):
             pass
         remove_lock(tmp_path)
@@ -28,7 +28,7 @@ def test_removing_the_lock_file_admits_no_second_server(tmp_path: Path) -> None:
             with pytest.raises(StartError, match=r"whose server\.lock was removed"), locked_state_directory(tmp_path):
                 pass
             remove_lock(tmp_path)
-        claim.check()
+        lock.check()
         assert (tmp_path / "server.lock").read_text() == f"{os.getpid()}\n"
     with locked_state_directory(tmp_path):
         pass
@@ -51,8 +51,8 @@ def no_directory_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_without_directory_locks_a_removed_lock_file_is_recreated(
     tmp_path: Path,
 ) -> None:
-    with locked_state_directory(tmp_path) as claim:
-        journal = Journal(tmp_path / "journal", 1 << 20, guard=claim.check)
+    with locked_state_directory(tmp_path) as lock:
+        journal = Journal(tmp_path / "journal", 1 << 20, guard=lock.check)
         await journal.append(HEADER)
         remove_lock(tmp_path)
         await journal.append(HEADER)
@@ -63,8 +63,8 @@ async def test_without_directory_locks_a_removed_lock_file_is_recreated(
 
 @pytest.mark.usefixtures("no_directory_locks")
 async def test_without_directory_locks_the_slower_server_accepts_nothing(tmp_path: Path) -> None:
-    with locked_state_directory(tmp_path) as claim:
-        journal = Journal(tmp_path / "journal", 1 << 20, guard=claim.check)
+    with locked_state_directory(tmp_path) as lock:
+        journal = Journal(tmp_path / "journal", 1 << 20, guard=lock.check)
         await journal.append(HEADER)
         remove_lock(tmp_path)
         with locked_state_directory(tmp_path):
@@ -76,10 +76,10 @@ async def test_without_directory_locks_the_slower_server_accepts_nothing(tmp_pat
 
 
 def test_a_replaced_state_directory_is_not_written_to(tmp_path: Path) -> None:
-    with locked_state_directory(tmp_path / "state") as claim:
+    with locked_state_directory(tmp_path / "state") as lock:
         (tmp_path / "state").rename(tmp_path / "before")
         with pytest.raises(StateLockLost, match="is no longer the directory"):
-            claim.check()
+            lock.check()
         with locked_state_directory(tmp_path / "state"), pytest.raises(StateLockLost):
-            claim.check()
+            lock.check()
     assert list((tmp_path / "state").iterdir()) == [tmp_path / "state" / "server.lock"]

@@ -1,1 +1,1 @@
-"""Reads request bodies within limits and decodes them."""
+"""Reads request bodies within limits, decodes them, and turns errors into responses."""

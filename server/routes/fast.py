@@ -10,11 +10,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..http.errors import HANDLED_ERRORS, handle_error
 from ..tenants.auth import Tenant
 from .services import Services
 
 Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
-ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def find_endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
@@ -29,20 +29,11 @@ def find_endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mappin
 
 
 class FastRoutes:
-    """ASGI middleware that calls the endpoints itself.
+    """ASGI middleware that calls the endpoints itself."""
 
-    error_handlers: the application's handlers for the errors that the endpoints raise.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        endpoints: Mapping[str, Endpoint],
-        error_handlers: Mapping[type[Exception], ErrorHandler],
-    ) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
         self._endpoints = endpoints
-        self._error_handlers = error_handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_post = scope["type"] == "http" and scope["method"] == "POST"
@@ -53,7 +44,6 @@ class FastRoutes:
         request = Request(scope, receive, send)
         try:
             response = await endpoint(request, request.app.state.services, request.state.tenant)
-        except tuple(self._error_handlers) as error:
-            handlers = (handle for kind, handle in self._error_handlers.items() if isinstance(error, kind))
-            response = await next(handlers)(request, error)
+        except HANDLED_ERRORS as error:
+            response = await handle_error(request, error)
         await response(scope, receive, send)

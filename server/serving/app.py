@@ -3,29 +3,21 @@
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from sqlalchemy.exc import SQLAlchemyError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from fastapi import FastAPI
 
-from ...schemas.codec import describe_errors
-from ...schemas.errors import RequestError
-from ...schemas.openai import ErrorBody, OpenAiError
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
 from ..files.segment_log import Guard
+from ..http.errors import ERROR_HANDLERS, internal_error
 from ..journal.completion_log import Completions
 from ..journal.futures import Futures
 from ..journal.journal import Journal
@@ -48,7 +40,6 @@ from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
-from ..store.database.database_errors import OUTAGE_ERRORS, driver_message
 from ..tenants.auth import Auth
 from ..tenants.gate import Gate
 from ..tenants.quotas import Quotas
@@ -61,12 +52,8 @@ _HOUSEKEEPING_SECONDS = 30.0
 _ENDED_SESSIONS = 10
 """Ended sessions that are kept per tenant, as a multiple of those that it may have open."""
 
-_DATABASE_RETRY_SECONDS = 2
 _BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
 """Routes that clients call for every operation."""
-
-_OPENAI_PATHS = ("/chat/completions", "/completions", "/models")
-"""Paths that OpenAI's clients request if their base URL lacks /v1."""
 
 _DESCRIPTION = """
 Trains and samples language models over HTTP, in the protocol of the Tinker SDK. Send your key as `X-API-Key`.
@@ -119,19 +106,12 @@ def create_app(
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai, pages):
         app.include_router(routes.router)
-    error_handlers = {
-        RequestError: error_response,
-        RequestValidationError: _invalid,
-        HTTPException: _http_error,
-        ClientDisconnect: _client_disconnected,
-        **dict.fromkeys(OUTAGE_ERRORS, _no_database),
-    }
-    for kind, handler in error_handlers.items():
+    for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_exception_handler(Exception, _internal_error)
+    app.add_exception_handler(Exception, internal_error)
     busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
-    app.add_middleware(FastRoutes, endpoints=busy, error_handlers=error_handlers)
-    app.add_middleware(Gate, config=config, error_handlers=error_handlers)
+    app.add_middleware(FastRoutes, endpoints=busy)
+    app.add_middleware(Gate, config=config)
     return app
 
 
@@ -282,62 +262,3 @@ async def _run_periodically(name: str, chores: Callable[[], Awaitable[object]]) 
             errors.failed(error)
         else:
             errors.succeeded()
-
-
-def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Returns an error response in the format of OpenAI's API or of ours, depending on the path."""
-    if request.url.path.startswith(("/v1/", *_OPENAI_PATHS)):
-        return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
-    return JSONResponse({"detail": message}, status, headers)
-
-
-async def error_response(request: Request, error: Exception) -> JSONResponse:
-    """Returns the response to a RequestError, with Retry-After if it has one."""
-    assert isinstance(error, RequestError)
-    headers = {}
-    if error.retry_after_seconds is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
-        headers["Retry-After-Ms"] = str(round(1000 * error.retry_after_seconds))  # the SDK reads this one first
-    if error.status == 401:
-        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # the SDK exchanges its key for a new token then
-    if isinstance(error, OpenAiError):
-        body = ErrorBody.of(error.message, error.status, error.param, error.code)
-        return JSONResponse(body.model_dump(), error.status, headers)
-    return _error(request, error.message, error.status, headers)
-
-
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return _error(request, describe_errors(list(error.errors())), 400)
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
-    detail = error.detail
-    if error.status_code == 404 and request.url.path.startswith("/api/v1/api/v1"):
-        detail = f"the base URL is {request.base_url}, without /api/v1: clients append that themselves"
-    elif error.status_code == 404 and request.url.path.startswith(_OPENAI_PATHS):
-        detail = f"OpenAI's API is at {request.base_url}v1 here: end the client's base URL with /v1"
-    elif error.status_code == 405 and error.headers and (allowed := error.headers.get("Allow")):
-        detail = f"{request.url.path} accepts {allowed}, not {request.method}"
-    elif error.status_code == 404 and detail == "Not Found":
-        detail = f"there is no {request.method} {request.url.path} here: see /docs for all routes"
-    return _error(request, detail, error.status_code, error.headers)
-
-
-async def _client_disconnected(request: Request, error: Exception) -> JSONResponse:
-    # The client has disconnected, so no one reads the response; nothing was submitted, and the client will retry.
-    logger.info("a client disconnected during %s %s", request.method, request.url.path)
-    return _error(request, "the connection closed before the body was complete", 400)
-
-
-async def _no_database(request: Request, error: Exception) -> JSONResponse:
-    # 503, since a retry may succeed.
-    assert isinstance(error, SQLAlchemyError)
-    logger.error("%s %s: the database fails (%s)", request.method, request.url.path, driver_message(error))
-    message = f"the server's database cannot be used ({driver_message(error)}): try again, or free space there"
-    return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
-
-
-async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return _error(request, f"internal error in {request.method} {request.url.path}: the log has it", 500)

@@ -1,15 +1,12 @@
 """Checks a request before its body is read: its tenant, its scope, its rate, and the size of its body."""
 
-from collections.abc import Awaitable, Callable, Mapping
-
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..config.server_config import ServerConfig
 from ..http.bodies import body_limits, has_body, limited
+from ..http.errors import HANDLED_ERRORS, handle_error
 from .scopes import LARGE_BODIES, find_route
-
-ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class Gate:
@@ -17,16 +14,11 @@ class Gate:
 
     Sets `tenant` (on routes that take a key) and `body_limits` in the request's state; reading a body beyond the
     limits raises BodyTooLarge.
-
-    error_handlers: the application's handlers of the errors that authentication raises.
     """
 
-    def __init__(
-        self, app: ASGIApp, config: ServerConfig, error_handlers: Mapping[type[Exception], ErrorHandler]
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._limits = {is_large: body_limits(config, is_large) for is_large in (False, True)}
-        self._error_handlers = error_handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,9 +36,8 @@ class Gate:
         """Returns the response to a request that is refused, without waiting for its body; None if it is admitted."""
         try:
             request.state.tenant = await request.app.state.services.auth.admit(request, route)
-        except tuple(self._error_handlers) as error:
-            handlers = (handle for kind, handle in self._error_handlers.items() if isinstance(error, kind))
-            refusal = await next(handlers)(request, error)
+        except HANDLED_ERRORS as error:
+            refusal = await handle_error(request, error)
             if has_body(request.scope):
                 refusal.headers["Connection"] = "close"
             return refusal

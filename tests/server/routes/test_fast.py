@@ -17,7 +17,7 @@ def through_fastapi(app: FastAPI) -> FastAPI:
         plain.include_router(routes.router)
     for kind, handler in app.exception_handlers.items():
         plain.add_exception_handler(kind, handler)
-    plain.add_middleware(Gate, config=app.state.services.config, error_handlers=plain.exception_handlers)
+    plain.add_middleware(Gate, config=app.state.services.config)
     plain.state.services = app.state.services
     return plain
 

@@ -1,0 +1,101 @@
+"""Turns errors into responses, in the format of OpenAI's API or of ours."""
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ...schemas.codec import describe_errors
+from ...schemas.errors import RequestError
+from ...schemas.openai import ErrorBody, OpenAiError
+from ..store.database.database_errors import OUTAGE_ERRORS, driver_message
+
+logger = logging.getLogger(__name__)
+
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
+_DATABASE_RETRY_SECONDS = 2
+_OPENAI_PATHS = ("/chat/completions", "/completions", "/models")
+"""Paths that OpenAI's clients request if their base URL lacks /v1."""
+
+
+def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Returns an error response in the format of OpenAI's API or of ours, depending on the path."""
+    if request.url.path.startswith(("/v1/", *_OPENAI_PATHS)):
+        return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
+    return JSONResponse({"detail": message}, status, headers)
+
+
+async def error_response(request: Request, error: Exception) -> JSONResponse:
+    """Returns the response to a RequestError, with Retry-After if it has one."""
+    assert isinstance(error, RequestError)
+    headers = {}
+    if error.retry_after_seconds is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+        headers["Retry-After-Ms"] = str(round(1000 * error.retry_after_seconds))  # the SDK reads this one first
+    if error.status == 401:
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # the SDK exchanges its key for a new token then
+    if isinstance(error, OpenAiError):
+        body = ErrorBody.of(error.message, error.status, error.param, error.code)
+        return JSONResponse(body.model_dump(), error.status, headers)
+    return _error(request, error.message, error.status, headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _error(request, describe_errors(list(error.errors())), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == 404 and request.url.path.startswith("/api/v1/api/v1"):
+        detail = f"the base URL is {request.base_url}, without /api/v1: clients append that themselves"
+    elif error.status_code == 404 and request.url.path.startswith(_OPENAI_PATHS):
+        detail = f"OpenAI's API is at {request.base_url}v1 here: end the client's base URL with /v1"
+    elif error.status_code == 405 and error.headers and (allowed := error.headers.get("Allow")):
+        detail = f"{request.url.path} accepts {allowed}, not {request.method}"
+    elif error.status_code == 404 and detail == "Not Found":
+        detail = f"there is no {request.method} {request.url.path} here: see /docs for all routes"
+    return _error(request, detail, error.status_code, error.headers)
+
+
+async def _client_disconnected(request: Request, error: Exception) -> JSONResponse:
+    # The client has disconnected, so no one reads the response; nothing was submitted, and the client will retry.
+    logger.info("a client disconnected during %s %s", request.method, request.url.path)
+    return _error(request, "the connection closed before the body was complete", 400)
+
+
+async def _no_database(request: Request, error: Exception) -> JSONResponse:
+    # 503, since a retry may succeed.
+    assert isinstance(error, SQLAlchemyError)
+    logger.error("%s %s: the database fails (%s)", request.method, request.url.path, driver_message(error))
+    message = f"the server's database cannot be used ({driver_message(error)}): try again, or free space there"
+    return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
+
+
+async def internal_error(request: Request, error: Exception) -> JSONResponse:
+    return _error(request, f"internal error in {request.method} {request.url.path}: the log has it", 500)
+
+
+ERROR_HANDLERS: Mapping[type[Exception], ErrorHandler] = {
+    RequestError: error_response,
+    RequestValidationError: _invalid,
+    HTTPException: _http_error,
+    ClientDisconnect: _client_disconnected,
+    **dict.fromkeys(OUTAGE_ERRORS, _no_database),
+}
+"""The handlers of the errors that a request may cause; any other is an internal error."""
+
+HANDLED_ERRORS = tuple(ERROR_HANDLERS)
+
+
+async def handle_error(request: Request, error: Exception) -> Response:
+    """Returns the response to one of HANDLED_ERRORS, for middleware that runs outside FastAPI."""
+    return await next(handle for kind, handle in ERROR_HANDLERS.items() if isinstance(error, kind))(request, error)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from ...schemas.codec import describe_errors
 from ...schemas.errors import RequestError
 from ...schemas.openai import ErrorBody, OpenAiError
-from ..store.database.database_errors import OUTAGE_ERRORS, driver_message
+from ..store.database.database_errors import OUTAGE_ERRORS, driver_message, outage_message
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ async def _no_database(request: Request, error: Exception) -> JSONResponse:
     # 503, since a retry may succeed.
     assert isinstance(error, SQLAlchemyError)
     logger.error("%s %s: the database fails (%s)", request.method, request.url.path, driver_message(error))
-    message = f"the server's database cannot be used ({driver_message(error)}): try again, or free space there"
+    message = f"{outage_message(error)}: try again, or free space there"
     return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
 
 

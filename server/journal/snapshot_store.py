@@ -58,7 +58,7 @@ class SnapshotStore:
         Blocking, because the snapshot must be handed to the dispatch before anything is awaited; takes 40 us, 200 us
         for the first of a run.
         """
-        staging = staging_path(self._of(run_id))
+        staging = staging_path(self._run_directory(run_id))
         staging.mkdir(parents=True)
         return staging
 
@@ -66,7 +66,7 @@ class SnapshotStore:
         self, staging: Path, run_id: str, seq_id: int, tainted_by: str | None, held: Mapping[int, Mapping[str, int]]
     ) -> RunSnapshot:
         """Seals the staged files and renames them into place. Raises OSError."""
-        snapshot = RunSnapshot(seq_id, self._of(run_id) / str(seq_id), tainted_by, held)
+        snapshot = RunSnapshot(seq_id, self._run_directory(run_id) / str(seq_id), tainted_by, held)
         await asyncio.to_thread(self._seal_and_rename, staging, snapshot)
         return snapshot
 
@@ -99,11 +99,11 @@ class SnapshotStore:
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     async def remove_all(self, run_id: str) -> None:
-        await self.remove(self._of(run_id))
+        await self.remove(self._run_directory(run_id))
 
     def _find(self, run_id: str) -> list[RunSnapshot]:
         found = []
-        for path in self._of(run_id).glob("[0-9]*"):
+        for path in self._run_directory(run_id).glob("[0-9]*"):
             try:
                 check_directory(path, hashes=False)
                 seq_id = int(path.name.removesuffix(_COPY))
@@ -114,7 +114,7 @@ class SnapshotStore:
                 logger.error("a snapshot cannot be used: %s", error)
         return sorted(found, key=lambda one: -one.seq_id)
 
-    def _of(self, run_id: str) -> Path:
+    def _run_directory(self, run_id: str) -> Path:
         return self._root / directory_name(run_id)
 
     def _copy_and_rename(self, source: Path, staging: Path, copy: RunSnapshot) -> None:

@@ -45,11 +45,13 @@ class Outcome(Enum):
 
 @dataclass(eq=False)
 class ReplayEntry:
-    """An operation's entry in the journal and in the run's replay log; the operation itself may be large.
+    """An operation's entry in the run's replay log, which outlives the operation itself.
 
-    place: None until the entry is written. outcome: None until the operation has ended, or if it is no longer known.
-    taints: the next step would be wrong without it. is_result_stored: the database has the place of its result, or it
-    has none. is_covered: by the two newest snapshots, or it changed no state.
+    place: of its entry in the journal, None until that is written.
+    outcome: None until the operation has ended, or if it is no longer known.
+    taints: the next step would be wrong without it.
+    is_result_stored: the database has the place of its result, or it has none.
+    is_covered: by the two newest snapshots, or it changed no state.
     added_at: when it was added to the log, monotonic.
     """
 

@@ -35,7 +35,7 @@ class PinnedCheckpoints:
 
         Raises ValueError if it is damaged.
         """
-        directory = self._of(run_id) / _name(seq_id, part)
+        directory = self._run_directory(run_id) / _name(seq_id, part)
         if not await asyncio.to_thread(directory.exists):
             return None
         await asyncio.to_thread(check_directory, directory)
@@ -51,7 +51,7 @@ class PinnedCheckpoints:
                 it.
         """
         try:
-            return await asyncio.to_thread(self._keep, self._of(run_id), _name(seq_id, part), checkpoint)
+            return await asyncio.to_thread(self._keep, self._run_directory(run_id), _name(seq_id, part), checkpoint)
         except FileNotFoundError as error:
             raise OperationError("the checkpoint was not loaded, because it was deleted meanwhile") from error
         except OSError as error:
@@ -61,17 +61,17 @@ class PinnedCheckpoints:
 
     async def unpin_up_to(self, run_id: str, seq_id: int) -> None:
         """Deletes the checkpoints of operations up to this seq_id, which snapshots cover."""
-        await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number > seq_id)
+        await asyncio.to_thread(self._retain, self._run_directory(run_id), lambda number: number > seq_id)
 
     async def retain(self, run_id: str, seq_ids: Collection[int]) -> None:
         """Deletes the checkpoints of all other operations, at server start.
 
         An operation that the journal lost in a machine crash may be sent again as a different one.
         """
-        await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number in seq_ids)
+        await asyncio.to_thread(self._retain, self._run_directory(run_id), lambda number: number in seq_ids)
 
     async def unpin_all(self, run_id: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._of(run_id), ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._run_directory(run_id), ignore_errors=True)
 
     def sweep(self, live: Collection[str]) -> None:
         """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
@@ -80,26 +80,26 @@ class PinnedCheckpoints:
             if directory.name.startswith(STAGING) or directory.name not in names:
                 shutil.rmtree(directory, ignore_errors=True)
 
-    def _of(self, run_id: str) -> Path:
+    def _run_directory(self, run_id: str) -> Path:
         return self._root / directory_name(run_id)
 
-    def _keep(self, of_run: Path, name: str, checkpoint: Path) -> Path:
-        staging = staging_path(of_run)
+    def _keep(self, run_directory: Path, name: str, checkpoint: Path) -> Path:
+        staging = staging_path(run_directory)
         try:
             make_directory(staging, self._sync)
             link_files(checkpoint, staging)
             link_or_copy(checkpoint / MANIFEST, staging / MANIFEST)
             if self._sync:
                 sync_files(staging)
-            shutil.rmtree(of_run / name, ignore_errors=True)
-            move_into_place(staging, of_run / name, root=of_run if self._sync else None)
+            shutil.rmtree(run_directory / name, ignore_errors=True)
+            move_into_place(staging, run_directory / name, root=run_directory if self._sync else None)
         except OSError:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        return of_run / name
+        return run_directory / name
 
-    def _retain(self, of_run: Path, is_needed: Callable[[int], bool]) -> None:
-        for directory in of_run.glob("[0-9]*"):
+    def _retain(self, run_directory: Path, is_needed: Callable[[int], bool]) -> None:
+        for directory in run_directory.glob("[0-9]*"):
             if not is_needed(int(directory.name.partition("-")[0])):
                 shutil.rmtree(directory, ignore_errors=True)
 

@@ -28,8 +28,9 @@ _OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_e
 
 @dataclass(frozen=True)
 class EarlierOperation:
-    """An operation that an earlier process accepted or refused; outcome: None if it has no result. feature_bytes: see
-    Header.
+    """An operation that an earlier process accepted or refused.
+
+    place: of its journal entry. outcome: None if it has no result. feature_bytes: see Header.
     """
 
     kind: str

@@ -10,7 +10,7 @@ from ..journal.journal import Header
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation
 from ..store import RunRecord
-from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, driver_message
+from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from .replay_log import ReplayLog
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RunState:
 
     async def wait_out(self, outage: SQLAlchemyError) -> None:
         """Waits a little for the database, which could not be used."""
-        reason = f"the server's database cannot be used ({driver_message(outage)})"
+        reason = outage_message(outage)
         if reason != self.outage:
             logger.error("%s waits: %s", self.record.run_id, reason)
         self.outage = reason

@@ -8,7 +8,7 @@ from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..journal.strikes import Strikes
-from ..store.database.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, driver_message
+from ..store.database.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, outage_message
 from ..tenants.auth import Tenant
 from .ephemeral_weights import EphemeralWeights
 from .sampler import Sampler
@@ -61,7 +61,7 @@ class WeightLoader:
                 await strikes.add(lost)
             except OUTAGE_ERRORS as error:
                 self.invalidate(sampler, loading)
-                outage = f"the server's database cannot be used ({driver_message(error)})"
+                outage = outage_message(error)
                 if outage != sampler.outage:
                     logger.error("sampler %s waits: %s", sampler.record.sampler_id, outage)
                 sampler.outage = outage

@@ -20,6 +20,11 @@ OUTAGE_RETRY_SECONDS = 2.0
 """Interval at which accepted work tries again to use the database."""
 
 
+def outage_message(error: SQLAlchemyError) -> str:
+    """Returns the reason that clients get while the database is away."""
+    return f"the server's database cannot be used ({driver_message(error)})"
+
+
 def driver_message(error: SQLAlchemyError) -> str:
     """Returns the driver's message, without the SQL statement."""
     return str(error.orig if isinstance(error, DBAPIError) else error)

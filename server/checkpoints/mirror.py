@@ -149,7 +149,7 @@ class CheckpointMirrors:
 
     async def _repeat(self, work: Callable[[], Awaitable[float | None]]) -> None:
         """Runs `work` for ever. It returns the seconds until more work is due, or None if only a change brings more."""
-        change, errors = asyncio.Event(), RepeatedErrorLog(logger, "keeping up the copies of checkpoints")
+        change, errors = asyncio.Event(), RepeatedErrorLog(logger, "copying checkpoints to mirrors")
         self._changes.append(change)
         while True:
             change.clear()

@@ -210,8 +210,8 @@ async def _running(services: Services) -> AsyncIterator[None]:
         services.sessions.start_expiry()
         for name, chores in (
             ("housekeeping", partial(_tidy_up, services)),
-            ("bringing runs into snapshots", services.runs.snapshot_old_runs),
-            ("writing a file for trial", services.journal.check_writable),
+            ("taking snapshots of old runs", services.runs.snapshot_old_runs),
+            ("checking whether the journal is writable", services.journal.check_writable),
         ):
             stack.callback(asyncio.create_task(_run_periodically(name, chores)).cancel)
         yield

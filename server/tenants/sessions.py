@@ -216,7 +216,7 @@ class Sessions:
                 logger.exception("releasing the resources of session %s failed", session_id)
 
     async def _expire_in_time(self) -> None:
-        period, errors = min(10.0, self._expiry_seconds / 4), RepeatedErrorLog(logger, "bringing sessions up to date")
+        period, errors = min(10.0, self._expiry_seconds / 4), RepeatedErrorLog(logger, "expiring sessions")
         while True:
             await asyncio.sleep(period)
             try:

@@ -8,10 +8,10 @@ from pydantic import JsonValue
 
 from ...schemas.openai import ChatCompletionRequest, ChatMessage, OpenAiError
 from ...schemas.openai_responses import AnswerMessage, ChatChoice, ChatLogprobs, TokenLogprob
-from ..sampling.prompts import Prompt
 from ..text.tokenizer import Chat, Tokenizer, ToolsNotSupported
 from .choices import ChoiceDelta, TokenScores
 from .completion_kind import CompletionKind
+from .prompts import Prompt
 from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
 
 

@@ -9,11 +9,11 @@ from ...schemas.openai import BaseCompletionRequest
 from ...schemas.openai_responses import CompletionTokensDetails, FinishReason, Usage
 from ...schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...workers.protocol.calls import SampledPart
-from ..sampling.prompts import Prompt
 from ..sampling.sampling_job import Stops
 from ..text.sample_text import SampleText
 from ..text.stop_strings import StopString
 from ..text.tokenizer import Tokenizer
+from .prompts import Prompt
 from .sample_batch import JobProgress, JobResult
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ...schemas.openai import Asked
-from ..sampling.prompts import Prompt
 from ..text.tokenizer import Tokenizer
+from .prompts import Prompt
 from .response_writer import ResponseWriter
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from ...schemas.openai import CompletionRequest, OpenAiError
 from ...schemas.openai_responses import CompletionChoice, CompletionLogprobs
-from ..sampling.prompts import Prompt
 from ..sampling.sampling_job import MAX_SAMPLES
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores
 from .completion_kind import CompletionKind
+from .prompts import Prompt
 from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
 
 

@@ -15,9 +15,9 @@ from pydantic_core import to_json
 
 from ...schemas.openai import BaseCompletionRequest
 from ...schemas.openai_responses import Usage
-from ..sampling.prompts import Prompt
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, Echo, TokenScores
+from .prompts import Prompt
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from ...schemas.errors import OperationError
 from ...schemas.openai import BaseCompletionRequest, ChatCompletionRequest, OpenAiError, ResponseFormat
 from ...schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
 from ..sampling.draft_loader import DraftNotFound, DraftNotLoaded
-from ..sampling.prompts import Prompt
 from ..sampling.sampling_job import Stops
+from .prompts import Prompt
 
 MAX_ECHOED_TOKENS = 1 << 21
 """Most echoed prompt tokens in one response, counting each token's alternatives."""

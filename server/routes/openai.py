@@ -32,11 +32,11 @@ from ..openai.chats import CHATS
 from ..openai.choices import ChoiceDelta, RequestChoices
 from ..openai.completion_kind import CompletionKind
 from ..openai.completions import COMPLETIONS
+from ..openai.prompts import Prompt
 from ..openai.response_writer import PromptOutput, ResponseWriter
 from ..openai.sample_batch import JobProgress, JobResult, SampleBatch
 from ..openai.translation import check_alternatives, merge_stops, openai_error, sample_requests
 from ..sampling.draft_loader import DraftNotFound
-from ..sampling.prompts import Prompt
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
-from trainhouse.server.sampling.prompts import Prompt
+from trainhouse.server.openai.prompts import Prompt
 from trainhouse.server.text.sample_text import SampleText
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 

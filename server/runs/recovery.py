@@ -102,7 +102,7 @@ class RunRecovery:
         self._operations = journaled.operations
         self._strikes = journaled.strikes
         # Operations after the newest snapshot whose gradients are pending, by seq_id.
-        self._waiting: dict[int, EarlierOperation] = {}
+        self._pending: dict[int, EarlierOperation] = {}
         self._num_strikes = Counter(one.header.seq_id for one in self._strikes if one.header.kind == STRIKE)
         # Refusals do not count: they may be ahead of operations that have not arrived.
         ended = (seq_id for seq_id, one in self._operations.items() if one.outcome is not None and one.refused is None)
@@ -128,8 +128,8 @@ class RunRecovery:
                 self._services.journal.release(earlier.place)
         while await self._add_next_to_log(recovered):
             recovered.next_seq_id += 1
-        operations = await self._read_all(list(self._waiting.values()))
-        recovered.held |= zip(self._waiting, (one.feature_uses for one in operations), strict=True)
+        operations = await self._read_all(list(self._pending.values()))
+        recovered.held |= zip(self._pending, (one.feature_uses for one in operations), strict=True)
         recovered.unfinished = await self._unfinished(recovered.next_seq_id)
         return recovered
 
@@ -175,9 +175,9 @@ class RunRecovery:
         """Tracks the operations whose features are held until their gradients are used or dropped."""
         if await self._ends_gradients(earlier, recovered.window):
             recovered.held.clear()
-            self._waiting.clear()
+            self._pending.clear()
         elif earlier.kind == ForwardBackward.kind and earlier.outcome is Outcome.DONE:
-            self._waiting[seq_id] = earlier
+            self._pending[seq_id] = earlier
 
     async def _ends_gradients(self, earlier: EarlierOperation, window: OperationWindow) -> bool:
         """True if the operation used or cleared the pending gradients."""

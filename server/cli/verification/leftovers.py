@@ -65,11 +65,11 @@ async def _unlisted(state: VerifiedState, path: Path) -> Problem:
 
 
 def _lost_row(state: VerifiedState, directory: str, manifest: Mapping[str, Any], path: str, remedy: str) -> Problem:
-    repair = Repair("restores its row", lambda: _take_back(state, directory, manifest))
+    repair = Repair("restores its row", lambda: _restore_row(state, directory, manifest))
     return Problem(directory, f"is whole, but the database has no row of {path}", remedy, repair)
 
 
-async def _take_back(state: VerifiedState, directory: str, manifest: Mapping[str, Any]) -> str:
+async def _restore_row(state: VerifiedState, directory: str, manifest: Mapping[str, Any]) -> str:
     if is_url(directory):
         manifest = await state.object_store.check(directory)
     else:

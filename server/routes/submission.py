@@ -211,7 +211,7 @@ async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, 
     if operation.model_id is None:
         return UNORDERED
     run = await services.runs.get(tenant, operation.model_id)
-    return run.priority_of(operation.seq_id or 0)
+    return run.position_of(operation.seq_id or 0)
 
 
 async def _count_as_refused(

@@ -104,7 +104,7 @@ class OperationQueue:
         if len(self._refusals) > _MOST_REFUSALS_KEPT:
             del self._refusals[next(iter(self._refusals))]
 
-    def priority_of(self, seq_id: int) -> QueuePosition:
+    def position_of(self, seq_id: int) -> QueuePosition:
         """Returns the position of an operation that will be submitted with this seq_id; 0 means the next free one."""
         seq_id = seq_id or self.free_seq_id
         if self.arrived_before(seq_id):

@@ -166,9 +166,9 @@ class Run:
         """True if this seq_id arrived before, so that only its response is requested."""
         return self._queue.arrived_before(seq_id)
 
-    def priority_of(self, seq_id: int) -> QueuePosition:
+    def position_of(self, seq_id: int) -> QueuePosition:
         """Returns the position of an operation that will be submitted with this seq_id."""
-        return self._queue.priority_of(seq_id)
+        return self._queue.position_of(seq_id)
 
     async def snapshot_if_older_than(self, held_seconds: float) -> None:
         """Takes snapshots until the journal holds nothing of the run that is older than that.

@@ -187,7 +187,7 @@ async def test_a_gap_in_a_damaged_journal_stops_recovery(make_bench: MakeBench) 
         for seq_id, kind in kinds.items()
     }
     async with resumed(bench, found):
-        assert bench.run.priority_of(0).num_operations == 0
+        assert bench.run.position_of(0).num_operations == 0
     bench.services.journal.unreadable.add(found[3].place.segment)
     with pytest.raises(ValueError, match="operation 2 may be in the damaged part"):
         async with resumed(bench, found):

@@ -218,7 +218,7 @@ class Client:
             with Reservation(self.quotas, self.run.record.tenant_id) as reservation:
                 try:
                     if not reservation.try_claim(num_bytes):
-                        reservation.claim(num_bytes, self.run.priority_of(seq_id))
+                        reservation.claim(num_bytes, self.run.position_of(seq_id))
                 except RequestError as error:
                     assert error.status == 429
                     self.num_throttled += 1
@@ -284,15 +284,15 @@ async def test_operations_before_a_gap_let_no_others_past_the_limit(benches) -> 
     (bench,) = await benches(1, tenant_queued_operations=2)
     bench.operations.may_proceed.clear()
     await bench.optim_step(1)
-    position = bench.run.priority_of(2)
+    position = bench.run.position_of(2)
     assert position.is_ready and not position.is_alone and not position.may_unblock
     await bench.optim_step(3)
-    assert not bench.run.priority_of(4).may_unblock and not bench.run.priority_of(4).is_ready
-    assert bench.run.priority_of(2).may_unblock, "it fills the gap"
-    assert bench.run.priority_of(1).may_unblock, "it only needs its answer"
+    assert not bench.run.position_of(4).may_unblock and not bench.run.position_of(4).is_ready
+    assert bench.run.position_of(2).may_unblock, "it fills the gap"
+    assert bench.run.position_of(1).may_unblock, "it only needs its answer"
     bench.operations.may_proceed.set()
     await bench.result(1)
-    assert bench.run.priority_of(4).may_unblock, "the client may send 2 only after this one is accepted"
+    assert bench.run.position_of(4).may_unblock, "the client may send 2 only after this one is accepted"
 
 
 @pytest.mark.parametrize("order", [range(2, 1001), range(1000, 1, -1)])
@@ -303,7 +303,7 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
         with Reservation(bench.quotas, "alice") as reservation:
             try:
                 if not reservation.try_claim(1):
-                    reservation.claim(1, bench.run.priority_of(seq_id))
+                    reservation.claim(1, bench.run.position_of(seq_id))
             except RequestError:
                 num_throttled += 1
                 continue
@@ -312,9 +312,9 @@ async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(be
     assert (used(bench.quotas)[0], num_throttled) == (20, 999 - 20)
     Reservation(bench.quotas, "alice").charge(100)
     with pytest.raises(RequestError, match="40 s"), Reservation(bench.quotas, "alice") as reservation:
-        reservation.claim(1, bench.run.priority_of(500))
+        reservation.claim(1, bench.run.position_of(500))
     with Reservation(bench.quotas, "alice") as reservation:
-        reservation.claim(1, bench.run.priority_of(1))
+        reservation.claim(1, bench.run.position_of(1))
 
 
 async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> None:
@@ -325,7 +325,7 @@ async def test_concurrent_uploads_of_a_run_stay_within_the_limits(benches) -> No
         for seq_id in range(3, 100):
             reservation = stack.enter_context(Reservation(bench.quotas, "alice"))
             try:
-                reservation.claim(1, bench.run.priority_of(seq_id))
+                reservation.claim(1, bench.run.position_of(seq_id))
             except RequestError:
                 continue
         assert used(bench.quotas)[0] == 20

@@ -52,8 +52,8 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
 """Version -> statements that migrate from the version before. They use SQL that both databases accept, and must never
 be changed after a release.
 
-PostgreSQL databases have at least format 2. VARCHAR_C becomes text with the collation of tables.Text on PostgreSQL, and
-plain text on SQLite.
+PostgreSQL databases have at least format 2. VARCHAR_C becomes text with the collation of schema.PortableText on
+PostgreSQL, and plain text on SQLite.
 """
 
 FORMAT_VERSION = max(MIGRATIONS)

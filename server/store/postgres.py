@@ -38,7 +38,7 @@ _CONNECTING: Mapping[str, str] = {
     "tcp_user_timeout": "15000",
 }
 """Parameters of libpq; those in the URL win."""
-_PASSING_STATES = frozenset(
+_TEMPORARY_STATES = frozenset(
     {
         "25P03",  # idle-in-transaction timeout: the database assumed that this server is gone
         "40001",  # serialization failure
@@ -64,17 +64,17 @@ class PostgresStore(Store):
             ValueError: it cannot be used, or a newer trainhouse wrote it.
         """
         parsed = _parsed(url)
-        self._place = parsed.set(query={}).render_as_string(hide_password=True)
+        self._shown_url = parsed.set(query={}).render_as_string(hide_password=True)
         engine = _engine(parsed)
         try:
             with engine.begin() as connection:
                 # Two servers may start at the same time on an empty database or after an upgrade.
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _OPENING_LOCK})
-                create_or_migrate(connection, self._place, "--database-url")
+                create_or_migrate(connection, self._shown_url, "--database-url")
         except SQLAlchemyError as error:
             engine.dispose()
             kind = DatabaseUnreachable if _is_temporary(error) else ValueError
-            raise kind(f"{self._place} cannot be used: {_reason(error)}") from None
+            raise kind(f"{self._shown_url} cannot be used: {_reason(error)}") from None
         except BaseException:
             engine.dispose()
             raise
@@ -125,7 +125,7 @@ class PostgresStore(Store):
                 if not _is_temporary(error):
                     raise
                 if self._outage.is_too_long():
-                    raise DatabaseUnreachable(f"{self._place} is out of reach: {_reason(error)}") from None
+                    raise DatabaseUnreachable(f"{self._shown_url} is out of reach: {_reason(error)}") from None
                 time.sleep(_RETRY_SECONDS)
             else:
                 self._outage.end()
@@ -169,7 +169,7 @@ def _is_temporary(error: Exception) -> bool:
         return False
     state = getattr(error.orig, "sqlstate", None)
     is_lost = isinstance(error, OperationalError) and (state is None or state.startswith("08"))
-    return error.connection_invalidated or is_lost or state in _PASSING_STATES
+    return error.connection_invalidated or is_lost or state in _TEMPORARY_STATES
 
 
 def _reason(error: SQLAlchemyError) -> str:

@@ -161,7 +161,7 @@ async def _claim_features(
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
     run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, operation.draft_id)]
-    if run.arrived_before(asked.seq_id):
+    if asked.seq_id and run.arrived_before(asked.seq_id):  # 0 requests the next free one
         return
     services.features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)

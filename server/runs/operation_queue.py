@@ -74,7 +74,7 @@ class OperationQueue:
 
     def arrived_before(self, seq_id: int) -> bool:
         """True if this seq_id arrived before, so that only its response is requested."""
-        return 0 < seq_id < self.next_seq_id or seq_id in self.waiting
+        return 0 <= seq_id < self.next_seq_id or seq_id in self.waiting
 
     def check_acceptable(self, seq_id: int) -> None:
         """Raises RequestError if the seq_id cannot be queued."""

@@ -102,7 +102,7 @@ class Run:
         queue, is_next_after_restart = self._queue, False
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = queue.free_seq_id
-        if not 0 <= seq_id < queue.next_seq_id and seq_id not in queue.waiting:
+        if not queue.arrived_before(seq_id):
             if self._state.unusable is not None and seq_id >= 0:
                 raise RequestError(self._state.unusable, 410)
             queue.check_acceptable(seq_id)

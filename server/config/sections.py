@@ -69,7 +69,7 @@ class ModelsSection(Section):
 
 @dataclass(frozen=True)
 class NetworkSection(Section):
-    """The address of the server, and the patience of its connections."""
+    """The address of the server, and the time limits of its connections."""
 
     host: str = knob("127.0.0.1", "non-loopback needs API keys", metavar="ADDRESS", common=True)
     port: int = knob(8000, "0: picks a free port and prints it", common=True, check=between(0, 65535))
@@ -274,7 +274,7 @@ class JournalSection(Section):
 
 @dataclass(frozen=True)
 class CheckpointsSection(Section):
-    """The places of checkpoints and of their copies."""
+    """The directories and URLs of checkpoints and their copies."""
 
     checkpoints: str | None = knob(
         None, "directory, s3://BUCKET/... or another fsspec URL (default: in --state-dir)", metavar="URL"

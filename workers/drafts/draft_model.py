@@ -104,7 +104,9 @@ class DraftModel(Trainable):
             OperationError: the number of tokens is wrong, or the draft has already been trained.
         """
         if len(token_ids) != self.shape.vocabulary:
-            raise OperationError(f"{len(token_ids)} tokens do not fit a draft_vocab_size of {self.shape.vocabulary}")
+            raise OperationError(
+                f"{len(token_ids)} tokens do not fit a draft_vocab_size of {self.shape.vocabulary}: give as many"
+            )
         if self.vocabulary_is_chosen and (
             self.num_steps or self.gradients.window.num_operations or self.has_loaded_weights
         ):

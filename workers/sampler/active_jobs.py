@@ -48,7 +48,7 @@ class ActiveJobs:
             job = Job(spec, self._num_joined, self._limits, self._text)
             self._scheduler.check(job.sequences[0])
         except OperationError as error:
-            self.finished[spec.job_id] = Failure(error.message, error.category)
+            self.finished[spec.job_id] = Failure.of(error)
             return
         self._num_joined += 1
         self._jobs[spec.job_id] = job

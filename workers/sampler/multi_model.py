@@ -140,7 +140,7 @@ class MultiModelSampler:
         try:
             held.enter_context(self._models.resident([model_id], FORWARD_VECTORS))
         except OperationError as error:
-            own = Failure(error.message, error.category)
+            own = Failure.of(error)
         [failure] = self._mesh.first_values([own])
         return failure
 

@@ -26,7 +26,7 @@ class AwaitedWork:
         if self.answer.done():
             return
         if isinstance(answer, Failure):
-            self.answer.set_exception(OperationError(answer.message, answer.category))
+            self.answer.set_exception(answer.error())
         elif isinstance(answer, OperationError):
             self.answer.set_exception(answer)
         else:

@@ -107,7 +107,7 @@ class Supervisor:
         except WorkerDied:
             raise
         except OperationError as error:
-            return Failure(error.message, error.category)
+            return Failure.of(error)
         except Exception as error:
             if not isinstance(error, WorkerError):
                 logger.error("a call to the worker failed", exc_info=error)

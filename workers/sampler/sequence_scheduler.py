@@ -32,10 +32,7 @@ class KVCacheFull(OperationError):
 
 
 class SequenceScheduler:
-    """Decides what each pass runs, and which sequences have slots.
-
-    table: one line for each sequence that is admitted.
-    """
+    """Decides what each pass runs; `table` has a line for each sequence that is admitted."""
 
     def __init__(
         self, slots: SequenceSlots, speculation: SpeculativeDecoder, config: WorkerConfig, base: BaseModel

@@ -14,7 +14,7 @@ PRODUCT = ("__init__.py", "client", "examples", "schemas", "server", "workers")
 # What the product defines for others, by file.
 PRODUCT_USED_ELSEWHERE = {
     # The client's users. Its heartbeat is a task that must not be collected.
-    "__init__.py": "__getattr__",
+    "__init__.py": "__dir__ __getattr__",
     "client/rest.py": """
         list_training_runs get_training_run list_user_checkpoints get_weights_info_by_tinker_path
         delete_checkpoint_from_tinker_path publish_checkpoint_from_tinker_path unpublish_checkpoint_from_tinker_path

@@ -77,6 +77,14 @@ def test_help_ends_with_success(flag: str, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.startswith("usage: trainhouse serve")
 
 
+def test_output_that_is_not_read_to_its_end_is_no_error() -> None:
+    command = [sys.executable, "-m", "trainhouse.server", "serve", "--help-all"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line.main(["--version"])

@@ -272,7 +272,7 @@ def run_rest_guide(server: LiveServer, model: str, script: Path) -> str:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "rest.md").read_text(), re.DOTALL)
     # `-o pipefail`: a refused request inside $(...) ends the script, too.
     script.write_text("set -euxo pipefail\n" + "\n".join(blocks))
-    output = run("env", f"URL={server.url}", "KEY=tml-rest-guide", f"MODEL={model}", "bash", script)
+    output = run("env", f"SERVER={server.url}", "KEY=tml-rest-guide", f"MODEL={model}", "bash", script)
     assert len(blocks) > 10
     assert '"error"' not in output
     assert output.count('"loss:sum"') == 5 and output.count('"stop_reason"') == 5

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -56,7 +57,10 @@ class PrintText(argparse.Action):
         self.text = text
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(self.text(), flush=True)
+        try:
+            print(self.text(), flush=True)
+        except BrokenPipeError:  # the reader, such as `head`, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         parser.exit()
 
 

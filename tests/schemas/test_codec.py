@@ -493,6 +493,7 @@ def with_input(name: str, value: object) -> object:
         (with_input("weights", ["x"]), "expected numbers, not 'x'"),
         (with_input("weights", [None]), "expected numbers, not None"),
         (with_input("weights", [0, "x", 1]), "expected numbers, not 'x'"),
+        (with_input("weights", [1, 2**70]), f"expected numbers of 64 bits, not {2**70}"),
         (with_input("weights", [[0, 1], [0, None]]), "expected numbers, not None"),
         (with_input("target_tokens", [1, 2**70]), f"expected 64-bit integers, not {2**70}"),
         (with_input("target_tokens", [1, 2.5]), "expected 64-bit integers, not 2.5"),

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
 from ..ops.attention import ATTENTION, AttendingPacking, Packing
-from ..ops.kernels import kernels_for
+from ..ops.kernels import load_kernels_for
 from ..ops.linear import FrozenProduct, to_product_layout
 from ..ops.memory import available_bytes
 from ..ops.quantized import QuantizedWeight, check_installed, replace_parameter
@@ -128,7 +128,7 @@ class BaseModel:
         if self._fused is None and config.activations != "keep":
             raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
         # Compiled now, so that the first request does not wait for a compiler.
-        kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
+        load_kernels_for(self.dtype, self.device)
         self.experts = self._named_experts()
         self.is_sparse = any(parameter.dim() > 2 for parameter in self.trunk.parameters())
         linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]

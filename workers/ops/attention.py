@@ -4,7 +4,6 @@ A forward pass runs one packed row [1, tokens]; `Packing` says which tokens belo
 attention row, so a NaN in one cannot reach another.
 """
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,16 +11,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ..shapes.windows import queries_of_mask
 
 ATTENTION = "trainhouse_packed"
-
-# torch 2.11's kernel accepts fewer key heads than query heads without this flag.
-_TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -95,11 +90,6 @@ class AttentionKind:
     layer: int
     scaling: float
     window: int | None = None
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """Tokens that a query sees before and after its own; -1 for all."""
-        return (self.window - 1 if self.window else -1, 0)
 
     def query_blocks(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["QueryBlock"]:
         """Yields one view if causal attention is enough for this length, else one per block of queries."""
@@ -183,8 +173,10 @@ def attend(
         if torch.is_grad_enabled():
             return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return _flash_on_cpu(query, key, value, packing, kind)[0]
-    if fits_varlen(query):
-        return _varlen(query, key, value, packing, kind)
+    if fits_flash_on_gpu(query):
+        if torch.is_grad_enabled():
+            return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
+        return flash_on_gpu(query, key, value, packing, kind)[0]
     return join_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
 
@@ -213,7 +205,7 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Sequen
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def fits_varlen(query: Tensor) -> bool:
+def fits_flash_on_gpu(query: Tensor) -> bool:
     """True if flash attention supports this: 16 bit, head sizes that are multiples of 8 up to 256, Ampere or newer."""
     head_dim = query.shape[-1]
     return (
@@ -225,31 +217,92 @@ def fits_varlen(query: Tensor) -> bool:
     )
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
-    out = varlen(query, key, value, packing, kind)
-    assert isinstance(out, Tensor)
-    return out
+def flash_on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
+) -> tuple[Tensor, Tensor]:
+    """Attends all sequences in one kernel, which torch's own wrapper calls in four times the time.
 
-
-def varlen(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, aux: AuxRequest | None = None
-) -> Tensor | tuple[Tensor, ...]:
-    """Attends all sequences in one kernel. For `aux` see torch's varlen_attn. Not yet run on a GPU."""
+    Returns:
+        the output, and the log-sum-exp of the scores, float32 [heads, tokens].
+    """
     bounds, longest = packing.bounds(query.device), packing.longest
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TAKES_ENABLE_GQA else {}
-    return varlen_attn(
+    return flash_of_last_queries(query, key, value, (bounds, bounds), (longest, longest), kind)
+
+
+def flash_of_last_queries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    kind: AttentionKind,
+    is_causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Computes `flash_on_gpu` for sequences with at least as many keys as queries, which are of the last tokens.
+
+    Args:
+        bounds: for queries and for keys, see Packing.bounds.
+        longest: the most queries and the most keys of a sequence.
+        is_causal: whether tokens do not see those after them.
+    """
+    window = _window_of_flash(kind) if is_causal else {}
+    out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *bounds, *longest, 0.0, is_causal and not kind.window, False, scale=kind.scaling, **window
+    )
+    return out, log_sums
+
+
+def flash_gradients_on_gpu(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    packing: Packing,
+    kind: AttentionKind,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value of `flash_on_gpu`."""
+    bounds, longest = packing.bounds(query.device), packing.longest
+    of_dropout = torch.empty(2, dtype=torch.uint64, device=query.device)  # not used
+    return torch.ops.aten._flash_attention_backward(
+        grad.contiguous(),
         query,
         key,
         value,
+        out,
+        log_sums,
         bounds,
         bounds,
         longest,
         longest,
-        return_aux=aux,
+        0.0,
+        not kind.window,
+        of_dropout,
+        of_dropout,
         scale=kind.scaling,
-        window_size=kind.window_size,
-        **grouped,
+        **_window_of_flash(kind),
     )
+
+
+def _window_of_flash(kind: AttentionKind) -> dict[str, int]:
+    """Returns the tokens that a query sees before and after its own; -1 for all."""
+    return {"window_size_left": kind.window - 1 if kind.window else -1, "window_size_right": 0}
+
+
+class _FlashOnGpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+        out, log_sums = flash_on_gpu(query, key, value, packing, kind)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.packing, ctx.kind = packing, kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sums = ctx.saved_tensors
+        gradients = flash_gradients_on_gpu(grads[0], query, key, value, out, log_sums, ctx.packing, ctx.kind)
+        return *gradients, None, None
 
 
 def _flash_on_cpu(

@@ -1,19 +1,23 @@
 """Everything between the matrix products of a Llama-shaped layer in few passes over memory: norms, rotation, gates.
 
 Every function treats each token separately and has a hand-written gradient. The gradients of norm weights are added to
-their `grad`, if they have one. Norms and rotation compute in float32 for inputs of any dtype.
+their `grad`, if they have one. Norms and rotation compute in float32 for inputs of any dtype. On a GPU they run as
+Triton kernels, on the CPU without gradients as kernels.c; else, and for gradients of norm weights, by torch.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from .kernels import kernels_for
+from .kernels import Kernels, kernels_for, load_triton_kernels, triton_kernels_for
+
+if TYPE_CHECKING:
+    from .triton_kernels import TritonKernels
 
 
 class RmsNorm:
@@ -38,6 +42,10 @@ class RmsNorm:
         """Updates the weight after the parameter was replaced."""
         weight = self._own_of(self.parameter.detach())
         self.weight = weight.float() + 1 if self._adds_one else weight
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.parameter.grad is not None
 
     def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
         """Adds to the parameter's gradient, if it has one, given the gradient of the norm's output [..., size]."""
@@ -95,7 +103,7 @@ def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
     """Returns the norm of x [tokens, size]."""
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := kernels_for(x)) is not None:
+    if (kernels := _kernels_for(x)) is not None:
         return kernels.rms_norm(x, norm.weight, norm.eps_number)
     return _normalized(x, _inverse_rms(x, norm.eps), norm).to(x.dtype)
 
@@ -104,7 +112,7 @@ def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tens
     """Returns x + update, and its norm; all [tokens, size]."""
     if torch.is_grad_enabled():
         return _AddRmsNorm.apply(x, update, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := kernels_for(x)) is not None:
+    if (kernels := _kernels_for(x)) is not None:
         return kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
     total = x + update
     return total, _normalized(total, _inverse_rms(total, norm.eps), norm).to(x.dtype)
@@ -114,9 +122,8 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := kernels_for(x)) is not None:
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
-        return kernels.rotate_heads(x, rotation.cos, rotation.sin, weight, eps)
+    if (kernels := _kernels_for(x)) is not None:
+        return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
     return _rotated(x, rotation, norm)[0]
 
 
@@ -124,7 +131,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Returns silu(gate) * up: Shazeer, https://arxiv.org/abs/2002.05202."""
     if torch.is_grad_enabled():
         return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
-    if (kernels := kernels_for(gate)) is not None:
+    if (kernels := _kernels_for(gate)) is not None:
         return kernels.swiglu(gate, up)
     return silu(gate).mul_(up)
 
@@ -133,6 +140,8 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """Returns gelu(gate) * up with the tanh approximation: Shazeer, https://arxiv.org/abs/2002.05202."""
     if torch.is_grad_enabled():
         return _GeGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
+    if (triton := triton_kernels_for(gate)) is not None:
+        return triton.geglu(gate, up)
     return gelu(gate, approximate="tanh").mul_(up)
 
 
@@ -143,64 +152,75 @@ GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
-        inverse = _inverse_rms(x, norm.eps)
         ctx.norm = norm
+        if (triton := triton_kernels_for(x)) is not None:
+            ctx.save_for_backward(x, None)
+            return triton.rms_norm(x, norm.weight, norm.eps_number)
+        inverse = _inverse_rms(x, norm.eps)
         ctx.save_for_backward(x, inverse)
         return _normalized(x, inverse, norm).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, inverse = ctx.saved_tensors
-        wide = grads[0].float()
-        ctx.norm.add_gradient(wide, x, inverse)
-        return _norm_gradient(wide * ctx.norm.weight, x, inverse).to(grads[0].dtype), None
+        return _backward_of_norm(grads[0], None, x, inverse, ctx.norm), None
 
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        ctx.norm = norm
+        ctx.set_materialize_grads(False)
+        if (triton := triton_kernels_for(x)) is not None:
+            total, normalized = triton.add_rms_norm(x, update, norm.weight, norm.eps_number)
+            ctx.save_for_backward(total, None)
+            return total, normalized
         total = x + update
         inverse = _inverse_rms(total, norm.eps)
-        ctx.norm = norm
         ctx.save_for_backward(total, inverse)
-        ctx.set_materialize_grads(False)
         return total, _normalized(total, inverse, norm).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         total, inverse = ctx.saved_tensors
         grad_total, grad = grads
-        wide = grad.float()
-        ctx.norm.add_gradient(wide, total, inverse)
-        gradient = _norm_gradient(wide * ctx.norm.weight, total, inverse)
-        if grad_total is not None:
-            gradient.add_(grad_total)
-        gradient = gradient.to(grad.dtype)
+        gradient = _backward_of_norm(grad, grad_total, total, inverse, ctx.norm)
         return gradient, gradient, None
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
-        out, inverse = _rotated(x, rotation, norm)
         ctx.rotation, ctx.norm = rotation, norm
+        if (triton := triton_kernels_for(x)) is not None:
+            ctx.save_for_backward(x if norm is not None else None, None)
+            return triton.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
+        out, inverse = _rotated(x, rotation, norm)
         ctx.save_for_backward(x if norm is not None else None, inverse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
-        (grad,) = grads
-        gradient = ctx.rotation.apply(grad.float(), sign=-1.0)
-        if ctx.norm is not None:
-            ctx.norm.add_gradient(gradient, x, inverse)
-            gradient = _norm_gradient(gradient.mul_(ctx.norm.weight), x, inverse)
+        (grad,), rotation, norm = grads, ctx.rotation, ctx.norm
+        triton = triton_kernels_for(grad)
+        if triton is not None and (norm is None or not norm.has_gradient):
+            weight, eps = _weight_and_eps(norm)
+            return triton.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
+        gradient = rotation.apply(grad.float(), sign=-1.0)
+        if norm is not None:
+            inverse = _inverse_rms(x, norm.eps) if inverse is None else inverse
+            norm.add_gradient(gradient, x, inverse)
+            gradient = _norm_gradient(gradient.mul_(norm.weight), x, inverse)
         return gradient.to(grad.dtype), None, None
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        if (triton := triton_kernels_for(gate)) is not None:
+            ctx.save_for_backward(gate, up, None)
+            return triton.swiglu(gate, up)
         active = silu(gate)
         ctx.save_for_backward(gate, up, active)
         return active * up
@@ -210,6 +230,8 @@ class _SwiGlu(torch.autograd.Function):
         """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
+        if active is None:
+            return _triton_kernels().swiglu_gradient(grad, gate, up)
         grad_active = up.mul_(grad)
         grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_active)
         return grad_gate, active.mul_(grad)
@@ -218,6 +240,9 @@ class _SwiGlu(torch.autograd.Function):
 class _GeGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        if (triton := triton_kernels_for(gate)) is not None:
+            ctx.save_for_backward(gate, up, None)
+            return triton.geglu(gate, up)
         active = gelu(gate, approximate="tanh")
         ctx.save_for_backward(gate, up, active)
         return active * up
@@ -227,8 +252,38 @@ class _GeGlu(torch.autograd.Function):
         """Overwrites the saved tensors, like _SwiGlu."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
+        if active is None:
+            return _triton_kernels().geglu_gradient(grad, gate, up)
         grad_gate = torch.ops.aten.gelu_backward(up.mul_(grad), gate, approximate="tanh")
         return grad_gate, active.mul_(grad)
+
+
+def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: Tensor | None, norm: RmsNorm) -> Tensor:
+    """Returns the gradient of a norm's input x, plus the addend, and adds the gradient of the norm's weight."""
+    triton = triton_kernels_for(x)
+    if triton is not None and not norm.has_gradient:
+        return triton.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
+    wide, inverse = grad.float(), _inverse_rms(x, norm.eps) if inverse is None else inverse
+    norm.add_gradient(wide, x, inverse)
+    gradient = _norm_gradient(wide * norm.weight, x, inverse)
+    if addend is not None:
+        gradient.add_(addend)
+    return gradient.to(grad.dtype)
+
+
+def _kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
+    """Returns kernels without gradients, or None if x needs torch's own operations."""
+    return kernels_for(x) if x.is_cpu else triton_kernels_for(x)
+
+
+def _triton_kernels() -> "TritonKernels":
+    kernels = load_triton_kernels()
+    assert kernels is not None
+    return kernels
+
+
+def _weight_and_eps(norm: RmsNorm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
 
 
 def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:

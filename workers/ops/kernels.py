@@ -15,9 +15,13 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .triton_kernels import TritonKernels
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -159,6 +163,19 @@ def kernels_for(x: Tensor) -> Kernels | None:
     return load_kernels() if x.dtype == torch.float32 and x.is_cpu else None
 
 
+def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernels that models of this dtype use on this device."""
+    if device.type == "cuda":
+        load_triton_kernels()
+    else:
+        kernels_for(torch.empty(0, dtype=dtype, device=device))
+
+
+def triton_kernels_for(x: Tensor) -> "TritonKernels | None":
+    """Returns Triton's kernels, or None if x needs torch's own operations."""
+    return load_triton_kernels() if x.is_cuda else None
+
+
 @cache
 def load_kernels() -> Kernels | None:
     """Compiles the kernels, which takes a second or two, unless an earlier process already has."""
@@ -172,6 +189,20 @@ def load_kernels() -> Kernels | None:
         said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
         _log.warning("%s cannot compile kernels.c: sampling on the CPU takes up to twice as long: %s", compiler, said)
         return None
+
+
+@cache
+def load_triton_kernels() -> "TritonKernels | None":
+    """Compiles one of the kernels for a GPU, and returns all; None, with a warning, if Triton does not work here."""
+    try:
+        from .triton_kernels import TritonKernels
+
+        kernels, x = TritonKernels(), torch.ones(1, 16, device="cuda")
+        kernels.rms_norm(x, x[0], 0.0)
+    except Exception as error:  # of Triton, its compiler or the driver
+        _log.warning("Triton's kernels do not run here, and passes take up to twice as long: %s", error)
+        return None
+    return kernels
 
 
 def _compiled(compiler: str) -> Path:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention import AttentionKind, Packing, attend
-from .kernels import PrefixGroups, kernels_for
+from .attention import AttentionKind, Packing, attend, fits_flash_on_gpu, flash_of_last_queries
+from .kernels import PrefixGroups, kernels_for, triton_kernels_for
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16
@@ -150,6 +150,9 @@ class DecodeStep:
             cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
             num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind.window, kind.scaling, num_threads)
+        if (triton := triton_kernels_for(key)) is not None:
+            cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.span
+            return triton.decode_attention(query, key, value, *cached, kind.window, kind.scaling)
         reading = self.tensors.views(kind.layer, key, self.num_slots, self.span)
         reading.keys[self.slots, :, self.lengths] = key
         reading.values[self.slots, :, self.lengths] = value
@@ -192,11 +195,19 @@ class ContinuationChunk:
     cached: int
     is_causal: bool = True
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _bounds: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Returns the attention output [stop - start, heads, head_dim] for query, key and value of the packed row."""
         keys, values = self.store(key, value, kind.layer)
         length = self.cached + self.stop - self.start
+        if fits_flash_on_gpu(query):
+            own = keys[self.slot, :, :length].transpose(0, 1), values[self.slot, :, :length].transpose(0, 1)
+            longest = self.stop - self.start, length
+            bounds = self._bounds_on(query.device)
+            return flash_of_last_queries(
+                query[self.start : self.stop], *own, bounds, longest, kind, is_causal=self.is_causal
+            )[0]
         q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
         k, v = keys[self.slot, None, :, :length], values[self.slot, None, :, :length]
         if kind.window not in self._masks:
@@ -205,6 +216,14 @@ class ContinuationChunk:
         gqa = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(q, k.contiguous(), v, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
         return out[0].transpose(0, 1)
+
+    def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the bounds of queries and of keys for flash attention, computed once for all layers."""
+        if not self._bounds:
+            length = self.stop - self.start
+            numbers = torch.tensor([[0, length], [0, self.cached + length]], dtype=torch.int32, device=device)
+            self._bounds.append((numbers[0], numbers[1]))
+        return self._bounds[0]
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Stores key and value of the packed row. Returns the layer's, see SlotTensors.of_layer."""

@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest
 
 from ..shapes.windows import MAX_SCORES
 from .attention import (
     AttentionKind,
     Packing,
-    fits_varlen,
+    fits_flash_on_gpu,
     flash_gradients_on_cpu,
+    flash_gradients_on_gpu,
     flash_on_cpu,
+    flash_on_gpu,
     join_groups,
     rows_by_group,
-    varlen,
 )
 
 
@@ -47,8 +47,9 @@ class AttentionGradients(NamedTuple):
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> PartialAttention:
     """Computes the function `attend` over these keys, without gradients."""
-    if fits_varlen(query):
-        return _varlen(query, key, value, packing, kind)
+    if fits_flash_on_gpu(query):
+        out, log_sums = flash_on_gpu(query, key, value, packing, kind)
+        return PartialAttention(out, log_sums.t())
     of_group = flash_on_cpu if _fits_cpu(query) else _chunked
     parts = []
     for group in packing.groups:
@@ -73,8 +74,9 @@ def part_gradients(
         grad: gradient of the output over all keys.
         whole: the output over all keys.
     """
-    if fits_varlen(query):
-        return _varlen_gradients(grad, query, key, value, whole, packing, kind)
+    if fits_flash_on_gpu(query):
+        out, log_sums = whole.out.contiguous(), whole.log_sum_exps.t().contiguous()
+        return AttentionGradients(*flash_gradients_on_gpu(grad, query, key, value, out, log_sums, packing, kind))
     of_group = flash_gradients_on_cpu if _fits_cpu(query) else _chunked_gradients
     parts = []
     for group in packing.groups:
@@ -86,35 +88,6 @@ def part_gradients(
 
 def _fits_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
-
-
-# Flash attention on CUDA. Not yet run on a GPU.
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> PartialAttention:
-    result = varlen(query, key, value, packing, kind, AuxRequest(lse=True))
-    assert isinstance(result, tuple)
-    return PartialAttention(result[0], result[1].t())
-
-
-def _varlen_gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    whole: PartialAttention,
-    packing: Packing,
-    kind: AttentionKind,
-) -> AttentionGradients:
-    bounds, longest, window = packing.bounds(query.device), packing.longest, kind.window_size
-    out, sums = whole.out.contiguous(), whole.log_sum_exps.t().contiguous()
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return AttentionGradients(
-        *torch.ops.torch_attn._varlen_attn_backward(
-            grad.contiguous(), query, key, value, out, sums, bounds, bounds, longest, longest, window == (-1, 0),
-            no_dropout, kind.scaling, list(window),
-        )
-    )  # fmt: skip
 
 
 # Plain attention in chunks of queries, where flash attention on CUDA does not apply.

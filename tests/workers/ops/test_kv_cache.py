@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -107,6 +108,26 @@ def test_a_sequence_in_chunks_attends_as_in_one_piece(window: int | None, cuts: 
         chunk = CachedRow((), [ContinuationChunk(0, stop - start, tensors, 3, start)], None, stop - start, ())
         parts.append(attend(_part(qkv, slice(start, stop)), chunk, window))
     torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_sequence_in_chunks_attends_as_in_one_piece_on_a_gpu(window: int | None) -> None:
+    """Runs flash attention on chunks that end within its blocks of 64 and 128 keys, and at their ends."""
+    qkv, tensors = rows(300, seed=8), new_slot_tensors(capacity=320)
+    halves = [x.cuda().bfloat16() for x in qkv]
+    found, cuts = [], [0, 1, 64, 100, 256, 300]
+    for start, stop in pairwise(cuts):
+        length = stop - start
+        row = CachedRow((), [ContinuationChunk(0, length, tensors, 3, start)], None, length, ())
+        found.append(
+            attend((halves[0][:, :, start:stop], halves[1][:, :, start:stop], halves[2][:, :, start:stop]), row, window)
+        )
+    wanted, error = naive(*(x.bfloat16().float() for x in qkv), window=window), 2e-2
+    torch.testing.assert_close(torch.cat(found).cpu().float(), wanted, atol=error, rtol=error)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(torch.cat(found).cpu().float(), naive(*qkv, window=20), atol=error, rtol=error)
 
 
 def test_one_row_mixes_decode_chunk_and_new_sequence() -> None:

@@ -1,0 +1,394 @@
+"""Triton kernels for everything between the matrix products of a layer, on a GPU; with gradients.
+
+Each reads and writes its tensors once, in place of three to ten of torch's operations. They compute in float32 and
+round once, at the end. Triton is imported here: import this module through `load_triton_kernels`.
+"""
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A program of attention reads this many keys at a time. Fewer programs than _MIN_PROGRAMS leave a GPU idle, so long
+# sequences are divided among several, each with at least _MIN_KEYS.
+_KEYS = 64
+_MIN_PROGRAMS = 256
+_MIN_KEYS = 256
+
+# A program handles a tile of heads, or a block of features, with this many numbers.
+_TILE = 1024
+_BLOCK = 1024
+
+
+class TritonKernels:
+    """Launches the kernels on tensors of a GPU. The numbers of a row must be contiguous; else a copy is made."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns the norm of x [tokens, size] with weight [size]."""
+        x = x.contiguous()
+        out = x.new_empty(x.shape)
+        _add_rms_norm[(x.shape[0],)](out, x, x, x, weight, eps, x.shape[1], False, **_of_row(x.shape[1]))
+        return out
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns x + update, and its norm; all [tokens, size]."""
+        x, update = x.contiguous(), update.contiguous()
+        total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+        _add_rms_norm[(x.shape[0],)](out, total, x, update, weight, eps, x.shape[1], True, **_of_row(x.shape[1]))
+        return total, out
+
+    def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
+        """Returns the gradient of the norm's input x, plus the addend if there is one; all [tokens, size]."""
+        grad, added = grad.contiguous(), grad if addend is None else addend.contiguous()
+        out = grad.new_empty(grad.shape)
+        _rms_norm_gradient[(x.shape[0],)](
+            out, grad.contiguous(), added, x, weight, eps, x.shape[1], addend is not None, **_of_row(x.shape[1])
+        )
+        return out
+
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Returns the heads normed, if there is a weight, and rotated.
+
+        Args:
+            x: [tokens, heads, size].
+            cos: [tokens, 1, size].
+            sin: [tokens, 1, size / 2].
+            weight: [size] or [heads, size].
+        """
+        x = _with_rows(x)
+        out, (grid, sizes) = x.new_empty(x.shape), _of_heads(x)
+        _rotate_heads[grid](
+            out,
+            x,
+            cos,
+            sin,
+            x if weight is None else weight,
+            eps,
+            x.stride(0),
+            *_of_weight(weight),
+            *x.shape[1:],
+            **sizes,
+        )
+        return out
+
+    def rotate_heads_gradient(
+        self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
+    ) -> Tensor:
+        """Returns the gradient of `rotate_heads`'s input x, which is needed if there is a weight."""
+        grad, x = _with_rows(grad), grad if x is None else _with_rows(x)
+        out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
+        strides = grad.stride(0), x.stride(0)
+        _rotate_heads_gradient[grid](
+            out,
+            grad,
+            x,
+            cos,
+            sin,
+            x if weight is None else weight,
+            eps,
+            *strides,
+            *_of_weight(weight),
+            *x.shape[1:],
+            **sizes,
+        )
+        return out
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns silu(gate) * up; all [tokens, size]."""
+        return _gated(gate, up, is_gelu=False)
+
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns gelu(gate) * up with the tanh approximation; all [tokens, size]."""
+        return _gated(gate, up, is_gelu=True)
+
+    def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of gate and up, which it may overwrite."""
+        return _gated_gradient(grad, gate, up, is_gelu=False)
+
+    def geglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of gate and up, which it may overwrite."""
+        return _gated_gradient(grad, gate, up, is_gelu=True)
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        span: int,
+        window: int | None,
+        scaling: float,
+    ) -> Tensor:
+        """Runs the attention of a decode step, and stores the new keys and values. Returns the query's shape.
+
+        Args:
+            query: [rows, heads, size].
+            key: [rows, kv_heads, size], like `value`.
+            keys: the cache, contiguous [slots, kv_heads, capacity, size], like `values`.
+            slots: the slot of each row's sequence, int64 [rows].
+            lengths: its tokens so far, int64 [rows].
+            span: tokens of the longest sequence, including the new one.
+        """
+        query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
+        (rows, heads, size), kv_heads, capacity = query.shape, key.shape[1], keys.shape[2]
+        parts = _num_parts(rows * kv_heads, min(span, window or span))
+        out = query.new_empty(query.shape)
+        sums = out if parts == 1 else query.new_empty(parts, rows, heads, size + 2, dtype=torch.float32)
+        block = {"GROUP": max(triton.next_power_of_2(heads // kv_heads), 16), "BLOCK": triton.next_power_of_2(size)}
+        _decode_attention[rows, kv_heads, parts](
+            *(out, sums, query, key, value, keys, values, slots, lengths, scaling),
+            *(query.stride(0), key.stride(0), value.stride(0), rows, heads, kv_heads, capacity, size, window or 0),
+            DIVIDED=parts > 1,
+            KEYS=_KEYS,
+            **block,
+        )
+        if parts > 1:
+            _join_parts[rows, heads](
+                out, sums, parts, rows * heads, heads, size, triton.next_power_of_2(parts), block["BLOCK"]
+            )
+        return out
+
+
+def _num_parts(num_programs: int, num_keys: int) -> int:
+    """Returns among how many programs the keys of a sequence are divided."""
+    return max(1, min(-(-_MIN_PROGRAMS // num_programs), -(-num_keys // _MIN_KEYS)))
+
+
+def _gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+    gate, up = _with_rows(gate), _with_rows(up)
+    out = gate.new_empty(gate.shape)
+    _gate[_of_blocks(gate)](out, gate, up, gate.stride(0), up.stride(0), gate.shape[1], is_gelu, _BLOCK)
+    return out
+
+
+def _gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
+    grad, gate, up = _with_rows(grad), _with_rows(gate), _with_rows(up)
+    strides = grad.stride(0), gate.stride(0), up.stride(0)
+    _gate_gradient[_of_blocks(gate)](grad, gate, up, *strides, gate.shape[1], is_gelu, _BLOCK)
+    return gate, up
+
+
+def _of_row(size: int) -> dict[str, int]:
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+
+
+def _of_heads(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Returns the grid, a program for each token and tile of heads, and the tile's size."""
+    block = triton.next_power_of_2(x.shape[2] // 2)
+    heads = min(max(_TILE // block, 1), triton.next_power_of_2(x.shape[1]))
+    return (x.shape[0], triton.cdiv(x.shape[1], heads)), {"HEADS": heads, "BLOCK": block}
+
+
+def _of_weight(weight: Tensor | None) -> tuple[int, bool]:
+    """Returns the stride from a head's weight to the next, and whether there is one."""
+    return (weight.shape[-1] if weight is not None and weight.dim() > 1 else 0), weight is not None
+
+
+def _of_blocks(x: Tensor) -> tuple[int, int]:
+    return x.shape[0], triton.cdiv(x.shape[1], _BLOCK)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Returns x, or a copy if the numbers of a row are not contiguous."""
+    return x if x.stride()[1:] in ((1,), (x.shape[-1], 1)) else x.contiguous()
+
+
+@triton.jit
+def _add_rms_norm(out, total, x, update, weight, eps, size, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    place = tl.program_id(0).to(tl.int64) * size + column
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(update + place, inside, 0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + place, rounded, inside)
+        value = rounded.to(tl.float32)
+    inverse = 1 / tl.sqrt(tl.sum(value * value) / size + eps)
+    weights = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    tl.store(out + place, (value * inverse * weights).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rms_norm_gradient(out, grad, addend, x, weight, eps, size, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    place = tl.program_id(0).to(tl.int64) * size + column
+    value = tl.load(x + place, inside, 0.0).to(tl.float32)
+    wide = tl.load(grad + place, inside, 0.0).to(tl.float32) * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    inverse = 1 / tl.sqrt(tl.sum(value * value) / size + eps)
+    wide = wide * inverse - value * (inverse * inverse * inverse * tl.sum(wide * value) / size)
+    if ADDS:
+        wide += tl.load(addend + place, inside, 0.0).to(tl.float32)
+    tl.store(out + place, wide.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rotate_heads(
+    out, x, cos, sin, weight, eps, x_stride, weight_stride, NORMS: tl.constexpr, heads, size,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, half = tl.program_id(0).to(tl.int64), size // 2
+    head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (column < half)
+    place = head * size + column
+    first = tl.load(x + token * x_stride + place, inside, 0.0).to(tl.float32)
+    second = tl.load(x + token * x_stride + place + half, inside, 0.0).to(tl.float32)
+    if NORMS:
+        inverse = 1 / tl.sqrt(tl.sum(first * first + second * second, 1) / size + eps)[:, None]
+        of_head = weight + head * weight_stride + column
+        first *= inverse * tl.load(of_head, inside, 0.0).to(tl.float32)
+        second *= inverse * tl.load(of_head + half, inside, 0.0).to(tl.float32)
+    c = tl.load(cos + token * size + column, column < half, 0.0)
+    s = tl.load(sin + token * half + column, column < half, 0.0)
+    rotated = out + token * heads * size + place
+    tl.store(rotated, (first * c - second * s).to(out.dtype.element_ty), inside)
+    tl.store(rotated + half, (second * c + first * s).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _rotate_heads_gradient(
+    out, grad, x, cos, sin, weight, eps, grad_stride, x_stride, weight_stride, NORMS: tl.constexpr, heads, size,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, half = tl.program_id(0).to(tl.int64), size // 2
+    head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (column < half)
+    place = head * size + column
+    grad_first = tl.load(grad + token * grad_stride + place, inside, 0.0).to(tl.float32)
+    grad_second = tl.load(grad + token * grad_stride + place + half, inside, 0.0).to(tl.float32)
+    c = tl.load(cos + token * size + column, column < half, 0.0)
+    s = tl.load(sin + token * half + column, column < half, 0.0)
+    back_first = grad_first * c + grad_second * s
+    back_second = grad_second * c - grad_first * s
+    if NORMS:
+        first = tl.load(x + token * x_stride + place, inside, 0.0).to(tl.float32)
+        second = tl.load(x + token * x_stride + place + half, inside, 0.0).to(tl.float32)
+        of_head = weight + head * weight_stride + column
+        back_first *= tl.load(of_head, inside, 0.0).to(tl.float32)
+        back_second *= tl.load(of_head + half, inside, 0.0).to(tl.float32)
+        inverse = 1 / tl.sqrt(tl.sum(first * first + second * second, 1) / size + eps)[:, None]
+        along = tl.sum(back_first * first + back_second * second, 1)[:, None] * inverse * inverse * inverse / size
+        back_first = back_first * inverse - first * along
+        back_second = back_second * inverse - second * along
+    rotated = out + token * heads * size + place
+    tl.store(rotated, back_first.to(out.dtype.element_ty), inside)
+    tl.store(rotated + half, back_second.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _activation(gate, IS_GELU: tl.constexpr):
+    """Returns the activation and its derivative."""
+    if IS_GELU:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        tanh = 2 * tl.sigmoid(2 * inner) - 1
+        slope = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
+        return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * slope
+    sigmoid = tl.sigmoid(gate)
+    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+
+
+@triton.jit
+def _gate(out, gate, up, gate_stride, up_stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    active, _ = _activation(tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32), IS_GELU)
+    active *= tl.load(up + row * up_stride + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * size + column, active.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _gate_gradient(
+    grad, gate, up, grad_stride, gate_stride, up_stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Overwrites gate and up with their gradients."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    of_gate, of_up = gate + row * gate_stride + column, up + row * up_stride + column
+    active, slope = _activation(tl.load(of_gate, inside, 0.0).to(tl.float32), IS_GELU)
+    wide = tl.load(grad + row * grad_stride + column, inside, 0.0).to(tl.float32)
+    product = wide * tl.load(of_up, inside, 0.0).to(tl.float32)
+    tl.store(of_gate, (product * slope).to(gate.dtype.element_ty), inside)
+    tl.store(of_up, (wide * active).to(up.dtype.element_ty), inside)
+
+
+@triton.jit
+def _decode_attention(
+    out, sums, query, key, value, keys, values, slots, lengths, scaling, query_stride, key_stride, value_stride,
+    rows, heads, kv_heads, capacity, size, window,
+    DIVIDED: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attends one row's queries of one key head to a part of its keys; the first part has the new key too.
+
+    sums: of each part, float32 [parts, rows, heads, size + 2]: the weighted sum of values, the greatest score, and the
+    sum of weights.
+    """
+    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    group = heads // kv_heads
+    member, column = tl.arange(0, GROUP), tl.arange(0, BLOCK)
+    head, in_group, in_size = kv_head * group + member, member < group, column < size
+    place = head[:, None] * size + column[None, :]
+    q = tl.load(query + row * query_stride + place, in_group[:, None] & in_size[None, :], 0.0)
+    length = tl.load(lengths + row)
+    start = (tl.load(slots + row) * kv_heads + kv_head) * capacity
+
+    greatest = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, BLOCK], tl.float32)
+    if part == 0:
+        of_head = kv_head * size + column
+        new_key = tl.load(key + row * key_stride + of_head, in_size, 0.0)
+        new_value = tl.load(value + row * value_stride + of_head, in_size, 0.0)
+        tl.store(keys + (start + length) * size + column, new_key, in_size)
+        tl.store(values + (start + length) * size + column, new_value, in_size)
+        greatest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scaling
+        total += 1.0
+        acc += new_value.to(tl.float32)[None, :]
+
+    first = tl.maximum(length + 1 - window, 0) if window > 0 else length * 0
+    each = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), KEYS) * KEYS
+    first += part * each
+    last = tl.minimum(first + each, length)
+    for begin in range(first, last, KEYS):
+        token = begin + tl.arange(0, KEYS)
+        seen = token < last
+        cached = (start + token)[:, None] * size + column[None, :]
+        inside = seen[:, None] & in_size[None, :]
+        k = tl.load(keys + cached, inside, 0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest = tl.maximum(greatest, tl.max(scores, 1))
+        weights = tl.exp(scores - highest[:, None])
+        shrink = tl.exp(greatest - highest)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values + cached, inside, 0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        greatest = highest
+
+    written = in_group[:, None] & in_size[None, :]
+    if DIVIDED:
+        of_part = sums + ((part * rows + row) * heads + head) * (size + 2)
+        tl.store(of_part[:, None] + column[None, :], acc, written)
+        tl.store(of_part + size, greatest, in_group)
+        tl.store(of_part + size + 1, total, in_group)
+    else:
+        tl.store(out + row * heads * size + place, (acc / total[:, None]).to(out.dtype.element_ty), written)
+
+
+@triton.jit
+def _join_parts(out, sums, parts, num_heads, heads, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Joins the parts of one head of one row. num_heads: of all rows."""
+    head = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    part, column = tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    of_part = sums + (part * num_heads + head) * (size + 2)
+    greatest = tl.load(of_part + size, part < parts, float("-inf"))
+    shares = tl.exp(greatest - tl.max(greatest))
+    total = tl.sum(shares * tl.load(of_part + size + 1, part < parts, 0.0))
+    inside = (part < parts)[:, None] & (column < size)[None, :]
+    acc = tl.sum(tl.load(of_part[:, None] + column[None, :], inside, 0.0) * shares[:, None], 0)
+    tl.store(out + head * size + column, (acc / total).to(out.dtype.element_ty), column < size)

@@ -15,7 +15,12 @@ from ..parallel.mesh import Mesh
 from ..planner.footprint import gigabytes
 from ..planner.layout_search import micro_batch_tokens
 from ..planner.workload import Workload
-from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, WorkerConfig
+from ..protocol.worker_config import (
+    DEFAULT_KV_CACHE_BYTES,
+    DEFAULT_MICRO_BATCH_TOKENS,
+    GPU_PREFILL_CHUNK_TOKENS,
+    WorkerConfig,
+)
 from ..shapes.model_shape import ModelShape, read_model
 
 logger = logging.getLogger(__name__)
@@ -36,13 +41,21 @@ def load_base(config: WorkerConfig, mesh: Mesh) -> BaseModel:
 
 
 def sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, mesh: Mesh) -> WorkerConfig:
-    """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks."""
+    """Returns the config with a KV cache and adapter slots that fit the device, the same on all ranks.
+
+    A GPU also gets longer chunks of prompts: it runs thousands of tokens in the time of one.
+    """
     if base.device.type != "cuda":
         return replace(config, kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
     free, _ = torch.cuda.mem_get_info(base.device)
     share = min(mesh.all_gather_object(free)) // _MEMORY_SHARES
     slots = min(config.adapter_slots, share // max(lora.bytes_at_rank(_USUAL_RANK), 1))
-    return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
+    return replace(
+        config,
+        kv_cache_bytes=config.kv_cache_bytes or share,
+        adapter_slots=max(slots, 1),
+        prefill_chunk_tokens=config.prefill_chunk_tokens or GPU_PREFILL_CHUNK_TOKENS,
+    )
 
 
 def fitting_micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:

@@ -19,6 +19,7 @@ import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
+from trainhouse.workers.ops import kernels
 from trainhouse.workers.planner.estimate import estimate
 from trainhouse.workers.planner.parameters import adapter_size, num_parameters
 from trainhouse.workers.planner.workload import Workload
@@ -117,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if options.without_triton:
+        kernels.load_triton_kernels = lambda: None
     for step in options.steps:
         started = time.monotonic()
         bench = Bench(options, options.out / f"{step}-{options.model}.json")
@@ -132,6 +135,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"of {','.join(STEPS)}; all unless given")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without-triton", action="store_true", help="use torch's own operations")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-figures")))
     return parser.parse_args(arguments)
 
@@ -166,6 +170,7 @@ def train(bench: Bench) -> None:
     plans: dict[str, Plan] = {
         f"1 tenant 16x{length}": [(16, length)],
         f"16 tenants 1x{length}": [(1, length)] * 16,
+        f"1 tenant 1x{16 * length}": [(1, 16 * length)],
         "8 tenants ragged": [*ragged, (2, length // 2), (2, length)],
         "16 tenants 1x64": [(1, 64)] * 16,
         "1 tenant 1x64": [(1, 64)],
@@ -202,11 +207,6 @@ def decode(bench: Bench) -> None:
         bench.report(
             name, {"tokens/s": sum(lengths) / seconds, "ms a step, prefill in it": 1000 * seconds / num_tokens}
         )
-    if bench.device == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        seconds = bench.seconds(_sampling(bench, worker, [num_tokens] * 64, 8, 64), 2)
-        bench.report("64 rows, 8 adapters, cuDNN attention on", {"tokens/s": 64 * num_tokens / seconds})
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def profiles(bench: Bench) -> None:
